@@ -1,0 +1,70 @@
+"""The attention function that every model runs with here, registered with transformers as "draftsmith".
+
+transformers builds no mask for a name it has no mask function for, so masks come from `Slots`, which
+knows the lengths of ragged rows, the window of each layer and (in prefill) plain causality.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from decode.cache import Slots
+
+NAME = "draftsmith"
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    slots: Slots | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B, H, T, D], key and value [B, Hkv, S, D] -> ([B, T, H, Dv], None).
+
+    `slots` arrives as a keyword of the model's own forward, which hands unknown ones down. Without it (training)
+    attention is plainly causal over the fresh keys: right padding is never seen by the tokens before it.
+    """
+    rows, heads, count, width = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    plain = softcap is None and s_aux is None
+    fresh = slots is None or slots.prefill
+    if fresh and plain and (sliding_window is None or sliding_window >= count):
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
+        )
+        return out.transpose(1, 2).contiguous(), None
+    if slots is None or slots.prefill:
+        at = torch.arange(count, device=query.device)
+        distance = at[:, None] - at
+        mask = (distance >= 0) & (distance < (sliding_window or count))
+        mask = mask.repeat(groups, 1)[None, None]
+    else:
+        mask = slots.mask(sliding_window, groups)
+    packed = query.reshape(rows, kv_heads, groups * count, width)  # no repeated keys
+    if plain:
+        out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    else:
+        scores = (packed @ key.transpose(-1, -2)) * (scaling if scaling is not None else width**-0.5)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.float().masked_fill(~mask, float("-inf"))
+        if s_aux is not None:  # gpt-oss: one extra logit a head that takes mass and gives nothing
+            sink = s_aux.float().reshape(1, kv_heads, groups, 1, 1).expand(rows, -1, -1, count, 1)
+            scores = torch.cat([scores, sink.reshape(rows, kv_heads, groups * count, 1)], -1)
+        out = torch.softmax(scores, -1)[..., : key.shape[2]].to(value.dtype) @ value
+    out = out.reshape(rows, heads, count, value.shape[-1])
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention)

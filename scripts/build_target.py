@@ -1,0 +1,347 @@
+"""Trains the bundled target (`assets/target`) or the small base draft (`assets/draft`) from scratch.
+
+The corpus is text that every machine has (Python's standard library and language reference) plus
+GSM8K's training questions. The run checkpoints every few hundred steps and resumes by itself.
+
+    python scripts/build_target.py --model target --gsm8k openai/gsm8k
+    python scripts/build_target.py --model draft  --gsm8k path/to/train.jsonl
+"""
+
+import hashlib
+import json
+import math
+import platform
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from decode.settings import UserError, run_command
+from train import stdlib
+
+EOS = "<|endoftext|>"
+SHAPES = {  # heads of 64 throughout: some engines' CPU builds know few head sizes
+    "target": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 12, "heads": 4},
+    "draft": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, "heads": 3},
+}
+WEIGHTS = {"code": 0.63, "prose": 0.05, "arithmetic": 0.32}  # share of the windows of a batch
+
+
+@dataclass
+class Settings:
+    model: Literal["target", "draft"] = "target"
+    """target: 12 layers of 256; draft: 2 layers of 192 on the target's tokenizer."""
+    gsm8k: str = "openai/gsm8k"
+    """A hub name or a local jsonl with `question` and `answer`."""
+    work: str = "outputs/build_target"
+    """Checkpoints and the tokenised corpus."""
+    assets: str = "assets"
+    """The folder that receives target/ or draft/."""
+    tokens: int = 11_000_000
+    """Tokens to train on; a stopped run goes on where it was."""
+    batch_tokens: int = 8192
+    """Tokens a step."""
+    window: int = 512
+    """The model's context length, and the window of the last fifth of the run."""
+    short_window: int = 256
+    """Tokens a window until then: attention over short windows is cheaper."""
+    muon_lr: float = 0.02
+    """Peak rate of Muon, which trains the matrices of the layers."""
+    adam_lr: float = 0.004
+    """Peak rate of AdamW, which trains embeddings and norms."""
+    decay: float = 0.5
+    """Share of the run over which the rate falls linearly to zero."""
+    seed: int = 0
+    compile: bool = True
+    """Compile the training step."""
+    save_every: int = 100
+    """Steps between checkpoints."""
+
+
+def gsm8k_documents(source: str) -> list[str]:
+    """`Question: …\\nAnswer: …\\n` texts, without the calculator annotations."""
+    if Path(source).is_file():
+        rows = [json.loads(line) for line in Path(source).read_text().splitlines()]
+    elif source.endswith(".jsonl"):
+        raise UserError(f"--gsm8k {source!r} does not exist: give a jsonl file or a hub name")
+    else:
+        from datasets import load_dataset
+
+        rows = list(load_dataset(source, "main", split="train"))
+    clean = re.compile(r"<<.*?>>")
+    return [f"Question: {r['question'].strip()}\nAnswer: {clean.sub('', r['answer']).strip()}\n" for r in rows]
+
+
+def corpus(gsm8k: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """({domain: training documents}, {domain: held-out documents})."""
+    questions = gsm8k_documents(gsm8k)
+    seen = {
+        "code": list(stdlib.modules(False).values()),
+        "prose": list(stdlib.topics(False).values()),
+        "arithmetic": questions[:-400],
+    }
+    unseen = {
+        "code": list(stdlib.modules(True).values()),
+        "prose": list(stdlib.topics(True).values()),
+        "arithmetic": questions[-400:],
+    }
+    return seen, unseen
+
+
+def build_tokenizer(documents: dict[str, list[str]]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 4,096 entries, digits apart, no chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((d for docs in documents.values() for d in docs), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> np.ndarray:
+    """One stream of ids, every document followed by EOS."""
+    ids = tokenizer(documents, add_special_tokens=False)["input_ids"]
+    return np.concatenate([np.array([*row, tokenizer.eos_token_id], dtype=np.int64) for row in ids])
+
+
+def new_model(name: str, vocab: int, window: int) -> LlamaForCausalLM:
+    shape = dict(SHAPES[name])
+    heads = shape.pop("heads")
+    config = LlamaConfig(
+        vocab_size=vocab,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=64,
+        max_position_embeddings=window,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        bos_token_id=0,
+        eos_token_id=0,
+        **shape,
+    )
+    model = LlamaForCausalLM(config)
+    for name_, weight in model.named_parameters():  # residual branches start small
+        if name_.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.data.div_(math.sqrt(2 * config.num_hidden_layers))
+    return model
+
+
+def batch_at(streams: dict[str, np.ndarray], s: Settings, step: int, window: int) -> torch.Tensor:
+    """[windows, window + 1] ids: a function of (seed, step) alone, so a resumed run sees the same."""
+    rng = np.random.default_rng([s.seed, step])
+    rows = []
+    for domain in rng.choice(list(WEIGHTS), size=s.batch_tokens // window, p=list(WEIGHTS.values())):
+        at = rng.integers(0, len(streams[domain]) - window - 1)
+        rows.append(streams[domain][at : at + window + 1])
+    return torch.from_numpy(np.stack(rows))
+
+
+def rate(step: int, steps: int, decay: float) -> float:
+    """Warm-up, plateau, linear fall to zero."""
+    return min(1.0, (step + 1) / 100, (steps - step) / max(1, steps * decay))
+
+
+def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train(s: Settings, model: LlamaForCausalLM, streams: dict[str, np.ndarray], device: str) -> dict:
+    """Trains in place; returns {steps, tokens, seconds, loss}."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "layers" not in n]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=s.muon_lr, weight_decay=0.05, momentum=0.95, nesterov=True),
+        torch.optim.AdamW(others, lr=s.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    peaks = [s.muon_lr, s.adam_lr]
+    steps = s.tokens // s.batch_tokens
+    checkpoint = Path(s.work) / f"{s.model}.pt"
+    step, spent, smooth = 0, 0.0, 0.0
+    if checkpoint.is_file():
+        state = torch.load(checkpoint, weights_only=True)
+        step, spent, smooth = state["step"], state["seconds"], state["loss"]
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        print(f"resumed at step {step} of {steps}")
+    run = torch.compile(loss_of) if s.compile else loss_of
+    start = time.perf_counter()
+    while step < steps:
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * rate(step, steps, s.decay)
+        window = s.short_window if step < 0.8 * steps else s.window
+        if device == "cpu":  # explicit attention is the faster one on a CPU up to 256 tokens
+            model.set_attn_implementation("eager" if window <= 256 else "sdpa")
+        loss = run(model, batch_at(streams, s, step, window).to(device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        step += 1
+        smooth = loss.item() if step == 1 else 0.98 * smooth + 0.02 * loss.item()
+        if not math.isfinite(smooth):
+            raise UserError("the loss is not finite: lower --muon_lr and --adam_lr")
+        if step % 20 == 0:
+            seconds = spent + time.perf_counter() - start
+            speed = step * s.batch_tokens / seconds
+            left = (steps - step) * seconds / step / 60
+            print(f"step {step}/{steps} loss {smooth:.3f} {speed:,.0f} tokens/s, {left:.0f} min left", flush=True)
+        if step % s.save_every == 0 or step == steps:
+            state = {
+                "step": step,
+                "seconds": spent + time.perf_counter() - start,
+                "loss": smooth,
+                "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in optimizers],
+            }
+            torch.save(state, checkpoint.with_suffix(".tmp"))
+            checkpoint.with_suffix(".tmp").replace(checkpoint)
+    return {
+        "steps": steps,
+        "tokens": steps * s.batch_tokens,
+        "minutes": round((spent + time.perf_counter() - start) / 60, 1),
+        "train_loss": round(smooth, 4),
+    }
+
+
+@torch.no_grad()
+def evaluate(model: LlamaForCausalLM, streams: dict[str, np.ndarray], window: int, device: str) -> dict:
+    """{domain: {loss, accuracy, tokens}} of next-token prediction in fp32 over non-overlapping windows."""
+    out = {}
+    for domain, stream in streams.items():
+        loss, right, count = 0.0, 0, 0
+        for at in range(0, min(len(stream) - 1, 160_000), window):
+            ids = torch.from_numpy(stream[at : at + window + 1]).to(device)[None]
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()[0]
+            loss += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+            right += int((logits.argmax(-1) == ids[0, 1:]).sum())
+            count += ids.shape[1] - 1
+        out[domain] = {"loss": round(loss / count, 4), "accuracy": round(right / count, 4), "tokens": count}
+    return out
+
+
+def provenance(s: Settings, run: dict, held_out: dict, streams: dict[str, np.ndarray], parameters: int) -> dict:
+    digest = hashlib.sha256()
+    for domain in sorted(streams):
+        digest.update(streams[domain].tobytes())
+    return {
+        "model": s.model,
+        "parameters": parameters,
+        "command": f"python scripts/build_target.py --model {s.model} --gsm8k openai/gsm8k --tokens {s.tokens}",
+        "settings": {k: v for k, v in asdict(s).items() if k not in ("gsm8k", "work", "assets")},
+        "corpus": {
+            "python": platform.python_version(),
+            "tokens": {domain: len(stream) for domain, stream in streams.items()},
+            "weights": WEIGHTS,
+            "sha256_of_ids": digest.hexdigest(),
+        },
+        "run": run,
+        "held_out": held_out,
+        "torch": torch.__version__,
+    }
+
+
+README = """# The bundled {model}
+
+A {parameters:,}-parameter Llama ({layers} layers of {width}, heads of 64, tied embeddings, 4,096-entry byte-level BPE
+without a chat template, context {window}), trained from scratch by this project. Weights: bf16 safetensors.
+Facts below are written by `scripts/build_target.py` from its own run; `provenance.json` holds all of them.
+
+Rebuild: `{command}` (resumes if stopped; on another Python version the standard library, and so the corpus, differs).
+
+| domain | corpus | training tokens in the corpus | share of windows | held-out loss (nats) | held-out top-1 | held-out tokens |
+|---|---|---|---|---|---|---|
+{rows}
+
+Tokens seen: {tokens:,} in {minutes} minutes. Held out: the modules and topics listed in `train/stdlib.py`, chosen by
+hand across subjects, and the last 400 questions of GSM8K's training set. Generated tables, code pages and test folders
+are in neither part.
+
+Licences: the weights are released under this project's Apache-2.0. Python's standard library and reference are under the PSF
+licence (version 2), GSM8K under MIT; neither text is included here.
+"""
+
+
+def write(s: Settings, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, facts: dict) -> Path:
+    out = Path(s.assets) / s.model
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    (out / "provenance.json").write_text(json.dumps(facts, indent=1) + "\n")
+    named = {
+        "code": "Python standard library",
+        "prose": "Python language reference",
+        "arithmetic": "GSM8K training set",
+    }
+    rows = "\n".join(
+        f"| {d} | {named[d]} | {facts['corpus']['tokens'][d]:,} | {WEIGHTS[d]:.0%} | {v['loss']:.3f} | "
+        f"{v['accuracy']:.1%} | {v['tokens']:,} |"
+        for d, v in facts["held_out"].items()
+    )
+    config = model.config
+    (out / "README.md").write_text(
+        README.format(
+            model=s.model,
+            parameters=facts["parameters"],
+            layers=config.num_hidden_layers,
+            width=config.hidden_size,
+            window=s.window,
+            command=facts["command"],
+            rows=rows,
+            **facts["run"],
+        )
+    )
+    return out
+
+
+def main(s: Settings) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    work = Path(s.work)
+    work.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(s.seed)
+    seen, unseen = corpus(s.gsm8k)
+    if s.model == "draft":
+        home = Path(s.assets) / "target"
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(home)
+    elif (work / "tokenizer").is_dir():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    else:
+        tokenizer = build_tokenizer(seen)
+        tokenizer.save_pretrained(work / "tokenizer")
+    streams = {domain: encode(tokenizer, documents) for domain, documents in seen.items()}
+    held_out = {domain: encode(tokenizer, documents) for domain, documents in unseen.items()}
+    print("corpus tokens", {d: f"{len(x):,}" for d, x in streams.items()})
+    model = new_model(s.model, len(tokenizer), s.window).to(device)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{s.model}: {parameters:,} parameters")
+    run = train(s, model, streams, device)
+    model = model.to(torch.bfloat16).float().eval()  # judged as it will be stored
+    scores = evaluate(model, held_out, s.window, device)
+    out = write(s, model, tokenizer, provenance(s, run, scores, streams, parameters))
+    print(json.dumps({"out": str(out), **run, "held_out": scores}))
+
+
+if __name__ == "__main__":
+    run_command(main, Settings, __doc__)
