@@ -55,7 +55,9 @@ def attention(
     if plain:
         out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     else:
-        scores = (packed @ key.transpose(-1, -2)) * (scaling if scaling is not None else width**-0.5)
+        scores = (packed @ key.transpose(-1, -2)) * (
+            scaling if scaling is not None else width**-0.5
+        )
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.float().masked_fill(~mask, float("-inf"))

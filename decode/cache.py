@@ -48,6 +48,8 @@ class StaticLayer(CacheLayerMixin):
     """One layer's K/V, [B, S, Hkv, D]; written by index_put, which compilers keep in place."""
 
     is_compileable, is_sliding = True, False
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, slots: Slots):
         super().__init__()
@@ -65,13 +67,12 @@ class StaticLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        state = self.state
-        self.keys[state.row, state.write] = key_states.transpose(1, 2)
-        self.values[state.row, state.write] = value_states.transpose(1, 2)
+        state, keys, values = self.state, self.keys, self.values
+        keys[state.row, state.write] = key_states.transpose(1, 2)
+        values[state.row, state.write] = value_states.transpose(1, 2)
         if state.prefill:
             return key_states, value_states  # attend to the fresh keys, causally
-        return self.keys.transpose(1, 2), self.values.transpose(1, 2)
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_seq_length(self) -> int:
         return 0  # lengths are per row and live in Slots

@@ -36,7 +36,9 @@ def parse(settings: type[T], about: str, argv: list[str] | None = None) -> T:
     Raises UserError for an unknown key, a value of the wrong type or a missing config file.
     """
     parser = _Parser(description=about, default_env=False)
-    parser.add_argument("--config", action="config", help="YAML file; later --key value win over it")
+    parser.add_argument(
+        "--config", action="config", help="YAML file; later --key value win over it"
+    )
     parser.add_class_arguments(settings, as_group=False, sub_configs=True)
     argv = sys.argv[1:] if argv is None else argv
     for flag, value in zip(argv, argv[1:], strict=False):

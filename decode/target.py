@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,9 @@ class Decoder:
     def prefill(self, tokens: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] of each row's last prompt token; tokens [B, W] right-padded, length [B]."""
         self.slots.place(torch.zeros_like(length), tokens.shape[1], prefill=True)
-        return self._forward(tokens, logits_to_keep=(length - 1)[:, None])[:, 0]
+        row = torch.arange(len(length), device=length.device)
+        with logits_only_at(self.model, lambda hidden: hidden[row, length - 1][:, None]):
+            return self._forward(tokens)[:, 0]
 
     @torch.inference_mode()
     def step(self, tokens: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
@@ -45,7 +49,7 @@ class Decoder:
         self.slots.place(length, tokens.shape[1])
         return self._forward(tokens)
 
-    def _forward(self, tokens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         # Drafts near the end of the context get a position that exists; their verdict is never used.
         position = self.slots.write.clamp_max(self.context - 1)
         return self.model(
@@ -54,8 +58,23 @@ class Decoder:
             past_key_values=self.cache,
             use_cache=True,
             slots=self.slots,
-            **kwargs,
         ).logits
+
+
+@contextmanager
+def logits_only_at(model: Any, select: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Within it, `model` projects `select(hidden [B, T, H])` to the vocabulary instead of every position.
+
+    A hook on the output projection, because `logits_to_keep` takes one position a row only in newer versions
+    of transformers and silently means something else in older ones.
+    """
+    handle = model.get_output_embeddings().register_forward_pre_hook(
+        lambda module, args: (select(args[0]), *args[1:])
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @dataclass(frozen=True)
@@ -89,9 +108,10 @@ def load_model(name: str, what: str, device: str, dtype: str, revision: str | No
     """An HF causal LM in eval mode; UserError when it is not there or damaged."""
     check_path(name, what)
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             name, revision=revision, dtype=DTYPES[dtype], use_safetensors=True
-        ).to(device)
+        )
+        return model.to(device)
     except Exception as error:  # any of a dozen kinds, from HTTP to a truncated safetensors file
         raise UserError(f"{what} {name!r} cannot be loaded: {_first_line(error)}") from error
 

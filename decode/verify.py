@@ -74,5 +74,7 @@ def verify_chain(
         q_next = torch.zeros_like(p_next).scatter(1, point, 1)
     else:
         q_next = q.gather(1, at.clamp_max(count - 1))[:, 0]
-    q_next = torch.where(rejected[:, None], q_next, 0)  # all accepted, or nothing drafted: p is left whole
+    q_next = torch.where(
+        rejected[:, None], q_next, 0
+    )  # all accepted, or nothing drafted: p is left whole
     return Verdict(accepted, choose(residual(p_next, q_next)))

@@ -48,7 +48,7 @@ class Settings:
     """Checkpoints and the tokenised corpus."""
     assets: str = "assets"
     """The folder that receives target/ or draft/."""
-    tokens: int = 11_000_000
+    tokens: int = 9_000_000
     """Tokens to train on; a stopped run goes on where it was."""
     batch_tokens: int = 8192
     """Tokens a step."""
@@ -80,7 +80,10 @@ def gsm8k_documents(source: str) -> list[str]:
 
         rows = list(load_dataset(source, "main", split="train"))
     clean = re.compile(r"<<.*?>>")
-    return [f"Question: {r['question'].strip()}\nAnswer: {clean.sub('', r['answer']).strip()}\n" for r in rows]
+    return [
+        f"Question: {r['question'].strip()}\nAnswer: {clean.sub('', r['answer']).strip()}\n"
+        for r in rows
+    ]
 
 
 def corpus(gsm8k: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
@@ -103,7 +106,10 @@ def build_tokenizer(documents: dict[str, list[str]]) -> PreTrainedTokenizerFast:
     """Byte-level BPE of 4,096 entries, digits apart, no chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -150,7 +156,9 @@ def batch_at(streams: dict[str, np.ndarray], s: Settings, step: int, window: int
     """[windows, window + 1] ids: a function of (seed, step) alone, so a resumed run sees the same."""
     rng = np.random.default_rng([s.seed, step])
     rows = []
-    for domain in rng.choice(list(WEIGHTS), size=s.batch_tokens // window, p=list(WEIGHTS.values())):
+    for domain in rng.choice(
+        list(WEIGHTS), size=s.batch_tokens // window, p=list(WEIGHTS.values())
+    ):
         at = rng.integers(0, len(streams[domain]) - window - 1)
         rows.append(streams[domain][at : at + window + 1])
     return torch.from_numpy(np.stack(rows))
@@ -167,7 +175,9 @@ def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train(s: Settings, model: LlamaForCausalLM, streams: dict[str, np.ndarray], device: str) -> dict:
+def train(
+    s: Settings, model: LlamaForCausalLM, streams: dict[str, np.ndarray], device: str
+) -> dict:
     """Trains in place; returns {steps, tokens, seconds, loss}."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "layers" not in n]
@@ -208,7 +218,10 @@ def train(s: Settings, model: LlamaForCausalLM, streams: dict[str, np.ndarray], 
             seconds = spent + time.perf_counter() - start
             speed = step * s.batch_tokens / seconds
             left = (steps - step) * seconds / step / 60
-            print(f"step {step}/{steps} loss {smooth:.3f} {speed:,.0f} tokens/s, {left:.0f} min left", flush=True)
+            print(
+                f"step {step}/{steps} loss {smooth:.3f} {speed:,.0f} tokens/s, {left:.0f} min left",
+                flush=True,
+            )
         if step % s.save_every == 0 or step == steps:
             state = {
                 "step": step,
@@ -228,7 +241,9 @@ def train(s: Settings, model: LlamaForCausalLM, streams: dict[str, np.ndarray], 
 
 
 @torch.no_grad()
-def evaluate(model: LlamaForCausalLM, streams: dict[str, np.ndarray], window: int, device: str) -> dict:
+def evaluate(
+    model: LlamaForCausalLM, streams: dict[str, np.ndarray], window: int, device: str
+) -> dict:
     """{domain: {loss, accuracy, tokens}} of next-token prediction in fp32 over non-overlapping windows."""
     out = {}
     for domain, stream in streams.items():
@@ -239,11 +254,17 @@ def evaluate(model: LlamaForCausalLM, streams: dict[str, np.ndarray], window: in
             loss += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
             right += int((logits.argmax(-1) == ids[0, 1:]).sum())
             count += ids.shape[1] - 1
-        out[domain] = {"loss": round(loss / count, 4), "accuracy": round(right / count, 4), "tokens": count}
+        out[domain] = {
+            "loss": round(loss / count, 4),
+            "accuracy": round(right / count, 4),
+            "tokens": count,
+        }
     return out
 
 
-def provenance(s: Settings, run: dict, held_out: dict, streams: dict[str, np.ndarray], parameters: int) -> dict:
+def provenance(
+    s: Settings, run: dict, held_out: dict, streams: dict[str, np.ndarray], parameters: int
+) -> dict:
     digest = hashlib.sha256()
     for domain in sorted(streams):
         digest.update(streams[domain].tobytes())
@@ -285,7 +306,9 @@ licence (version 2), GSM8K under MIT; neither text is included here.
 """
 
 
-def write(s: Settings, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, facts: dict) -> Path:
+def write(
+    s: Settings, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, facts: dict
+) -> Path:
     out = Path(s.assets) / s.model
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -13,7 +13,9 @@ LEFT_OUT_FOLDERS = {
     "test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages",
     "__pycache__", "__phello__", "turtledemo", "_vendor", "_bundled",
 }  # fmt: skip
-LEFT_OUT_FILES = re.compile(r"(_sysconfigdata.*|.*config-.*|html/entities|stringprep|_pydecimal_tables)")
+LEFT_OUT_FILES = re.compile(
+    r"(_sysconfigdata.*|.*config-.*|html/entities|stringprep|_pydecimal_tables)"
+)
 
 # Chosen by hand across subjects: text, numbers, files, network, mail, concurrency, GUI, testing, XML.
 HELD_OUT_MODULES = {

@@ -47,7 +47,9 @@ class Draft(Protocol):
 FACTS = "draftsmith.json"
 
 
-def load_draft(path: str, target: Target, device: str | None = None, dtype: str = "float32") -> Draft:
+def load_draft(
+    path: str, target: Target, device: str | None = None, dtype: str = "float32"
+) -> Draft:
     """The draft saved in `path` (folder or hub name); UserError if its tokenizer is not the target's."""
     from decode.drafts import causal  # families import this module
 

@@ -1,0 +1,338 @@
+"""What a draft is worth, from the decoder's own records: τ, α by position, speed, and intervals.
+
+Everything is a sum or a count for each prompt, pooled over prompts and divided once. A mean of
+per-prompt means would weigh a ten-token answer like a thousand-token one.
+
+α and the acceptance rate are different things. α asks only about drafted tokens that verification
+reached; the acceptance rate counts the tokens behind the first rejection as well. With 8 drafted
+tokens and α = 0.6, τ is 2.47 and the acceptance rate 0.18.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Numbers = Array | Sequence[float]
+Interval = tuple[float, float]
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+MS_PER_SECOND = 1000.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt decoded by one method once.
+
+    `output_tokens` is len(output_ids), trimmed at EOS and the token limit. `rounds` holds
+    (drafted, accepted) for each round after prefill, recorded before trimming: (0, 0) in plain
+    decoding. `seconds` is the wall clock of the whole request, prefill included.
+    """
+
+    task: str
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    rounds: list[tuple[int, int]]
+    seconds: float
+    first_token_seconds: float
+    round_seconds: list[float]
+
+    def __post_init__(self) -> None:
+        for drafted, accepted in self.rounds:
+            if not 0 <= accepted <= drafted:
+                raise ValueError(f"prompt {self.id!r}: {accepted} of {drafted} drafts accepted")
+
+
+def emitted(samples: Sequence[Sample]) -> Array:
+    """Tokens that rounds put out, for each prompt [n]: all but the first, which prefill gives."""
+    return np.array([s.output_tokens - 1 for s in samples], dtype=np.int64)
+
+
+def rounds(samples: Sequence[Sample]) -> Array:
+    """Rounds of each prompt [n]."""
+    return np.array([len(s.rounds) for s in samples], dtype=np.int64)
+
+
+def drafted(samples: Sequence[Sample]) -> Array:
+    """Drafted tokens of each prompt [n]."""
+    return np.array([sum(d for d, _ in s.rounds) for s in samples], dtype=np.int64)
+
+
+def accepted(samples: Sequence[Sample]) -> Array:
+    """Accepted drafted tokens of each prompt [n]."""
+    return np.array([sum(a for _, a in s.rounds) for s in samples], dtype=np.int64)
+
+
+def reached_by_position(samples: Sequence[Sample], k: int) -> Array:
+    """Rounds of each prompt that reached position 1..k [n, k].
+
+    Position i is reached when at least i tokens were drafted and the i - 1 before were accepted.
+    For a tree, positions are depths and `k` is its depth.
+    """
+    limits = [[min(d, a + 1) for d, a in s.rounds] for s in samples]
+    return _counts_at_least(limits, k)
+
+
+def accepted_by_position(samples: Sequence[Sample], k: int) -> Array:
+    """Rounds of each prompt in which position 1..k was accepted [n, k]."""
+    return _counts_at_least([[a for _, a in s.rounds] for s in samples], k)
+
+
+def tau(samples: Sequence[Sample]) -> float | None:
+    """τ: tokens emitted after prefill ÷ rounds, pooled. Plain decoding is 1.0; None if no round."""
+    return _ratio(emitted(samples).sum(), rounds(samples).sum())
+
+
+def alpha_by_position(samples: Sequence[Sample], k: int) -> list[float | None]:
+    """α_i = P(position i accepted | position i reached), i = 1..k; None where never reached."""
+    numerators = accepted_by_position(samples, k).sum(0)
+    denominators = reached_by_position(samples, k).sum(0)
+    return [_ratio(a, r) for a, r in zip(numerators, denominators, strict=True)]
+
+
+def alpha(samples: Sequence[Sample], k: int) -> float | None:
+    """α: Σ_i accepted at i ÷ Σ_i reached at i, over positions 1..k. None if none was reached."""
+    return _ratio(accepted_by_position(samples, k).sum(), reached_by_position(samples, k).sum())
+
+
+def acceptance_rate(samples: Sequence[Sample]) -> float | None:
+    """Accepted ÷ drafted tokens. Not α: tokens behind a rejection count as drafted here."""
+    return _ratio(accepted(samples).sum(), drafted(samples).sum())
+
+
+def unconditional_by_position(samples: Sequence[Sample], k: int) -> list[float | None]:
+    """Accepted at position i ÷ all rounds, i = 1..k: what vLLM prints for each position."""
+    total = rounds(samples).sum()
+    return [_ratio(a, total) for a in accepted_by_position(samples, k).sum(0)]
+
+
+def histogram(samples: Sequence[Sample], k: int) -> list[int]:
+    """How many rounds accepted 0, 1, … k drafted tokens [k + 1]. Raises if a round exceeds k."""
+    lengths = np.array([a for s in samples for _, a in s.rounds], dtype=np.int64)
+    if len(lengths) > 0 and lengths.max() > k:
+        raise ValueError(f"a round accepted {lengths.max()} tokens, more than k = {k}")
+    return [int(count) for count in np.bincount(lengths, minlength=k + 1)]
+
+
+def tokens_per_second(samples: Sequence[Sample]) -> float | None:
+    """Output tokens ÷ seconds, prefill and first token included, pooled.
+
+    Seconds are summed over requests, so for a batch this is the rate that one request sees.
+    """
+    return _ratio(sum(s.output_tokens for s in samples), sum(s.seconds for s in samples))
+
+
+def ms_per_token(samples: Sequence[Sample]) -> float | None:
+    """Milliseconds for each output token: the inverse of `tokens_per_second`."""
+    milliseconds = MS_PER_SECOND * sum(s.seconds for s in samples)
+    return _ratio(milliseconds, sum(s.output_tokens for s in samples))
+
+
+def round_ms(samples: Sequence[Sample], percent: float) -> float | None:
+    """The given percentile of one round's milliseconds over all rounds; None if no round."""
+    seconds = [x for s in samples for x in s.round_seconds]
+    return MS_PER_SECOND * float(np.percentile(seconds, percent)) if len(seconds) > 0 else None
+
+
+def first_token_ms(samples: Sequence[Sample]) -> float | None:
+    """Mean milliseconds until the first token, over prompts."""
+    return _ratio(MS_PER_SECOND * sum(s.first_token_seconds for s in samples), len(samples))
+
+
+def speedup(samples: Sequence[Sample], plain_samples: Sequence[Sample]) -> float | None:
+    """Plain seconds per token ÷ the method's, on the method's prompts, pooled."""
+    slow, fast = ms_per_token(matched(samples, plain_samples)), ms_per_token(samples)
+    return None if slow is None or fast is None else _ratio(slow, fast)
+
+
+def matched(samples: Sequence[Sample], others: Sequence[Sample]) -> list[Sample]:
+    """The samples of `others` that belong to the prompts of `samples`, in their order.
+
+    Raises ValueError when a prompt is missing or doubled: a pair must be of the same prompt.
+    """
+    by_prompt = {(s.task, s.id): s for s in others}
+    wanted = [(s.task, s.id) for s in samples]
+    if len(by_prompt) != len(others) or len(set(wanted)) != len(wanted):
+        raise ValueError("a prompt occurs twice: pass one sample for each prompt and method")
+    missing = [key for key in wanted if key not in by_prompt]
+    if len(missing) > 0:
+        raise ValueError(f"{len(missing)} prompts have no counterpart, the first is {missing[0]}")
+    return [by_prompt[key] for key in wanted]
+
+
+def ratio_interval(
+    numerators: Numbers, denominators: Numbers, seed: int, resamples: int = RESAMPLES
+) -> Interval | None:
+    """95 % percentile bootstrap interval of Σ numerators ÷ Σ denominators, both [n prompts].
+
+    Prompts are resampled, not rounds: rounds of one prompt are alike, and taking them as
+    independent gives intervals that are far too narrow. None if fewer than two prompts carry
+    weight, since one prompt says nothing about the next. A resample without any weight is left out.
+    """
+    if np.count_nonzero(denominators) < 2:
+        return None
+    top, bottom = _resampled_sums([numerators, denominators], seed, resamples)
+    return _percentile_interval(_quotient(top, bottom))
+
+
+def paired_ratio_interval(
+    plain_seconds: Numbers,
+    plain_tokens: Numbers,
+    seconds: Numbers,
+    tokens: Numbers,
+    seed: int,
+    resamples: int = RESAMPLES,
+) -> Interval | None:
+    """Interval of the speed-up: plain seconds per token ÷ the method's, all four [n prompts].
+
+    Both arms are resampled with the same prompts, so that easy and hard prompts cancel out.
+    """
+    if min(np.count_nonzero(plain_tokens), np.count_nonzero(tokens)) < 2:
+        return None
+    sums = _resampled_sums([plain_seconds, plain_tokens, seconds, tokens], seed, resamples)
+    slow, fast = _quotient(sums[0], sums[1]), _quotient(sums[2], sums[3])
+    return _percentile_interval(_quotient(slow, fast))
+
+
+def paired_difference_interval(
+    numerators_a: Numbers,
+    denominators_a: Numbers,
+    numerators_b: Numbers,
+    denominators_b: Numbers,
+    seed: int,
+    resamples: int = RESAMPLES,
+) -> Interval | None:
+    """Interval of Σa ÷ Σa' − Σb ÷ Σb', all four [n prompts], the same prompts for both methods."""
+    if min(np.count_nonzero(denominators_a), np.count_nonzero(denominators_b)) < 2:
+        return None
+    columns = [numerators_a, denominators_a, numerators_b, denominators_b]
+    sums = _resampled_sums(columns, seed, resamples)
+    return _percentile_interval(_quotient(sums[0], sums[1]) - _quotient(sums[2], sums[3]))
+
+
+def compare_alpha(
+    samples_a: Sequence[Sample], samples_b: Sequence[Sample], k: int, seed: int
+) -> dict[str, Any]:
+    """{metric, difference, ci, prompts}: pooled α of a − that of b on the same prompts.
+
+    Over positions 1..k of both: with different draft lengths, `k` is the smaller one.
+    """
+    samples_b = matched(samples_a, samples_b)
+    a, b = alpha(samples_a, k), alpha(samples_b, k)
+    interval = paired_difference_interval(
+        accepted_by_position(samples_a, k).sum(1),
+        reached_by_position(samples_a, k).sum(1),
+        accepted_by_position(samples_b, k).sum(1),
+        reached_by_position(samples_b, k).sum(1),
+        seed,
+    )
+    return {
+        "metric": "alpha",
+        "difference": None if a is None or b is None else a - b,
+        "ci": interval,
+        "prompts": len(samples_a),
+    }
+
+
+def summarize(
+    samples: Sequence[Sample], plain_samples: Sequence[Sample] | None, k: int, seed: int
+) -> dict[str, Any]:
+    """The fields of a report's method entry that follow from samples alone, ready for JSON.
+
+    `k` is the number of positions: the draft length, a tree's depth, 0 for plain decoding. What
+    cannot be computed is None, never NaN. `counts` holds the sums behind the ratios:
+    tau = emitted ÷ rounds, α_i = accepted_by_position ÷ rounds_by_position (rounds that reached i).
+    `plain_samples` are plain decoding of (at least) the same prompts; without them no speed-up.
+    """
+    reached, taken = reached_by_position(samples, k), accepted_by_position(samples, k)
+    tokens = [s.output_tokens for s in samples]
+    seconds = [s.seconds for s in samples]
+    return {
+        "prompts": len(samples),
+        "tau": tau(samples),
+        "tau_ci": ratio_interval(emitted(samples), rounds(samples), seed),
+        "alpha": alpha(samples, k),
+        "alpha_ci": ratio_interval(taken.sum(1), reached.sum(1), seed),
+        "alpha_by_position": alpha_by_position(samples, k),
+        "alpha_by_position_ci": [
+            ratio_interval(taken[:, i], reached[:, i], seed) for i in range(k)
+        ],
+        "acceptance_rate": acceptance_rate(samples),
+        "acceptance_rate_ci": ratio_interval(accepted(samples), drafted(samples), seed),
+        "unconditional_by_position": unconditional_by_position(samples, k),
+        "histogram": histogram(samples, k),
+        "counts": {
+            "rounds": int(rounds(samples).sum()),
+            "drafted": int(drafted(samples).sum()),
+            "accepted": int(accepted(samples).sum()),
+            "emitted": int(emitted(samples).sum()),
+            "output_tokens": sum(tokens),
+            "rounds_by_position": [int(x) for x in reached.sum(0)],
+            "accepted_by_position": [int(x) for x in taken.sum(0)],
+        },
+        "latency_ms": {
+            "p50": round_ms(samples, 50),
+            "p95": round_ms(samples, 95),
+            "first_token": first_token_ms(samples),
+        },
+        "tokens_per_second": tokens_per_second(samples),
+        "tokens_per_second_ci": ratio_interval(tokens, seconds, seed),
+        "ms_per_token": ms_per_token(samples),
+        "speedup": None if plain_samples is None else speedup(samples, plain_samples),
+        "speedup_ci": None if plain_samples is None else _speedup_ci(samples, plain_samples, seed),
+    }
+
+
+def _speedup_ci(
+    samples: Sequence[Sample], plain_samples: Sequence[Sample], seed: int
+) -> Interval | None:
+    plain = matched(samples, plain_samples)
+    return paired_ratio_interval(
+        [s.seconds for s in plain],
+        [s.output_tokens for s in plain],
+        [s.seconds for s in samples],
+        [s.output_tokens for s in samples],
+        seed,
+    )
+
+
+def _counts_at_least(values: list[list[int]], k: int) -> Array:
+    """[n, k]: how many numbers of row n are at least 1, 2, … k."""
+    counts = np.zeros((len(values), k), dtype=np.int64)
+    for row, numbers in enumerate(values):
+        exactly = np.bincount(np.minimum(np.array(numbers, dtype=np.int64), k), minlength=k + 1)
+        counts[row] = exactly[::-1].cumsum()[::-1][1:]
+    return counts
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return None if denominator == 0 else float(numerator) / float(denominator)
+
+
+def _quotient(numerators: Array, denominators: Array) -> Array:
+    """Element by element; NaN where the denominator is 0, for `_percentile_interval` to drop."""
+    out: Array = np.full(numerators.shape, np.nan)
+    np.divide(numerators, denominators, out=out, where=denominators != 0)
+    return out
+
+
+def _resampled_sums(columns: Sequence[Numbers], seed: int, resamples: int) -> list[Array]:
+    """The sum of each column [n] over the same n prompts drawn with replacement, [resamples]."""
+    arrays = [np.asarray(column, dtype=np.float64) for column in columns]
+    n = len(arrays[0])
+    drawn = np.random.default_rng(seed).integers(n, size=(resamples, n))
+    return [array[drawn].sum(1) for array in arrays]
+
+
+def _percentile_interval(values: Array) -> Interval | None:
+    values = values[np.isfinite(values)]
+    if len(values) == 0:
+        return None
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(values, [tail, 100 - tail])
+    return float(low), float(high)

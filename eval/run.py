@@ -1,0 +1,302 @@
+"""Measures what drafts are worth: acceptance, speed-up and losslessness, for each task and temperature.
+
+    python eval/run.py --config configs/quickstart/eval.yaml
+    python eval/run.py --target T --methods '[{name: causal, draft: DIR}, {name: ngram}]' --out outputs/eval
+
+Writes report.json, report.md, report.html and outputs.jsonl into --out; the last line on stdout is JSON.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from decode import runs
+from decode.drafts.base import draft_sha256, load_draft
+from decode.drafts.lookup import NgramDraft
+from decode.sampling import Sampling
+from decode.settings import UserError, dump, run_command
+from decode.target import Target, load_model, load_target
+from eval import lossless, metrics, tasks
+from eval.report import terminal_table, write_report
+from eval.speed import Method, Run, measure, phase_ms
+from eval.tasks import Item, Task
+
+SCHEMA = 1
+
+
+@dataclass
+class MethodSettings:
+    """A way to draft."""
+
+    name: str
+    """ngram needs no draft; any other name (causal, causal-base, …) needs one."""
+    draft: str = ""
+    """Folder or hub name of a saved draft."""
+    k: int = 0
+    """Tokens drafted a round; 0 takes the setting `k`."""
+
+
+@dataclass
+class Settings:
+    target: str = "assets/target"
+    """The model to be made faster: folder or hub name."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub target."""
+    methods: list[MethodSettings] = field(default_factory=lambda: [MethodSettings("ngram")])
+    """What to compare with plain decoding, which is always measured."""
+    tasks: list[Task] = field(
+        default_factory=lambda: [Task("code"), Task("prose"), Task("arithmetic")]
+    )
+    """Prompt sets; code, prose and arithmetic are bundled."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps all tokens."""
+    top_p: float = 1.0
+    """1 keeps all tokens."""
+    k: int = 4
+    """Tokens drafted a round."""
+    max_new_tokens: int = 128
+    """Longest answer."""
+    batch_size: int = 1
+    """Prompts decoded together."""
+    compare: list[list[str]] = field(default_factory=list)
+    """Pairs [a, b] of methods whose difference in α is given with a paired interval."""
+    phase_prompts: int = 2
+    """Prompts a task for the separate pass that times draft and verify; 0 skips it."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, …"""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16; losslessness to the token is a property of float32."""
+    seed: int = 0
+    out: str = "outputs/eval"
+    """Folder for the report."""
+    overwrite: bool = False
+    """Delete an earlier report of other settings in `out`."""
+
+
+def build_methods(s: Settings, target: Target) -> list[Method]:
+    names = [m.name for m in s.methods]
+    if len(set(names)) < len(names) or "plain" in names:
+        raise UserError("give every method its own name; plain is always there")
+    for pair in s.compare:
+        if len(pair) != 2 or not set(pair) <= set(names):
+            raise UserError(f"compare {pair}: give pairs of the methods {', '.join(names)}")
+    methods = []
+    for m in s.methods:
+        if m.draft:
+            draft = load_draft(m.draft, target, dtype=s.dtype)
+        elif m.name == "ngram":
+            draft = NgramDraft()
+        else:
+            raise UserError(f"method {m.name!r} needs `draft`, the folder of a saved draft")
+        methods.append(Method(m.name, draft, m.k or s.k))
+    return methods
+
+
+def entry(
+    s: Settings,
+    method: Method,
+    path: str,
+    task: str,
+    temperature: float,
+    own: Sequence[Run],
+    plain: Sequence[Run],
+    verdict: dict[str, Any] | None,
+    phases: dict[str, float] | None,
+) -> dict[str, Any]:
+    """One element of report["methods"]."""
+    summary = metrics.summarize(
+        [r.sample() for r in own], [r.sample() for r in plain], method.k, s.seed
+    )
+    return {
+        "name": method.name,
+        "draft": path or None,
+        "k": method.k,
+        "tree": None,
+        "temperature": temperature,
+        "top_k": s.top_k,
+        "top_p": s.top_p,
+        "batch_size": s.batch_size,
+        "task": task,
+        **summary,
+        "draft_sha256": draft_sha256(path) if path else None,
+        "mode": "eager",
+        "dtype": s.dtype,
+        "verification": "none"
+        if method.draft is None
+        else "greedy"
+        if temperature == 0
+        else "chain",
+        "lossy": False,
+        "predicted_speedup": None,
+        "phase_ms": phases,
+        "lossless": verdict or {"greedy_identical": None, "prompts": len(own)},
+    }
+
+
+def evaluate(s: Settings, target: Target, progress: Progress) -> tuple[dict[str, Any], list[str]]:
+    """(the report, the lines of outputs.jsonl)."""
+    plain = Method("plain", None, 0)
+    methods = build_methods(s, target)
+    paths = {m.name: m.draft for m in s.methods}
+    items = {task.name: tasks.load_items(task, target) for task in s.tasks}
+    flat = [item for group in items.values() for item in group]
+    judged = 0.0 in s.temperatures
+    model = load_model(s.target, "target", str(target.decoder.device), s.dtype, s.revision)
+    bar = progress.add_task("references", total=len(flat))
+    references = {}
+    for item in flat if judged else []:
+        references[item.id] = lossless.reference_greedy(
+            model, item.prompt_ids, s.max_new_tokens, target
+        )
+        progress.advance(bar)
+    entries, lines, comparisons = [], [], []
+    for temperature in s.temperatures:
+        sampling = Sampling(temperature, s.top_k, s.top_p)
+        bar = progress.add_task(
+            f"temperature {temperature:g}",
+            total=-(-len(flat) // s.batch_size) * (len(methods) + 2),
+        )
+        runs_of = measure(
+            target, methods, flat, sampling, s.max_new_tokens, s.batch_size, s.seed,
+            partial(progress.advance, bar),
+        )  # fmt: skip
+        timed = [item for group in items.values() for item in group[: s.phase_prompts]]
+        for method in [plain, *methods]:
+            phases = (
+                phase_ms(target, method, timed, sampling, s.max_new_tokens, s.seed)
+                if timed
+                else None
+            )
+            for task in ["all", *items]:
+                own = [r for r in runs_of[method.name] if task in ("all", r.item.task)]
+                base = [r for r in runs_of["plain"] if task in ("all", r.item.task)]
+                verdict = (
+                    _verdict(target, model, own, references, method.k) if temperature == 0 else None
+                )
+                entries.append(
+                    entry(
+                        s, method, paths.get(method.name, ""), task, temperature, own, base, verdict,
+                        phases if task == "all" else None,
+                    )
+                )  # fmt: skip
+            lines += [_output_line(method.name, temperature, run) for run in runs_of[method.name]]
+        for a, b in s.compare:
+            for task in ["all", *items]:
+                pair = [
+                    [r.sample() for r in runs_of[name] if task in ("all", r.item.task)]
+                    for name in (a, b)
+                ]
+                comparison = metrics.compare_alpha(pair[0], pair[1], s.k, s.seed)
+                comparisons.append(
+                    {"a": a, "b": b, "task": task, "temperature": temperature, **comparison}
+                )
+    report = {
+        "schema": SCHEMA,
+        "target": {
+            "name": target.name,
+            "revision": target.revision,
+            "tokenizer": target.fingerprint,
+        },
+        "tasks": [tasks.version(task) for task in s.tasks],
+        **runs.provenance(),
+        "seed": s.seed,
+        "baseline": {key: entries[0][key] for key in ("tokens_per_second", "ms_per_token")},
+        "methods": entries,
+        "comparisons": comparisons,
+    }
+    return report, lines
+
+
+def _verdict(
+    target: Target,
+    model: Any,
+    own: Sequence[Run],
+    references: dict[str, list[int]],
+    k: int,
+) -> dict[str, Any]:
+    items: list[Item] = [run.item for run in own]
+    return lossless.judge(
+        target,
+        model,
+        items,
+        [references[item.id] for item in items],
+        [run.output.output_ids for run in own],
+        k,
+    )
+
+
+def _output_line(method: str, temperature: float, run: Run) -> str:
+    return json.dumps(
+        {
+            "task": run.item.task,
+            "id": run.item.id,
+            "method": method,
+            "temperature": temperature,
+            "prompt_ids": run.item.prompt_ids,
+            "output_ids": run.output.output_ids,
+            "rounds": run.output.rounds,
+            "finish_reason": run.output.finish_reason,
+            "seconds": run.seconds,
+        }
+    )
+
+
+def summary_line(report: dict[str, Any], out: Path) -> str:
+    """Compact JSON: the best method of each temperature, pooled over tasks, and the greedy verdict."""
+    pooled = [m for m in report["methods"] if m["task"] == "all"]
+    best = {}
+    for temperature in sorted({m["temperature"] for m in pooled}):
+        top = max(
+            (m for m in pooled if m["temperature"] == temperature), key=lambda m: m["speedup"]
+        )
+        shown = ("name", "tau", "alpha", "speedup", "speedup_ci")
+        best[f"{temperature:g}"] = {key: top[key] for key in shown}
+    verdicts = [m["lossless"]["greedy_identical"] for m in pooled if m["temperature"] == 0]
+    return json.dumps(
+        {
+            "report": str(out / "report.json"),
+            "best": best,
+            "greedy_identical": all(verdicts) if verdicts else None,
+        }
+    )
+
+
+def main(s: Settings) -> None:
+    if not s.temperatures or not s.tasks:
+        raise UserError("give at least one temperature and one task")
+    target = load_target(s.target, s.device, s.dtype, s.revision)
+    build_methods(s, target)  # every mistake in the settings shows before the folder is touched
+    for task in s.tasks:
+        tasks.load_items(task, target)
+    runs.claim(s.out, s)
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    ) as progress:
+        report, lines = evaluate(s, target, progress)
+    out = Path(s.out)
+    report["settings"] = dump(s)
+    write_report(report, out)
+    runs.write_atomically(out / "outputs.jsonl", "\n".join(lines) + "\n")
+    Console().print(terminal_table(report))
+    print(summary_line(report, out))
+
+
+if __name__ == "__main__":
+    run_command(main, Settings, __doc__)

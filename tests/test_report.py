@@ -1,0 +1,266 @@
+"""The rendered report says what report.json says, with n, intervals and no nonsense."""
+
+import copy
+import io
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from eval import report as reports
+
+
+def entry(name: str, task: str, speedup: float | None, **changes: Any) -> dict[str, Any]:
+    """A full method entry of schema 1: K = 3, 40 prompts, greedy."""
+    fields: dict[str, Any] = {
+        "name": name,
+        "draft": f"drafts/{name}",
+        "k": 3,
+        "tree": None,
+        "temperature": 0.0,
+        "batch_size": 1,
+        "task": task,
+        "prompts": 40,
+        "tau": 2.345,
+        "tau_ci": [2.111, 2.567],
+        "alpha": 0.612,
+        "alpha_ci": [0.587, 0.634],
+        "alpha_by_position": [0.711, 0.622, 0.533],
+        "alpha_by_position_ci": [[0.7, 0.72], [0.6, 0.64], [0.5, 0.56]],
+        "acceptance_rate": 0.448,
+        "acceptance_rate_ci": [0.421, 0.475],
+        "counts": {
+            "rounds": 400,
+            "drafted": 1200,
+            "accepted": 538,
+            "emitted": 938,
+            "rounds_by_position": [400, 284, 177],
+        },
+        "draft_sha256": "ab" * 32,
+        "mode": "eager",
+        "dtype": "float32",
+        "verification": "exact",
+        "lossy": False,
+        "latency_ms": {"p50": 12.34, "p95": 23.45, "first_token": 5.6},
+        "tokens_per_second": 1234.5,
+        "tokens_per_second_ci": [1200.0, 1260.0],
+        "ms_per_token": 0.81,
+        "speedup": speedup,
+        "speedup_ci": None if speedup is None else [speedup - 0.1, speedup + 0.1],
+        "predicted_speedup": 1.77,
+        "phase_ms": {"draft": 1.111, "verify": 8.222, "overhead": 0.333},
+        "lossless": {"greedy_identical": 40, "prompts": 40},
+    }
+    return fields | changes
+
+
+def plain(task: str) -> dict[str, Any]:
+    """Plain decoding: everything that belongs to a draft is null."""
+    return entry(
+        "plain",
+        task,
+        1.0,
+        draft=None,
+        draft_sha256=None,
+        k=0,
+        tau=1.0,
+        tau_ci=[1.0, 1.0],
+        alpha=None,
+        alpha_ci=None,
+        alpha_by_position=[],
+        alpha_by_position_ci=[],
+        acceptance_rate=None,
+        acceptance_rate_ci=None,
+        predicted_speedup=None,
+        phase_ms=None,
+        lossless={"greedy_identical": None, "prompts": 40},
+    )
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    methods = []
+    for task in ("code", "prose", "all"):
+        methods.append(plain(task))
+        methods.append(entry("ngram", task, 0.83, draft=None, draft_sha256=None))
+        methods.append(entry("eagle3", task, 1.92, alpha_by_position=[0.8, None, None]))
+        methods[-1]["alpha_by_position_ci"] = [[0.75, 0.85], None, None]
+    return {
+        "schema": 1,
+        "target": "assets/target",
+        "hardware": {"device": "cpu", "threads": 8},
+        "versions": {"torch": "2.13.0"},
+        "seed": 7,
+        "baseline": {"tokens_per_second": 642.9, "ms_per_token": 1.56},
+        "methods": methods,
+        "comparisons": [
+            {
+                "a": "eagle3",
+                "b": "ngram",
+                "task": "all",
+                "temperature": 0.0,
+                "metric": "alpha",
+                "difference": 0.123,
+                "ci": [0.1, 0.15],
+                "prompts": 40,
+            }
+        ],
+    }
+
+
+def both(report: dict[str, Any]) -> list[str]:
+    return [reports.render_markdown(report), reports.render_html(report)]
+
+
+def svgs(page: str) -> list[ElementTree.Element]:
+    """The page's plots, parsed: a plot that is not well-formed fails here."""
+    parts = page.split("<svg")[1:]
+    return [ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>") for part in parts]
+
+
+def test_numbers_stand_with_their_intervals(report: dict[str, Any]) -> None:
+    """Catches a bare mean, a wrong interval beside a number, and a lost n."""
+    for text in both(report):
+        assert "1.92× [1.82, 2.02]" in text
+        assert "2.35 [2.11, 2.57]" in text or "2.34 [2.11, 2.57]" in text
+        assert "0.612 [0.587, 0.634]" in text
+        assert "0.448 [0.421, 0.475]" in text
+        assert "0.711 [0.700, 0.720]" in text
+        assert "1,234.5 [1,200.0, 1,260.0]" in text
+        assert "+0.123 [+0.100, +0.150]" in text
+        assert "40/40" in text
+        assert "n = 40" in text
+
+
+def test_nulls_are_dashes(report: dict[str, Any]) -> None:
+    """Catches None, null or nan in a cell: nothing measured is –."""
+    report["methods"][0]["latency_ms"] = None
+    report["methods"][0]["lossless"] = None
+    report["methods"][1]["speedup"] = report["methods"][1]["speedup_ci"] = None
+    for text in both(report):
+        assert "None" not in text
+        assert "NaN" not in text
+        assert "nan" not in text
+    row = next(x for x in reports.render_markdown(report).splitlines() if x.startswith("| plain"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[4] == "–"  # predicted
+    assert cells[6] == "–"  # α
+
+
+def test_sorted_by_speedup_pooled_task_first(report: dict[str, Any]) -> None:
+    """Catches a table in measuring order: "all" leads and the fastest is on top of each table."""
+    found = reports.sections(report)
+    assert [section.task for section in found] == ["all", "code", "prose"]
+    assert [m["name"] for m in found[0].entries] == ["eagle3", "plain", "ngram"]
+
+
+def test_settings_are_not_mixed(report: dict[str, Any]) -> None:
+    """Catches speeds of two temperatures or batch sizes in one table, as if they compared."""
+    hot = [copy.deepcopy(m) | {"temperature": 1.0} for m in report["methods"]]
+    report["methods"] += hot
+    titles = [section.title for section in reports.sections(report)]
+    assert titles[:2] == [
+        "all tasks, temperature 0, batch 1",
+        "all tasks, temperature 1, batch 1",
+    ]
+    assert all(len(section.entries) == 3 for section in reports.sections(report))
+
+
+def test_html_stands_alone_with_three_plots(report: dict[str, Any]) -> None:
+    """Catches a missing or broken plot, and a page that needs the network or a script."""
+    page = reports.render_html(report)
+    assert len(svgs(page)) == 3
+    assert "<script" not in page
+    assert "src=" not in page
+    assert "<link" not in page
+
+
+def test_plots_name_what_they_show(report: dict[str, Any]) -> None:
+    """Catches an empty or unlabelled figure; names stay text, so they can be found."""
+    for plot in svgs(reports.render_html(report)):
+        text = " ".join(plot.itertext())
+        assert "eagle3" in text
+        assert "temperature 0, batch 1" in text
+
+
+def test_strings_are_escaped(report: dict[str, Any]) -> None:
+    """Catches a task name that ends a table row or becomes a tag, in text and plots."""
+    for m in report["methods"]:
+        m["task"] = m["task"].replace("code", "<b>co|de</b> $x_1$")
+    page, text = reports.render_html(report), reports.render_markdown(report)
+    assert "<b>" not in page
+    assert "&lt;b&gt;co|de&lt;/b&gt; $x_1$" in page
+    assert "<b>" not in text
+    assert "co\\|de" in text
+    assert "<b>co|de</b> $x_1$" in " ".join(svgs(page)[0].itertext())
+
+
+def test_lossless_verdict(report: dict[str, Any]) -> None:
+    """Catches a pass claimed while one task differs, or while nothing was compared."""
+    assert "equals plain decoding's, token by token (ngram, eagle3; n = 40)" in both(report)[0]
+    report["methods"][1]["lossless"] = {"greedy_identical": 38, "prompts": 40}
+    assert "NOT identical to plain decoding: ngram on code 38/40." in reports.lossless_verdict(
+        report
+    )
+    for m in report["methods"]:
+        m["lossless"] = {"greedy_identical": None, "prompts": 40}
+    assert reports.lossless_verdict(report) == "Lossless: not checked."
+
+
+def test_lossy_methods_are_named_not_checked(report: dict[str, Any]) -> None:
+    """Catches a method that changes the output by choice counted as a broken or a lossless one."""
+    for m in report["methods"]:
+        if m["name"] == "ngram":
+            m |= {"lossy": True, "lossless": {"greedy_identical": 3, "prompts": 40}}
+    verdict = reports.lossless_verdict(report)
+    assert "NOT" not in verdict
+    assert "Lossy by choice: ngram." in verdict
+
+
+@pytest.mark.parametrize(("same", "shown"), [(True, "yes"), (False, "no"), (0, "0/1"), (1, "1/1")])
+def test_identical_as_count_or_yes_no(same: bool | int, shown: str) -> None:
+    """Catches True == 1 and False == 0 being taken for counts."""
+    assert reports.identical({"greedy_identical": same, "prompts": 1}).startswith(shown)
+
+
+def test_slow_drafts_are_not_praised(report: dict[str, Any]) -> None:
+    """Catches "fastest" for a speed-up whose interval holds 1.0."""
+    assert reports.fastest(report).startswith("Fastest: eagle3, 1.92×")
+    for m in report["methods"]:
+        m["speedup_ci"] = [0.5, 2.5]
+    assert reports.fastest(report).startswith("No method is clearly faster")
+
+
+def test_empty_report_renders(report: dict[str, Any]) -> None:
+    """Catches a crash, or a warning from a figure without data, when every method failed."""
+    report |= {"methods": [], "comparisons": [], "target": None}
+    report["baseline"] = {"tokens_per_second": None, "ms_per_token": None}
+    text, page = both(report)
+    assert "No speed-up was measured." in text
+    assert len(svgs(page)) == 3
+
+
+def test_write_report(report: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a report.json that is not the report, and renders that change from run to run."""
+    reports.write_report(report, tmp_path / "a")
+    reports.write_report(report, tmp_path / "b")
+    assert json.loads((tmp_path / "a" / "report.json").read_text("utf-8")) == report
+    for name in ("report.md", "report.html"):
+        first, second = ((tmp_path / run / name).read_bytes() for run in ("a", "b"))
+        assert first == second
+    report["methods"][0]["tau"] = float("nan")
+    with pytest.raises(ValueError, match="JSON"):
+        reports.write_report(report, tmp_path / "c")
+
+
+def test_terminal_table(report: dict[str, Any]) -> None:
+    """Catches console markup eating [low, high] or a task name in square brackets."""
+    report["methods"][0]["task"] = "[red]x"
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(reports.terminal_table(report))
+    text = console.export_text()
+    assert "[red]x" in text
+    assert "1.92× [1.82, 2.02]" in text

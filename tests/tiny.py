@@ -1,0 +1,91 @@
+"""Tiny random models, so that every architecture's real code runs in milliseconds without a download."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from decode.target import Decoder, Target
+
+VOCAB, WINDOW = 97, 8
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+GATED = COMMON | {"intermediate_size": 48}
+GROUPED = GATED | {"num_key_value_heads": 2, "head_dim": 8}
+WINDOWED = GROUPED | {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+GEMMA = WINDOWED | {"query_pre_attn_scalar": 8, "tie_word_embeddings": False}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": GROUPED,
+    "qwen3": GROUPED,
+    "gemma2": GEMMA | {"attn_logit_softcapping": 2.0},
+    "gemma3_text": GEMMA,
+    "mistral": GROUPED | {"sliding_window": WINDOW},
+    "gpt_oss": WINDOWED
+    | EXPERTS
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "gpt_neox": GATED,
+    "phi": GATED,
+    "gpt2": COMMON,
+    "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+}
+
+
+def tiny_config(arch: str, std: float = 0.25, **changes: Any) -> PretrainedConfig:
+    """A config of that model type with 3 layers of width 32, a window of 8 where it has one, and no EOS."""
+    spread = {"init_std": std} if arch == "opt" else {"initializer_range": std}
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return AutoConfig.for_model(arch, **{**ARCHITECTURES[arch], **spread, **ids, **changes})
+
+
+def tiny_model(
+    arch: str, seed: int = 0, std: float = 0.25, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
+    """A random model in eval mode; std 0.25 is wide enough that its text is varied and its argmax clear."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(arch, std, **changes), dtype=dtype)
+        for name, value in model.named_parameters():
+            if value.ndim == 1 and "norm" not in name and "ln" not in name:
+                torch.nn.init.normal_(value, std=std)  # biases and sinks start at zero or undefined
+    return model.to(dtype).eval()
+
+
+def tiny_target(model: Any, eos: tuple[int, ...] = ()) -> Target:
+    """A target over a copy of the model, which itself stays a plain HF model to compare with."""
+    decoder = Decoder(copy.deepcopy(model))
+    return Target(decoder, None, "tiny", None, "fingerprint", frozenset(eos))
+
+
+def noisy(model: Any, noise: float, seed: int = 1) -> Any:
+    """A copy whose weights moved a little: as a draft it is right now and then, which tests both branches."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in draft.parameters():
+            value += noise * torch.randn(value.shape, generator=generator, dtype=value.dtype)
+    return draft
+
+
+def tiny_prompts(*lengths: int, seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def reference(model: Any) -> Any:
+    """A copy that runs transformers' own attention; eager where its sdpa ignores softcap or sinks."""
+    own = copy.deepcopy(model)
+    eager = own.config.model_type in ("gemma2", "gpt_oss")
+    own.set_attn_implementation("eager" if eager else "sdpa")
+    return own

@@ -1,0 +1,187 @@
+"""Distills a draft: a small LM is trained on the target's samples against the target's own distributions.
+
+    accelerate launch train/distill.py --config configs/quickstart/causal.yaml
+    accelerate launch train/distill.py --target T --data outputs/samples --draft.init small-lm --out DIR
+
+Killed at any moment, the same command goes on from its last checkpoint and ends with the very weights that an
+undisturbed run gives. The draft directory in --out decodes with eval/run.py and decode/generate.py.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import set_seed
+from rich.console import Console
+
+from decode import attention, runs
+from decode.drafts.base import FACTS, draft_sha256
+from decode.settings import UserError, run_command, to_dict
+from decode.target import Target, load_target
+from train import batches, checkpoint, drafts, shards
+from train.loop import LoopSettings, bar_of, train
+from train.objectives import causal_objective, measure_acceptance
+from train.prompts import DOMAINS, Source, encode, load_prompts
+from train.tracking import NullTracker, Tracker
+
+
+@dataclass
+class CheckSettings:
+    """The fixed prompts on which τ and α are measured during training, with the real decoder."""
+
+    prompts: int = 6
+    """How many; taken from the bundled training prompts, never from those of evaluation."""
+    k: int = 4
+    """Tokens drafted a round."""
+    max_new_tokens: int = 32
+    """Longest answer."""
+
+
+@dataclass
+class Settings:
+    target: str = "assets/target"
+    """The model to imitate: folder or hub name."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub target."""
+    data: str = "outputs/samples"
+    """A sampled set from train/sample.py."""
+    draft: drafts.DraftSettings = field(default_factory=drafts.DraftSettings)
+    loss: Literal["forward_kl", "reverse_kl", "jsd", "tv", "hard_ce"] = "forward_kl"
+    """Divergence from the target's distribution; forward_kl is the robust default."""
+    loop: LoopSettings = field(default_factory=LoopSettings)
+    check: CheckSettings = field(default_factory=CheckSettings)
+    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
+    """auto: bf16 on a GPU that has it, else fp32."""
+    target_dtype: str = "float32"
+    """Precision of the frozen target."""
+    wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: online if there is an API key, else offline; metrics.jsonl is written always."""
+    project: str = "draftsmith"
+    """Weights & Biases project."""
+    seed: int = 0
+    out: str = "outputs/drafts/causal"
+    """Folder of the draft and its checkpoints."""
+    resume: bool = False
+    """Go on in `out` although the settings differ (an equal run goes on by itself)."""
+    overwrite: bool = False
+    """Delete what another run left in `out`."""
+
+
+def load_rows(s: Settings, target: Target) -> tuple[list[shards.Row], int]:
+    """(samples that fit, how many were dropped); refuses samples of another tokenizer."""
+    manifest = shards.read_manifest(Path(s.data))
+    if manifest.tokenizer_hash != target.fingerprint:
+        raise UserError(
+            f"samples in {s.data} were made with tokenizer {manifest.tokenizer_hash} (target "
+            f"{manifest.target}), but {target.name} has {target.fingerprint}: sample this target"
+        )
+    length = min(s.loop.max_length, target.decoder.context)
+    return batches.fit(shards.read_shards(Path(s.data)), length)
+
+
+def check_prompts(s: Settings, target: Target) -> list[list[int]]:
+    """The same few prompts at every measurement, from each bundled domain alike."""
+    share = max(1, s.check.prompts // len(DOMAINS))
+    sources = [Source("bundled", domain, limit=share) for domain in DOMAINS]
+    return [encode(target.tokenizer, prompt) for prompt in load_prompts(sources, s.seed)]
+
+
+def save_draft(s: Settings, model: Any, target: Target, facts: dict[str, Any]) -> None:
+    """The draft directory: a HF model in fp32, the target's tokenizer, and draftsmith.json, written last."""
+    out = Path(s.out)
+    model.save_pretrained(out, safe_serialization=True)
+    target.tokenizer.save_pretrained(out)
+    facts["draft_sha256"] = draft_sha256(s.out)
+    runs.write_atomically(out / FACTS, json.dumps(facts, indent=1) + "\n")
+
+
+def precision(s: Settings, device_type: str) -> str:
+    """Accelerate's name for the precision of the forward pass."""
+    if s.mixed_precision != "auto":
+        return s.mixed_precision
+    return "bf16" if device_type == "cuda" and torch.cuda.is_bf16_supported() else "no"
+
+
+def main(s: Settings) -> None:
+    state = PartialState()
+    accelerator = Accelerator(mixed_precision=precision(s, state.device.type))
+    set_seed(s.seed)
+    target = load_target(s.target, str(accelerator.device), s.target_dtype, s.revision)
+    rows, dropped = load_rows(s, target)
+    lm = drafts.new_draft(s.draft, target, str(accelerator.device)).train()
+    lm.set_attn_implementation(attention.NAME)
+    batches.split_for(0, accelerator.num_processes, range(s.loop.batch_size))  # refuses early
+    goes_on = runs.claim(s.out, s) if accelerator.is_main_process else False
+    accelerator.wait_for_everyone()
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=s.loop.lr, weight_decay=s.loop.weight_decay)
+    model, optimizer = accelerator.prepare(lm, optimizer)
+    start = checkpoint.load_latest(accelerator, Path(s.out))
+    tracker: Tracker | NullTracker = NullTracker()
+    if accelerator.is_main_process:
+        config = {**to_dict(s), "hardware": runs.hardware()}
+        tracker = Tracker(Path(s.out), s.project, config, s.wandb, start if goes_on else None)
+    console = Console(stderr=True, quiet=not accelerator.is_main_process)
+    console.print(
+        f"{len(rows)} samples ({dropped} dropped), {accelerator.num_processes} process(es), "
+        f"{accelerator.device}, precision {accelerator.mixed_precision}, from step {start}"
+    )
+    prompts = check_prompts(s, target)
+    measured: dict[str, float] = {}
+
+    def measure() -> dict[str, float]:
+        if accelerator.is_main_process:
+            measured.update(
+                measure_acceptance(target, lm, prompts, s.check.k, s.check.max_new_tokens, s.seed)
+            )
+        accelerator.wait_for_everyone()
+        return dict(measured)
+
+    try:
+        with bar_of(console, accelerator.is_main_process) as progress:
+            train(
+                accelerator,
+                model,
+                optimizer,
+                causal_objective(target, model, lm, s.loss),
+                rows,
+                s.loop,
+                Path(s.out),
+                s.seed,
+                start,
+                tracker,
+                measure,
+                progress,
+            )
+        if accelerator.is_main_process:
+            facts = {
+                "family": "causal",
+                "target": {"name": target.name, "revision": target.revision},
+                "tokenizer_hash": target.fingerprint,
+                "training": to_dict(s),
+                "samples": len(rows),
+                "processes": accelerator.num_processes,
+                "data_manifest": runs.read_json(Path(s.data) / "manifest.json"),
+                "measured_in_training": measured or measure(),
+                **runs.provenance(),
+            }
+            save_draft(s, accelerator.unwrap_model(model), target, facts)
+            out = Path(s.out)
+            tracker.artifact("settings", "settings", [out / runs.SETTINGS])
+            tracker.artifact("manifest", "dataset", [Path(s.data) / "manifest.json"])
+            names = ("config.json", "model.safetensors", "tokenizer.json", FACTS)
+            tracker.artifact("draft", "model", [out / name for name in names])
+            console.print(f"draft saved: {s.out}")
+            print(json.dumps({"draft": s.out, "steps": s.loop.steps, **measured}))
+    finally:
+        tracker.finish()
+
+
+if __name__ == "__main__":
+    run_command(main, Settings, __doc__)

@@ -1,0 +1,63 @@
+"""The model that becomes a draft: an existing small LM, or chosen layers of the target."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from decode.drafts.base import check_tokenizer
+from decode.settings import UserError
+from decode.target import Target, fingerprint, load_model, load_tokenizer
+
+
+@dataclass
+class DraftSettings:
+    """Where the draft's weights start; give one of the two."""
+
+    init: str = ""
+    """Folder or hub name of a small LM with the target's tokenizer."""
+    layers: list[int] = field(default_factory=list)
+    """Layers of the target to cut a draft from, with its embeddings and head, such as [0, 11]."""
+
+
+def new_draft(s: DraftSettings, target: Target, device: str) -> Any:
+    """A trainable causal LM in fp32 whose vocabulary is the target's."""
+    if bool(s.init) == bool(s.layers):
+        raise UserError("give either draft.init (a small LM) or draft.layers (cut from the target)")
+    if s.layers:
+        return cut(target, s.layers)
+    check_tokenizer(s.init, fingerprint(load_tokenizer(s.init)), target)
+    model = load_model(s.init, "draft", device, "float32")
+    size = model.get_output_embeddings().weight.shape[0]
+    if size != target.decoder.vocab_size:
+        raise UserError(
+            f"draft {s.init!r} has {size} logits and target {target.name!r} "
+            f"{target.decoder.vocab_size}: pad the smaller vocabulary so that both agree"
+        )
+    return model
+
+
+def cut(target: Target, layers: list[int]) -> Any:
+    """A copy of the target that keeps only `layers`, renumbered so that its cache is as short."""
+    depth = target.decoder.config.num_hidden_layers
+    if not all(0 <= i < depth for i in layers) or sorted(set(layers)) != layers:
+        raise UserError(f"draft.layers {layers}: name layers of 0 … {depth - 1} in rising order")
+    model = copy.deepcopy(target.decoder.model).float()
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    if len(stacks) != 1:
+        raise UserError(f"{target.name}: cannot tell which modules are its {depth} layers")
+    for name, module in model.named_modules():
+        for child, stack in module.named_children():
+            if stack is stacks[0]:
+                kept = nn.ModuleList(stacks[0][i] for i in layers)
+                for number, layer in enumerate(kept):
+                    for part in layer.modules():
+                        if "layer_idx" in vars(part):
+                            part.layer_idx = number  # type: ignore[assignment]
+                setattr(model.get_submodule(name), child, kept)
+    config = model.config.get_text_config(decoder=True)
+    config.num_hidden_layers = len(layers)
+    if config.to_dict().get("layer_types"):
+        config.layer_types = [config.layer_types[i] for i in layers]
+    return model

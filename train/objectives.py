@@ -1,0 +1,72 @@
+"""What a draft family minimises, and how its acceptance is measured while it trains."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from decode.drafts.causal import CausalDraft
+from decode.sampling import Sampling
+from decode.speculate import decode
+from decode.target import Decoder, Target, logits_only_at
+from eval import metrics
+from train.batches import Batch
+from train.loop import Sums
+from train.losses import LOSSES, acceptance
+
+
+def causal_objective(target: Target, draft: torch.nn.Module, lm: Any, loss: str) -> Sums:
+    """Divergence from the live target at every supervised position.
+
+    `draft` is what runs forward (perhaps wrapped for several processes), `lm` the bare model inside, whose
+    output projection is asked for supervised positions only.
+    """
+    divergence = LOSSES[loss]
+    teacher = target.decoder.model
+
+    def sums(batch: Batch) -> dict[str, torch.Tensor]:
+        position = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)[None]
+        inputs = {"input_ids": batch.input_ids, "position_ids": position, "use_cache": False}
+
+        def pick(hidden: torch.Tensor) -> torch.Tensor:
+            return hidden[batch.loss_mask]  # [N, H]
+
+        with torch.no_grad(), logits_only_at(teacher, pick):
+            p_logits = teacher(**inputs).logits
+        with logits_only_at(lm, pick):
+            q_logits = draft(**inputs).logits
+        values = divergence(p_logits, q_logits)  # [N]
+        with torch.no_grad():
+            overlap = acceptance(p_logits, q_logits)
+            agree = (p_logits.argmax(-1) == q_logits.argmax(-1)).float()
+        return {"loss": values.sum(), "overlap": overlap.sum(), "top1": agree.sum()}
+
+    return sums
+
+
+def measure_acceptance(
+    target: Target, lm: Any, prompts: Sequence[list[int]], k: int, max_new_tokens: int, seed: int
+) -> dict[str, float]:
+    """τ and α (also by position) of the draft as it is now, from the real decoder at temperature 1."""
+    training = lm.training
+    draft = CausalDraft(Decoder(lm))
+    outputs = decode(
+        target,
+        draft,
+        list(prompts),
+        k=k,
+        sampling=Sampling(temperature=1.0),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
+    lm.train(training)
+    samples = [
+        metrics.Sample(
+            "train", str(i), len(o.prompt_ids), len(o.output_ids), o.rounds, 0.0, 0.0, []
+        )
+        for i, o in enumerate(outputs)
+    ]
+    values = {"accept/tau": metrics.tau(samples), "accept/alpha": metrics.alpha(samples, k)}
+    for i, alpha in enumerate(metrics.alpha_by_position(samples, k), 1):
+        values[f"accept/alpha_{i}"] = alpha
+    return {name: value for name, value in values.items() if value is not None}
