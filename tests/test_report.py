@@ -52,9 +52,20 @@ def entry(name: str, task: str, speedup: float | None, **changes: Any) -> dict[s
         "speedup_ci": None if speedup is None else [speedup - 0.1, speedup + 0.1],
         "predicted_speedup": 1.77,
         "phase_ms": {"draft": 1.111, "verify": 8.222, "overhead": 0.333},
-        "lossless": {"greedy_identical": 40, "prompts": 40},
+        "lossless": verdict(40),
     }
     return fields | changes
+
+
+def verdict(identical: int, ties: int = 0) -> dict[str, Any]:
+    """The `lossless` field for 40 prompts; what is neither identical nor a tie failed."""
+    tied = [{"task": "code", "id": str(i), "position": 3} for i in range(ties)]
+    return {
+        "greedy_identical": identical + ties == 40,
+        "prompts": 40,
+        "identical": identical,
+        "ties": tied,
+    }
 
 
 def plain(task: str) -> dict[str, Any]:
@@ -200,11 +211,15 @@ def test_strings_are_escaped(report: dict[str, Any]) -> None:
 
 def test_lossless_verdict(report: dict[str, Any]) -> None:
     """Catches a pass claimed while one task differs, or while nothing was compared."""
-    assert "equals plain decoding's, token by token (ngram, eagle3; n = 40)" in both(report)[0]
-    report["methods"][1]["lossless"] = {"greedy_identical": 38, "prompts": 40}
-    assert "NOT identical to plain decoding: ngram on code 38/40." in reports.lossless_verdict(
-        report
+    first = both(report)[0]
+    assert (
+        "equals transformers' own generate, token by token (ngram, eagle3; n = 40; 0 ties" in first
     )
+    report["methods"][1]["lossless"] = verdict(39, ties=1)
+    assert "n = 40; 1 ties" in reports.lossless_verdict(report)
+    report["methods"][1]["lossless"] = verdict(38, ties=1)
+    text = reports.lossless_verdict(report)
+    assert "NOT identical to transformers' generate: ngram on code 38/40 + 1 tie." in text
     for m in report["methods"]:
         m["lossless"] = {"greedy_identical": None, "prompts": 40}
     assert reports.lossless_verdict(report) == "Lossless: not checked."
@@ -214,16 +229,16 @@ def test_lossy_methods_are_named_not_checked(report: dict[str, Any]) -> None:
     """Catches a method that changes the output by choice counted as a broken or a lossless one."""
     for m in report["methods"]:
         if m["name"] == "ngram":
-            m |= {"lossy": True, "lossless": {"greedy_identical": 3, "prompts": 40}}
-    verdict = reports.lossless_verdict(report)
-    assert "NOT" not in verdict
-    assert "Lossy by choice: ngram." in verdict
+            m |= {"lossy": True, "lossless": verdict(3)}
+    text = reports.lossless_verdict(report)
+    assert "NOT" not in text
+    assert "Lossy by choice: ngram." in text
 
 
-@pytest.mark.parametrize(("same", "shown"), [(True, "yes"), (False, "no"), (0, "0/1"), (1, "1/1")])
-def test_identical_as_count_or_yes_no(same: bool | int, shown: str) -> None:
-    """Catches True == 1 and False == 0 being taken for counts."""
-    assert reports.identical({"greedy_identical": same, "prompts": 1}).startswith(shown)
+def test_identical_counts_ties_apart() -> None:
+    """Catches a tie counted as identical, which would hide it."""
+    assert reports.identical(verdict(40)) == "40/40"
+    assert reports.identical(verdict(38, ties=2)) == "38/40 + 2 ties"
 
 
 def test_slow_drafts_are_not_praised(report: dict[str, Any]) -> None:

@@ -65,7 +65,8 @@ def test_greedy_text_equals_generate(arch: str) -> None:
             tiny_target(model), make_draft(name, model), PROMPTS, k=3, max_new_tokens=20
         )
         assert texts(outputs) == want, name
-    assert {0, 3} < {accepted for output in outputs for _, accepted in output.rounds}
+    accepted = {accepted for output in outputs for _, accepted in output.rounds}
+    assert min(accepted) < max(accepted) == 3
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -218,12 +219,12 @@ def test_rows_end_at_their_own_eos() -> None:
     """Catches a finished row that goes on, and one that stops or disturbs the others."""
     model = tiny_model("llama")
     free = [hf_text(model, prompt, max_new_tokens=20) for prompt in PROMPTS]
-    eos = (free[0][0], free[1][6])
+    eos = (free[1][0], free[2][7])
     outputs = decode(tiny_target(model, eos), make_draft("causal", model), PROMPTS, k=3, max_new_tokens=20)  # fmt: skip
     want = [hf_text(model, prompt, max_new_tokens=20, eos_token_id=list(eos)) for prompt in PROMPTS]
     assert texts(outputs) == want
-    assert len({len(text) for text in want}) > 1
-    assert (outputs[0].output_ids, outputs[0].rounds) == (
+    assert len({len(text) for text in want}) == 3
+    assert (outputs[1].output_ids, outputs[1].rounds) == (
         [eos[0]],
         [],
     )  # ended by the prefill's token

@@ -1,0 +1,131 @@
+"""Prompt in, text out, with every token coloured by how it came about.
+
+    python decode/generate.py --prompt "def read_config(path):" --draft outputs/quickstart/drafts/causal
+    python decode/generate.py --prompt "Question: …" --draft ngram --sampling.temperature 1
+
+Green: drafted and accepted by the target. Red, struck out: drafted and rejected. Blue: the target's own token, which
+corrects a rejected one or follows a fully accepted draft (Leviathan et al. 2023, figure 1).
+"""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from rich.console import Console
+from rich.text import Text
+
+from decode.chat import encode
+from decode.drafts.base import Draft, load_draft
+from decode.drafts.lookup import NgramDraft
+from decode.sampling import Sampling
+from decode.settings import UserError, run_command
+from decode.speculate import Output, RoundRecord, add, speculate
+from decode.target import Target, load_target
+
+ACCEPTED, REJECTED, OWN = "green", "red strike", "bold blue"
+
+
+@dataclass
+class Settings:
+    prompt: str = ""
+    """The text to continue (or to answer, if the target has a chat template)."""
+    prompt_file: str = ""
+    """Read the prompt from this file instead."""
+    target: str = "assets/target"
+    """Folder or hub name."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub target."""
+    draft: str = "ngram"
+    """Folder or hub name of a draft, `ngram` for lookup, `none` for plain decoding."""
+    k: int = 4
+    """Tokens drafted a round."""
+    max_new_tokens: int = 128
+    """Longest answer."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Temperature 0 is greedy."""
+    seed: int = 0
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, …"""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16."""
+    rejected: bool = True
+    """Show rejected drafts as well."""
+
+
+def spans(record: RoundRecord, rejected: bool) -> list[tuple[list[int], str]]:
+    """(ids, style) in the order to print them: accepted drafts, rejected ones, the target's own token."""
+    stays = record.tokens[: record.accepted]
+    own = record.tokens[record.accepted :]
+    falls = record.proposed[record.accepted :] if rejected else []
+    return [
+        (ids, style)
+        for ids, style in ((stays, ACCEPTED), (falls, REJECTED), (own, OWN))
+        if len(ids) > 0
+    ]
+
+
+def pick_draft(name: str, target: Target, dtype: str) -> Draft | None:
+    if name == "none":
+        return None
+    return NgramDraft() if name == "ngram" else load_draft(name, target, dtype=dtype)
+
+
+def statistics(output: Output, seconds: float) -> str:
+    """One line: length, speed, τ and the acceptance rate."""
+    emitted, rounds = len(output.output_ids) - 1, len(output.rounds)
+    drafted = sum(d for d, _ in output.rounds)
+    accepted = sum(a for _, a in output.rounds)
+    parts = [
+        f"{len(output.output_ids)} tokens in {seconds:.2f} s",
+        f"{len(output.output_ids) / seconds:.1f} tokens/s",
+        f"{rounds} rounds",
+    ]
+    if rounds > 0:
+        parts.append(f"τ {emitted / rounds:.2f}")
+    if drafted > 0:
+        parts.append(f"{accepted} of {drafted} drafted tokens accepted")
+    return ", ".join([*parts, f"ended by {output.finish_reason}"])
+
+
+def show(console: Console, tokenizer: Any, ids: list[int], style: str) -> None:
+    console.print(Text(tokenizer.decode(ids), style=style), end="", soft_wrap=True, highlight=False)
+
+
+def main(s: Settings) -> None:
+    if s.prompt_file:
+        if not Path(s.prompt_file).is_file():
+            raise UserError(f"prompt file {s.prompt_file!r} does not exist")
+        s.prompt = Path(s.prompt_file).read_text()
+    if not s.prompt:
+        raise UserError("give --prompt TEXT or --prompt_file FILE")
+    target = load_target(s.target, s.device, s.dtype, s.revision)
+    draft = pick_draft(s.draft, target, s.dtype)
+    ids = encode(target.tokenizer, s.prompt)
+    console = Console()
+    console.print(Text(s.prompt), end="", soft_wrap=True, highlight=False)
+    output = Output(ids)
+    start = time.perf_counter()
+    for record in speculate(
+        target,
+        draft,
+        [ids],
+        k=s.k,
+        sampling=s.sampling,
+        max_new_tokens=s.max_new_tokens,
+        seed=s.seed,
+    ):
+        add(output, record)
+        for tokens, style in spans(record, s.rejected):
+            show(console, target.tokenizer, tokens, style)
+    seconds = time.perf_counter() - start
+    console.print()
+    Console(stderr=True).print(statistics(output, seconds), style="dim", highlight=False)
+
+
+if __name__ == "__main__":
+    run_command(main, Settings, __doc__)

@@ -1,0 +1,24 @@
+# Sourced by the other scripts: makes .venv if there is none, and installs what pyproject.toml asks for.
+# PYTHON names the interpreter to make it with (>= 3.11); an argument names extras, such as dev.
+
+extras=${1:-}
+if [ ! -x .venv/bin/python ]; then
+  python=${PYTHON:-python3}
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "error: $python is older than 3.11: set PYTHON to a newer interpreter" >&2
+    exit 2
+  }
+  echo "making .venv"
+  "$python" -m venv .venv
+fi
+wanted=$({ cat pyproject.toml; echo "$extras"; } | cksum)
+stamp=.venv/installed${extras:+-$extras}
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+  echo "installing (the default Linux build of torch is several GB; README says how to get the CPU build first)"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".${extras:+[$extras]}"
+  echo "$wanted" > "$stamp"
+fi
+PATH=$PWD/.venv/bin:$PATH
+export TOKENIZERS_PARALLELISM=false
+# One process on whatever device there is; said in full, accelerate does not warn about defaults.
+launch="accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"

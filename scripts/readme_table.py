@@ -1,0 +1,85 @@
+"""Writes the measured table of the README from a report, between its two markers.
+
+    python scripts/readme_table.py --report outputs/reproduce/report/report.json
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from decode.runs import read_json, write_atomically
+from decode.settings import UserError, run_command
+from eval.report import number, with_interval
+
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+
+
+@dataclass
+class Settings:
+    report: str = "docs/results/reproduce.json"
+    """A report.json of eval/run.py."""
+    readme: str = "README.md"
+    """The file whose marked block is replaced."""
+
+
+def table(report: dict[str, Any]) -> str:
+    """Pooled rows for every temperature, then greedy speed-ups by task, as Markdown."""
+    lines = [
+        "| T | method | τ | α | tokens/s | speed-up [95 %] |",
+        "|---|---|---|---|---|---|",
+    ]
+    pooled = [m for m in report["methods"] if m["task"] == "all"]
+    for m in sorted(pooled, key=lambda m: (m["temperature"], m["speedup"])):
+        alpha = with_interval(m["alpha"], m["alpha_ci"], 3) if m["name"] != "plain" else "–"
+        lines.append(
+            f"| {m['temperature']:g} | {m['name']} | {number(m['tau'], 2)} | {alpha} | "
+            f"{number(m['tokens_per_second'], 0)} | {with_interval(m['speedup'], m['speedup_ci'], 2, '×')} |"
+        )
+    hardware = report["hardware"]
+    prompts = pooled[0]["prompts"]
+    lines += [
+        "",
+        f"{prompts} prompts, K = {max(m['k'] for m in pooled)}, batch 1, fp32, eager; {hardware['device']}, "
+        f"{hardware['threads']} threads; {comparisons(report)}",
+    ]
+    return "\n".join(lines)
+
+
+def comparisons(report: dict[str, Any]) -> str:
+    """What distilling added to α, and the greedy verdict, as one sentence each."""
+    parts = []
+    for c in report["comparisons"]:
+        if c["task"] == "all":
+            change = with_interval(c["difference"], c["ci"], 3)
+            parts.append(f"α of {c['a']} − {c['b']} at T = {c['temperature']:g}: {change}")
+    greedy = [
+        m["lossless"] for m in report["methods"] if m["task"] == "all" and m["temperature"] == 0
+    ]
+    same = sum(x["identical"] for x in greedy)
+    ties = sum(len(x["ties"]) for x in greedy)
+    total = sum(x["prompts"] for x in greedy)
+    parts.append(
+        f"greedy outputs equal to transformers' `generate`: {same} of {total} (ties {ties}, "
+        f"failures {total - same - ties})."
+    )
+    return "; ".join(parts)
+
+
+def main(s: Settings) -> None:
+    path = Path(s.readme)
+    text = path.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise UserError(f"{path} needs the markers {BEGIN} and {END} once each")
+    head, rest = text.split(BEGIN)
+    write_atomically(
+        path,
+        head + BEGIN + "\n" + table(read_json(Path(s.report))) + "\n" + END + rest.split(END)[1],
+    )
+
+
+if __name__ == "__main__":
+    run_command(main, Settings, __doc__)

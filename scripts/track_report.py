@@ -1,0 +1,55 @@
+"""Adds a report to the W&B run of the training that made its draft, as an artifact and as summary metrics.
+
+python scripts/track_report.py --run outputs/quickstart/drafts/causal --report outputs/quickstart/report
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import yaml
+
+from decode.drafts.base import FACTS
+from decode.runs import SETTINGS, read_json
+from decode.settings import UserError, run_command
+from train.tracking import Tracker
+
+
+@dataclass
+class Settings:
+    run: str
+    """Output folder of train/distill.py."""
+    report: str
+    """Output folder of eval/run.py."""
+
+
+def main(s: Settings) -> None:
+    run, folder = Path(s.run), Path(s.report)
+    report = read_json(folder / "report.json")
+    checksum = read_json(run / FACTS)["draft_sha256"]
+    own = [m for m in report["methods"] if m["draft_sha256"] == checksum and m["task"] == "all"]
+    if len(own) == 0:
+        raise UserError(f"{folder} measures other weights than {run} holds: run eval/run.py on it")
+    trained = yaml.safe_load((run / SETTINGS).read_text())
+    step = trained["loop"]["steps"]
+    tracker = Tracker(run, trained["project"], trained, trained["wandb"], resumed_step=step)
+    names = ("tau", "alpha", "acceptance_rate", "speedup")
+    tracker.log(
+        step,
+        {
+            f"report/T{m['temperature']:g}/{name}": m[name]
+            for m in own
+            for name in names
+            if m[name] is not None
+        },
+    )
+    files = ("report.json", "report.md", "report.html", "outputs.jsonl")
+    tracker.artifact("report", "evaluation", [folder / name for name in files])
+    tracker.finish()
+
+
+if __name__ == "__main__":
+    run_command(main, Settings, __doc__)

@@ -1,0 +1,215 @@
+"""A folder with a tiny target, its drafts and prompts, and ways to run the real commands on them."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.tiny import noisy, tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+ENV = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "ACCELERATE_USE_CPU": "1",
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
+    "GIT_OPTIONAL_LOCKS": "0",  # the commands ask git for the commit while others may work in the checkout
+    "COLUMNS": "300",  # rich wraps no line
+}
+CONTEXT = 512  # longer than any bundled prompt in bytes
+EOS = list(range(12))  # many, so that answers of a random model end at all lengths
+PATIENCE = 600  # seconds: for a hang, not for a slow machine
+
+
+@dataclass(frozen=True)
+class World:
+    target: Path
+    draft: Path  # close to the target: accepted now and then
+    stranger: Path  # as many tokens as the target, in another order
+    prompts: Path  # jsonl
+    texts: list[str]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def error(self) -> str:
+        """The one line that bad input gets; asserts that it is one, and exit code 2."""
+        lines = [line for line in self.err.splitlines() if line.strip()]
+        assert self.code == 2, self.err
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("error: ")
+        return lines[0]
+
+
+def byte_tokenizer(reverse: bool = False) -> PreTrainedTokenizerFast:
+    """A token for each byte behind 12 special ones; `reverse` gives the bytes other ids."""
+    special = ["<eos>", *(f"<{i}>" for i in EOS[1:])]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=reverse)
+    vocab = {token: i for i, token in enumerate([*special, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=special[0], additional_special_tokens=special[1:]
+    )
+
+
+def save(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> Path:
+    model.generation_config.eos_token_id = EOS
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def build(folder: Path, prompts: int = 48) -> World:
+    """The world in `folder`; its prompts have between 1 and 40 bytes."""
+    tokenizer = byte_tokenizer()
+    size = {
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": 2,
+        "max_position_embeddings": CONTEXT,
+    }
+    target = tiny_model("llama", seed=1, **size)
+    draft = noisy(target, 0.05)
+    rng = random.Random(0)
+    texts = [
+        f"{i}" + "".join(rng.choices("abcdef ghij\n", k=rng.randint(0, 38))) for i in range(prompts)
+    ]
+    return World(
+        target=save(folder / "target", target, tokenizer),
+        draft=save(folder / "draft", draft, tokenizer),
+        stranger=save(folder / "stranger", draft, byte_tokenizer(reverse=True)),
+        prompts=write_prompts(folder / "prompts.jsonl", texts),
+        texts=texts,
+    )
+
+
+def write_prompts(path: Path, texts: Sequence[str]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path
+
+
+def call(command_file: str, *args: object) -> Done:
+    """`python command_file args…`, run as __main__ within this process: no seconds of imports."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    argv = [command_file, *map(str, args)]
+    with (
+        mock.patch.dict(os.environ, ENV),
+        mock.patch.object(sys, "argv", argv),
+        mock.patch.object(sys, "path", list(sys.path)),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            runpy.run_path(str(ROOT / command_file), run_name="__main__")
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            PartialState._reset_state()
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def run(
+    command_file: str,
+    *args: object,
+    env: dict[str, str] | None = None,
+    cwd: Path = ROOT,
+    processes: int = 0,
+    timeout: float = PATIENCE,
+) -> Done:
+    """The command in a process of its own, or in several under torchrun."""
+    with started(command_file, *args, env=env, cwd=cwd, processes=processes) as process:
+        out, err = process.communicate(timeout=timeout)
+    return Done(process.returncode, out, err)
+
+
+@contextmanager
+def started(
+    command_file: str,
+    *args: object,
+    env: dict[str, str] | None = None,
+    cwd: Path = ROOT,
+    processes: int = 0,
+) -> Iterator[subprocess.Popen[str]]:
+    """The running command; it and its children are gone when the block is left."""
+    launcher = [sys.executable]
+    if processes > 0:
+        address = ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), *address]
+    process = subprocess.Popen(
+        [*launcher, str(ROOT / command_file), *map(str, args)],
+        cwd=cwd,
+        env={**os.environ, **ENV, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def kill_when(
+    ready: Callable[[], bool], command_file: str, *args: object, env: dict[str, str] | None = None
+) -> int:
+    """Runs the command until `ready()`, then kills it with SIGKILL. Returns its exit code: -9 if it was killed."""
+    with started(command_file, *args, env=env) as process:
+        end = time.monotonic() + PATIENCE
+        while not ready() and process.poll() is None:
+            assert time.monotonic() < end, "nothing to kill for"
+            time.sleep(0.002)
+        process.kill()
+        return process.wait()
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """{path: digest} of every file below `folder`."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+def flip_byte(path: Path, at: int) -> None:
+    """Damages one byte; negative counts from the end."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
