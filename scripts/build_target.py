@@ -51,7 +51,7 @@ class Settings:
     """Checkpoints and the tokenised corpus."""
     assets: str = "assets"
     """The folder that receives target/ or draft/."""
-    tokens: int = 9_000_000
+    tokens: int = 8_000_000
     """Tokens to train on; a stopped run goes on where it was."""
     batch_tokens: int = 8192
     """Tokens a step."""

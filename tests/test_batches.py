@@ -4,7 +4,7 @@ from torch import Tensor
 
 from decode.settings import UserError
 from train.batches import Batch, collate, fit, split_for, step_indices, token_count
-from train.losses import forward_kl, masked_sum
+from train.losses import forward_kl
 from train.shards import Row
 
 
@@ -20,7 +20,7 @@ def row(ids: list[int], spans: list[list[int]]) -> Row:
 
 
 def positions(batch: Batch, i: int) -> list[int]:
-    return batch.keep[i][batch.keep_mask[i]].tolist()
+    return batch.loss_mask[i].nonzero()[:, 0].tolist()
 
 
 def test_golden_positions_of_a_two_turn_chat() -> None:
@@ -32,8 +32,7 @@ def test_golden_positions_of_a_two_turn_chat() -> None:
     batch = collate([row([10, 11, 12, 13, 14, 15], [[1, 2], [4, 6]])], pad_id=0)
     assert batch.loss_mask.tolist() == [[True, False, False, True, True, False, False, False]]
     assert positions(batch, 0) == [0, 3, 4]
-    labels = batch.input_ids.gather(1, batch.keep + 1)
-    assert labels.tolist() == [[11, 14, 15]]
+    assert batch.input_ids[0, [1, 4, 5]].tolist() == [11, 14, 15]
 
 
 def test_a_span_from_the_first_token_has_no_position_before_it() -> None:
@@ -43,16 +42,14 @@ def test_a_span_from_the_first_token_has_no_position_before_it() -> None:
     assert token_count(rows) == 2
 
 
-def test_collate_pads_right_and_repeats_the_last_position() -> None:
-    """Bug: padding is attended to, or counted as supervised."""
+def test_collate_pads_right() -> None:
+    """Bug: padding stands where causal attention sees it, or is counted as supervised."""
     rows = [row([1, 2, 3], [[1, 3]]), row([4] * 9, [[2, 3]]), row([5, 6], [])]
     batch = collate(rows, pad_id=7)
     assert batch.input_ids.shape == (3, 16)
     assert batch.input_ids[0].tolist() == [1, 2, 3] + [7] * 13
-    assert batch.attention_mask.sum(1).tolist() == [3, 9, 2]
-    assert batch.keep.tolist() == [[0, 1], [1, 1], [0, 0]]
-    assert batch.keep_mask.tolist() == [[True, True], [True, False], [False, False]]
-    assert token_count(rows) == int(batch.loss_mask.sum()) == int(batch.keep_mask.sum()) == 3
+    assert [positions(batch, i) for i in range(3)] == [[0, 1], [1], []]
+    assert token_count(rows) == int(batch.loss_mask.sum()) == 3
 
 
 def test_overlapping_spans_count_once() -> None:
@@ -60,15 +57,12 @@ def test_overlapping_spans_count_once() -> None:
     assert token_count([row([1, 2, 3, 4], [[1, 3], [2, 4]])]) == 3
 
 
-def toy_loss(rows: list[Row], multiple: int) -> tuple[Tensor, Tensor]:
-    """Summed loss by mask and by kept positions; the toy's logits depend on the token alone."""
+def toy_loss(rows: list[Row], multiple: int) -> Tensor:
+    """Summed loss over the supervised positions; the toy's logits depend on the token alone."""
     tables = torch.randn(2, 32, 11, generator=torch.Generator().manual_seed(0))
     batch = collate(rows, pad_id=31, multiple=multiple)
     p, q = tables[0][batch.input_ids], tables[1][batch.input_ids]  # [B, T, V]
-    everywhere = masked_sum(forward_kl(p, q), batch.loss_mask)[0]
-    keep = batch.keep.unsqueeze(-1).expand(-1, -1, p.shape[-1])  # [B, M, V]
-    kept = masked_sum(forward_kl(p.gather(1, keep), q.gather(1, keep)), batch.keep_mask)[0]
-    return everywhere, kept
+    return forward_kl(p[batch.loss_mask], q[batch.loss_mask]).sum()
 
 
 def test_loss_ignores_padding_and_prompt_length() -> None:
@@ -76,12 +70,10 @@ def test_loss_ignores_padding_and_prompt_length() -> None:
     answer = [4, 5, 6]
     short = row([1, 2, *answer], [[2, 5]])
     long = row([9] * 20 + [1, 2, *answer], [[22, 25]])
-    expected = toy_loss([short], multiple=1)[0]
+    expected = toy_loss([short], multiple=1)
     for rows, multiple in (([short], 8), ([short], 64), ([long], 8)):
-        for value in toy_loss(rows, multiple):
-            torch.testing.assert_close(value, expected)
-    for value in toy_loss([short, long], 8):
-        torch.testing.assert_close(value, 2 * expected)
+        torch.testing.assert_close(toy_loss(rows, multiple), expected)
+    torch.testing.assert_close(toy_loss([short, long], 8), 2 * expected)
 
 
 def test_every_epoch_sees_every_example_once() -> None:

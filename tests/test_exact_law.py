@@ -315,6 +315,11 @@ def test_worked_example_accepts_two() -> None:
     assert asked[1].tolist() == [[0.0, 0.25]]  # (.25, .75) - (.5, .5), clamped
 
 
+def constant(uniform: float) -> Choose:
+    at = torch.tensor(uniform, dtype=torch.float64)
+    return lambda weights: pick(weights, at.expand(weights.shape[:-1]))
+
+
 def test_tokens_that_p_or_q_exclude() -> None:
     """Catches NaN from 0 / 0 and acceptance of what the target never says."""
     p = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]])
@@ -322,8 +327,7 @@ def test_tokens_that_p_or_q_exclude() -> None:
     impossible = torch.tensor([[0]])
     assert accept_weights(impossible, p, q).tolist() == [[[0.0, 1.0]]]
     for uniform in (1e-9, 1 - 1e-9):
-        at = torch.tensor(uniform, dtype=torch.float64)
-        verdict = verify_chain(impossible, p, q, lambda w, at=at: pick(w, at.expand(w.shape[:-1])))
+        verdict = verify_chain(impossible, p, q, constant(uniform))
         assert (verdict.accepted.tolist(), verdict.bonus.tolist()) == ([0], [1])
 
 
@@ -437,8 +441,11 @@ def mask_one_ahead(self: Slots, window: int | None, groups: int) -> torch.Tensor
     return allow[:, None].repeat(1, 1, groups, 1)
 
 
-def propose_wrong_law(self: CausalDraft, *args: object) -> Proposal:
-    proposal = PROPOSE(self, *args)
+def propose_wrong_law(
+    self: CausalDraft, history: torch.Tensor, length: torch.Tensor, k: int
+) -> Proposal:
+    proposal = PROPOSE(self, history, length, k)
+    assert proposal.q is not None
     return Proposal(proposal.tokens, proposal.q.flip(-1))
 
 
@@ -519,7 +526,7 @@ def sample_p(name: str, dice: type[Dice] | None = None) -> float:
     target, law = tiny_target(model), own_law(model, SAMPLE_PROMPT, LENGTH, sampling)
     counts = torch.zeros(5**LENGTH)
     for seed in range(BATCHES):
-        choose: Choose | None = dice and dice(torch.tensor(row_seeds_of(seed, ROWS)))
+        choose = None if dice is None else dice(torch.tensor(row_seeds_of(seed, ROWS)))
         texts: list[list[int]] = [[] for _ in range(ROWS)]
         prompts = [SAMPLE_PROMPT] * ROWS
         for record in speculate(

@@ -6,6 +6,7 @@ names the one to go on from. The trained state is what `Accelerator.save_state` 
 
 import hashlib
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from decode.settings import UserError
 
 LATEST = "latest"
 CONTENTS = "contents.json"
+
+# Tied embeddings are stored once; being told so at every checkpoint breaks the progress bar.
+logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 
 
 def save(accelerator: Accelerator, out: Path, step: int, keep: int) -> Path:

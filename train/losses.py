@@ -1,4 +1,4 @@
-"""Divergences between target p and draft q, one value per position, and their masked sum.
+"""Divergences between target p and draft q, one value for each position.
 
 All take logits [N, V] of any float type and work in fp32. Which one to train with: forward KL is
 the robust default; DistillSpec (arXiv 2310.08461) compares them. Values are not averaged
@@ -67,15 +67,6 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "tv": tv,
     "hard_ce": hard_ce,
 }
-
-
-def masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(sum of `values` where `mask`, how many), both scalars; 0 and 0 for an empty mask.
-
-    What stands at masked places does not matter, even NaN. The sum stays part of the graph, so a
-    process without any supervised position still takes part in the backward pass.
-    """
-    return torch.where(mask, values, 0.0).sum(), mask.sum()
 
 
 def _log_probs(logits: Tensor) -> Tensor:
