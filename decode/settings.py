@@ -35,7 +35,7 @@ def parse(settings: type[T], about: str, argv: list[str] | None = None) -> T:
 
     Raises UserError for an unknown key, a value of the wrong type or a missing config file.
     """
-    parser = _Parser(description=about, default_env=False)
+    parser = _Parser(description=about, default_env=False, allow_abbrev=False)
     parser.add_argument(
         "--config", action="config", help="YAML file; later --key value win over it"
     )
@@ -96,12 +96,13 @@ def _one_line(message: str) -> str:
 
 def _with_hint(message: str, settings: type) -> str:
     """Adds `did you mean` when the message names an unknown key close to a real one."""
-    names = keys(settings)
+    dotted = keys(settings)
+    names = [*dotted, *(name.rsplit(".", 1)[-1] for name in dotted)]
     for word in message.replace("'", " ").replace('"', " ").replace("=", " ").split():
         key = word.lstrip("-").rstrip(".,:")
         if key in names:
             continue
         close = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
-        if close and ("nrecognized" in message or "not expected" in message or "nknown" in message):
+        if close and ("nrecognized" in message or "not accept" in message):
             return f"{message} (did you mean {close[0]!r}?)"
     return message

@@ -105,15 +105,25 @@ def check_path(name: str, what: str) -> None:
 
 
 def load_model(name: str, what: str, device: str, dtype: str, revision: str | None = None) -> Any:
-    """An HF causal LM in eval mode; UserError when it is not there or damaged."""
+    """An HF causal LM in eval mode; UserError when it is not there, damaged, or lacks weights."""
     check_path(name, what)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision, dtype=DTYPES[dtype], use_safetensors=True
+        result: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=revision,
+            dtype=DTYPES[dtype],
+            use_safetensors=True,
+            output_loading_info=True,
         )
-        return model.to(device)
     except Exception as error:  # any of a dozen kinds, from HTTP to a truncated safetensors file
         raise UserError(f"{what} {name!r} cannot be loaded: {_first_line(error)}") from error
+    model, info = result
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if absent:  # transformers fills them at random and only warns
+        raise UserError(
+            f"{what} {name!r} lacks {len(absent)} weights ({absent[0]}, …): save it again in full"
+        )
+    return model.to(device)
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:

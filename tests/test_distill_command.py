@@ -16,6 +16,7 @@ from decode.drafts.base import load_draft
 from decode.speculate import decode
 from decode.target import Target, load_target
 from tests import worlds
+from tests.tiny import tiny_model
 from tests.worlds import Done, World, contents
 from train import shards
 
@@ -129,30 +130,36 @@ def test_killed_over_and_over_it_still_ends_with_the_same_bits(
     def newest() -> str:
         return max((path.name for path in checkpoints.glob("step-??????")), default="")
 
-    kills = 0
-    for _ in range(2 * STEPS):
+    def once() -> int:
         found = newest()
-        code = worlds.kill_when(
-            lambda found=found: newest() > found, COMMAND, *arguments(world, data, out)
-        )
-        if code == 0:
-            break
+        return worlds.kill_when(lambda: newest() > found, COMMAND, *arguments(world, data, out))
+
+    kills = 0
+    while once() != 0:
         kills += 1
+        assert kills < 2 * STEPS
     assert kills >= 2
     assert_same_run(out, undisturbed)
 
 
-@pytest.mark.parametrize("moment", ["before the rename", "before the pointer"])
-def test_killed_while_saving(
-    train: Callable, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+@pytest.mark.parametrize(
+    ("file", "step"),
+    [("run.yaml", 0), ("step-000004", 2), ("latest", 2), ("draftsmith.json", STEPS)],
+)
+def test_killed_just_before_a_rename(
+    train: Callable,
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    step: int,
 ) -> None:
-    """Bug: a checkpoint that is not complete, or not yet the latest, is gone on from."""
-    file = {"before the rename": "step-000004.tmp", "before the pointer": "latest.tmp"}[moment]
+    """Bug: a checkpoint that is not complete, or not yet the latest, is gone on from, or what is left is in the way."""
+    saved = tmp_path / "out" / "checkpoints" / "step-000004"
     replace = Path.replace
 
     def killed(self: Path, target: Path) -> Path:
-        renamed = tmp_path / "out" / "checkpoints" / "step-000004"
-        if self.name == file and (renamed.exists() or moment == "before the rename"):
+        if self.name == f"{file}.tmp" and (saved.exists() or file != "latest"):
             raise KeyboardInterrupt
         return replace(self, target)
 
@@ -160,10 +167,10 @@ def test_killed_while_saving(
         patch.setattr(Path, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             train()
-    assert (tmp_path / "out" / "checkpoints" / file).exists()
+    assert len(list(tmp_path.rglob(f"{file}.tmp"))) == 1
     done = train()
     assert done.code == 0, done.err
-    assert "from step 2" in done.err
+    assert f"from step {step}" in done.err
     assert_same_run(tmp_path / "out", undisturbed)
     assert list(tmp_path.rglob("*.tmp")) == []
 
@@ -177,6 +184,22 @@ def test_lines_of_the_log_do_not_depend_on_a_kill(train: Callable, tmp_path: Pat
     latest.write_text("step-000006\n")  # as if killed after step 6
     assert train(*settings).code == 0
     assert metrics_of(tmp_path / "out", "train/loss") == whole
+
+
+def test_dropout_goes_on_where_it_was(world: World, train: Callable, tmp_path: Path) -> None:
+    """Bug: random states are not restored, or are saved at another moment than the weights."""
+    tokenizer = worlds.byte_tokenizer()
+    size: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": worlds.CONTEXT}
+    model = tiny_model("gpt2", resid_pdrop=0.2, embd_pdrop=0.2, num_hidden_layers=1, **size)
+    settings = ["--draft.init", worlds.save(tmp_path / "gpt2", model, tokenizer)]
+    out = tmp_path / "out"
+    assert train(*settings).code == 0
+    whole = (out / WEIGHTS).read_bytes()
+    (out / "checkpoints" / "latest").write_text("step-000006\n")  # as if killed after step 6
+    assert "from step 6" in train(*settings).err
+    assert (out / WEIGHTS).read_bytes() == whole
+    assert train(*settings, "--seed", 1, "--overwrite", "true").code == 0
+    assert (out / WEIGHTS).read_bytes() != whole
 
 
 def test_a_finished_run_is_left_as_it_is(

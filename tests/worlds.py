@@ -88,7 +88,7 @@ def save(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> Path:
 def build(folder: Path, prompts: int = 48) -> World:
     """The world in `folder`; its prompts have 3 to 42 bytes and occur in no evaluation prompt."""
     tokenizer = byte_tokenizer()
-    size = {
+    size: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "num_hidden_layers": 2,
         "max_position_embeddings": CONTEXT,

@@ -1,0 +1,426 @@
+"""eval/run.py as users run it, on tiny models: the report says what its outputs say, and bad input destroys nothing."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.target import Target, load_model, load_target
+from eval import lossless
+from eval.tasks import Item
+from tests import worlds
+from tests.worlds import CONTEXT, Done, World, contents
+
+COMMAND = "eval/run.py"
+K, NEW = 3, 16
+# DESIGN of the report, schema 1: fields may be added, not renamed.
+FIELDS = {
+    "name", "draft", "k", "tree", "temperature", "batch_size", "task", "prompts", "tau", "tau_ci",
+    "alpha_by_position", "alpha", "alpha_ci", "alpha_by_position_ci", "acceptance_rate", "counts",
+    "draft_sha256", "mode", "dtype", "verification", "lossy", "latency_ms", "tokens_per_second",
+    "ms_per_token", "speedup", "speedup_ci", "predicted_speedup", "phase_ms", "lossless",
+}  # fmt: skip
+INNER = {
+    "counts": {"rounds", "drafted", "accepted", "emitted", "rounds_by_position"},
+    "latency_ms": {"p50", "p95", "first_token"},
+    "lossless": {"greedy_identical", "prompts"},
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return worlds.build(tmp_path_factory.mktemp("world"), prompts=12)
+
+
+@pytest.fixture(scope="module")
+def evaluated(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """A report over two tasks of 7 and 5 prompts, made by the real command, and what it said."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    tasks = [
+        {"name": name, "path": str(worlds.write_prompts(folder / f"{name}.jsonl", texts))}
+        for name, texts in (("long", world.texts[:7]), ("short", world.texts[7:]))
+    ]
+    done = worlds.run(COMMAND, *arguments(world, folder / "out"), "--tasks", json.dumps(tasks))
+    assert done.code == 0, done.err
+    return folder / "out", done
+
+
+@pytest.fixture(scope="module")
+def report(evaluated: tuple[Path, Done]) -> dict[str, Any]:
+    return json.loads((evaluated[0] / "report.json").read_text())
+
+
+@pytest.fixture
+def evaluate(world: World, tmp_path: Path) -> Callable[..., Done]:
+    """Evaluates greedily on three prompts into tmp_path / "out", in a second."""
+    prompts = worlds.write_prompts(tmp_path / "few.jsonl", world.texts[:3])
+    few = ["--tasks", tasks_of(prompts), "--temperatures", "[0.0]", "--phase_prompts", 0]
+    out = tmp_path / "out"
+
+    def start(*more: object, first: Sequence[object] = ()) -> Done:
+        return worlds.call(COMMAND, *first, *arguments(world, out), *few, *more)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def target(world: World) -> Target:
+    return load_target(str(world.target), "cpu")
+
+
+def arguments(world: World, out: Path) -> list[object]:
+    methods = [{"name": "ngram"}, {"name": "causal-base", "draft": str(world.draft)}]
+    return [
+        "--target", world.target, "--methods", json.dumps(methods), "--out", out, "--k", K,
+        "--max_new_tokens", NEW, "--phase_prompts", 1,
+    ]  # fmt: skip
+
+
+def tasks_of(*paths: Path) -> str:
+    return json.dumps([{"name": path.stem, "path": str(path)} for path in paths])
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
+
+
+def report_of(out: Path) -> dict[str, Any]:
+    return json.loads((out / "report.json").read_text())
+
+
+# ---- the report ----
+
+
+def test_report_has_every_field_for_every_method_task_and_temperature(
+    world: World, report: dict[str, Any]
+) -> None:
+    """Bug: a field is renamed, or a method, task or temperature is left out."""
+    assert report["schema"] == 1
+    assert {"target", "hardware", "versions", "seed", "baseline", "methods"} <= report.keys()
+    assert report["baseline"].keys() == {"tokens_per_second", "ms_per_token"}
+    found = [(m["name"], m["task"], m["temperature"]) for m in report["methods"]]
+    wanted = {
+        (name, task, temperature)
+        for name in ("plain", "ngram", "causal-base")
+        for task in ("all", "long", "short")
+        for temperature in (0.0, 1.0)
+    }
+    assert sorted(found) == sorted(wanted)
+    for entry in report["methods"]:
+        assert entry.keys() >= FIELDS
+        for name, inner in INNER.items():
+            assert entry[name].keys() >= inner
+        assert entry["prompts"] == {"all": 12, "long": 7, "short": 5}[entry["task"]]
+        assert entry["predicted_speedup"] is None
+        if entry["task"] == "all":
+            assert entry["phase_ms"].keys() == {"draft", "verify", "overhead"}
+        if entry["name"] == "plain":
+            assert (entry["tau"], entry["alpha"], entry["speedup"]) == (1.0, None, 1.0)
+    drafts = {m["name"]: (m["draft"], m["draft_sha256"]) for m in report["methods"]}
+    files = [world.draft / "model.safetensors", world.draft / "config.json"]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    assert drafts["causal-base"] == (str(world.draft), digest)
+    assert drafts["ngram"] == (None, None)
+
+
+def test_numbers_follow_from_the_outputs(
+    evaluated: tuple[Path, Done], report: dict[str, Any]
+) -> None:
+    """Bug: means of means, α confused with the acceptance rate, or rows of another task or temperature counted."""
+    lines = lines_of(evaluated[0])
+    assert len(lines) == 3 * 2 * 12
+    for entry in report["methods"]:
+        own = [
+            line
+            for line in lines
+            if (line["method"], line["temperature"]) == (entry["name"], entry["temperature"])
+            and entry["task"] in ("all", line["task"])
+        ]
+        rounds = [tuple(pair) for line in own for pair in line["rounds"]]
+        emitted = sum(len(line["output_ids"]) for line in own) - len(own)
+        drafted, accepted = (sum(column) for column in zip(*rounds, strict=True))
+        reached = [sum(min(d, a + 1) >= i for d, a in rounds) for i in range(1, entry["k"] + 1)]
+        taken = [sum(a >= i for _, a in rounds) for i in range(1, entry["k"] + 1)]
+        assert entry["tau"] == pytest.approx(emitted / len(rounds))
+        assert entry["alpha"] == ratio(accepted, sum(reached))
+        assert entry["acceptance_rate"] == ratio(accepted, drafted)
+        assert entry["alpha_by_position"] == [ratio(*x) for x in zip(taken, reached, strict=True)]
+        counts = {
+            "rounds": len(rounds), "drafted": drafted, "accepted": accepted, "emitted": emitted,
+            "rounds_by_position": reached,
+        }  # fmt: skip
+        assert {name: entry["counts"][name] for name in counts} == counts
+    pooled = next(m for m in report["methods"] if (m["name"], m["task"]) == ("causal-base", "all"))
+    assert (
+        0 < pooled["acceptance_rate"] < pooled["alpha"] < 1
+    )  # else the two could not be told apart
+
+
+def ratio(numerator: int, denominator: int) -> Any:
+    return None if denominator == 0 else pytest.approx(numerator / denominator)
+
+
+def test_greedy_outputs_are_those_of_generate(
+    world: World, evaluated: tuple[Path, Done], report: dict[str, Any]
+) -> None:
+    """Bug: the verdict is true whatever the outputs are."""
+    verdicts: dict[float, set] = {0.0: set(), 1.0: set()}
+    for entry in report["methods"]:
+        verdicts[entry["temperature"]].add(entry["lossless"]["greedy_identical"])
+    assert verdicts == {0.0: {True}, 1.0: {None}}
+    model = load_model(str(world.target), "target", "cpu", "float32")
+    for line in lines_of(evaluated[0]):
+        prompt = torch.tensor([line["prompt_ids"]])
+        own = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW
+        )
+        if line["temperature"] == 0:
+            assert line["prompt_ids"] + line["output_ids"] == own[0].tolist()
+
+
+def test_the_last_line_is_json(evaluated: tuple[Path, Done]) -> None:
+    """Bug: a script that reads the last line of stdout meets a table or a progress bar."""
+    out, done = evaluated
+    last = json.loads(done.out.splitlines()[-1])
+    assert last["report"] == str(out / "report.json")
+    assert last["greedy_identical"] is True
+    assert last["best"].keys() == {"0", "1"}
+
+
+def test_pages_hold_tables_and_plots(evaluated: tuple[Path, Done]) -> None:
+    """Bug: the pages are written from other fields than the command gives them."""
+    page = (evaluated[0] / "report.html").read_text()
+    assert page.count("<svg") >= 3
+    for text in (page, (evaluated[0] / "report.md").read_text()):
+        assert all(name in text for name in ("plain", "ngram", "causal-base", "long", "short"))
+
+
+def test_rows_do_not_depend_on_the_batch(evaluated: tuple[Path, Done], tmp_path: Path) -> None:
+    """Bug: with another batch size a prompt meets other random numbers, or another row's."""
+    config = ["--config", evaluated[0] / "run.yaml", "--temperatures", "[1.0]"]
+    done = worlds.call(COMMAND, *config, "--out", tmp_path / "out", "--batch_size", 5)
+    assert done.code == 0, done.err
+
+    def texts(out: Path) -> list[tuple]:
+        fields = ("task", "id", "method", "output_ids", "rounds")
+        return [tuple(x[name] for name in fields) for x in lines_of(out) if x["temperature"] == 1]
+
+    assert texts(tmp_path / "out") == texts(evaluated[0])
+
+
+def test_a_list_on_the_command_line_replaces_that_of_the_file(
+    world: World, evaluate: Callable, tmp_path: Path
+) -> None:
+    """Bug: lists are merged place by place, so that ngram is measured with the draft of the method that it replaces."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"methods: [{{name: a, k: 2, draft: {world.draft}}}, {{name: b, draft: {world.draft}}}]\n"
+        f"tasks: [{{name: few, limit: 1, path: {tmp_path / 'few.jsonl'}}}]\n"
+    )
+    done = evaluate(first=["--config", config])
+    assert done.code == 0, done.err
+    entries = report_of(tmp_path / "out")["methods"]
+    assert {(m["name"], m["draft"], m["k"], m["prompts"]) for m in entries} == {
+        ("plain", None, 0, 3),
+        ("ngram", None, K, 3),
+        ("causal-base", str(world.draft), K, 3),
+    }
+
+
+def test_the_draft_folder_is_left_as_it_is(world: World, evaluate: Callable) -> None:
+    """Bug: evaluating writes its numbers into the draft, whose checksum no longer holds."""
+    before = contents(world.draft)
+    assert evaluate().code == 0
+    assert contents(world.draft) == before
+
+
+def test_two_tasks_may_use_the_same_ids(world: World, evaluate: Callable, tmp_path: Path) -> None:
+    """Bug: prompts of two files that both count from 0 are judged by each other's reference."""
+    paths = []
+    for name, texts in (("a", world.texts[:3]), ("b", world.texts[3:6])):
+        rows = [{"id": str(i), "prompt": text} for i, text in enumerate(texts)]
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = evaluate("--tasks", tasks_of(*paths))
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1])["greedy_identical"] is True
+
+
+def test_a_task_file_may_hold_blank_lines_and_any_letter(
+    evaluate: Callable, tmp_path: Path
+) -> None:
+    """Bug: an empty last line, or U+2028 inside a text, is called invalid JSON."""
+    path = tmp_path / "own.jsonl"
+    row = json.dumps({"prompt": "zq\u2028é"}, ensure_ascii=False)
+    path.write_text(f'{row}\n{{"prompt": "zq"}}\n\n', encoding="utf-8")
+    done = evaluate("--tasks", tasks_of(path))
+    assert done.code == 0, done.err
+    assert len(lines_of(tmp_path / "out")) == 3 * 2
+
+
+# ---- lossless or not ----
+
+
+@pytest.fixture(scope="module")
+def greedy(world: World, target: Target) -> tuple[Any, Item, list[int]]:
+    """(the plain model, a prompt, its greedy answer of 16 tokens)."""
+    model = load_model(str(world.target), "target", "cpu", "float32")
+    for text in world.texts:
+        item = Item("task", text, target.tokenizer(text)["input_ids"])
+        answer = lossless.reference_greedy(model, item.prompt_ids, NEW, target)
+        if len(answer) == NEW:
+            return model, item, answer
+    raise AssertionError("every answer of this world is short")
+
+
+def other_than(*tokens: int) -> int:
+    return next(token for token in range(20, 30) if token not in tokens)
+
+
+@pytest.mark.parametrize("change", ["first", "middle", "last", "shorter", "longer"])
+def test_a_wrong_output_is_a_failure(
+    target: Target, greedy: tuple[Any, Item, list[int]], change: str
+) -> None:
+    """Bug: a real divergence is excused as a tie, or a missing end is not compared at all."""
+    model, item, answer = greedy
+    at = {"first": 0, "middle": 7, "last": NEW - 1, "shorter": NEW - 1, "longer": NEW}[change]
+    wrong = [] if change == "shorter" else [other_than(*answer[at : at + 1])]
+    output = answer[:at] + wrong + answer[at + 1 :]
+    verdict = lossless.judge(target, model, [item, item], [answer] * 2, [answer, output], K)
+    assert verdict["greedy_identical"] is False
+    assert (verdict["prompts"], verdict["identical"], verdict["ties"]) == (2, 1, [])
+    assert [f["position"] for f in verdict["failures"]] == [at]
+
+
+@pytest.fixture
+def tied(world: World, greedy: tuple[Any, Item, list[int]]) -> tuple[Target, Any, list[int], int]:
+    """(target, model, its answer, twin): the answer's token at 5 has a twin with the very same logit."""
+    answer = greedy[2]
+    twin = other_than(*answer)
+    target = load_target(str(world.target), "cpu")
+    model = load_model(str(world.target), "target", "cpu", "float32")
+    with torch.no_grad():
+        for one in (target.decoder.model, model):
+            one.lm_head.weight[twin] = one.lm_head.weight[answer[5]]
+    return target, model, answer, twin
+
+
+def test_an_exact_tie_is_a_tie(
+    greedy: tuple[Any, Item, list[int]], tied: tuple[Target, Any, list[int], int]
+) -> None:
+    """Bug: two equal logits swap between passes, and a lossless decoder is called broken."""
+    target, model, answer, twin = tied
+    output = [*answer[:5], twin, *answer[6:]]
+    verdict = lossless.judge(target, model, [greedy[1]], [answer], [output], K)
+    assert verdict["greedy_identical"] is True
+    assert verdict["failures"] == []
+    assert [(t["position"], t["gap"]) for t in verdict["ties"]] == [(5, 0.0)]
+
+
+def test_a_third_token_at_a_tie_is_a_failure(
+    greedy: tuple[Any, Item, list[int]], tied: tuple[Target, Any, list[int], int]
+) -> None:
+    """Bug: where two logits tie, any token at all is excused."""
+    target, model, answer, twin = tied
+    output = [*answer[:5], other_than(*answer, twin), *answer[6:]]
+    verdict = lossless.judge(target, model, [greedy[1]], [answer], [output], K)
+    assert verdict["greedy_identical"] is False
+    assert verdict["ties"] == []
+
+
+# ---- bad input destroys nothing ----
+
+
+def test_a_draft_with_another_tokenizer_is_refused(
+    world: World, evaluate: Callable, tmp_path: Path
+) -> None:
+    """Bug: the vocabulary sizes agree, so it decodes, and accepts next to nothing."""
+    method = {"name": "causal", "draft": str(world.stranger)}
+    error = evaluate("--methods", json.dumps([method])).error()
+    assert str(world.stranger) in error
+    assert str(world.target) in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_setting_ends_the_process_with_2(world: World, tmp_path: Path) -> None:
+    """Bug: the hint is lost, or the exit code is that of a crash."""
+    done = worlds.run(COMMAND, *arguments(world, tmp_path / "out"), "--max_new_tokns", 3)
+    assert "did you mean 'max_new_tokens'" in done.error()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (["--methods", "[{name: ngram, drft: x}]"], "drft"),
+        (["--methods", "[{name: causal}]"], "causal"),
+        (["--methods", "[{name: causal, draft: missing/draft/model}]"], "missing/draft/model"),
+        (["--methods", "[{name: ngram}, {name: ngram}]"], "name"),
+        (["--methods", "[{name: plain}]"], "plain"),
+        (["--compare", "[[ngram, medusa]]"], "medusa"),
+        (["--tasks", "[{name: cod}]"], "cod"),
+        (["--tasks", "[{name: own, path: missing.jsonl}]"], "missing.jsonl"),
+        (["--temperatures", "[]"], "temperature"),
+        (["--temperatures", "[-1.0]"], "temperature"),
+        (["--k", "0"], "k"),
+        (["--max_new_tokens", "0"], "max_new_tokens"),
+        (["--batch_size", "0"], "batch_size"),
+    ],
+)
+def test_bad_input_is_one_line_and_makes_no_folder(
+    evaluate: Callable, tmp_path: Path, wrong: list, named: str
+) -> None:
+    """Bug: a typo is ignored, ends in a traceback, or shows only after the first method was measured."""
+    assert named in evaluate(*wrong).error()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([{"prompt": "zq"}, {"prompt": "x" * CONTEXT}], ":2"),
+        ([{"prompt": "zq"}, {"question": "zq"}], ":2"),
+        ([{"prompt": "zq"}, {"messages": [{"role": "user", "content": "zq"}]}], "chat template"),
+        ([{"prompt": "zq"}, {"prompt": 5}], ":2"),
+        ([{"id": "1", "prompt": "zq"}, {"id": "1", "prompt": "qz"}], "1"),
+        ([], "no prompts"),
+    ],
+)
+def test_a_bad_task_file_is_named(
+    evaluate: Callable, tmp_path: Path, rows: list, named: str
+) -> None:
+    """Bug: a prompt that cannot be measured ends in a traceback, is cut, or is passed over."""
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    error = evaluate("--tasks", tasks_of(path)).error()
+    assert str(path) in error
+    assert named in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("names", [["own", "own"], ["own", "all"]])
+def test_tasks_must_be_told_apart(evaluate: Callable, tmp_path: Path, names: list[str]) -> None:
+    """Bug: of two tasks with one name the first is lost; one named `all` is mixed with the pooled entry."""
+    path = worlds.write_prompts(tmp_path / "own.jsonl", ["zq"])
+    tasks = [{"name": name, "path": str(path)} for name in names]
+    assert names[1] in evaluate("--tasks", json.dumps(tasks)).error()
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_run_s_report_is_refused_until_told(evaluate: Callable, tmp_path: Path) -> None:
+    """Bug: a report is overwritten by one of other settings, or another's folder is deleted."""
+    assert evaluate().code == 0
+    before = contents(tmp_path / "out")
+    error = evaluate("--k", 2).error()
+    assert "--overwrite" in error
+    assert contents(tmp_path / "out") == before
+    assert evaluate("--k", 2, "--overwrite", "true").code == 0
+    assert {entry["k"] for entry in report_of(tmp_path / "out")["methods"]} == {0, 2}
+    (tmp_path / "out" / "run.yaml").unlink()  # now it looks like nobody's
+    before = contents(tmp_path / "out")
+    assert str(tmp_path / "out") in evaluate("--overwrite", "true").error()
+    assert contents(tmp_path / "out") == before
