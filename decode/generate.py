@@ -93,7 +93,12 @@ def statistics(output: Output, seconds: float) -> str:
 
 
 def show(console: Console, tokenizer: Any, ids: list[int], style: str) -> None:
-    console.print(Text(tokenizer.decode(ids), style=style), end="", soft_wrap=True, highlight=False)
+    console.print(
+        Text(tokenizer.decode(ids, skip_special_tokens=True), style=style),
+        end="",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def main(s: Settings) -> None:

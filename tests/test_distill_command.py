@@ -255,8 +255,9 @@ def test_answers_are_of_unequal_length(data: Path) -> None:
 def test_the_loss_falls_and_acceptance_rises(train: Callable, tmp_path: Path) -> None:
     """Bug: the sign of the loss, a frozen optimiser, or labels that are shifted by one."""
     done = train(
-        "--loop.steps", 40, "--loop.lr", 1e-2, "--loop.batch_size", 16, "--loop.micro_batch", 16
-    )
+        "--loop.steps", 40, "--loop.lr", 1e-2, "--loop.batch_size", 16, "--loop.micro_batch", 16,
+        "--loop.save_every", 40, "--loop.eval_every", 40,
+    )  # fmt: skip
     assert done.code == 0, done.err
     losses = losses_of(tmp_path / "out")
     assert sum(losses[-5:]) < 0.5 * sum(losses[:5])

@@ -168,8 +168,9 @@ def test_killed_over_and_over_it_still_ends_the_same(
 
     def once() -> int:
         wanted = len(shard_files(out)) + 2
-        command = (COMMAND, *arguments(world, out))
-        return worlds.kill_when(lambda: len(shard_files(out)) >= wanted, *command)
+        return worlds.kill_when(
+            lambda: len(shard_files(out)) >= wanted, COMMAND, *arguments(world, out)
+        )
 
     kills = 0
     while once() != 0:
