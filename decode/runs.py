@@ -31,11 +31,14 @@ def claim(folder: str, settings: Any) -> bool:
     found = path / SETTINGS
     goes_on = False
     if path.is_dir() and any(path.iterdir()):
-        if not found.is_file():
+        scratch = found.with_name(found.name + ".tmp")
+        if not found.is_file() and list(path.iterdir()) == [scratch]:
+            scratch.unlink()  # a run that was killed in this very function
+        elif not found.is_file():
             raise UserError(
                 f"{folder} holds files that no run wrote: choose another folder with --out"
             )
-        if asked["overwrite"]:
+        elif asked["overwrite"]:
             shutil.rmtree(path)
         else:
             goes_on = _same_run(found, wanted) or asked.get("resume", False)
@@ -46,6 +49,8 @@ def claim(folder: str, settings: Any) -> bool:
                     f"{folder} belongs to another run (different: {names}): {advice}"
                     "--overwrite true deletes it, --out names another folder"
                 )
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{folder} is a file: name a folder with --out")
     path.mkdir(parents=True, exist_ok=True)
     write_atomically(found, dump(settings))
     return goes_on

@@ -9,7 +9,7 @@ import difflib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 import jsonargparse
 import yaml
@@ -44,6 +44,11 @@ def parse(settings: type[T], about: str, argv: list[str] | None = None) -> T:
     for flag, value in zip(argv, argv[1:], strict=False):
         if flag == "--config" and not Path(value).is_file():
             raise UserError(f"config file {value!r} does not exist: check the path after --config")
+    lists = {f"--{f.name}" for f in dataclasses.fields(settings) if get_origin(f.type) is list}  # type: ignore[arg-type]
+    fresh: list[str] = []
+    for word in argv:  # jsonargparse would merge lists of equal length item by item
+        fresh += [f"{word.split('=')[0]}=[]", word] if word.split("=")[0] in lists else [word]
+    argv = fresh
     try:
         parsed = parser.parse_args(argv)
         return settings(**_fields(parser.instantiate(parsed), settings))

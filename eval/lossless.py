@@ -67,11 +67,12 @@ def pass_noise(target: Target, ids: list[int], several: int) -> float:
 
 
 @torch.inference_mode()
-def top_gap(model: Any, ids: list[int]) -> float:
-    """Difference of the two largest logits after `ids`, from one plain pass."""
+def top_gap(model: Any, ids: list[int], token: int | None) -> float:
+    """How much smaller the logit of `token` is than the largest after `ids`; infinite for no token."""
+    if token is None:
+        return float("inf")
     logits = model(torch.tensor([ids], device=model.device)).logits[0, -1].float()
-    first, second = logits.topk(2).values.tolist()
-    return first - second
+    return float(logits.max() - logits[token])
 
 
 def judge(
@@ -89,7 +90,8 @@ def judge(
         if at is None:
             continue
         text = [*item.prompt_ids, *reference[:at]]
-        gap, noise = top_gap(model, text), pass_noise(target, text, k + 1)
+        token = output[at] if at < len(output) else None
+        gap, noise = top_gap(model, text, token), pass_noise(target, text, k + 1)
         divergences.append(Divergence(item.task, item.id, at, gap, noise, gap <= 2 * noise))
     ties = [asdict(d) for d in divergences if d.tie]
     failures = [asdict(d) for d in divergences if not d.tie]

@@ -157,7 +157,7 @@ def evaluate(s: Settings, target: Target, progress: Progress) -> tuple[dict[str,
     bar = progress.add_task("references", total=len(flat))
     references = {}
     for item in flat if judged else []:
-        references[item.id] = lossless.reference_greedy(
+        references[item.task, item.id] = lossless.reference_greedy(
             model, item.prompt_ids, s.max_new_tokens, target
         )
         progress.advance(bar)
@@ -223,7 +223,7 @@ def _verdict(
     target: Target,
     model: Any,
     own: Sequence[Run],
-    references: dict[str, list[int]],
+    references: dict[tuple[str, str], list[int]],
     k: int,
 ) -> dict[str, Any]:
     items: list[Item] = [run.item for run in own]
@@ -231,7 +231,7 @@ def _verdict(
         target,
         model,
         items,
-        [references[item.id] for item in items],
+        [references[item.task, item.id] for item in items],
         [run.output.output_ids for run in own],
         k,
     )
@@ -276,6 +276,16 @@ def summary_line(report: dict[str, Any], out: Path) -> str:
 def main(s: Settings) -> None:
     if not s.temperatures or not s.tasks:
         raise UserError("give at least one temperature and one task")
+    for temperature in s.temperatures:
+        Sampling(temperature, s.top_k, s.top_p)  # refuses
+    for name in ("k", "max_new_tokens", "batch_size"):
+        if getattr(s, name) < 1:
+            raise UserError(f"{name} must be at least 1")
+    names = [task.name for task in s.tasks]
+    if len(set(names)) < len(names) or "all" in names:
+        raise UserError(
+            f"tasks {', '.join(names)}: give every task its own name; `all` is the pooled one"
+        )
     target = load_target(s.target, s.device, s.dtype, s.revision)
     build_methods(s, target)  # every mistake in the settings shows before the folder is touched
     for task in s.tasks:

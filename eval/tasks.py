@@ -37,20 +37,31 @@ class Item:
 def load_items(task: Task, target: Target) -> list[Item]:
     """The task's prompts in file order. UserError names the file and line of a bad or too long one."""
     path = task_file(task)
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): U+2028
     items = []
-    for number, line in enumerate(lines[: task.limit or None], 1):
+    for number, line in enumerate(lines, 1):
+        if line.strip() == "":
+            continue
+        if task.limit and len(items) == task.limit:
+            break
         row = _row(path, number, line)
         prompt = row.get("prompt", row.get("messages"))
         if not prompt:
             raise UserError(f"{path}:{number} has neither `prompt` nor `messages`")
-        ids = encode(target.tokenizer, prompt)
+        if not isinstance(prompt, str | list):
+            raise UserError(f"{path}:{number}: a prompt must be text or a list of messages")
+        try:
+            ids = encode(target.tokenizer, prompt)
+        except UserError as error:
+            raise UserError(f"{path}:{number}: {error}") from error
         if len(ids) >= target.decoder.context:
             raise UserError(
                 f"{path}:{number} is a prompt of {len(ids)} tokens, the context of {target.name} holds "
                 f"{target.decoder.context}: shorten it"
             )
         digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
+        if any(item.id == str(row.get("id", digest)) for item in items):
+            raise UserError(f"{path}:{number}: id {row.get('id', digest)} occurs twice: drop one")
         items.append(Item(task.name, str(row.get("id", digest)), ids))
     if len(items) == 0:
         raise UserError(f"{path} holds no prompts")

@@ -1,6 +1,6 @@
 """Writes the measured table of the README from a report, between its two markers.
 
-    python scripts/readme_table.py --report outputs/reproduce/report/report.json
+python scripts/readme_table.py --report outputs/reproduce/report/report.json
 """
 
 import sys

@@ -45,6 +45,20 @@ def save(accelerator: Accelerator, out: Path, step: int, keep: int) -> Path:
     return final
 
 
+def disown(out: Path, step: int) -> None:
+    """Points to the checkpoint before that of `step`, whose weights turned out to have no finite loss."""
+    home = out / "checkpoints"
+    bad = home / f"step-{step:06d}"
+    if not bad.is_dir():
+        return
+    earlier = [path.name for path in sorted(home.glob("step-??????")) if path.name < bad.name]
+    if len(earlier) > 0:
+        runs.write_atomically(home / LATEST, earlier[-1] + "\n")
+    else:
+        (home / LATEST).unlink()
+    shutil.rmtree(bad)
+
+
 def load_latest(accelerator: Accelerator, out: Path) -> int:
     """Restores the newest checkpoint and returns its step; 0 when there is none.
 

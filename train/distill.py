@@ -18,7 +18,7 @@ if not __package__:
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import set_seed
+from accelerate.utils import parse_flag_from_env, set_seed
 from rich.console import Console
 
 from decode import attention, runs
@@ -110,9 +110,11 @@ def precision(s: Settings, device_type: str) -> str:
 
 
 def main(s: Settings) -> None:
-    state = PartialState()
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     accelerator = Accelerator(mixed_precision=precision(s, state.device.type))
     set_seed(s.seed)
+    if min(s.check.prompts, s.check.k, s.check.max_new_tokens) < 1:
+        raise UserError("check: need prompts >= 1, k >= 1 and max_new_tokens >= 1")
     target = load_target(s.target, str(accelerator.device), s.target_dtype, s.revision)
     rows, dropped = load_rows(s, target)
     lm = drafts.new_draft(s.draft, target, str(accelerator.device)).train()
@@ -168,7 +170,7 @@ def main(s: Settings) -> None:
                 "samples": len(rows),
                 "processes": accelerator.num_processes,
                 "data_manifest": runs.read_json(Path(s.data) / "manifest.json"),
-                "measured_in_training": measured or measure(),
+                "measured_in_training": measured,
                 **runs.provenance(),
             }
             save_draft(s, accelerator.unwrap_model(model), target, facts)

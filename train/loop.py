@@ -107,6 +107,8 @@ def train(
         )
         values = dict(zip(sorted(sums), totals.tolist(), strict=True))
         if not math.isfinite(values["loss"]):
+            if accelerator.is_main_process:
+                checkpoint.disown(out, step)
             raise UserError(
                 f"the loss is {values['loss']} at step {step + 1}: lower loop.lr or raise loop.warmup; "
                 f"the last good checkpoint in {out / 'checkpoints'} stands"
@@ -118,7 +120,7 @@ def train(
             window[name] = window.get(name, 0.0) + value
         done = step + 1
         last = done == s.steps
-        if done % s.log_every == 0 or last:
+        if done % s.log_every == 0 or done % s.save_every == 0 or last:
             seconds = time.perf_counter() - began
             means = {name: window[name] / window["tokens"] for name in values}
             tracker.log(

@@ -18,6 +18,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -142,7 +143,7 @@ def write_manifest(s: Settings, target: Target, counts: dict[str, int]) -> None:
 
 
 def main(s: Settings) -> None:
-    state = PartialState()
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     device = str(state.device) if s.device == "auto" else s.device
     target = load_target(s.target, device, s.dtype, s.revision)
     prompts, dropped = drop_overlaps(load_prompts(s.sources, s.seed), evaluation_texts())
