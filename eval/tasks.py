@@ -38,7 +38,7 @@ def load_items(task: Task, target: Target) -> list[Item]:
     """The task's prompts in file order. UserError names the file and line of a bad or too long one."""
     path = task_file(task)
     lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): U+2028
-    items = []
+    items: list[Item] = []
     for number, line in enumerate(lines, 1):
         if line.strip() == "":
             continue
