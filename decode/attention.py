@@ -38,13 +38,13 @@ def attention(
     kv_heads = key.shape[1]
     groups = heads // kv_heads
     plain = softcap is None and s_aux is None
-    fresh = slots is None or slots.prefill
+    fresh = slots is None or slots.fresh
     if fresh and plain and (sliding_window is None or sliding_window >= count):
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
         )
         return out.transpose(1, 2).contiguous(), None
-    if slots is None or slots.prefill:
+    if slots is None or slots.fresh:
         at = torch.arange(count, device=query.device)
         distance = at[:, None] - at
         mask = (distance >= 0) & (distance < (sliding_window or count))

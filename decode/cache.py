@@ -1,47 +1,92 @@
 """Fixed-shape K/V buffers: where a forward writes, what it may see, and how lengths roll back.
 
-A row owns `slots` places. `length[b]` tokens of row b are committed; whatever lies beyond is stale and
-invisible, so rolling back is nothing but a smaller length. Every layer shares one `Slots` object.
+A row owns `size` slots. `base[b]` tokens of row b are committed; whatever lies beyond is stale and invisible, so
+rolling back a chain is nothing but a smaller length, and a tree is rolled back by moving its accepted path to
+the front. Every layer shares one `Slots` object.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
-class Slots:
-    """Where the T tokens of one forward go and what they see, for `rows` ragged rows."""
+@dataclass(frozen=True)
+class Nodes:
+    """Which T of a token tree's N nodes a forward computes. A leading [b] or [1] dimension throughout."""
 
-    def __init__(self, rows: int, slots: int, device: torch.device):
-        self.slots = slots
-        self.row = torch.arange(rows, device=device)[:, None]  # [B, 1]
-        self.slot = torch.arange(slots, device=device)  # [S]
-        self.length = torch.zeros(rows, dtype=torch.long, device=device)  # [B]
-        self.prefill = False
-        self.write = self.row  # [B, T] slots of this forward's tokens
+    index: torch.Tensor  # [1|b, T] node numbers; node n lives at slot base + n
+    depth: torch.Tensor  # [1|b, N] of every node so far; its position is base + depth
+    visible: torch.Tensor  # [1|b, T, N] bool: its ancestors and itself
+
+    @property
+    def index_depth(self) -> torch.Tensor:
+        """[b, T] the depth of the computed nodes."""
+        rows = max(len(self.index), len(self.depth))
+        return self.depth.expand(rows, -1).gather(1, self.index.expand(rows, -1))
+
+
+class Slots:
+    """Where the T tokens of one forward go and what they see, for ragged rows."""
+
+    def __init__(self, rows: int, size: int, device: torch.device):
+        self.size = size
+        self.rows = rows
+        self.all_rows = torch.arange(rows, device=device)
+        self.slot = torch.arange(size, device=device)  # [S]
+        self.place(torch.zeros(rows, dtype=torch.long, device=device), 1)
+
+    def place(
+        self,
+        base: torch.Tensor,
+        count: int,
+        *,
+        row: torch.Tensor | None = None,
+        nodes: Nodes | None = None,
+        fresh: bool = False,
+    ) -> None:
+        """The next forward puts `count` tokens behind the first `base` [b] slots of rows `row` [b] (None: of all).
+
+        `nodes` says which nodes of a token tree they are; without it they are a chain, whose slots are its
+        positions. `fresh` promises that base is 0: keys need not be read back from the buffers.
+        """
+        self.row, self.fresh, self.nodes, self.base = row, fresh, nodes, base
+        index = torch.arange(count, device=base.device) if nodes is None else nodes.index
+        # A step that looks back further than its row is long reads the first token several times over.
+        self.write = (base[:, None] + index).clamp_min(0)  # [b, T]
+        self.position = self.write if nodes is None else base[:, None] + nodes.index_depth
         self.masks: dict[tuple[int | None, int], torch.Tensor] = {}
 
-    def place(self, length: torch.Tensor, count: int, prefill: bool = False) -> None:
-        """The next forward puts `count` tokens a row behind `length` [B]; a chain's slot is its position."""
-        self.length, self.prefill = length, prefill
-        self.write = length[:, None] + torch.arange(count, device=length.device)
-        self.masks = {}
-
     def mask(self, window: int | None, groups: int) -> torch.Tensor:
-        """[B, 1, groups * T, S] bool, True = attend: every slot up to the token itself, inside `window`.
+        """[b, 1, groups * T, S] bool, True = attend: all committed slots and a node's ancestors, inside `window`.
 
-        The query heads that share a key head are packed along T, hence the repetition. Computed once
-        a forward for each window: layers of one kind share it.
+        The window counts positions, which differ from slots in a tree. The query heads that share a key head are
+        packed along T, hence the repetition. Computed once a forward for each window: layers of a kind share it.
         """
         key = (window, groups)
         if key not in self.masks:
-            distance = self.write[:, :, None] - self.slot  # [B, T, S]
-            allow = distance >= 0
-            if window is not None:
-                allow &= distance < window
-            self.masks[key] = allow[:, None].repeat(1, 1, groups, 1)
+            self.masks[key] = self._allowed(window)[:, None].repeat(1, 1, groups, 1)
         return self.masks[key]
+
+    def _allowed(self, window: int | None) -> torch.Tensor:
+        position = self.position[:, :, None]
+        if self.nodes is None:
+            distance = position - self.slot  # [b, T, S]
+            allow = distance >= 0
+        else:
+            relative = self.slot - self.base[:, None]  # [b, S]: which node a slot holds
+            visible, depth = self.nodes.visible, self.nodes.depth  # [b|1, T, N], [b|1, N]
+            inside = (relative >= 0) & (relative < depth.shape[-1])
+            at = relative.clamp(0, depth.shape[-1] - 1)
+            rows, count = self.write.shape
+            ancestor = visible.expand(rows, -1, -1).gather(2, at[:, None].expand(-1, count, -1))
+            allow = (relative < 0)[:, None] | (inside[:, None] & ancestor)
+            held = torch.where(
+                inside, self.base[:, None] + depth.expand(rows, -1).gather(1, at), self.slot
+            )
+            distance = position - held[:, None]
+        return allow if window is None else allow & (distance < window)
 
 
 class StaticLayer(CacheLayerMixin):
@@ -56,9 +101,9 @@ class StaticLayer(CacheLayerMixin):
         self.state = slots
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        rows, heads, _, width = key_states.shape
-        shape = (rows, self.state.slots, heads)
-        self.keys = key_states.new_zeros(*shape, width)  # zeros: 0 * garbage could be NaN
+        heads = key_states.shape[1]
+        shape = (self.state.rows, self.state.size, heads)
+        self.keys = key_states.new_zeros(*shape, key_states.shape[-1])  # 0 * garbage could be NaN
         self.values = value_states.new_zeros(*shape, value_states.shape[-1])
         self.is_initialized = True
 
@@ -68,21 +113,60 @@ class StaticLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         state, keys, values = self.state, self.keys, self.values
-        keys[state.row, state.write] = key_states.transpose(1, 2)
-        values[state.row, state.write] = value_states.transpose(1, 2)
-        if state.prefill:
+        row = state.all_rows if state.row is None else state.row
+        keys[row[:, None], state.write] = key_states.transpose(1, 2)
+        values[row[:, None], state.write] = value_states.transpose(1, 2)
+        if state.fresh:
             return key_states, value_states  # attend to the fresh keys, causally
+        if state.row is not None:
+            keys, values = keys[row], values[row]
         return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def move(self, base: torch.Tensor, path: torch.Tensor) -> None:
+        """Slots base + path [B, P] go to base + 0..P-1; gathered before written, since they overlap."""
+        row = self.state.all_rows[:, None]
+        source = base[:, None] + path
+        sink = base[:, None] + torch.arange(path.shape[1], device=path.device)
+        for buffer in (self.keys, self.values):
+            buffer[row, sink] = buffer[row, source]
+
+    def grow(self, slots: Slots) -> None:
+        """Longer buffers for the longer `slots`; what is held stays."""
+        self.state = slots
+        if self.is_initialized:
+            self.keys, self.values = _longer(self.keys, slots), _longer(self.values, slots)
 
     def get_seq_length(self) -> int:
         return 0  # lengths are per row and live in Slots
 
     def get_max_length(self) -> int:
-        return self.state.slots
+        return self.state.size
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.state.slots, 0
+        return self.state.size, 0
 
 
-def new_cache(layers: int, slots: Slots) -> Cache:
-    return Cache(layers=[StaticLayer(slots) for _ in range(layers)])
+def _longer(buffer: torch.Tensor, slots: Slots) -> torch.Tensor:
+    longer = buffer.new_zeros(len(buffer), slots.size, *buffer.shape[2:])
+    longer[:, : buffer.shape[1]] = buffer
+    return longer
+
+
+class Store(Cache):
+    """The K/V of all layers of a model over one `Slots`, as transformers wants it."""
+
+    def __init__(self, layers: int, rows: int, size: int, device: torch.device):
+        self.slots = Slots(rows, size, device)
+        self.static = [StaticLayer(self.slots) for _ in range(layers)]
+        super().__init__(layers=list(self.static))
+
+    def move(self, base: torch.Tensor, path: torch.Tensor) -> None:
+        """`StaticLayer.move` in every layer."""
+        for layer in self.static:
+            layer.move(base, path)
+
+    def grow(self, size: int) -> None:
+        """Room for `size` slots a row; what is held stays."""
+        self.slots = Slots(self.slots.rows, size, self.slots.slot.device)
+        for layer in self.static:
+            layer.grow(self.slots)

@@ -20,12 +20,11 @@ from rich.console import Console
 from rich.text import Text
 
 from decode.chat import encode
-from decode.drafts.base import Draft, load_draft
-from decode.drafts.lookup import NgramDraft
+from decode.drafts.base import pick_draft
 from decode.sampling import Sampling
 from decode.settings import UserError, run_command
 from decode.speculate import Output, RoundRecord, add, speculate
-from decode.target import Target, load_target
+from decode.target import load_target
 
 ACCEPTED, REJECTED, OWN = "green", "red strike", "bold blue"
 
@@ -69,12 +68,6 @@ def spans(record: RoundRecord, rejected: bool) -> list[tuple[list[int], str]]:
     ]
 
 
-def pick_draft(name: str, target: Target, dtype: str) -> Draft | None:
-    if name == "none":
-        return None
-    return NgramDraft() if name == "ngram" else load_draft(name, target, dtype=dtype)
-
-
 def statistics(output: Output, seconds: float) -> str:
     """One line: length, speed, τ and the acceptance rate."""
     emitted, rounds = len(output.output_ids) - 1, len(output.rounds)
@@ -109,7 +102,7 @@ def main(s: Settings) -> None:
     if not s.prompt:
         raise UserError("give --prompt TEXT or --prompt_file FILE")
     target = load_target(s.target, s.device, s.dtype, s.revision)
-    draft = pick_draft(s.draft, target, s.dtype)
+    draft = pick_draft(s.draft, target, dtype=s.dtype)
     ids = encode(target.tokenizer, s.prompt)
     console = Console()
     console.print(Text(s.prompt), end="", soft_wrap=True, highlight=False)
@@ -125,7 +118,8 @@ def main(s: Settings) -> None:
         seed=s.seed,
     ):
         add(output, record)
-        for tokens, style in spans(record, s.rejected):
+        # without colour, as in a file, rejected drafts could not be told from the text
+        for tokens, style in spans(record, s.rejected and console.is_terminal):
             show(console, target.tokenizer, tokens, style)
     seconds = time.perf_counter() - start
     console.print()

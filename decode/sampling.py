@@ -68,24 +68,43 @@ def pick(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 class Dice:
     """Uniform numbers as a hash of (seed of the row, draw, place), so a row's text never depends on its batch.
 
-    A row decoded alone, in any batch, or again after a crash meets the same numbers (counter-based generation,
-    Salmon et al. 2011; the mixer is that of SplitMix64).
+    A row decoded alone, in any batch, refilled, or again after a crash meets the same numbers (counter-based
+    generation, Salmon et al. 2011; the mixer is that of SplitMix64). Seeds and counters live on the device and
+    change in place, so that a captured graph draws fresh numbers at every replay.
     """
 
     def __init__(self, seeds: torch.Tensor):
         self.seeds = _mix(seeds)  # [B] int64
-        self.draws = 0
+        self.draws = torch.zeros_like(seeds)  # [B]: choices that the row has made
+
+    def seat(self, row: torch.Tensor, seeds: torch.Tensor) -> None:
+        """Rows `row` [b] begin anew with `seeds` [b]."""
+        self.seeds[row] = _mix(seeds)
+        self.draws[row] = 0
+
+    def of(self, row: torch.Tensor) -> Choose:
+        """A Choose for weights of these rows alone; the others draw nothing."""
+
+        def choose(weights: torch.Tensor) -> torch.Tensor:
+            self.draws[row] += 1
+            shape = weights.shape[:-1]
+            return pick(weights, _uniform(self.seeds[row], self.draws[row], shape))
+
+        return choose
 
     def uniform(self, shape: torch.Size) -> torch.Tensor:
         """Fresh numbers of `shape` [B, ...] in (0, 1), fp64, 32 random bits each."""
         self.draws += 1
-        count = shape[1:].numel()
-        place = torch.arange(count, device=self.seeds.device) + (self.draws << 32)
-        bits = _mix(_mix(place)[None] ^ self.seeds[:, None]) & 0xFFFFFFFF
-        return ((bits.double() + 0.5) / 2**32).reshape(shape)
+        return _uniform(self.seeds, self.draws, shape)
 
     def __call__(self, weights: torch.Tensor) -> torch.Tensor:
         return pick(weights, self.uniform(weights.shape[:-1]))
+
+
+def _uniform(seeds: torch.Tensor, draws: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    place = torch.arange(shape[1:].numel(), device=seeds.device)
+    bits = _mix(_mix(place + (draws << 32)[:, None]) ^ seeds[:, None]) & 0xFFFFFFFF
+    return ((bits.double() + 0.5) / 2**32).reshape(shape)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

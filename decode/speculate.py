@@ -1,28 +1,29 @@
-"""The round: propose K tokens, verify them in one target pass, commit what stays.
+"""The loop: admit prompts to rows, run rounds, hand out what was emitted, refill rows that are done.
 
 Plain decoding is the same loop with nothing proposed, so a baseline runs on the very engine it is compared with.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from decode.drafts.base import Draft, Proposal, Request
+from decode.drafts.base import Draft, Request
+from decode.round import Phases, Rules, State, clock, play, read
 from decode.sampling import Choose, Dice, Sampling, warp
 from decode.settings import UserError
 from decode.target import Target
-from decode.verify import NO_DRAFT, Verdict, verify_chain, verify_greedy
 
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """What one round did to one row. `drafted` and `accepted` are counted before trimming at EOS and the limit."""
+    """What one round did to one prompt. `drafted` and `accepted` are counted before trimming at EOS and the limit."""
 
-    row: int
+    prompt: int  # its place in the list of prompts
     prefill: bool  # the first token, which comes before any round
-    drafted: int
+    drafted: int  # tokens, or nodes of a tree
     accepted: int
     proposed: list[int]  # the drafted ids
     tokens: list[int]  # the ids that were emitted: accepted ones and the bonus, trimmed
@@ -43,13 +44,17 @@ class Output:
 
 
 @dataclass
-class Phases:
-    """Seconds a phase, summed over rounds; filled only when asked for, since the clock stops the device."""
+class Seat:
+    """The host's view of one row: which prompt sits there, how long it is and may become."""
 
-    draft: float = 0.0
-    verify: float = 0.0
-    overhead: float = 0.0
-    rounds: int = 0
+    prompt: int
+    written: int
+    limit: int
+    finished: str | None = None
+
+
+BUCKET = 128
+"""Buffers hold a multiple of this many slots a row, and grow as rows do: what is not there is not attended to."""
 
 
 def speculate(
@@ -60,79 +65,78 @@ def speculate(
     k: int = 4,
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
     max_new_tokens: int = 128,
+    rows: int | None = None,
+    rule: str = "exact",
     seed: int = 0,
     seeds: list[int] | None = None,
     choose: Choose | None = None,
     phases: Phases | None = None,
 ) -> Iterator[RoundRecord]:
-    """Decodes a ragged batch of token ids, yielding each row's record as soon as its round is done.
+    """Decodes ragged prompts (token ids), yielding each prompt's record as soon as its round is done.
 
     The emitted text follows the target's own law under `sampling` (its argmax at temperature 0) whatever the
-    draft; draft None is plain decoding. `seeds` gives each row its own randomness, so that a row's text does not
-    depend on the batch it sits in. `choose` replaces all randomness (tests enumerate with it).
+    draft; draft None is plain decoding. `rows` prompts are decoded at once (default: all), and a row that is done
+    takes the next one. `seeds` gives each prompt its own randomness, so that its text does not depend on the
+    batch it sits in. `rule` "block" verifies chains by blocks, "typical" accepts more and is lossy (decode/round.py).
+    `choose` replaces all randomness (tests enumerate with it; it needs every prompt in a row of its own).
     UserError for an empty prompt or one that leaves no room in the target's context.
     """
     decoder, device = target.decoder, target.decoder.device
     _check(prompts, decoder.context, max_new_tokens, k)
-    k = 0 if draft is None else k
-    limit = [min(len(prompt) + max_new_tokens, decoder.context) for prompt in prompts]
-    slots = max(limit) + 2 * k + 2  # frozen rows go on drafting behind their limit
-    if choose is None:
-        row_seeds = row_seeds_of(seed, len(prompts)) if seeds is None else seeds
-        choose = Dice(torch.tensor(row_seeds, device=device))
-    start = _clock(device)
-    width = max(map(len, prompts))
-    history = torch.zeros(len(prompts), slots, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        history[row, : len(prompt)] = torch.tensor(prompt)
-    history = history.to(device)
-    length = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    decoder.allocate(len(prompts), slots)
-    first = _draw(decoder.prefill(history[:, :width], length), sampling, choose)
+    rows = len(prompts) if rows is None else min(rows, len(prompts))
+    limits = [min(len(prompt) + max_new_tokens, decoder.context) for prompt in prompts]
+    seeds = row_seeds_of(seed, len(prompts)) if seeds is None else seeds
+    dice = Dice(torch.zeros(rows, dtype=torch.long, device=device)) if choose is None else None
+    rules = Rules(k, sampling, dice or choose, rule)  # type: ignore[arg-type]
+    reach = 1 if draft is None else draft.reach(k)
+    waits = phases is not None or (draft is not None and draft.on_host)
+    lag = int(device.type == "cuda" and not waits)  # the host reads a round while the next one runs
+    longest = max(limits) + 2 * reach + 2  # rows that are done go on drafting behind their limit
+    size = min(longest, _bucket(max(map(len, prompts)) + 2 * reach + 2))
+    state = State.empty(rows, size, device)
+    decoder.allocate(rows, size)
     if draft is not None:
-        draft.begin(Request(history[:, :width], length, slots, sampling, choose))
-    history.scatter_(1, length[:, None], first[:, None])
-    length = length + 1
-    seconds = _clock(device) - start
-    written = [len(prompt) for prompt in prompts]
-    finished: list[str | None] = [None] * len(prompts)
-    for row, token in enumerate(first.tolist()):
-        written[row] += 1
-        finished[row] = _reason(token, written[row], limit[row], target.eos)
-        yield RoundRecord(row, True, 0, 0, [], [token], finished[row], seconds)
+        draft.begin(Request(rows, size, k, sampling, rules.choose))
+    queue = deque(Seat(i, len(p), limits[i]) for i, p in enumerate(prompts))
+    seats: list[Seat | None] = [None] * rows
+    flying: deque[tuple[torch.Tensor, list[Seat | None], float]] = deque()  # rounds not read yet
 
-    while not all(finished):
-        start = _clock(device)
-        proposal = _propose(draft, history, length, k, decoder.context)
-        drafted_at = _clock(device, phases)
-        tokens = proposal.tokens
-        logits = decoder.step(
-            torch.cat([history.gather(1, length[:, None] - 1), tokens.clamp_min(0)], 1), length - 1
-        )
-        verified_at = _clock(device, phases)
-        verdict = _verify(proposal, logits, sampling, choose)
-        length = _commit(history, length, tokens, verdict)
-        accepted, bonus, rows = (x.tolist() for x in (verdict.accepted, verdict.bonus, tokens))
-        end = _clock(device)
-        if phases is not None:
-            phases.draft += drafted_at - start
-            phases.verify += verified_at - drafted_at
-            phases.overhead += end - verified_at
-            phases.rounds += 1
-        for row, n in enumerate(accepted):
-            if finished[row] is not None:
-                continue
-            proposed = [token for token in rows[row] if token != NO_DRAFT]
-            emitted, finished[row] = _trim(
-                [*proposed[:n], bonus[row]], written[row], limit[row], target.eos
-            )
-            written[row] += len(emitted)
-            yield RoundRecord(
-                row, False, len(proposed), n, proposed, emitted, finished[row], end - start
-            )
-        if any(finished):  # a finished row stays where it is and computes along unseen
-            ceiling = [w if f else slots for w, f in zip(written, finished, strict=True)]
-            length = torch.minimum(length, torch.tensor(ceiling, device=device))
+    while True:
+        free = [row for row, seat in enumerate(seats) if seat is None or seat.finished]
+        if free and queue:
+            start = clock(device)
+            newly = {row: queue.popleft() for row in free[: len(queue)]}
+            row = torch.tensor(list(newly), device=device)
+            if dice is not None:
+                numbers = [seeds[seat.prompt] for seat in newly.values()]
+                dice.seat(row, torch.tensor(numbers, device=device))
+            choose_first = rules.choose if dice is None else dice.of(row)
+            texts = [prompts[seat.prompt] for seat in newly.values()]
+            stops = [seat.limit for seat in newly.values()]
+            first = _admit(target, draft, state, texts, stops, row, sampling, choose_first).tolist()
+            seconds = clock(device) - start
+            for (at, seat), token in zip(newly.items(), first, strict=True):
+                seats[at] = seat
+                seat.written += 1
+                seat.finished = _reason(token, seat.written, seat.limit, target.eos)
+                if draft is not None:
+                    draft.observe(at, [*prompts[seat.prompt], token])
+                yield RoundRecord(seat.prompt, True, 0, 0, [], [token], seat.finished, seconds)
+            continue  # a row may be done with its first token
+        if all(seat is None or seat.finished for seat in seats):
+            break
+        written = max(seat.written for seat in seats if seat is not None and not seat.finished)
+        need = min(longest, written + (lag + 2) * reach + 2)
+        if need > state.history.shape[1]:
+            _grow(target, draft, state, min(longest, _bucket(need)))
+        start = clock(device)
+        flying.append((play(target, draft, state, rules, phases), list(seats), start))
+        if len(flying) > lag:
+            records = _land(*flying.popleft(), draft, target)
+            if phases is not None:
+                phases.total += time.perf_counter() - start
+                phases.rounds += 1
+            yield from records
 
 
 def decode(
@@ -141,12 +145,12 @@ def decode(
     """`speculate` run to its end: one Output for each prompt, in order. Takes the same keywords."""
     outputs = [Output(prompt) for prompt in prompts]
     for record in speculate(target, draft, prompts, **kwargs):  # type: ignore[arg-type]
-        add(outputs[record.row], record)
+        add(outputs[record.prompt], record)
     return outputs
 
 
 def add(output: Output, record: RoundRecord) -> None:
-    """Appends a record of this row to its output."""
+    """Appends a record of this prompt to its output."""
     output.output_ids += record.tokens
     output.finish_reason = record.finished or ""
     if record.prefill:
@@ -162,45 +166,76 @@ def row_seeds_of(seed: int, rows: int) -> list[int]:
 
 
 @torch.inference_mode()
-def _propose(
-    draft: Draft | None, history: torch.Tensor, length: torch.Tensor, k: int, context: int
-) -> Proposal:
-    if draft is None:
-        return Proposal(history[:, :0], None)
-    proposal = draft.propose(history, length, k)
-    room = context - length  # a draft beyond the context has no position to be verified at
-    tokens = torch.where(
-        torch.arange(k, device=length.device) < room[:, None], proposal.tokens, NO_DRAFT
-    )
-    if length.device.type == "cpu":  # reading a tensor is free here: do not verify empty columns
-        used = int((tokens != NO_DRAFT).sum(1).max())
-        return Proposal(tokens[:, :used], None if proposal.q is None else proposal.q[:, :used])
-    return Proposal(tokens, proposal.q)
-
-
-@torch.inference_mode()
-def _verify(
-    proposal: Proposal, logits: torch.Tensor, sampling: Sampling, choose: Choose
-) -> Verdict:
-    if sampling.greedy:
-        return verify_greedy(proposal.tokens, logits.argmax(-1))
-    return verify_chain(proposal.tokens, warp(logits, sampling), proposal.q, choose)
-
-
-@torch.inference_mode()
-def _draw(logits: torch.Tensor, sampling: Sampling, choose: Choose) -> torch.Tensor:
-    return logits.argmax(-1) if sampling.greedy else choose(warp(logits, sampling))
-
-
-@torch.inference_mode()
-def _commit(
-    history: torch.Tensor, length: torch.Tensor, tokens: torch.Tensor, verdict: Verdict
+def _admit(
+    target: Target,
+    draft: Draft | None,
+    state: State,
+    prompts: list[list[int]],
+    limits: list[int],
+    row: torch.Tensor,
+    sampling: Sampling,
+    choose: Choose,
 ) -> torch.Tensor:
-    """Writes drafts and bonus behind the committed ids and returns the new lengths; the rest is stale."""
-    place = length[:, None] + torch.arange(tokens.shape[1], device=length.device)
-    history.scatter_(1, place, tokens)
-    history.scatter_(1, (length + verdict.accepted)[:, None], verdict.bonus[:, None])
-    return length + verdict.accepted + 1
+    """Puts prompts into rows `row` [b], next to rows that go on, and returns their first tokens [b]."""
+    device = row.device
+    tokens = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
+    for text, prompt in zip(tokens, prompts, strict=True):
+        text[: len(prompt)] = torch.tensor(prompt)
+    tokens = tokens.to(device)
+    length = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    logits = target.decoder.prefill(tokens, length, row)
+    first = logits.argmax(-1) if sampling.greedy else choose(warp(logits, sampling))
+    if draft is not None:
+        draft.admit(row, tokens, length)
+    state.history[row, : tokens.shape[1]] = tokens
+    state.history[row, length] = first
+    state.length[row] = length + 1
+    state.limit[row] = torch.tensor(limits, device=device)
+    state.done[row] = (first[:, None] == target.eos_ids).any(1) | (length + 1 >= state.limit[row])
+    return first
+
+
+def _grow(target: Target, draft: Draft | None, state: State, size: int) -> None:
+    target.decoder.grow(size)
+    state.grow(size)
+    if draft is not None:
+        draft.reserve(size)
+
+
+def _land(
+    report: torch.Tensor,
+    seats: list[Seat | None],
+    start: float,
+    draft: Draft | None,
+    target: Target,
+) -> list[RoundRecord]:
+    """Reads a round and hands out what it emitted; rows that were done before it are passed over."""
+    rows, records = read(report), []
+    seconds = time.perf_counter() - start
+    for at, (seat, row) in enumerate(zip(seats, rows, strict=True)):
+        if seat is None or seat.finished:
+            continue
+        tokens, seat.finished = _trim(row.tokens, seat.written, seat.limit, target.eos)
+        seat.written += len(tokens)
+        if draft is not None:
+            draft.observe(at, row.tokens)
+        records.append(
+            RoundRecord(
+                seat.prompt,
+                False,
+                row.drafted,
+                row.accepted,
+                row.proposed,
+                tokens,
+                seat.finished,
+                seconds,
+            )  # fmt: skip
+        )
+    return records
+
+
+def _bucket(size: int) -> int:
+    return -(-size // BUCKET) * BUCKET
 
 
 def _trim(
@@ -230,12 +265,3 @@ def _check(prompts: list[list[int]], context: int, max_new_tokens: int, k: int) 
             raise UserError(
                 f"prompt {i} has {len(prompt)} tokens and the target's context holds {context}: shorten it"
             )
-
-
-def _clock(device: torch.device, wanted: Phases | bool | None = True) -> float:
-    """Seconds now, after the device has finished; 0 when nobody asked."""
-    if wanted is None:
-        return 0.0
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

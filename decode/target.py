@@ -1,10 +1,12 @@
 """A Hugging Face causal LM behind fixed-shape steps, and the identity of its tokenizer."""
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from decode import attention
-from decode.cache import Slots, new_cache
+from decode.cache import Nodes, Store
 from decode.settings import UserError
 
 logging.disable_progress_bar()  # a bar a shard hides the one bar of the command
+
+
+PREFILL_CHUNK = 1024
+"""Prompt tokens in one forward: bounds the memory that long prompts take."""
 
 
 class Decoder:
@@ -29,36 +35,108 @@ class Decoder:
         self.device: torch.device = model.device
         self.context: int = self.config.max_position_embeddings
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.shape = 0, 0  # rows and slots of the buffers
 
-    def allocate(self, rows: int, slots: int) -> None:
-        """Empty buffers for `rows` sequences of up to `slots` tokens each."""
-        self.slots = Slots(rows, slots, self.device)
-        self.cache = new_cache(self.config.num_hidden_layers, self.slots)
+    def allocate(self, rows: int, size: int) -> None:
+        """Buffers for `rows` sequences of up to `size` tokens each; what they held is stale.
+
+        Equal shapes are used again: compiled code and captured graphs know the buffers by their addresses.
+        """
+        layers = self.config.num_hidden_layers
+        if (rows, size) != self.shape:
+            self.cache = Store(layers, rows, size, self.device)
+            self.shape = rows, size
+
+    def grow(self, size: int) -> None:
+        """Room for `size` tokens a row from now on; what the rows hold stays."""
+        rows, held = self.shape
+        if held < size:
+            self.cache.grow(size)
+            self.shape = rows, size
 
     @torch.inference_mode()
-    def prefill(self, tokens: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] of each row's last prompt token; tokens [B, W] right-padded, length [B]."""
-        self.slots.place(torch.zeros_like(length), tokens.shape[1], prefill=True)
-        row = torch.arange(len(length), device=length.device)
-        with logits_only_at(self.model, lambda hidden: hidden[row, length - 1][:, None]):
-            return self._forward(tokens)[:, 0]
+    def prefill(
+        self, tokens: torch.Tensor, length: torch.Tensor, row: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits [b, V] of each row's last prompt token; tokens [b, W] right-padded, length [b].
+
+        `row` [b] says which rows are filled (None: all of them); the others stay as they are.
+        """
+        rows, width = tokens.shape
+        logits = torch.zeros(rows, self.vocab_size, device=self.device, dtype=self.model.dtype)
+        each = torch.arange(rows, device=self.device)
+        for start in range(0, width, PREFILL_CHUNK):
+            piece = tokens[:, start : start + PREFILL_CHUNK]
+            count = piece.shape[1]
+            self.cache.slots.place(torch.full_like(length, start), count, row=row, fresh=start == 0)
+            last = length - 1 - start
+            at = last.clamp(0, count - 1)
+            with logits_only_at(self.model, partial(_at, each, at)):
+                here = self._forward(piece)[:, 0]
+            inside = (last >= 0) & (last < count)
+            logits = torch.where(inside[:, None], here, logits)
+        return logits
 
     @torch.inference_mode()
-    def step(self, tokens: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        """Logits [B, T, V] of tokens [B, T] put behind the first `length` [B] slots of each row."""
-        self.slots.place(length, tokens.shape[1])
+    def step(
+        self, tokens: torch.Tensor, base: torch.Tensor, nodes: Nodes | None = None
+    ) -> torch.Tensor:
+        """Logits [B, T, V] of tokens [B, T] put behind the first `base` [B] slots of each row.
+
+        They are a chain, or the given nodes of a token tree.
+        """
+        self.cache.slots.place(base, tokens.shape[1], nodes=nodes)
         return self._forward(tokens)
+
+    @torch.inference_mode()
+    def keep(self, base: torch.Tensor, path: torch.Tensor) -> None:
+        """Moves the accepted nodes `path` [B, P] of a tree, rooted at slot `base` [B], into chain order."""
+        self.cache.move(base, path)
+
+    def first_layers(self, count: int) -> "Decoder":
+        """The first `count` layers with the same norm, head and K/V store: a draft at no cost in memory.
+
+        What it writes into the shared store for drafted tokens, verification overwrites.
+        """
+        layers = self.config.num_hidden_layers
+        if not 0 < count < layers:
+            raise UserError(
+                f"early exit needs 1 to {layers - 1} layers of this target, not {count}"
+            )
+        shorter = copy.copy(self)
+        shorter.model = _cut(self.model, layers, count)
+        return shorter
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         # Drafts near the end of the context get a position that exists; their verdict is never used.
-        position = self.slots.write.clamp_max(self.context - 1)
+        position = self.cache.slots.position.clamp_max(self.context - 1)
         return self.model(
             input_ids=tokens,
             position_ids=position,
             past_key_values=self.cache,
             use_cache=True,
-            slots=self.slots,
+            slots=self.cache.slots,
         ).logits
+
+
+def _at(row: torch.Tensor, column: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden[row, column][:, None]
+
+
+def _cut(module: Any, layers: int, count: int) -> Any:
+    """A copy of `module` that shares all weights and ends after its first `count` of `layers` blocks.
+
+    Blocks are those of the one ModuleList of that length. A prefix keeps every index, which models look their
+    layer types up by.
+    """
+    cut = copy.copy(module)
+    cut._modules = dict(module._modules)
+    for name, child in module._modules.items():
+        if isinstance(child, torch.nn.ModuleList) and len(child) == layers:
+            cut._modules[name] = torch.nn.ModuleList(child[:count])
+        elif child is not None and any(isinstance(m, torch.nn.ModuleList) for m in child.modules()):
+            cut._modules[name] = _cut(child, layers, count)
+    return cut
 
 
 @contextmanager
@@ -87,6 +165,11 @@ class Target:
     revision: str | None
     fingerprint: str
     eos: frozenset[int]
+
+    @cached_property
+    def eos_ids(self) -> torch.Tensor:
+        """The same [E] on the device."""
+        return torch.tensor(sorted(self.eos), dtype=torch.long, device=self.decoder.device)
 
 
 def fingerprint(tokenizer: Any) -> str:

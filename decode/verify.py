@@ -2,6 +2,10 @@
 
 p is the target's distribution and q the draft's, everywhere; both already warped alike. Rules compute in
 the dtype of p (fp32 in the engine, fp64 when tests enumerate their exact law).
+
+Trees are as in decode/tree.py: drafted `tokens` [B, N] hang at `parents` [N] or [B, N], and p [B, T, V] is the
+target's law after each of the T = N + 1 nodes. `depth_limit` D, at least the depth of the tree, fixes the shape
+of the answer; nodes below it would not be accepted. No rule reads a tensor on the host.
 """
 
 from dataclasses import dataclass
@@ -9,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from decode.sampling import Choose
+from decode.tree import depths, path_sum
 
 NO_DRAFT = -1
 """Stands in `tokens` for "nothing drafted here": never accepted, and takes nothing from the residual."""
@@ -20,6 +25,8 @@ class Verdict:
 
     accepted: torch.Tensor  # [B] n
     bonus: torch.Tensor  # [B]
+    path: torch.Tensor | None = None
+    """Of a tree [B, D + 1]: the node at each depth, 0 first; behind n the last one repeats. None: a chain."""
 
 
 def count_accepted(accept: torch.Tensor) -> torch.Tensor:
@@ -78,3 +85,183 @@ def verify_chain(
         rejected[:, None], q_next, 0
     )  # all accepted, or nothing drafted: p is left whole
     return Verdict(accepted, choose(residual(p_next, q_next)))
+
+
+# ---- chains, all tokens together ----
+
+
+def verify_block(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor, choose: Choose) -> Verdict:
+    """Block verification of a chain (Sun et al. 2025): output ~ p exactly, on average no shorter than verify_chain.
+
+    tokens [B, K] drawn from q [B, K, V], NO_DRAFT only behind the drafts, p [B, K + 1, V]. Every prefix is tried
+    and the longest that succeeds stays. What a row's r has lost by then lowers p in its residual.
+    """
+    if tokens.shape[1] == 0:
+        return verify_chain(tokens, p, q, choose)
+    r = block_ratios(tokens, p, q)
+    accepted = last_success(choose(block_weights(tokens, p, q, r)) == 0)
+    end = torch.full_like(tokens[:, :1], NO_DRAFT)
+    more = torch.cat([tokens, end], 1).gather(1, accepted[:, None]) != NO_DRAFT  # [B, 1]
+    at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
+    p_next = p.gather(1, at)[:, 0]
+    q_next = q.gather(1, at.clamp_max(tokens.shape[1] - 1))[:, 0]
+    r_next = r.gather(1, accepted[:, None])
+    cut = residual(r_next * p_next, q_next)
+    return Verdict(accepted, choose(torch.where(more, cut, p_next)))
+
+
+def block_ratios(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """r [B, K + 1]: r_0 = 1, r_i = min(1, r_(i-1) p / q of token i); 0 from the first NO_DRAFT or q = 0 on."""
+    at = tokens.clamp_min(0)[..., None]
+    p_token = p[:, : tokens.shape[1]].gather(-1, at)[..., 0]
+    q_token = q.gather(-1, at)[..., 0]
+    real = (tokens != NO_DRAFT) & (q_token > 0)
+    r = [torch.ones_like(p_token[:, 0])]
+    for i in range(tokens.shape[1]):
+        ratio = (r[i] * p_token[:, i] / q_token[:, i]).clamp_max(1)
+        r.append(torch.where(real[:, i], ratio, 0))
+    return torch.stack(r, 1)
+
+
+def block_weights(
+    tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor, r: torch.Tensor
+) -> torch.Tensor:
+    """[B, K, 2] weights of (success, failure) of the first i tokens.
+
+    Success is r for the whole block and s / (s + 1 - r) for a shorter one, where s is the mass of
+    max(r p - q, 0) behind it; certain where both are 0 (r = 1 and p = q).
+    """
+    r = r[:, 1:]
+    s = (r[:, :-1, None] * p[:, 1:-1] - q[:, 1:]).clamp_min(0).sum(-1)  # [B, K - 1]
+    more = tokens[:, 1:] != NO_DRAFT
+    win = torch.cat([torch.where(more, s, r[:, :-1]), r[:, -1:]], 1)
+    lose = 1 - r
+    return torch.stack([torch.where((win == 0) & (lose == 0), 1, win), lose], -1)
+
+
+def last_success(success: torch.Tensor) -> torch.Tensor:
+    """[B]: the largest i in 1..K with success[:, i - 1] of [B, K], 0 if there is none."""
+    place = torch.arange(1, success.shape[1] + 1, device=success.device)
+    return torch.where(success, place, 0).amax(-1)
+
+
+# ---- trees ----
+
+
+def verify_tree(
+    tokens: torch.Tensor, parents: torch.Tensor, depth_limit: int, y: torch.Tensor
+) -> Verdict:
+    """Walks from the root while the target's own token is among the children: output ~ p exactly, for any tree
+    built without looking at y (Monte-Carlo form of the rule with q = 1 in EAGLE-2, Li et al. 2024).
+
+    y [B, T] is one independent draw from p at each node, or its argmax for greedy decoding. Siblings carry
+    distinct tokens.
+    """
+    parents = parents.expand_as(tokens)
+    depth = depths(parents)
+    alive = reached(matches(tokens, parents, y), parents, depth, depth_limit)
+    last = torch.where(alive, depth, -1).argmax(1)  # siblings differ, so one path is alive
+    return _verdict(last, parents, depth, depth_limit, y.gather(1, last[:, None])[:, 0])
+
+
+def matches(tokens: torch.Tensor, parents: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Bool [B, N]: the token is what the target says after the node above it."""
+    return (tokens == y.gather(1, parents)) & (tokens != NO_DRAFT)
+
+
+def reached(
+    accept: torch.Tensor, parents: torch.Tensor, depth: torch.Tensor, depth_limit: int
+) -> torch.Tensor:
+    """Bool [B, T]: accept [B, N] holds at the node and at all above it, within the limit. The root always."""
+    return (path_sum(accept.long(), parents) == depth) & (depth <= depth_limit)
+
+
+def verify_tree_sampled(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depth_limit: int,
+    p: torch.Tensor,
+    q: torch.Tensor,
+    choose: Choose,
+) -> Verdict:
+    """Recursive rejection on a tree whose siblings were drawn from q WITHOUT replacement (SpecInfer, Miao et al.
+    2024; EAGLE, Li et al. 2024): output ~ p exactly.
+
+    q [B, T, V] is the draft's full law after each node, ignored at leaves. Siblings are numbered in the order
+    they were drawn, and their places were fixed before: a tree that is pruned, sorted or filled by looking at
+    its tokens (top-k, re-ranking) needs verify_tree.
+    """
+    parents = parents.expand_as(tokens)
+    depth = depths(parents)
+    tokens = torch.where(depth[:, 1:] <= depth_limit, tokens, NO_DRAFT)
+    last, p_now, q_now = torch.zeros_like(tokens[:, 0]), p[:, 0], q[:, 0]
+    for i in range(tokens.shape[1]):  # nodes below the accepted one have larger numbers
+        tried = (parents[:, i] == last) & (tokens[:, i] != NO_DRAFT)
+        token = torch.where(tried, tokens[:, i], NO_DRAFT)[:, None]
+        weights = accept_weights(token, p_now[:, None], q_now[:, None])
+        stays = tried & (choose(weights)[:, 0] == 0)
+        p_less, q_less = after_rejection(token.clamp_min(0), p_now, q_now)
+        stay, go = stays[:, None], (tried & ~stays)[:, None]
+        p_now = torch.where(stay, p[:, i + 1], torch.where(go, p_less, p_now))
+        q_now = torch.where(stay, q[:, i + 1], torch.where(go, q_less, q_now))
+        last = torch.where(stays, i + 1, last)
+    return _verdict(last, parents, depth, depth_limit, choose(p_now))
+
+
+def after_rejection(
+    token: torch.Tensor, p: torch.Tensor, q: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Laws (p, q) [B, V] for the next sibling, once token [B, 1] was rejected: p's residual, q without the token."""
+    return _normalised(residual(p, q)), _normalised(q.scatter(1, token, 0))
+
+
+def _normalised(weights: torch.Tensor) -> torch.Tensor:
+    """Weights [..., V] scaled to sum 1; all zero (nothing is left to draw) stays all zero."""
+    total = weights.sum(-1, keepdim=True)
+    return weights / torch.where(total > 0, total, 1)
+
+
+def verify_typical(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depth_limit: int,
+    p: torch.Tensor,
+    choose: Choose,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
+) -> Verdict:
+    """LOSSY: the output does not follow p. Typical acceptance (Medusa, Cai et al. 2024, sec. 2.3.1).
+
+    A token stays if p(token) > min(epsilon, delta exp(-H(p))) with p the law after the node above it. Of the
+    accepted paths the longest wins, of equally long ones the likeliest; the bonus is drawn from p behind it.
+    Medusa's "first token always accepted" is the root here. With one-hot p this is greedy decoding, exactly.
+    """
+    parents = parents.expand_as(tokens)
+    depth = depths(parents)
+    entropy = torch.special.entr(p).sum(-1)  # [B, T]
+    border = (delta * torch.exp(-entropy)).clamp_max(epsilon).gather(1, parents)
+    likelihood = p.flatten(1).gather(1, parents * p.shape[-1] + tokens.clamp_min(0))  # [B, N]
+    typical = (likelihood > border) & (tokens != NO_DRAFT)
+    alive = reached(typical, parents, depth, depth_limit)
+    longest = torch.where(alive, depth, 0).amax(1, keepdim=True)
+    score = path_sum(torch.where(typical, likelihood.log(), 0), parents)
+    last = torch.where(alive & (depth == longest), score, float("-inf")).argmax(1)
+    p_next = p.gather(1, last[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
+    return _verdict(last, parents, depth, depth_limit, choose(p_next))
+
+
+def _verdict(
+    last: torch.Tensor,
+    parents: torch.Tensor,
+    depth: torch.Tensor,
+    depth_limit: int,
+    bonus: torch.Tensor,
+) -> Verdict:
+    """The verdict that accepts the path from the root to node last [B]."""
+    up = torch.cat([torch.zeros_like(last)[:, None], parents], 1)
+    climb = [last[:, None]]
+    for _ in range(depth_limit):
+        climb.append(up.gather(1, climb[-1]))
+    accepted = depth.gather(1, last[:, None])
+    steps = (accepted - torch.arange(depth_limit + 1, device=last.device)).clamp_min(0)
+    return Verdict(accepted[:, 0], bonus, torch.cat(climb, 1).gather(1, steps))

@@ -9,7 +9,7 @@ Writes report.json, report.md, report.html and outputs.jsonl into --out; the las
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from decode.drafts.lookup import NgramDraft
 from decode.sampling import Sampling
 from decode.settings import UserError, dump, run_command
 from decode.target import Target, load_model, load_target
-from eval import lossless, metrics, tasks
+from eval import lossless, metrics, speed, tasks
 from eval.report import terminal_table, write_report
 from eval.speed import Method, Run, measure, phase_ms
 from eval.tasks import Item, Task
@@ -44,6 +44,20 @@ class MethodSettings:
     """Folder or hub name of a saved draft."""
     k: int = 0
     """Tokens drafted a round; 0 takes the setting `k`."""
+
+
+@dataclass
+class Comparison:
+    """Whose α is higher: a pass of its own, in batches. Acceptance needs no clock, so more prompts than are timed
+    make its interval narrower."""
+
+    pairs: list[list[str]] = field(default_factory=list)
+    """Pairs [a, b] of methods; the report gives α of a minus α of b with a paired interval."""
+    temperature: float = 1.0
+    prompts: int = 0
+    """Prompts a task; 0 takes all that the task has, whatever its limit."""
+    rows: int = 16
+    """Prompts decoded together."""
 
 
 @dataclass
@@ -70,8 +84,8 @@ class Settings:
     """Longest answer."""
     batch_size: int = 1
     """Prompts decoded together."""
-    compare: list[list[str]] = field(default_factory=list)
-    """Pairs [a, b] of methods whose difference in α is given with a paired interval."""
+    compare: Comparison = field(default_factory=Comparison)
+    """Which methods' acceptance to compare."""
     phase_prompts: int = 2
     """Prompts a task for the separate pass that times draft and verify; 0 skips it."""
     device: str = "auto"
@@ -89,7 +103,7 @@ def build_methods(s: Settings, target: Target) -> list[Method]:
     names = [m.name for m in s.methods]
     if len(set(names)) < len(names) or "plain" in names:
         raise UserError("give every method its own name; plain is always there")
-    for pair in s.compare:
+    for pair in s.compare.pairs:
         if len(pair) != 2 or not set(pair) <= set(names):
             raise UserError(f"compare {pair}: give pairs of the methods {', '.join(names)}")
     methods = []
@@ -161,7 +175,7 @@ def evaluate(s: Settings, target: Target, progress: Progress) -> tuple[dict[str,
             model, item.prompt_ids, s.max_new_tokens, target
         )
         progress.advance(bar)
-    entries, lines, comparisons = [], [], []
+    entries, lines = [], []
     for temperature in s.temperatures:
         sampling = Sampling(temperature, s.top_k, s.top_p)
         bar = progress.add_task(
@@ -192,16 +206,6 @@ def evaluate(s: Settings, target: Target, progress: Progress) -> tuple[dict[str,
                     )
                 )  # fmt: skip
             lines += [_output_line(method.name, temperature, run) for run in runs_of[method.name]]
-        for a, b in s.compare:
-            for task in ["all", *items]:
-                pair = [
-                    [r.sample() for r in runs_of[name] if task in ("all", r.item.task)]
-                    for name in (a, b)
-                ]
-                comparison = metrics.compare_alpha(pair[0], pair[1], s.k, s.seed)
-                comparisons.append(
-                    {"a": a, "b": b, "task": task, "temperature": temperature, **comparison}
-                )
     report = {
         "schema": SCHEMA,
         "target": {
@@ -214,9 +218,38 @@ def evaluate(s: Settings, target: Target, progress: Progress) -> tuple[dict[str,
         "seed": s.seed,
         "baseline": {key: entries[0][key] for key in ("tokens_per_second", "ms_per_token")},
         "methods": entries,
-        "comparisons": comparisons,
+        "comparisons": compare(s, target, methods, progress),
     }
     return report, lines
+
+
+def compare(
+    s: Settings, target: Target, methods: Sequence[Method], progress: Progress
+) -> list[dict[str, Any]]:
+    """The report's comparisons: each pair on all tasks together and on each."""
+    wanted = [m for m in methods if any(m.name in pair for pair in s.compare.pairs)]
+    if not wanted:
+        return []
+    every = [replace(task, limit=s.compare.prompts) for task in s.tasks]
+    items = [item for task in every for item in tasks.load_items(task, target)]
+    bar = progress.add_task("comparisons", total=len(wanted) * len(items))
+    sampling = Sampling(s.compare.temperature, s.top_k, s.top_p)
+    samples = {
+        m.name: speed.untimed(
+            target, m, items, sampling, s.max_new_tokens, s.compare.rows, s.seed,
+            partial(progress.advance, bar),
+        )
+        for m in wanted
+    }  # fmt: skip
+    found = []
+    for a, b in s.compare.pairs:
+        for task in ["all", *(task.name for task in s.tasks)]:
+            own, other = ([x for x in samples[name] if task in ("all", x.task)] for name in (a, b))
+            difference = metrics.compare_alpha(own, other, s.k, s.seed)
+            found.append(
+                {"a": a, "b": b, "task": task, "temperature": s.compare.temperature, **difference}
+            )
+    return found
 
 
 def _verdict(
@@ -278,8 +311,9 @@ def main(s: Settings) -> None:
         raise UserError("give at least one temperature and one task")
     for temperature in s.temperatures:
         Sampling(temperature, s.top_k, s.top_p)  # refuses
-    for name in ("k", "max_new_tokens", "batch_size"):
-        if getattr(s, name) < 1:
+    whole = {"k": s.k, "max_new_tokens": s.max_new_tokens, "batch_size": s.batch_size}
+    for name, value in {**whole, "compare.rows": s.compare.rows}.items():
+        if value < 1:
             raise UserError(f"{name} must be at least 1")
     names = [task.name for task in s.tasks]
     if len(set(names)) < len(names) or "all" in names:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from decode.drafts.base import Draft
+from decode.round import Phases
 from decode.sampling import Sampling
-from decode.speculate import Output, Phases, decode, row_seeds_of
+from decode.speculate import Output, add, decode, row_seeds_of, speculate
 from decode.target import Target
 from eval.metrics import Sample
 from eval.tasks import Item
@@ -79,6 +80,35 @@ def measure(
             for a, b in zip(before, after, strict=True)
         ]
     return runs
+
+
+def untimed(
+    target: Target,
+    method: Method,
+    items: Sequence[Item],
+    sampling: Sampling,
+    max_new_tokens: int,
+    rows: int,
+    seed: int,
+    progress: Callable[[], None],
+) -> list[Sample]:
+    """One Sample for each item, decoded `rows` at a time: right in tokens and rounds, meaningless in seconds."""
+    outputs = [Output(item.prompt_ids) for item in items]
+    prompts = [item.prompt_ids for item in items]
+    for record in speculate(
+        target,
+        method.draft,
+        prompts,
+        k=max(1, method.k),
+        rows=rows,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    ):
+        add(outputs[record.prompt], record)
+        if record.finished:
+            progress()
+    return [Run(item, out, 0.0).sample() for item, out in zip(items, outputs, strict=True)]
 
 
 def phase_ms(

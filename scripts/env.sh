@@ -23,4 +23,4 @@ export TOKENIZERS_PARALLELISM=false
 # One process on whatever device there is; said in full, accelerate does not warn about defaults.
 # On a CPU accelerate gives a process one thread unless told otherwise.
 launch="accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
-launch="$launch --num_cpu_threads_per_process $(nproc)"
+launch="$launch --num_cpu_threads_per_process $(nproc 2>/dev/null || sysctl -n hw.ncpu)"

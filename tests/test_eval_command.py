@@ -361,7 +361,7 @@ def test_an_unknown_setting_ends_the_process_with_2(world: World, tmp_path: Path
         (["--methods", "[{name: causal, draft: missing/draft/model}]"], "missing/draft/model"),
         (["--methods", "[{name: ngram}, {name: ngram}]"], "name"),
         (["--methods", "[{name: plain}]"], "plain"),
-        (["--compare", "[[ngram, medusa]]"], "medusa"),
+        (["--compare.pairs", "[[ngram, medusa]]"], "medusa"),
         (["--tasks", "[{name: cod}]"], "cod"),
         (["--tasks", "[{name: own, path: missing.jsonl}]"], "missing.jsonl"),
         (["--temperatures", "[]"], "temperature"),

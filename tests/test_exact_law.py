@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from decode import speculate as engine
+from decode import round as engine
 from decode import verify
 from decode.cache import Slots
 from decode.drafts.base import Draft, Proposal
@@ -450,13 +450,15 @@ def propose_wrong_law(
 
 
 def commit_without_rollback(
-    history: torch.Tensor, length: torch.Tensor, tokens: torch.Tensor, verdict: verify.Verdict
+    state: engine.State, proposal: Proposal, verdict: verify.Verdict, eos: torch.Tensor
 ) -> torch.Tensor:
-    COMMIT(history, length, tokens, verdict)
-    return length + tokens.shape[1] + 1
+    length = state.length + proposal.tokens.shape[1] + 1
+    report = COMMIT(state, proposal, verdict, eos)
+    state.length.copy_(length)
+    return report
 
 
-PROPOSE, COMMIT = CausalDraft.propose, engine._commit
+PROPOSE, COMMIT = CausalDraft.propose, engine.commit
 
 
 @pytest.mark.parametrize(
@@ -465,7 +467,7 @@ PROPOSE, COMMIT = CausalDraft.propose, engine._commit
         (engine, "warp", bonus_unwarped),
         (Slots, "mask", mask_one_ahead),
         (CausalDraft, "propose", propose_wrong_law),
-        (engine, "_commit", commit_without_rollback),
+        (engine, "commit", commit_without_rollback),
     ],
 )
 def test_planted_bugs_move_the_engines_law(
@@ -503,7 +505,7 @@ class EmissionReusesAcceptance(Dice):
 
     def __call__(self, weights: torch.Tensor) -> torch.Tensor:
         index = super().__call__(weights)
-        self.draws -= weights.ndim == 3
+        self.draws -= int(weights.ndim == 3)
         return index
 
 
@@ -511,7 +513,7 @@ class NeverAdvances(Dice):
     """The planted bug: every draw of a row uses the same random number."""
 
     def uniform(self, shape: torch.Size) -> torch.Tensor:
-        self.draws = 0
+        self.draws.zero_()
         return super().uniform(shape)
 
 
@@ -532,7 +534,7 @@ def sample_p(name: str, dice: type[Dice] | None = None) -> float:
         for record in speculate(
             target, draft, prompts, k=2, sampling=sampling, max_new_tokens=LENGTH, seed=seed, choose=choose
         ):  # fmt: skip
-            texts[record.row] += record.tokens
+            texts[record.prompt] += record.tokens
         cells = (torch.tensor(texts) * torch.tensor([25, 5, 1])).sum(1)
         counts += torch.bincount(cells, minlength=5**LENGTH)
     return chi_square_p(counts, law)

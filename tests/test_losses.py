@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from train.losses import LOSSES, acceptance, forward_kl, hard_ce, jsd, reverse_kl, tv
+from train.losses import LOSSES, acceptance, forward_kl, hard_ce, jsd, lk_alpha, reverse_kl, tv
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
-divergences = pytest.mark.parametrize("loss", [forward_kl, reverse_kl, jsd, tv])
+divergences = pytest.mark.parametrize("loss", [forward_kl, reverse_kl, jsd, tv, lk_alpha])
 
 
 def logits(seed: int, rows: int = 64, vocabulary: int = 50) -> Tensor:
@@ -24,6 +24,7 @@ def test_golden_values() -> None:
         jsd: 0.0338220,  # m = (5/8, 3/8)
         tv: 0.25,
         acceptance: 0.75,
+        lk_alpha: 0.2876821,  # -ln 3/4
     }
     for function, value in golden.items():
         torch.testing.assert_close(function(p, q), torch.tensor([value]), atol=1e-6, rtol=0)

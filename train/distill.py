@@ -53,7 +53,7 @@ class Settings:
     data: str = "outputs/samples"
     """A sampled set from train/sample.py."""
     draft: drafts.DraftSettings = field(default_factory=drafts.DraftSettings)
-    loss: Literal["forward_kl", "reverse_kl", "jsd", "tv", "hard_ce"] = "forward_kl"
+    loss: Literal["forward_kl", "reverse_kl", "jsd", "tv", "lk_alpha", "hard_ce"] = "forward_kl"
     """Divergence from the target's distribution; forward_kl is the robust default."""
     loop: LoopSettings = field(default_factory=LoopSettings)
     check: CheckSettings = field(default_factory=CheckSettings)

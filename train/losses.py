@@ -13,6 +13,7 @@ from torch import Tensor
 
 # Log-probabilities below this are 0 in fp32 anyway; without the floor, -inf - -inf would give NaN.
 FLOOR = -1e4
+LEAST = 1e-6  # acceptance below this has no gradient: nothing of the draft is worth saving there
 
 
 def forward_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
@@ -60,11 +61,20 @@ def acceptance(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     return torch.minimum(_log_probs(p_logits), _log_probs(q_logits)).exp().sum(-1)
 
 
+def lk_alpha(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    """-log of the acceptance [N]: as TV it asks for what decoding pays for, but its gradient does not fade.
+
+    TV's gradient divided by the acceptance: positions where p and q hardly overlap count most.
+    """
+    return -acceptance(p_logits, q_logits).clamp_min(LEAST).log()
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
     "jsd": jsd,
     "tv": tv,
+    "lk_alpha": lk_alpha,
     "hard_ce": hard_ce,
 }
 

@@ -10,7 +10,6 @@ is sampled twice, and each answer is the one it would have been, since its rando
 import hashlib
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -29,9 +28,10 @@ from rich.progress import (
 )
 
 from decode import runs
+from decode.drafts.base import Draft, pick_draft
 from decode.sampling import Sampling
 from decode.settings import UserError, run_command
-from decode.speculate import decode
+from decode.speculate import Output, add, speculate
 from decode.target import Target, load_target
 from train import shards
 from train.prompts import Prompt, Source, drop_overlaps, encode, evaluation_texts, load_prompts
@@ -50,7 +50,12 @@ class Settings:
     max_new_tokens: int = 256
     """Longest answer."""
     batch_size: int = 32
-    """Prompts decoded together, each process."""
+    """Prompts decoded together, each process; a row that is done takes the next one."""
+    draft: str = "none"
+    """none, ngram, or a draft's folder: answers come faster from small batches and follow the same law, since
+    speculation is lossless."""
+    k: int = 4
+    """Tokens drafted a round."""
     shard_rows: int = 128
     """Answers a file; at most this much work is done again after a kill."""
     device: str = "auto"
@@ -71,50 +76,56 @@ def seed_of(prompt_id: str, seed: int) -> int:
     return int(hashlib.sha256(f"{seed}:{prompt_id}".encode()).hexdigest()[:15], 16)
 
 
-def answer(
-    target: Target, s: Settings, todo: list[tuple[Prompt, list[int]]]
-) -> Iterator[list[shards.Row]]:
-    """Rows of one batch after another. Neighbours in length share a batch, so little is padded."""
-    todo = sorted(todo, key=lambda pair: (len(pair[1]), pair[0].id))
-    for start in range(0, len(todo), s.batch_size):
-        batch = todo[start : start + s.batch_size]
-        outputs = decode(
-            target,
-            None,
-            [ids for _, ids in batch],
-            sampling=s.sampling,
-            max_new_tokens=s.max_new_tokens,
-            seeds=[seed_of(prompt.id, s.seed) for prompt, _ in batch],
-        )
-        yield [
-            {
-                "id": prompt.id,
-                "source": prompt.source,
-                "origin": "target",
-                "input_ids": [*ids, *output.output_ids],
-                "loss_spans": [[len(ids), len(ids) + len(output.output_ids)]],
-                "finish_reason": output.finish_reason,
-            }
-            for (prompt, ids), output in zip(batch, outputs, strict=True)
-        ]
-
-
 def sample(
-    s: Settings, target: Target, mine: list[tuple[Prompt, list[int]]], bar: Progress
+    s: Settings,
+    target: Target,
+    draft: Draft | None,
+    mine: list[tuple[Prompt, list[int]]],
+    bar: Progress,
 ) -> None:
-    """Answers `mine` and writes a shard whenever `shard_rows` are ready."""
+    """Answers `mine` and writes a shard whenever `shard_rows` answers are ready.
+
+    Rows that are done take the next prompt. Neighbours in length sit together, so that buffers stay short.
+    """
     task = bar.add_task("sampling", total=len(mine), speed="")
+    mine = sorted(mine, key=lambda pair: (len(pair[1]), pair[0].id))
+    outputs = [Output(ids) for _, ids in mine]
     ready: list[shards.Row] = []
     tokens, start = 0, time.perf_counter()
-    for rows in answer(target, s, mine):
-        ready += rows
-        tokens += sum(row["loss_spans"][0][1] - row["loss_spans"][0][0] for row in rows)
+    for record in speculate(
+        target,
+        draft,
+        [ids for _, ids in mine],
+        k=s.k,
+        rows=s.batch_size,
+        sampling=s.sampling,
+        max_new_tokens=s.max_new_tokens,
+        seeds=[seed_of(prompt.id, s.seed) for prompt, _ in mine],
+    ):
+        add(outputs[record.prompt], record)
+        tokens += len(record.tokens)
+        if record.finished is None:
+            continue
+        ready.append(row_of(mine[record.prompt][0], outputs[record.prompt]))
         if len(ready) >= s.shard_rows:
             flush(s, ready)
             ready = []
         speed = f"{tokens / (time.perf_counter() - start):,.0f} tokens/s"
-        bar.update(task, advance=len(rows), speed=speed)
+        bar.update(task, advance=1, speed=speed)
     flush(s, ready)
+
+
+def row_of(prompt: Prompt, output: Output) -> shards.Row:
+    """The finished answer as a row of the sampled set."""
+    begin = len(output.prompt_ids)
+    return {
+        "id": prompt.id,
+        "source": prompt.source,
+        "origin": "target",
+        "input_ids": [*output.prompt_ids, *output.output_ids],
+        "loss_spans": [[begin, begin + len(output.output_ids)]],
+        "finish_reason": output.finish_reason,
+    }
 
 
 def flush(s: Settings, rows: list[shards.Row]) -> None:
@@ -146,6 +157,7 @@ def main(s: Settings) -> None:
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     device = str(state.device) if s.device == "auto" else s.device
     target = load_target(s.target, device, s.dtype, s.revision)
+    draft = pick_draft(s.draft, target, dtype=s.dtype)
     prompts, dropped = drop_overlaps(load_prompts(s.sources, s.seed), evaluation_texts())
     if len(prompts) == 0:
         raise UserError("the sources hold no prompts: add a source or raise a limit")
@@ -173,7 +185,8 @@ def main(s: Settings) -> None:
         console=console,
         disable=not state.is_main_process,
     ) as bar:
-        sample(s, target, mine, bar)
+        if len(mine) > 0:
+            sample(s, target, draft, mine, bar)
     state.wait_for_everyone()
     if state.is_main_process:
         answered = len(shards.done_ids(Path(s.out)) & {prompt.id for prompt in prompts})

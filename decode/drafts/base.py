@@ -1,13 +1,14 @@
-"""The Draft protocol, the draft directory on disk, and a plain dict from family to loader."""
+"""What a draft is to the engine, the draft directory on disk, and a plain dict from family to loader."""
 
 import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from decode.cache import Nodes
 from decode.sampling import Choose, Sampling
 from decode.settings import UserError
 from decode.target import Target
@@ -15,33 +16,67 @@ from decode.target import Target
 
 @dataclass(frozen=True)
 class Request:
-    """What a draft learns before the first round of a batch."""
+    """What a draft learns before the first prompt of a batch."""
 
-    prompts: torch.Tensor  # [B, W] right-padded
-    length: torch.Tensor  # [B]
-    slots: int  # the longest a row can become, drafts included
+    rows: int
+    size: int  # the longest that a row can become, drafts included
+    k: int
     sampling: Sampling
     choose: Choose
 
 
 @dataclass(frozen=True)
+class Tree:
+    """The shape of a token tree. Node 0 is the last committed token, node i + 1 the i-th drafted one."""
+
+    parents: torch.Tensor  # [N] or [B, N] each drafted node's parent, a lower number than its own
+    nodes: Nodes  # all N + 1 of them, as the target will verify them
+    levels: int  # length of the longest path that can be accepted
+
+
+@dataclass(frozen=True)
 class Proposal:
-    """A chain of drafted tokens; verify.NO_DRAFT marks places without one."""
+    """Drafted tokens; verify.NO_DRAFT marks places without one.
 
-    tokens: torch.Tensor  # [B, K]
-    q: torch.Tensor | None  # [B, K, V] the law each token was drawn from; None: point masses
+    Without `tree` they are a chain, and q [B, N, V] is the law that each token was drawn from. With a tree, q
+    [B, N + 1, V] is the law that each node's children were drawn from without replacement. q None: the tokens were
+    chosen, not drawn.
+    """
+
+    tokens: torch.Tensor  # [B, N]
+    q: torch.Tensor | None
+    tree: Tree | None = None
 
 
-class Draft(Protocol):
-    """Anything that proposes tokens. `history` [B, S] holds the committed ids, `length` [B] how many."""
+class Draft:
+    """Anything that proposes tokens. History is the truth: what a draft remembers, it can rebuild from there.
+
+    A family overrides `propose` and what else it needs.
+    """
 
     name: str
+    on_host: bool = False
+    """It proposes from what `observe` tells it, so that the engine must read each round before the next."""
+
+    def reach(self, k: int) -> int:
+        """Slots behind a row's length that a round may write to, in the draft's store or in verification."""
+        return k + 1
 
     def begin(self, request: Request) -> None:
-        """Forget earlier batches and read the prompts."""
+        """Forget earlier batches."""
+
+    def admit(self, row: torch.Tensor, prompts: torch.Tensor, length: torch.Tensor) -> None:
+        """Rows `row` [b] hold new prompts [b, W], right-padded, of `length` [b]."""
+
+    def reserve(self, size: int) -> None:
+        """Rows may become `size` tokens long from now on."""
+
+    def observe(self, row: int, tokens: list[int]) -> None:
+        """These ids were committed to the row, as the host has read them."""
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
-        """Up to k tokens after the committed ones. History is the truth: nothing else need be observed."""
+        """Up to k tokens, or k levels of a tree, after the first `length` [B] ids of history [B, S]."""
+        raise NotImplementedError
 
 
 FACTS = "draftsmith.json"
@@ -58,6 +93,15 @@ def load_draft(
     if family not in families:
         raise UserError(f"draft {path!r} is of family {family!r}; known: {', '.join(families)}")
     return families[family](path, target, device or str(target.decoder.device), dtype)
+
+
+def pick_draft(name: str, target: Target, dtype: str = "float32") -> Draft | None:
+    """`none`, `ngram`, or a draft's folder or hub name, as commands take it."""
+    from decode.drafts.lookup import NgramDraft
+
+    if name == "none":
+        return None
+    return NgramDraft() if name == "ngram" else load_draft(name, target, dtype=dtype)
 
 
 def read_facts(path: str) -> dict[str, Any]:

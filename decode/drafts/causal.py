@@ -1,42 +1,46 @@
-"""A small causal LM as draft: K sampled (or greedy) tokens, one small forward each."""
+"""A small causal LM as draft: a chain or tree of its most probable or sampled tokens."""
 
 import torch
 
-from decode.drafts.base import Proposal, Request, check_tokenizer
-from decode.sampling import warp
+from decode.drafts.base import Draft, Proposal, Request, check_tokenizer
+from decode.drafts.grow import Shape, grow, levels, reach
 from decode.settings import UserError
 from decode.target import Decoder, Target, fingerprint, load_model, load_tokenizer
 
 
-class CausalDraft:
+class CausalDraft(Draft):
     """Keeps its own K/V store, rolled back by length like the target's."""
 
-    def __init__(self, decoder: Decoder, name: str = "causal"):
+    def __init__(self, decoder: Decoder, name: str = "causal", shape: Shape = None):
         self.decoder = decoder
         self.name = name
+        self.shape = shape
+
+    def reach(self, k: int) -> int:
+        return reach(self.shape, k)
 
     def begin(self, request: Request) -> None:
         self.request = request
-        self.decoder.allocate(len(request.length), request.slots)
-        self.decoder.prefill(request.prompts, request.length)
+        self.decoder.allocate(request.rows, request.size)
+
+    def admit(self, row: torch.Tensor, prompts: torch.Tensor, length: torch.Tensor) -> None:
+        self.decoder.prefill(prompts, length, row)
+
+    def reserve(self, size: int) -> None:
+        self.decoder.grow(size)
 
     @torch.inference_mode()
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
-        """The first step reads the last two committed tokens: if all drafts were accepted in the round before,
-        the second last was drafted but never fed to this model, and so needs no case of its own."""
-        last_two = history.gather(1, torch.stack([length - 2, length - 1], 1))
-        logits = self.decoder.step(last_two, length - 2)[:, -1]
-        sampling = self.request.sampling
-        tokens, laws = [], []
-        for i in range(k):
-            if sampling.greedy:
-                tokens.append(logits.argmax(-1))
-            else:
-                laws.append(warp(logits, sampling))
-                tokens.append(self.request.choose(laws[-1]))
-            if i + 1 < k:
-                logits = self.decoder.step(tokens[-1][:, None], length + i)[:, -1]
-        return Proposal(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
+        """The first step reads all that the round before may have committed, so that no case needs another.
+
+        Of a chain only the last drafted token was never fed to this model, besides the bonus. A tree's path lies
+        scattered over its slots and is read again whole.
+        """
+        count = 2 if self.shape is None else levels(self.shape, k) + 1
+        back = length[:, None] + torch.arange(-count, 0, device=length.device)
+        last = history.gather(1, back.clamp_min(0))
+        logits = self.decoder.step(last, length - count)[:, -1]
+        return grow(self.decoder, logits, length, k, self.shape, self.request)
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft:

@@ -2,11 +2,11 @@
 
 import torch
 
-from decode.drafts.base import Proposal, Request
+from decode.drafts.base import Draft, Proposal
 from decode.verify import NO_DRAFT
 
 
-class NgramDraft:
+class NgramDraft(Draft):
     """The longest suffix of `longest` to `shortest` tokens that occurs earlier; of several, the latest.
 
     Prompt lookup decoding (Saxena 2023), here over prompt and output, on the device, for all rows at once.
@@ -16,9 +16,6 @@ class NgramDraft:
 
     def __init__(self, longest: int = 3, shortest: int = 1):
         self.longest, self.shortest = longest, shortest
-
-    def begin(self, request: Request) -> None:
-        """Nothing to read ahead: history holds the prompt."""
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         rows, slots = history.shape

@@ -1,0 +1,140 @@
+"""How a model that gives one next-token law at a time drafts: a chain, a fixed tree, or a tree by confidence."""
+
+from dataclasses import dataclass
+
+import torch
+
+from decode.cache import Nodes
+from decode.drafts.base import Proposal, Request, Tree
+from decode.sampling import warp
+from decode.target import Decoder
+from decode.tree import StaticTree, ancestors, depths, rerank
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """EAGLE-2 (Li et al. 2024): expand the most confident nodes, then keep the best of all that were seen."""
+
+    width: int = 4
+    """Nodes expanded a level, and children tried of each."""
+    nodes: int = 16
+    """Drafted nodes that the target verifies."""
+
+
+Shape = StaticTree | DynamicTree | None
+"""None: a chain."""
+
+
+def reach(shape: Shape, k: int) -> int:
+    """Slots behind a row's length that drafting or verifying this shape may write to."""
+    if shape is None:
+        return k + 1
+    if isinstance(shape, StaticTree):
+        return len(shape.parents) + 1
+    return max(shape.nodes, shape.width * k) + 1
+
+
+def levels(shape: Shape, k: int) -> int:
+    """The longest path: a static tree has its own, others take k."""
+    return shape.depth if isinstance(shape, StaticTree) else k
+
+
+def grow(
+    decoder: Decoder,
+    logits: torch.Tensor,
+    length: torch.Tensor,
+    k: int,
+    shape: Shape,
+    request: Request,
+) -> Proposal:
+    """A proposal behind the last committed token, whose next-token logits [B, V] `decoder` has just given."""
+    if shape is None:
+        return chain(decoder, logits, length, k, request)
+    if isinstance(shape, StaticTree):
+        return static_tree(decoder, logits, length, shape)
+    return dynamic_tree(decoder, logits, length, k, shape)
+
+
+def chain(
+    decoder: Decoder, logits: torch.Tensor, length: torch.Tensor, k: int, request: Request
+) -> Proposal:
+    """k tokens, each drawn (greedy: the best) from the law behind the one before."""
+    tokens, laws = [], []
+    for i in range(k):
+        if request.sampling.greedy:
+            tokens.append(logits.argmax(-1))
+        else:
+            laws.append(warp(logits, request.sampling))
+            tokens.append(request.choose(laws[-1]))
+        if i + 1 < k:
+            logits = decoder.step(tokens[-1][:, None], length + i)[:, -1]
+    return Proposal(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
+
+
+def static_tree(
+    decoder: Decoder, logits: torch.Tensor, length: torch.Tensor, shape: StaticTree
+) -> Proposal:
+    """The most probable tokens by rank, a level of the tree in one forward."""
+    tree = tree_of(torch.tensor(shape.parents, device=length.device), shape.depth)
+    depth = depths(torch.tensor(shape.parents)).tolist()
+    first = [depth.index(level) for level in range(1, shape.depth + 1)] + [len(depth)]
+    tokens = []
+    start = 0  # number of the first node that `ranked` has a row for
+    ranked = logits[:, None]
+    for level, (begin, end) in enumerate(zip(first[:-1], first[1:], strict=True), 1):
+        ranks = torch.tensor(shape.ranks[begin - 1 : end - 1], device=length.device)
+        above = torch.tensor(shape.parents[begin - 1 : end - 1], device=length.device) - start
+        best = ranked.topk(max(shape.ranks[begin - 1 : end - 1]) + 1, dim=-1).indices
+        tokens.append(best[:, above, ranks])
+        if level < shape.depth:
+            nodes = Nodes(
+                torch.arange(begin, end, device=length.device)[None],
+                tree.nodes.depth,
+                tree.nodes.visible[:, begin:end],
+            )
+            ranked = decoder.step(tokens[-1], length - 1, nodes)
+            start = begin
+    return Proposal(torch.cat(tokens, 1), None, tree)
+
+
+def dynamic_tree(
+    decoder: Decoder, logits: torch.Tensor, length: torch.Tensor, k: int, shape: DynamicTree
+) -> Proposal:
+    """k levels: each expands the `width` nodes with the most probable paths; the best `nodes` of all stay.
+
+    Every candidate counts in the end, expanded or not. Expanded ones have slots of their own in the draft's store.
+    """
+    rows, width, device = len(length), shape.width, length.device
+    level_of = [0, *(level for level in range(1, k) for _ in range(width))]
+    depth = torch.tensor([level_of], device=device)
+    score, token = torch.log_softmax(logits.float(), -1).topk(width)  # [B, W] the nodes to expand
+    tokens, scores, parents = [token], [score], [torch.zeros_like(token)]
+    candidate = torch.arange(width, device=device).expand(rows, -1)  # which candidates they are
+    seen = torch.zeros(rows, width, len(level_of), dtype=torch.bool, device=device)
+    seen[:, :, 0] = True
+    count = width
+    for level in range(1, k):
+        index = torch.arange(1 + (level - 1) * width, 1 + level * width, device=device)
+        seen = seen | (index[:, None] == torch.arange(len(level_of), device=device))
+        logits = decoder.step(token, length - 1, Nodes(index[None], depth, seen))
+        more, next_token = torch.log_softmax(logits.float(), -1).topk(width)  # [B, W, W]
+        total = (score[:, :, None] + more).flatten(1)
+        next_token = next_token.flatten(1)
+        tokens.append(next_token)
+        scores.append(total)
+        parents.append((candidate + 1).repeat_interleave(width, 1))
+        score, at = total.topk(width)
+        token = next_token.gather(1, at)
+        candidate = count + at
+        count += width * width
+        above = (at // width)[:, :, None].expand(-1, -1, len(level_of))
+        seen = seen.gather(1, above)
+    index, kept = rerank(torch.cat(scores, 1), torch.cat(parents, 1), shape.nodes)
+    return Proposal(torch.cat(tokens, 1).gather(1, index), None, tree_of(kept, k))
+
+
+def tree_of(parents: torch.Tensor, depth: int) -> Tree:
+    """The tree of `parents` [N] or [B, N] as the target verifies it, whole."""
+    batched = parents if parents.ndim == 2 else parents[None]
+    every = torch.arange(batched.shape[1] + 1, device=parents.device)[None]
+    return Tree(parents, Nodes(every, depths(batched), ancestors(batched)), depth)

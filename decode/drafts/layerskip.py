@@ -1,0 +1,36 @@
+"""The target's own first layers as draft: nothing to train, nothing to store."""
+
+import torch
+
+from decode.drafts.base import Draft, Proposal, Request
+from decode.drafts.grow import Shape, grow, reach
+from decode.target import Target
+
+
+class EarlyExitDraft(Draft):
+    """The first `layers` layers, final norm and head of the target (LayerSkip, Elhoushi et al. 2024).
+
+    They draft in the target's own K/V store: verification overwrites what they wrote for drafted tokens, and all
+    committed ones are there already. Useful on targets trained to exit early; others accept little.
+    """
+
+    name = "early-exit"
+
+    def __init__(self, target: Target, layers: int, shape: Shape = None):
+        self.target, self.layers, self.shape = target, layers, shape
+
+    def reach(self, k: int) -> int:
+        return reach(self.shape, k)
+
+    def begin(self, request: Request) -> None:
+        self.request = request
+        self.decoder = self.target.decoder.first_layers(self.layers)
+
+    def reserve(self, size: int) -> None:
+        self.decoder = self.target.decoder.first_layers(self.layers)
+
+    @torch.inference_mode()
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        last = history.gather(1, length[:, None] - 1)
+        logits = self.decoder.step(last, length - 1)[:, -1]
+        return grow(self.decoder, logits, length, k, self.shape, self.request)

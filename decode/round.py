@@ -1,0 +1,217 @@
+"""One round on the device: propose, verify in one target pass, accept, commit. Nothing in it reads the device."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from decode.drafts.base import Draft, Proposal
+from decode.sampling import Choose, Sampling, warp
+from decode.settings import UserError
+from decode.target import Target
+from decode.verify import (
+    NO_DRAFT,
+    Verdict,
+    verify_block,
+    verify_chain,
+    verify_greedy,
+    verify_tree,
+    verify_tree_sampled,
+    verify_typical,
+)
+
+RULES = ("exact", "block", "typical")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a round drafts and accepts."""
+
+    k: int
+    """Tokens of a chain, or levels of a tree, drafted a round."""
+    sampling: Sampling
+    choose: Choose
+    rule: str = "exact"
+    """exact: the rule that fits the draft, lossless; block: whole drafted blocks (Sun et al. 2025), lossless, for
+    chains of sampled tokens; typical: Medusa's typical acceptance, which is LOSSY."""
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise UserError(f"no verification rule {self.rule!r}; there are {', '.join(RULES)}")
+
+
+@dataclass
+class State:
+    """B rows of text on the device, changed in place: a captured graph knows them by their addresses."""
+
+    history: torch.Tensor  # [B, S] committed ids; whatever lies behind `length` is stale
+    length: torch.Tensor  # [B]
+    limit: torch.Tensor  # [B] length at which a row ends
+    done: torch.Tensor  # [B] bool: the row stays as it is
+
+    @staticmethod
+    def empty(rows: int, size: int, device: torch.device) -> "State":
+        """Rows that hold two tokens of nothing and are done."""
+        count = torch.full((rows,), 2, dtype=torch.long, device=device)
+        history = torch.zeros(rows, size, dtype=torch.long, device=device)
+        return State(history, count, count.clone(), torch.ones_like(count, dtype=torch.bool))
+
+    def grow(self, size: int) -> None:
+        """Room for `size` tokens a row."""
+        longer = self.history.new_zeros(len(self.history), size)
+        longer[:, : self.history.shape[1]] = self.history
+        self.history = longer
+
+
+@dataclass
+class Phases:
+    """Seconds a phase, summed over rounds; filled only when asked for, since the clock stops the device."""
+
+    draft: float = 0.0
+    verify: float = 0.0
+    total: float = 0.0
+    rounds: int = 0
+
+    @property
+    def overhead(self) -> float:
+        """What is neither draft nor target: acceptance, commit, reading the result."""
+        return self.total - self.draft - self.verify
+
+
+@torch.inference_mode()
+def play(
+    target: Target, draft: Draft | None, state: State, rules: Rules, phases: Phases | None = None
+) -> torch.Tensor:
+    """Runs one round on `state` and returns its report [B, 4 + levels + N]: see `read`."""
+    decoder = target.decoder
+    marks = [clock(decoder.device, phases)]
+    proposal = propose(draft, state, rules.k, decoder.context)
+    marks.append(clock(decoder.device, phases))
+    root = state.history.gather(1, state.length[:, None] - 1)
+    nodes = None if proposal.tree is None else proposal.tree.nodes
+    logits = decoder.step(
+        torch.cat([root, proposal.tokens.clamp_min(0)], 1), state.length - 1, nodes
+    )
+    marks.append(clock(decoder.device, phases))
+    verdict = judge(proposal, logits, rules)
+    if proposal.tree is not None:
+        assert verdict.path is not None
+        decoder.keep(state.length - 1, verdict.path)
+    report = commit(state, proposal, verdict, target.eos_ids)
+    if phases is not None:
+        phases.draft += marks[1] - marks[0]
+        phases.verify += marks[2] - marks[1]
+    return report
+
+
+def propose(draft: Draft | None, state: State, k: int, context: int) -> Proposal:
+    """The draft's proposal without what has no position in the context, and nothing for rows that are done."""
+    if draft is None:
+        return Proposal(state.history[:, :0], None)
+    proposal = draft.propose(state.history, state.length, k)
+    depth = level(proposal)[..., 1:]
+    room = (context - state.length).masked_fill(state.done, 0)
+    tokens = torch.where(depth <= room[:, None], proposal.tokens, NO_DRAFT)
+    if proposal.tree is None and tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+        used = int(
+            (tokens != NO_DRAFT).sum(1).max()
+        )  # reading is free here: verify no empty columns
+        return Proposal(tokens[:, :used], None if proposal.q is None else proposal.q[:, :used])
+    return Proposal(tokens, proposal.q, proposal.tree)
+
+
+def level(proposal: Proposal) -> torch.Tensor:
+    """[1|B, N + 1] depth of each node, the root's being 0."""
+    if proposal.tree is not None:
+        return proposal.tree.nodes.depth
+    return torch.arange(proposal.tokens.shape[1] + 1, device=proposal.tokens.device)[None]
+
+
+def judge(proposal: Proposal, logits: torch.Tensor, rules: Rules) -> Verdict:
+    """Which drafts stay and what follows them, by the rule that is exact for how they were made."""
+    tokens, tree, sampling, choose = proposal.tokens, proposal.tree, rules.sampling, rules.choose
+    if rules.rule == "typical":
+        parents = _chain(tokens) if tree is None else tree.parents
+        levels = tokens.shape[1] if tree is None else tree.levels
+        p = warp(logits, Sampling(1.0) if sampling.greedy else sampling)
+        verdict = verify_typical(tokens, parents, levels, p, choose)
+        if not sampling.greedy:
+            return verdict
+        last = verdict.path.gather(1, verdict.accepted[:, None])  # type: ignore[union-attr]
+        return Verdict(verdict.accepted, logits.argmax(-1).gather(1, last)[:, 0], verdict.path)
+    if tree is None and sampling.greedy:
+        return verify_greedy(tokens, logits.argmax(-1))
+    if sampling.greedy:
+        return verify_tree(tokens, tree.parents, tree.levels, logits.argmax(-1))  # type: ignore[union-attr]
+    p = warp(logits, sampling)
+    if tree is None:
+        if rules.rule == "block" and proposal.q is not None:
+            return verify_block(tokens, p, proposal.q, choose)
+        return verify_chain(tokens, p, proposal.q, choose)
+    if proposal.q is None:
+        return verify_tree(tokens, tree.parents, tree.levels, choose(p))
+    return verify_tree_sampled(tokens, tree.parents, tree.levels, p, proposal.q, choose)
+
+
+def commit(state: State, proposal: Proposal, verdict: Verdict, eos: torch.Tensor) -> torch.Tensor:
+    """Writes drafts and bonus behind the committed ids, moves lengths on, and ends rows. Returns the report.
+
+    A row that is done keeps its length; what is written behind it is never read.
+    """
+    tokens, tree = proposal.tokens, proposal.tree
+    if tree is None:
+        chosen = tokens
+    else:
+        assert verdict.path is not None
+        chosen = tokens.gather(1, (verdict.path[:, 1:] - 1).clamp_min(0))
+    emitted = torch.cat([chosen, verdict.bonus[:, None]], 1)
+    emitted = emitted.scatter(
+        1, verdict.accepted[:, None], verdict.bonus[:, None]
+    )  # [B, levels + 1]
+    place = torch.arange(emitted.shape[1], device=emitted.device)
+    state.history.scatter_(1, state.length[:, None] + place, emitted)
+    fresh = place <= verdict.accepted[:, None]
+    ended = ((emitted[..., None] == eos).any(-1) & fresh).any(-1)
+    length = state.length + (verdict.accepted + 1).masked_fill(state.done, 0)
+    state.length.copy_(length)
+    state.done.logical_or_(ended | (length >= state.limit))
+    drafted = (tokens != NO_DRAFT).sum(1)
+    levels = torch.full_like(drafted, emitted.shape[1] - 1)
+    head = torch.stack([drafted, verdict.accepted, levels], 1)
+    return torch.cat([head, emitted, tokens], 1)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One row of a round as the host sees it."""
+
+    drafted: int
+    accepted: int
+    tokens: list[int]  # accepted drafts and the bonus, not trimmed
+    proposed: list[int]
+
+
+def read(report: torch.Tensor) -> list[Report]:
+    """The report's rows: the one read of the device in a round."""
+    return [
+        Report(
+            drafted=drafted,
+            accepted=accepted,
+            tokens=rest[: accepted + 1],
+            proposed=[token for token in rest[levels + 1 :] if token != NO_DRAFT],
+        )
+        for drafted, accepted, levels, *rest in report.tolist()
+    ]
+
+
+def clock(device: torch.device, wanted: Phases | bool | None = True) -> float:
+    """Seconds now, after the device has finished; 0 when nobody asked."""
+    if wanted is None:
+        return 0.0
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _chain(tokens: torch.Tensor) -> torch.Tensor:
+    return torch.arange(tokens.shape[1], device=tokens.device)
