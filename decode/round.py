@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from decode.compiled import fast
 from decode.drafts.base import Draft, Proposal
 from decode.sampling import Choose, Sampling, warp
 from decode.settings import UserError
@@ -50,11 +51,35 @@ class State:
     done: torch.Tensor  # [B] bool: the row stays as it is
 
     @staticmethod
+    @torch.inference_mode()
     def empty(rows: int, size: int, device: torch.device) -> "State":
         """Rows that hold two tokens of nothing and are done."""
         count = torch.full((rows,), 2, dtype=torch.long, device=device)
         history = torch.zeros(rows, size, dtype=torch.long, device=device)
         return State(history, count, count.clone(), torch.ones_like(count, dtype=torch.bool))
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """No row holds anything."""
+        self.length.fill_(2)
+        self.limit.fill_(2)
+        self.done.fill_(True)
+
+    def seat(
+        self,
+        row: torch.Tensor,
+        tokens: torch.Tensor,
+        length: torch.Tensor,
+        first: torch.Tensor,
+        limit: torch.Tensor,
+        eos: torch.Tensor,
+    ) -> None:
+        """Rows `row` [b] hold prompts [b, W] of `length` and the `first` token that followed them."""
+        self.history[row, : tokens.shape[1]] = tokens
+        self.history[row, length] = first
+        self.length[row] = length + 1
+        self.limit[row] = limit
+        self.done[row] = (first[:, None] == eos).any(1) | (length + 1 >= limit)
 
     def grow(self, size: int) -> None:
         """Room for `size` tokens a row."""
@@ -80,27 +105,30 @@ class Phases:
 
 @torch.inference_mode()
 def play(
-    target: Target, draft: Draft | None, state: State, rules: Rules, phases: Phases | None = None
+    target: Target,
+    draft: Draft | None,
+    state: State,
+    rules: Rules,
+    *,
+    compiled: bool = False,
+    phases: Phases | None = None,
 ) -> torch.Tensor:
     """Runs one round on `state` and returns its report [B, 4 + levels + N]: see `read`."""
-    decoder = target.decoder
-    marks = [clock(decoder.device, phases)]
-    proposal = propose(draft, state, rules.k, decoder.context)
-    marks.append(clock(decoder.device, phases))
-    root = state.history.gather(1, state.length[:, None] - 1)
-    nodes = None if proposal.tree is None else proposal.tree.nodes
-    logits = decoder.step(
-        torch.cat([root, proposal.tokens.clamp_min(0)], 1), state.length - 1, nodes
-    )
-    marks.append(clock(decoder.device, phases))
-    verdict = judge(proposal, logits, rules)
-    if proposal.tree is not None:
-        assert verdict.path is not None
-        decoder.keep(state.length - 1, verdict.path)
-    report = commit(state, proposal, verdict, target.eos_ids)
+    device = target.decoder.device
+    draft_part, target_part = propose, settle
+    if compiled:
+        target_part = fast(settle, device.type)
+        if draft is not None and not draft.on_host:
+            draft_part = fast(propose, device.type)
+    start = clock(device, phases)
+    proposal = draft_part(draft, state, rules.k, target.decoder.context)
+    if device.type == "cpu":
+        proposal = trimmed(proposal, compiled)
+    drafted = clock(device, phases)
+    report = target_part(target, state, proposal, rules)
     if phases is not None:
-        phases.draft += marks[1] - marks[0]
-        phases.verify += marks[2] - marks[1]
+        phases.draft += drafted - start
+        phases.verify += clock(device, phases) - drafted
     return report
 
 
@@ -112,12 +140,34 @@ def propose(draft: Draft | None, state: State, k: int, context: int) -> Proposal
     depth = level(proposal)[..., 1:]
     room = (context - state.length).masked_fill(state.done, 0)
     tokens = torch.where(depth <= room[:, None], proposal.tokens, NO_DRAFT)
-    if proposal.tree is None and tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-        used = int(
-            (tokens != NO_DRAFT).sum(1).max()
-        )  # reading is free here: verify no empty columns
-        return Proposal(tokens[:, :used], None if proposal.q is None else proposal.q[:, :used])
     return Proposal(tokens, proposal.q, proposal.tree)
+
+
+def trimmed(proposal: Proposal, compiled: bool) -> Proposal:
+    """A chain without the columns that no row fills, or whole if it must keep its shape and any is filled.
+
+    It reads the tensor, which is free on a CPU and forbidden elsewhere.
+    """
+    tokens, q = proposal.tokens, proposal.q
+    if proposal.tree is not None or tokens.shape[1] == 0:
+        return proposal
+    used = int((tokens != NO_DRAFT).sum(1).max())
+    if compiled and used > 0:
+        return proposal
+    return Proposal(tokens[:, :used], None if q is None else q[:, :used])
+
+
+def settle(target: Target, state: State, proposal: Proposal, rules: Rules) -> torch.Tensor:
+    """Verifies in one pass of the target, accepts and commits. Returns the report."""
+    root = state.history.gather(1, state.length[:, None] - 1)
+    fed = torch.cat([root, proposal.tokens.clamp_min(0)], 1)
+    nodes = None if proposal.tree is None else proposal.tree.nodes
+    logits = target.decoder.step(fed, state.length - 1, nodes)
+    verdict = judge(proposal, logits, rules)
+    if proposal.tree is not None:
+        assert verdict.path is not None
+        target.decoder.keep(state.length - 1, verdict.path)
+    return commit(state, proposal, verdict, target.eos_ids)
 
 
 def level(proposal: Proposal) -> torch.Tensor:

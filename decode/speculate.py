@@ -5,12 +5,15 @@ Plain decoding is the same loop with nothing proposed, so a baseline runs on the
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 
 from decode.drafts.base import Draft, Request
+from decode.graphs import Graph
 from decode.round import Phases, Rules, State, clock, play, read
 from decode.sampling import Choose, Dice, Sampling, warp
 from decode.settings import UserError
@@ -55,6 +58,196 @@ class Seat:
 
 BUCKET = 128
 """Buffers hold a multiple of this many slots a row, and grow as rows do: what is not there is not attended to."""
+MODES = ("eager", "compiled", "graph")
+
+
+class Engine:
+    """A target and a draft set up to decode; it may be used again and again, and then compiles only once.
+
+    `rule` "exact" follows the target's law, "block" does so with whole drafted blocks, "typical" accepts more and is
+    lossy (decode/round.py). `mode` "eager" runs anywhere; "compiled" takes a minute or more at first for each shape
+    and is faster from then on; "graph" makes each round one CUDA graph, which eager code and drafts on the device
+    allow, and implies compilation.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None = None,
+        *,
+        k: int = 4,
+        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        rule: str = "exact",
+        mode: str = "eager",
+    ):
+        self.target, self.draft, self.mode = target, draft, mode
+        self.k, self.sampling, self.rule = k, sampling, rule
+        self.device = target.decoder.device
+        self.on_host = draft is not None and draft.on_host
+        self.reach = 1 if draft is None else draft.reach(k)
+        self.key: tuple[int, int] | None = None
+        if k < 1:
+            raise UserError(f"need k >= 1, got {k}")
+        if mode not in MODES:
+            raise UserError(f"no mode {mode!r}; there are {', '.join(MODES)}")
+        if mode == "graph" and (self.device.type != "cuda" or self.on_host):
+            raise UserError("mode graph needs a CUDA device and a draft that proposes on it")
+
+    def speculate(
+        self,
+        prompts: list[list[int]],
+        *,
+        max_new_tokens: int = 128,
+        rows: int | None = None,
+        seed: int = 0,
+        seeds: list[int] | None = None,
+        choose: Choose | None = None,
+        phases: Phases | None = None,
+    ) -> Iterator[RoundRecord]:
+        """Decodes ragged prompts (token ids), yielding each prompt's record as soon as its round is done.
+
+        `rows` prompts are decoded at once (default: all), and a row that is done takes the next one. `seeds` gives
+        each prompt its own randomness, so that its text does not depend on the batch it sits in. `choose` replaces
+        all randomness (tests enumerate with it; it needs every prompt in a row of its own). UserError for an empty
+        prompt or one that leaves no room in the target's context.
+        """
+        target, draft, device = self.target, self.draft, self.device
+        context = target.decoder.context
+        _check(prompts, context, max_new_tokens)
+        rows = len(prompts) if rows is None else min(rows, len(prompts))
+        limits = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
+        seeds = row_seeds_of(seed, len(prompts)) if seeds is None else seeds
+        longest = max(limits) + 2 * self.reach + 2  # rows that are done go on drafting
+        enough = max(map(len, prompts)) + 2 * self.reach + 2
+        size = _bucket(enough) if self.mode == "eager" else _power(longest)
+        state, rules = self._prepare(rows, size, choose)
+        waits = phases is not None or self.on_host
+        lag = int(device.type == "cuda" and not waits)  # a round is read while the next one runs
+        queue = deque(Seat(i, len(p), limits[i]) for i, p in enumerate(prompts))
+        seats: list[Seat | None] = [None] * rows
+        flying: deque[tuple[torch.Tensor, list[Seat | None], float]] = deque()  # not read yet
+
+        while True:
+            free = [row for row, seat in enumerate(seats) if seat is None or seat.finished]
+            if free and queue:
+                start = clock(device)
+                newly = {row: queue.popleft() for row in free[: len(queue)]}
+                first = self._admit(state, rules, prompts, newly, seeds, choose).tolist()
+                seconds = clock(device) - start
+                for (row, seat), token in zip(newly.items(), first, strict=True):
+                    seats[row] = seat
+                    seat.written += 1
+                    seat.finished = _reason(token, seat.written, seat.limit, target.eos)
+                    if draft is not None:
+                        draft.observe(row, [*prompts[seat.prompt], token])
+                    yield RoundRecord(seat.prompt, True, 0, 0, [], [token], seat.finished, seconds)
+                continue  # a row may be done with its first token
+            active = [seat for seat in seats if seat is not None and not seat.finished]
+            if not active:
+                return
+            need = max(seat.written for seat in active) + (lag + 2) * self.reach + 2
+            if need > state.history.shape[1]:
+                self._grow(state, _bucket(need))
+            start = clock(device)
+            flying.append((self._round(state, rules, phases), list(seats), start))
+            if len(flying) > lag:
+                records = self._land(*flying.popleft())
+                if phases is not None:
+                    phases.total += time.perf_counter() - start
+                    phases.rounds += 1
+                yield from records
+
+    def _prepare(self, rows: int, size: int, choose: Choose | None) -> tuple[State, Rules]:
+        """Empty rows. The same shape as before finds the same buffers, dice and graph."""
+        if choose is not None or self.key != (rows, size):
+            self.state = State.empty(rows, size, self.device)
+            self.dice = Dice(torch.zeros(rows, dtype=torch.long, device=self.device))
+            self.graph: Graph | None = None
+        self.key = None if choose is not None else (rows, size)
+        self.state.clear()
+        self.target.decoder.allocate(rows, size)
+        rules = Rules(self.k, self.sampling, choose or self.dice, self.rule)
+        if self.draft is not None:
+            self.draft.begin(Request(rows, size, self.k, self.sampling, rules.choose))
+        return self.state, rules
+
+    @torch.inference_mode()
+    def _admit(
+        self,
+        state: State,
+        rules: Rules,
+        prompts: list[list[int]],
+        newly: dict[int, Seat],
+        seeds: list[int],
+        choose: Choose | None,
+    ) -> torch.Tensor:
+        """Seats prompts in rows, next to rows that go on, and returns their first tokens [b]."""
+        device = self.device
+        texts = [prompts[seat.prompt] for seat in newly.values()]
+        row = torch.tensor(list(newly), device=device)
+        if choose is None:
+            numbers = [seeds[seat.prompt] for seat in newly.values()]
+            self.dice.seat(row, torch.tensor(numbers, device=device))
+            choose = self.dice.of(row)
+        padded = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
+        for line, text in zip(padded, texts, strict=True):
+            line[: len(text)] = torch.tensor(text)
+        tokens = padded.to(device)
+        length = torch.tensor([len(text) for text in texts], device=device)
+        if tokens.shape[1] + 2 * self.reach + 2 > state.history.shape[1]:
+            self._grow(state, _bucket(tokens.shape[1] + 2 * self.reach + 2))
+        logits = self.target.decoder.prefill(tokens, length, row)
+        greedy = self.sampling.greedy
+        first = logits.argmax(-1) if greedy else choose(warp(logits, self.sampling))
+        if self.draft is not None:
+            self.draft.admit(row, tokens, length)
+        limit = torch.tensor([seat.limit for seat in newly.values()], device=device)
+        state.seat(row, tokens, length, first, limit, self.target.eos_ids)
+        return first
+
+    def _round(self, state: State, rules: Rules, phases: Phases | None) -> torch.Tensor:
+        compiled = self.mode != "eager"
+        run = partial(play, self.target, self.draft, state, rules, compiled=compiled)
+        if self.mode != "graph" or phases is not None:
+            return run(phases=phases)
+        if self.graph is None:
+            changed = [state.history, state.length, state.done, self.dice.draws]
+            self.graph = Graph(run, changed)
+        return self.graph()
+
+    def _grow(self, state: State, size: int) -> None:
+        self.key = (len(state.length), size)
+        self.target.decoder.grow(size)
+        state.grow(size)
+        if self.draft is not None:
+            self.draft.reserve(size)
+
+    def _land(
+        self, report: torch.Tensor, seats: list[Seat | None], start: float
+    ) -> list[RoundRecord]:
+        """Reads a round and hands out what it emitted; rows that were done before it are passed over."""
+        rows, records = read(report), []
+        seconds = time.perf_counter() - start
+        for at, (seat, row) in enumerate(zip(seats, rows, strict=True)):
+            if seat is None or seat.finished:
+                continue
+            tokens, seat.finished = _trim(row.tokens, seat.written, seat.limit, self.target.eos)
+            seat.written += len(tokens)
+            if self.draft is not None:
+                self.draft.observe(at, tokens)
+            records.append(
+                RoundRecord(
+                    seat.prompt,
+                    False,
+                    row.drafted,
+                    row.accepted,
+                    row.proposed,
+                    tokens,
+                    seat.finished,
+                    seconds,
+                )
+            )
+        return records
 
 
 def speculate(
@@ -64,87 +257,30 @@ def speculate(
     *,
     k: int = 4,
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
-    max_new_tokens: int = 128,
-    rows: int | None = None,
     rule: str = "exact",
-    seed: int = 0,
-    seeds: list[int] | None = None,
-    choose: Choose | None = None,
-    phases: Phases | None = None,
+    mode: str = "eager",
+    **settings: Any,
 ) -> Iterator[RoundRecord]:
-    """Decodes ragged prompts (token ids), yielding each prompt's record as soon as its round is done.
+    """`Engine.speculate` of an engine made for these prompts; `settings` are its keywords.
 
     The emitted text follows the target's own law under `sampling` (its argmax at temperature 0) whatever the
-    draft; draft None is plain decoding. `rows` prompts are decoded at once (default: all), and a row that is done
-    takes the next one. `seeds` gives each prompt its own randomness, so that its text does not depend on the
-    batch it sits in. `rule` "block" verifies chains by blocks, "typical" accepts more and is lossy (decode/round.py).
-    `choose` replaces all randomness (tests enumerate with it; it needs every prompt in a row of its own).
-    UserError for an empty prompt or one that leaves no room in the target's context.
+    draft; draft None is plain decoding.
     """
-    decoder, device = target.decoder, target.decoder.device
-    _check(prompts, decoder.context, max_new_tokens, k)
-    rows = len(prompts) if rows is None else min(rows, len(prompts))
-    limits = [min(len(prompt) + max_new_tokens, decoder.context) for prompt in prompts]
-    seeds = row_seeds_of(seed, len(prompts)) if seeds is None else seeds
-    dice = Dice(torch.zeros(rows, dtype=torch.long, device=device)) if choose is None else None
-    rules = Rules(k, sampling, dice or choose, rule)  # type: ignore[arg-type]
-    reach = 1 if draft is None else draft.reach(k)
-    waits = phases is not None or (draft is not None and draft.on_host)
-    lag = int(device.type == "cuda" and not waits)  # the host reads a round while the next one runs
-    longest = max(limits) + 2 * reach + 2  # rows that are done go on drafting behind their limit
-    size = min(longest, _bucket(max(map(len, prompts)) + 2 * reach + 2))
-    state = State.empty(rows, size, device)
-    decoder.allocate(rows, size)
-    if draft is not None:
-        draft.begin(Request(rows, size, k, sampling, rules.choose))
-    queue = deque(Seat(i, len(p), limits[i]) for i, p in enumerate(prompts))
-    seats: list[Seat | None] = [None] * rows
-    flying: deque[tuple[torch.Tensor, list[Seat | None], float]] = deque()  # rounds not read yet
-
-    while True:
-        free = [row for row, seat in enumerate(seats) if seat is None or seat.finished]
-        if free and queue:
-            start = clock(device)
-            newly = {row: queue.popleft() for row in free[: len(queue)]}
-            row = torch.tensor(list(newly), device=device)
-            if dice is not None:
-                numbers = [seeds[seat.prompt] for seat in newly.values()]
-                dice.seat(row, torch.tensor(numbers, device=device))
-            choose_first = rules.choose if dice is None else dice.of(row)
-            texts = [prompts[seat.prompt] for seat in newly.values()]
-            stops = [seat.limit for seat in newly.values()]
-            first = _admit(target, draft, state, texts, stops, row, sampling, choose_first).tolist()
-            seconds = clock(device) - start
-            for (at, seat), token in zip(newly.items(), first, strict=True):
-                seats[at] = seat
-                seat.written += 1
-                seat.finished = _reason(token, seat.written, seat.limit, target.eos)
-                if draft is not None:
-                    draft.observe(at, [*prompts[seat.prompt], token])
-                yield RoundRecord(seat.prompt, True, 0, 0, [], [token], seat.finished, seconds)
-            continue  # a row may be done with its first token
-        if all(seat is None or seat.finished for seat in seats):
-            break
-        written = max(seat.written for seat in seats if seat is not None and not seat.finished)
-        need = min(longest, written + (lag + 2) * reach + 2)
-        if need > state.history.shape[1]:
-            _grow(target, draft, state, min(longest, _bucket(need)))
-        start = clock(device)
-        flying.append((play(target, draft, state, rules, phases), list(seats), start))
-        if len(flying) > lag:
-            records = _land(*flying.popleft(), draft, target)
-            if phases is not None:
-                phases.total += time.perf_counter() - start
-                phases.rounds += 1
-            yield from records
+    engine = Engine(target, draft, k=k, sampling=sampling, rule=rule, mode=mode)
+    return engine.speculate(prompts, **settings)
 
 
 def decode(
-    target: Target, draft: Draft | None, prompts: list[list[int]], **kwargs: object
+    target: Target, draft: Draft | None, prompts: list[list[int]], **settings: Any
 ) -> list[Output]:
     """`speculate` run to its end: one Output for each prompt, in order. Takes the same keywords."""
+    return collect(prompts, speculate(target, draft, prompts, **settings))
+
+
+def collect(prompts: list[list[int]], records: Iterable[RoundRecord]) -> list[Output]:
+    """One Output for each prompt, in order."""
     outputs = [Output(prompt) for prompt in prompts]
-    for record in speculate(target, draft, prompts, **kwargs):  # type: ignore[arg-type]
+    for record in records:
         add(outputs[record.prompt], record)
     return outputs
 
@@ -165,77 +301,14 @@ def row_seeds_of(seed: int, rows: int) -> list[int]:
     return [(seed << 31) + row for row in range(rows)]
 
 
-@torch.inference_mode()
-def _admit(
-    target: Target,
-    draft: Draft | None,
-    state: State,
-    prompts: list[list[int]],
-    limits: list[int],
-    row: torch.Tensor,
-    sampling: Sampling,
-    choose: Choose,
-) -> torch.Tensor:
-    """Puts prompts into rows `row` [b], next to rows that go on, and returns their first tokens [b]."""
-    device = row.device
-    tokens = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
-    for text, prompt in zip(tokens, prompts, strict=True):
-        text[: len(prompt)] = torch.tensor(prompt)
-    tokens = tokens.to(device)
-    length = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    logits = target.decoder.prefill(tokens, length, row)
-    first = logits.argmax(-1) if sampling.greedy else choose(warp(logits, sampling))
-    if draft is not None:
-        draft.admit(row, tokens, length)
-    state.history[row, : tokens.shape[1]] = tokens
-    state.history[row, length] = first
-    state.length[row] = length + 1
-    state.limit[row] = torch.tensor(limits, device=device)
-    state.done[row] = (first[:, None] == target.eos_ids).any(1) | (length + 1 >= state.limit[row])
-    return first
-
-
-def _grow(target: Target, draft: Draft | None, state: State, size: int) -> None:
-    target.decoder.grow(size)
-    state.grow(size)
-    if draft is not None:
-        draft.reserve(size)
-
-
-def _land(
-    report: torch.Tensor,
-    seats: list[Seat | None],
-    start: float,
-    draft: Draft | None,
-    target: Target,
-) -> list[RoundRecord]:
-    """Reads a round and hands out what it emitted; rows that were done before it are passed over."""
-    rows, records = read(report), []
-    seconds = time.perf_counter() - start
-    for at, (seat, row) in enumerate(zip(seats, rows, strict=True)):
-        if seat is None or seat.finished:
-            continue
-        tokens, seat.finished = _trim(row.tokens, seat.written, seat.limit, target.eos)
-        seat.written += len(tokens)
-        if draft is not None:
-            draft.observe(at, row.tokens)
-        records.append(
-            RoundRecord(
-                seat.prompt,
-                False,
-                row.drafted,
-                row.accepted,
-                row.proposed,
-                tokens,
-                seat.finished,
-                seconds,
-            )  # fmt: skip
-        )
-    return records
-
-
 def _bucket(size: int) -> int:
+    """The next multiple of BUCKET."""
     return -(-size // BUCKET) * BUCKET
+
+
+def _power(size: int) -> int:
+    """The next power of two, BUCKET at least: few shapes, so that little is compiled."""
+    return max(BUCKET, 1 << (size - 1).bit_length())
 
 
 def _trim(
@@ -253,11 +326,11 @@ def _reason(token: int, written: int, limit: int, eos: frozenset[int]) -> str | 
     return "eos" if token in eos else "length" if written >= limit else None
 
 
-def _check(prompts: list[list[int]], context: int, max_new_tokens: int, k: int) -> None:
+def _check(prompts: list[list[int]], context: int, max_new_tokens: int) -> None:
     if len(prompts) == 0:
         raise UserError("there is no prompt to decode")
-    if max_new_tokens < 1 or k < 1:
-        raise UserError(f"need max_new_tokens >= 1 and k >= 1, got {max_new_tokens} and {k}")
+    if max_new_tokens < 1:
+        raise UserError(f"need max_new_tokens >= 1, got {max_new_tokens}")
     for i, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise UserError(f"prompt {i} is empty: give at least one token")

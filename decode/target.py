@@ -77,7 +77,6 @@ class Decoder:
             logits = torch.where(inside[:, None], here, logits)
         return logits
 
-    @torch.inference_mode()
     def step(
         self, tokens: torch.Tensor, base: torch.Tensor, nodes: Nodes | None = None
     ) -> torch.Tensor:
@@ -88,7 +87,6 @@ class Decoder:
         self.cache.slots.place(base, tokens.shape[1], nodes=nodes)
         return self._forward(tokens)
 
-    @torch.inference_mode()
     def keep(self, base: torch.Tensor, path: torch.Tensor) -> None:
         """Moves the accepted nodes `path` [B, P] of a tree, rooted at slot `base` [B], into chain order."""
         self.cache.move(base, path)

@@ -189,15 +189,17 @@ def verify_tree_sampled(
 
     q [B, T, V] is the draft's full law after each node, ignored at leaves. Siblings are numbered in the order
     they were drawn, and their places were fixed before: a tree that is pruned, sorted or filled by looking at
-    its tokens (top-k, re-ranking) needs verify_tree.
+    its tokens (top-k, re-ranking) needs verify_tree. A sibling that repeats an earlier one, or that q excludes, is
+    passed over, so draws with replacement are lossless too.
     """
     parents = parents.expand_as(tokens)
     depth = depths(parents)
     tokens = torch.where(depth[:, 1:] <= depth_limit, tokens, NO_DRAFT)
     last, p_now, q_now = torch.zeros_like(tokens[:, 0]), p[:, 0], q[:, 0]
     for i in range(tokens.shape[1]):  # nodes below the accepted one have larger numbers
-        tried = (parents[:, i] == last) & (tokens[:, i] != NO_DRAFT)
-        token = torch.where(tried, tokens[:, i], NO_DRAFT)[:, None]
+        token = torch.where(parents[:, i] == last, tokens[:, i], NO_DRAFT)[:, None]
+        token = torch.where(q_now.gather(1, token.clamp_min(0)) > 0, token, NO_DRAFT)
+        tried = token[:, 0] != NO_DRAFT
         weights = accept_weights(token, p_now[:, None], q_now[:, None])
         stays = tried & (choose(weights)[:, 0] == 0)
         p_less, q_less = after_rejection(token.clamp_min(0), p_now, q_now)

@@ -72,7 +72,7 @@ class Draft:
         """Rows may become `size` tokens long from now on."""
 
     def observe(self, row: int, tokens: list[int]) -> None:
-        """These ids were committed to the row, as the host has read them."""
+        """These ids were committed to the row, as the host has read them: first its prompt and what follows."""
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         """Up to k tokens, or k levels of a tree, after the first `length` [B] ids of history [B, S]."""

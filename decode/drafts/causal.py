@@ -29,7 +29,6 @@ class CausalDraft(Draft):
     def reserve(self, size: int) -> None:
         self.decoder.grow(size)
 
-    @torch.inference_mode()
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         """The first step reads all that the round before may have committed, so that no case needs another.
 

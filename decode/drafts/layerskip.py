@@ -29,7 +29,6 @@ class EarlyExitDraft(Draft):
     def reserve(self, size: int) -> None:
         self.decoder = self.target.decoder.first_layers(self.layers)
 
-    @torch.inference_mode()
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         last = history.gather(1, length[:, None] - 1)
         logits = self.decoder.step(last, length - 1)[:, -1]
