@@ -4,6 +4,8 @@ transformers builds no mask for a name it has no mask function for, so masks com
 knows the lengths of ragged rows, the window of each layer and (in prefill) plain causality.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,8 +13,25 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from decode.cache import Slots
+from decode.settings import UserError
 
 NAME = "draftsmith"
+
+
+class Running:
+    """What the forward that runs writes to and sees, for models that lose the keyword on its way (stablelm)."""
+
+    slots: Slots | None = None
+
+
+@contextmanager
+def over(slots: Slots) -> Iterator[None]:
+    """Within it, attention that is given no slots uses these."""
+    Running.slots = slots
+    try:
+        yield
+    finally:
+        Running.slots = None
 
 
 def attention(
@@ -33,7 +52,13 @@ def attention(
 
     `slots` arrives as a keyword of the model's own forward, which hands unknown ones down. Without it (training)
     attention is plainly causal over the fresh keys: right padding is never seen by the tokens before it.
+    UserError for a mask: none is built for this name, so the model has one of its own that would be lost.
     """
+    if attention_mask is not None:
+        raise UserError(
+            f"{type(module).__name__} masks its attention by itself: such a model is unknown here"
+        )
+    slots = Running.slots if slots is None else slots
     rows, heads, count, width = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads

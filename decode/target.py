@@ -17,6 +17,7 @@ from transformers.utils import logging
 from decode import attention
 from decode.cache import Nodes, Store
 from decode.settings import UserError
+from decode.support import batch_experts, context, refuse
 
 logging.disable_progress_bar()  # a bar a shard hides the one bar of the command
 
@@ -26,14 +27,16 @@ PREFILL_CHUNK = 1024
 
 
 class Decoder:
-    """One causal LM with its own fixed-shape K/V store, for ragged rows."""
+    """One causal LM with its own fixed-shape K/V store, for ragged rows. UserError for one that cannot be decoded."""
 
     def __init__(self, model: Any):
+        refuse(model)
         self.model = model.eval()
         self.model.set_attn_implementation(attention.NAME)
+        batch_experts(self.model)
         self.config = model.config.get_text_config(decoder=True)
         self.device: torch.device = model.device
-        self.context: int = self.config.max_position_embeddings
+        self.context: int = context(self.config)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.shape = 0, 0  # rows and slots of the buffers
 
@@ -108,13 +111,14 @@ class Decoder:
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         # Drafts near the end of the context get a position that exists; their verdict is never used.
         position = self.cache.slots.position.clamp_max(self.context - 1)
-        return self.model(
-            input_ids=tokens,
-            position_ids=position,
-            past_key_values=self.cache,
-            use_cache=True,
-            slots=self.cache.slots,
-        ).logits
+        with attention.over(self.cache.slots):
+            return self.model(
+                input_ids=tokens,
+                position_ids=position,
+                past_key_values=self.cache,
+                use_cache=True,
+                slots=self.cache.slots,
+            ).logits
 
 
 def _at(row: torch.Tensor, column: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import torch
 
 from decode.drafts.base import Draft, Proposal, Request, check_tokenizer
-from decode.drafts.grow import Shape, grow, levels, reach
+from decode.drafts.grow import Shape, grow, levels, prepare, reach
 from decode.settings import UserError
 from decode.target import Decoder, Target, fingerprint, load_model, load_tokenizer
 
@@ -21,6 +21,7 @@ class CausalDraft(Draft):
 
     def begin(self, request: Request) -> None:
         self.request = request
+        self.plan = prepare(self.shape, self.decoder.device)
         self.decoder.allocate(request.rows, request.size)
 
     def admit(self, row: torch.Tensor, prompts: torch.Tensor, length: torch.Tensor) -> None:
@@ -39,7 +40,7 @@ class CausalDraft(Draft):
         back = length[:, None] + torch.arange(-count, 0, device=length.device)
         last = history.gather(1, back.clamp_min(0))
         logits = self.decoder.step(last, length - count)[:, -1]
-        return grow(self.decoder, logits, length, k, self.shape, self.request)
+        return grow(self.decoder, logits, length, k, self.plan, self.request)
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft:

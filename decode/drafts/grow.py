@@ -39,20 +39,66 @@ def levels(shape: Shape, k: int) -> int:
     return shape.depth if isinstance(shape, StaticTree) else k
 
 
+@dataclass(frozen=True)
+class Step:
+    """One level of a static tree: which ranks of which rows of the level above, and its nodes."""
+
+    ranks: torch.Tensor  # [F]
+    above: torch.Tensor  # [F] row of the parent among the nodes of the level above
+    most: int  # ranks needed
+    nodes: Nodes  # what to forward for the next level
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A static tree laid out on a device, so that a round uploads nothing."""
+
+    tree: Tree
+    steps: list[Step]
+
+
+def lay_out(shape: StaticTree, device: torch.device) -> Plan:
+    """The tensors that drafting `shape` needs."""
+    depth = [0]
+    for parent in shape.parents:
+        depth.append(depth[parent] + 1)
+    tree = tree_of(torch.tensor(shape.parents, device=device), shape.depth)
+    steps, start = [], 0  # number of the first node of the level above
+    for level in range(1, shape.depth + 1):
+        begin, end = depth.index(level), len(depth) - depth[::-1].index(level)
+        ranks, parents = shape.ranks[begin - 1 : end - 1], shape.parents[begin - 1 : end - 1]
+        every = torch.arange(begin, end, device=device)[None]
+        steps.append(
+            Step(
+                torch.tensor(ranks, device=device),
+                torch.tensor(parents, device=device) - start,
+                max(ranks) + 1,
+                Nodes(every, tree.nodes.depth, tree.nodes.visible[:, begin:end]),
+            )
+        )
+        start = begin
+    return Plan(tree, steps)
+
+
+def prepare(shape: Shape, device: torch.device) -> "Plan | DynamicTree | None":
+    """What `grow` wants to be given for this shape; made once a batch."""
+    return lay_out(shape, device) if isinstance(shape, StaticTree) else shape
+
+
 def grow(
     decoder: Decoder,
     logits: torch.Tensor,
     length: torch.Tensor,
     k: int,
-    shape: Shape,
+    plan: Plan | DynamicTree | None,
     request: Request,
 ) -> Proposal:
     """A proposal behind the last committed token, whose next-token logits [B, V] `decoder` has just given."""
-    if shape is None:
+    if plan is None:
         return chain(decoder, logits, length, k, request)
-    if isinstance(shape, StaticTree):
-        return static_tree(decoder, logits, length, shape)
-    return dynamic_tree(decoder, logits, length, k, shape)
+    if isinstance(plan, Plan):
+        return static_tree(decoder, logits, length, plan)
+    return dynamic_tree(decoder, logits, length, k, plan)
 
 
 def chain(
@@ -72,29 +118,17 @@ def chain(
 
 
 def static_tree(
-    decoder: Decoder, logits: torch.Tensor, length: torch.Tensor, shape: StaticTree
+    decoder: Decoder, logits: torch.Tensor, length: torch.Tensor, plan: Plan
 ) -> Proposal:
     """The most probable tokens by rank, a level of the tree in one forward."""
-    tree = tree_of(torch.tensor(shape.parents, device=length.device), shape.depth)
-    depth = depths(torch.tensor(shape.parents)).tolist()
-    first = [depth.index(level) for level in range(1, shape.depth + 1)] + [len(depth)]
     tokens = []
-    start = 0  # number of the first node that `ranked` has a row for
-    ranked = logits[:, None]
-    for level, (begin, end) in enumerate(zip(first[:-1], first[1:], strict=True), 1):
-        ranks = torch.tensor(shape.ranks[begin - 1 : end - 1], device=length.device)
-        above = torch.tensor(shape.parents[begin - 1 : end - 1], device=length.device) - start
-        best = ranked.topk(max(shape.ranks[begin - 1 : end - 1]) + 1, dim=-1).indices
-        tokens.append(best[:, above, ranks])
-        if level < shape.depth:
-            nodes = Nodes(
-                torch.arange(begin, end, device=length.device)[None],
-                tree.nodes.depth,
-                tree.nodes.visible[:, begin:end],
-            )
-            ranked = decoder.step(tokens[-1], length - 1, nodes)
-            start = begin
-    return Proposal(torch.cat(tokens, 1), None, tree)
+    ranked = logits[:, None]  # [B, F, V] behind the nodes of the level above
+    for step in plan.steps:
+        best = ranked.topk(step.most, dim=-1).indices
+        tokens.append(best[:, step.above, step.ranks])
+        if step is not plan.steps[-1]:
+            ranked = decoder.step(tokens[-1], length - 1, step.nodes)
+    return Proposal(torch.cat(tokens, 1), None, plan.tree)
 
 
 def dynamic_tree(

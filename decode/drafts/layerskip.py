@@ -3,7 +3,7 @@
 import torch
 
 from decode.drafts.base import Draft, Proposal, Request
-from decode.drafts.grow import Shape, grow, reach
+from decode.drafts.grow import Shape, grow, prepare, reach
 from decode.target import Target
 
 
@@ -24,6 +24,7 @@ class EarlyExitDraft(Draft):
 
     def begin(self, request: Request) -> None:
         self.request = request
+        self.plan = prepare(self.shape, self.target.decoder.device)
         self.decoder = self.target.decoder.first_layers(self.layers)
 
     def reserve(self, size: int) -> None:
@@ -32,4 +33,4 @@ class EarlyExitDraft(Draft):
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         last = history.gather(1, length[:, None] - 1)
         logits = self.decoder.step(last, length - 1)[:, -1]
-        return grow(self.decoder, logits, length, k, self.shape, self.request)
+        return grow(self.decoder, logits, length, k, self.plan, self.request)

@@ -1,0 +1,92 @@
+"""Which causal LMs can be decoded with drafts here, for how many positions, and why others cannot.
+
+Every check reads what transformers or the config says about a model, never its name. What none of them foresees
+fails aloud later: a mask of the model's own in decode/attention.py, a recurrent state in decode/cache.py.
+"""
+
+import inspect
+import sys
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from decode.settings import UserError
+
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def refuse(model: Any) -> None:
+    """UserError with the reason if rows of unequal length, roll-back or token trees would change this model's text."""
+    config = model.config.get_text_config(decoder=True)
+    reason = _reason(model, config)
+    if reason is not None:
+        raise UserError(f"a {config.model_type} model cannot be decoded here: it {reason}")
+
+
+def _reason(model: Any, config: Any) -> str | None:
+    if model.config.is_encoder_decoder:
+        return "is an encoder-decoder, not a causal language model"
+    kinds = set(vars(config).get("layer_types") or [])
+    if model._is_stateful:
+        return "has recurrent layers, whose state cannot be taken back when a draft is rejected"
+    if kinds - KNOWN_LAYERS:
+        return f"has {', '.join(sorted(kinds - KNOWN_LAYERS))} layers; full and sliding attention are known"
+    if not all(part._can_set_attn_implementation() for part in text_parts(model, config)):
+        return (
+            "computes attention by itself (as those with ALiBi or local attention do) and not through "
+            "transformers' AttentionInterface, so that the positions of drafts cannot be told to it"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "takes no position_ids, and drafts have others than their places in a batch"
+    if any(vars(module).get("is_causal") is False for module in model.modules()):
+        return "attends to later tokens, which are not known yet when text is decoded"
+    if any("dynamic" in rope["rope_type"] for rope in ropes(config)):
+        return "changes its RoPE with the length of the text (dynamic NTK), so that cached keys go stale"
+    window = vars(config).get("sliding_window")
+    slides = "sliding_attention" in kinds if kinds else window is not None
+    if slides and window < context(config) and not _tells_window(text_parts(model, config)):
+        return f"does not tell its attention function about its window of {window} positions"
+    return None
+
+
+def context(config: Any) -> int:
+    """Positions that a row may have: those of the config, but of longrope only the ones before its long factors.
+
+    There longrope changes the frequencies of all tokens of a forward at once, cached keys excepted: a row's text
+    would depend on the other rows and on how far its drafts reach.
+    """
+    original = [
+        rope["original_max_position_embeddings"]
+        for rope in ropes(config)
+        if rope["rope_type"] == "longrope"
+    ]
+    return min([config.max_position_embeddings, *original])
+
+
+def ropes(config: Any) -> list[dict[str, Any]]:
+    """The RoPE of the model, or those of its kinds of layers; none where positions are learned."""
+    found = vars(config).get("rope_parameters") or {}
+    return [found] if "rope_type" in found else [rope for rope in found.values() if rope]
+
+
+def text_parts(model: Any, config: Any) -> list[Any]:
+    """The transformers models inside `model`, itself among them, that follow the text `config`."""
+    return [
+        part
+        for part in model.modules()
+        if isinstance(part, PreTrainedModel) and part.config is config
+    ]
+
+
+def batch_experts(model: Any) -> None:
+    """Experts one by one ask the host which of them have tokens; grouped ones do not, and compute the same."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
+            if part.get_experts_implementation()[""] == "eager":
+                part.set_experts_implementation("grouped_mm")
+
+
+def _tells_window(parts: list[Any]) -> bool:
+    """Whether their code hands `sliding_window` to the attention function: some models only build a mask with it."""
+    files = {type(part).__module__ for part in parts}
+    return all("sliding_window=" in inspect.getsource(sys.modules[file]) for file in files)

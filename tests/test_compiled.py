@@ -1,0 +1,84 @@
+"""Compiled rounds: whole graphs, none made anew while lengths change, the same text."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from decode import compiled
+from decode import round as rounds
+from decode.drafts.base import Draft
+from decode.drafts.causal import CausalDraft
+from decode.drafts.grow import DynamicTree
+from decode.drafts.layerskip import EarlyExitDraft
+from decode.drafts.lookup import NgramDraft
+from decode.sampling import Sampling
+from decode.speculate import Engine, collect, decode
+from decode.target import Decoder, Target
+from tests.test_speculate import PROMPTS, texts
+from tests.test_token_trees import BUSHY
+from tests.tiny import noisy, tiny_model, tiny_target
+
+GREEDY, SAMPLED = Sampling(), Sampling(0.8, top_p=0.9)
+
+
+def make(name: str, target: Target) -> Draft | None:
+    near = Decoder(noisy(target.decoder.model, 0.01))
+    return {
+        "plain": None,
+        "ngram": NgramDraft(),
+        "causal": CausalDraft(near),
+        "static": CausalDraft(near, shape=BUSHY),
+        "dynamic": CausalDraft(near, shape=DynamicTree(3, 8)),
+        "early-exit": EarlyExitDraft(target, 2),
+    }[name]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Compilation without a code generator: dynamo's part is what can break and what can recompile."""
+    made: list[int] = []
+
+    def backend(module, inputs):  # type: ignore[no-untyped-def]
+        made.append(len(made))
+        return module.forward
+
+    @cache
+    def fast(function, device_type):  # type: ignore[no-untyped-def]
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(rounds, "fast", fast)
+    return made
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["plain", "ngram", "causal", "static", "dynamic", "early-exit"])
+def test_compiled_rounds_say_the_same_and_compile_once(
+    name: str, sampling: Sampling, graphs: list[int]
+) -> None:
+    """Catches graph breaks (they raise), state frozen into a graph, and a graph for every length."""
+    target = tiny_target(tiny_model("llama"))
+    draft = make(name, target)
+    settings = {"max_new_tokens": 24, "seed": 3}
+    want = decode(target, draft, PROMPTS, k=3, sampling=sampling, **settings)
+    engine = Engine(target, draft, k=3, sampling=sampling, mode="compiled")
+    for _ in range(2):  # the second run finds what the first has compiled
+        got = collect(PROMPTS, engine.speculate(PROMPTS, **settings))
+        assert texts(got) == texts(want)
+        assert [o.rounds for o in got] == [o.rounds for o in want] or name == "ngram"
+        # one for the draft, one for the target, one more for rounds in which lookup finds nothing
+        assert len(graphs) <= {"plain": 1, "ngram": 3}.get(name, 2)
+    assert len(graphs) > 0
+
+
+@pytest.mark.slow
+def test_real_compilation_says_the_same() -> None:
+    """Catches wrong code from freezing, packing or in-place writes: the generated C++ itself runs."""
+    target = tiny_target(tiny_model("llama"))
+    draft = make("causal", target)
+    want = decode(target, draft, PROMPTS, k=3, max_new_tokens=24)
+    torch._dynamo.reset()
+    compiled.fast.cache_clear()
+    got = decode(target, draft, PROMPTS, k=3, max_new_tokens=24, mode="compiled")
+    assert texts(got) == texts(want)
