@@ -161,9 +161,10 @@ class Store(Cache):
         super().__init__(layers=list(self.static))
 
     def move(self, base: torch.Tensor, path: torch.Tensor) -> None:
-        """`StaticLayer.move` in every layer."""
+        """`StaticLayer.move` in every layer that holds K/V; some use those of a layer below (gemma4)."""
         for layer in self.static:
-            layer.move(base, path)
+            if layer.is_initialized:
+                layer.move(base, path)
 
     def grow(self, size: int) -> None:
         """Room for `size` slots a row; what is held stays."""

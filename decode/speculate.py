@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from decode.cache import Store
 from decode.drafts.base import Draft, Request
 from decode.graphs import Graph
 from decode.round import Phases, Rules, State, clock, play, read
@@ -86,6 +87,7 @@ class Engine:
         self.on_host = draft is not None and draft.on_host
         self.reach = 1 if draft is None else draft.reach(k)
         self.key: tuple[int, int] | None = None
+        self.store: Store | None = None
         if k < 1:
             raise UserError(f"need k >= 1, got {k}")
         if mode not in MODES:
@@ -210,7 +212,8 @@ class Engine:
         run = partial(play, self.target, self.draft, state, rules, compiled=compiled)
         if self.mode != "graph" or phases is not None:
             return run(phases=phases)
-        if self.graph is None:
+        if self.graph is None or self.store is not self.target.decoder.cache:
+            self.store = self.target.decoder.cache  # a graph knows buffers by their addresses
             changed = [state.history, state.length, state.done, self.dice.draws]
             self.graph = Graph(run, changed)
         return self.graph()

@@ -40,11 +40,14 @@ def _reason(model: Any, config: Any) -> str | None:
         return "takes no position_ids, and drafts have others than their places in a batch"
     if any(vars(module).get("is_causal") is False for module in model.modules()):
         return "attends to later tokens, which are not known yet when text is decoded"
+    tables = [name for name, part in model.named_modules() if vars(part).get("padding_idx") is not None]
+    if any(name.endswith("position_embeddings") for name in tables):
+        return "counts positions from its padding id and not from 0"
     if any("dynamic" in rope["rope_type"] for rope in ropes(config)):
         return "changes its RoPE with the length of the text (dynamic NTK), so that cached keys go stale"
     window = vars(config).get("sliding_window")
     slides = "sliding_attention" in kinds if kinds else window is not None
-    if slides and window < context(config) and not _tells_window(text_parts(model, config)):
+    if slides and window < context(config) and _only_masks(text_parts(model, config)):
         return f"does not tell its attention function about its window of {window} positions"
     return None
 
@@ -86,7 +89,10 @@ def batch_experts(model: Any) -> None:
                 part.set_experts_implementation("grouped_mm")
 
 
-def _tells_window(parts: list[Any]) -> bool:
-    """Whether their code hands `sliding_window` to the attention function: some models only build a mask with it."""
-    files = {type(part).__module__ for part in parts}
-    return all("sliding_window=" in inspect.getsource(sys.modules[file]) for file in files)
+def _only_masks(parts: list[Any]) -> bool:
+    """Whether their code has windows in the mask that it builds, and not among what the attention function is told."""
+    files = [inspect.getsource(sys.modules[type(part).__module__]) for part in parts]
+    return any(
+        "create_sliding_window_causal_mask" in code and "sliding_window=" not in code
+        for code in files
+    )

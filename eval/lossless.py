@@ -50,6 +50,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
+@torch.inference_mode()
 def pass_noise(target: Target, ids: list[int], several: int) -> float:
     """Largest |Δlogit| between reading `ids` one token at a time and `several` at a time."""
     decoder = target.decoder

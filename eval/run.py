@@ -9,10 +9,10 @@ Writes report.json, report.md, report.html and outputs.jsonl into --out; the las
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -21,8 +21,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from decode import runs
-from decode.drafts.base import draft_sha256, load_draft
+from decode.drafts.base import Draft, draft_sha256, load_draft
+from decode.drafts.causal import CausalDraft
+from decode.drafts.grow import DynamicTree
+from decode.drafts.layerskip import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
+from decode.drafts.suffix import SuffixDraft
 from decode.sampling import Sampling
 from decode.settings import UserError, dump, run_command
 from decode.target import Target, load_model, load_target
@@ -35,15 +39,31 @@ SCHEMA = 1
 
 
 @dataclass
+class TreeSettings:
+    """A tree grown where the draft is confident (EAGLE-2); 0 nodes draft a chain."""
+
+    width: int = 4
+    """Nodes expanded a level, and children tried of each."""
+    nodes: int = 0
+    """Drafted nodes that the target verifies."""
+
+
+@dataclass
 class MethodSettings:
     """A way to draft."""
 
     name: str
-    """ngram needs no draft; any other name (causal, causal-base, …) needs one."""
+    """ngram, suffix and early-exit need no draft; any other name (causal, causal-base, …) needs one."""
     draft: str = ""
     """Folder or hub name of a saved draft."""
     k: int = 0
-    """Tokens drafted a round; 0 takes the setting `k`."""
+    """Tokens, or levels of a tree, drafted a round; 0 takes the setting `k`."""
+    layers: int = 0
+    """early-exit: how many of the target's first layers draft."""
+    tree: TreeSettings = field(default_factory=TreeSettings)
+    """For causal drafts and early-exit."""
+    rule: Literal["exact", "block", "typical"] = "exact"
+    """exact and block are lossless; typical (Medusa's) is lossy, and the report says so."""
 
 
 @dataclass
@@ -84,6 +104,8 @@ class Settings:
     """Longest answer."""
     batch_size: int = 1
     """Prompts decoded together."""
+    mode: Literal["eager", "compiled", "graph"] = "eager"
+    """compiled is faster after minutes of compilation, for all methods alike; graph needs a GPU."""
     compare: Comparison = field(default_factory=Comparison)
     """Which methods' acceptance to compare."""
     phase_prompts: int = 2
@@ -106,16 +128,46 @@ def build_methods(s: Settings, target: Target) -> list[Method]:
     for pair in s.compare.pairs:
         if len(pair) != 2 or not set(pair) <= set(names):
             raise UserError(f"compare {pair}: give pairs of the methods {', '.join(names)}")
-    methods = []
-    for m in s.methods:
-        if m.draft:
-            draft = load_draft(m.draft, target, dtype=s.dtype)
-        elif m.name == "ngram":
-            draft = NgramDraft()
-        else:
-            raise UserError(f"method {m.name!r} needs `draft`, the folder of a saved draft")
-        methods.append(Method(m.name, draft, m.k or s.k))
-    return methods
+    return [
+        Method(m.name, build_draft(m, target, s.dtype), m.k or s.k, m.rule, s.mode)
+        for m in s.methods
+    ]
+
+
+def build_draft(m: MethodSettings, target: Target, dtype: str) -> Draft:
+    shape = DynamicTree(m.tree.width, m.tree.nodes) if m.tree.nodes > 0 else None
+    if m.draft:
+        draft = load_draft(m.draft, target, dtype=dtype)
+        if isinstance(draft, CausalDraft):
+            draft.shape = shape
+        return draft
+    if m.name == "ngram":
+        return NgramDraft()
+    if m.name == "suffix":
+        return SuffixDraft()
+    if m.name == "early-exit":
+        draft = EarlyExitDraft(target, m.layers, shape)
+        target.decoder.first_layers(m.layers)  # refuses
+        return draft
+    raise UserError(f"method {m.name!r} needs `draft`, the folder of a saved draft")
+
+
+def verification(method: Method, temperature: float) -> str:
+    """The rule that a report names."""
+    if method.draft is None:
+        return "none"
+    if method.rule != "exact":
+        return method.rule
+    shape = "tree" if tree_of(method.draft) else "chain"
+    return "greedy" if temperature == 0 and shape == "chain" else shape
+
+
+def tree_of(draft: Draft | None) -> dict[str, int] | None:
+    """Its dynamic tree as the report has it."""
+    shaped = isinstance(draft, CausalDraft | EarlyExitDraft) and isinstance(
+        draft.shape, DynamicTree
+    )
+    return asdict(draft.shape) if shaped else None  # type: ignore[union-attr, arg-type]
 
 
 def entry(
@@ -137,7 +189,7 @@ def entry(
         "name": method.name,
         "draft": path or None,
         "k": method.k,
-        "tree": None,
+        "tree": tree_of(method.draft),
         "temperature": temperature,
         "top_k": s.top_k,
         "top_p": s.top_p,
@@ -145,14 +197,10 @@ def entry(
         "task": task,
         **summary,
         "draft_sha256": draft_sha256(path) if path else None,
-        "mode": "eager",
+        "mode": s.mode,
         "dtype": s.dtype,
-        "verification": "none"
-        if method.draft is None
-        else "greedy"
-        if temperature == 0
-        else "chain",
-        "lossy": False,
+        "verification": verification(method, temperature),
+        "lossy": method.rule == "typical",
         "predicted_speedup": None,
         "phase_ms": phases,
         "lossless": verdict or {"greedy_identical": None, "prompts": len(own)},
@@ -161,7 +209,7 @@ def entry(
 
 def evaluate(s: Settings, target: Target, progress: Progress) -> tuple[dict[str, Any], list[str]]:
     """(the report, the lines of outputs.jsonl)."""
-    plain = Method("plain", None, 0)
+    plain = Method("plain", None, 0, "exact", s.mode)
     methods = build_methods(s, target)
     paths = {m.name: m.draft for m in s.methods}
     items = {task.name: tasks.load_items(task, target) for task in s.tasks}
@@ -296,7 +344,8 @@ def summary_line(report: dict[str, Any], out: Path) -> str:
         )
         shown = ("name", "tau", "alpha", "speedup", "speedup_ci")
         best[f"{temperature:g}"] = {key: top[key] for key in shown}
-    verdicts = [m["lossless"]["greedy_identical"] for m in pooled if m["temperature"] == 0]
+    exact = [m for m in pooled if m["temperature"] == 0 and not m["lossy"]]
+    verdicts = [m["lossless"]["greedy_identical"] for m in exact]
     return json.dumps(
         {
             "report": str(out / "report.json"),

@@ -9,7 +9,7 @@ import torch
 from decode.drafts.base import Draft
 from decode.round import Phases
 from decode.sampling import Sampling
-from decode.speculate import Output, add, decode, row_seeds_of, speculate
+from decode.speculate import Engine, Output, add, collect, row_seeds_of
 from decode.target import Target
 from eval.metrics import Sample
 from eval.tasks import Item
@@ -22,6 +22,19 @@ class Method:
     name: str
     draft: Draft | None
     k: int
+    rule: str = "exact"
+    mode: str = "eager"
+
+    def engine(self, target: Target, sampling: Sampling) -> Engine:
+        """Ready to decode; one engine for all prompts, for it compiles at its first."""
+        return Engine(
+            target,
+            self.draft,
+            k=max(1, self.k),
+            sampling=sampling,
+            rule=self.rule,
+            mode=self.mode,
+        )
 
 
 @dataclass(frozen=True)
@@ -59,22 +72,23 @@ def measure(
 
     Every method is warmed up first. Rows are seeded by their place in `items`, whatever the batch.
     """
-    plain = Method("plain", None, 0)
-    for method in [plain, *methods]:
-        _decode(target, method, items[:batch_size], sampling, min(max_new_tokens, 8), seed, 0)
-    runs: dict[str, list[Run]] = {method.name: [] for method in [plain, *methods]}
+    plain = Method("plain", None, 0, "exact", methods[0].mode if methods else "eager")
+    engines = {m.name: m.engine(target, sampling) for m in [plain, *methods]}
+    for engine in engines.values():
+        _decode(engine, items[:batch_size], min(max_new_tokens, 8), seed, 0)
+    runs: dict[str, list[Run]] = {name: [] for name in engines}
     for start in range(0, len(items), batch_size):
         batch = items[start : start + batch_size]
 
-        def once(method: Method, batch: Sequence[Item] = batch, start: int = start) -> list[Run]:
-            out = _decode(target, method, batch, sampling, max_new_tokens, seed, start)
+        def once(name: str, batch: Sequence[Item] = batch, start: int = start) -> list[Run]:
+            out = _decode(engines[name], batch, max_new_tokens, seed, start)
             progress()
             return out
 
-        before = once(plain)
+        before = once("plain")
         for method in methods:
-            runs[method.name] += once(method)
-        after = once(plain)
+            runs[method.name] += once(method.name)
+        after = once("plain")
         runs["plain"] += [
             Run(a.item, a.output, (a.seconds + b.seconds) / 2)
             for a, b in zip(before, after, strict=True)
@@ -95,16 +109,8 @@ def untimed(
     """One Sample for each item, decoded `rows` at a time: right in tokens and rounds, meaningless in seconds."""
     outputs = [Output(item.prompt_ids) for item in items]
     prompts = [item.prompt_ids for item in items]
-    for record in speculate(
-        target,
-        method.draft,
-        prompts,
-        k=max(1, method.k),
-        rows=rows,
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-    ):
+    engine = method.engine(target, sampling)
+    for record in engine.speculate(prompts, rows=rows, max_new_tokens=max_new_tokens, seed=seed):
         add(outputs[record.prompt], record)
         if record.finished:
             progress()
@@ -121,44 +127,28 @@ def phase_ms(
 ) -> dict[str, float]:
     """Mean milliseconds a round of {draft, verify, overhead}, from a pass of its own: its clocks cost time."""
     phases = Phases()
+    engine = method.engine(target, sampling)
     for row, item in enumerate(items):
-        decode(
-            target,
-            method.draft,
-            [item.prompt_ids],
-            k=max(1, method.k),
-            sampling=sampling,
-            max_new_tokens=max_new_tokens,
-            seeds=[row_seeds_of(seed, row + 1)[row]],
-            phases=phases,
+        seeds = [row_seeds_of(seed, row + 1)[row]]
+        records = engine.speculate(
+            [item.prompt_ids], max_new_tokens=max_new_tokens, seeds=seeds, phases=phases
         )
+        collect([item.prompt_ids], records)
     rounds = max(1, phases.rounds)
     parts = {"draft": phases.draft, "verify": phases.verify, "overhead": phases.overhead}
     return {name: 1000 * seconds / rounds for name, seconds in parts.items()}
 
 
 def _decode(
-    target: Target,
-    method: Method,
-    batch: Sequence[Item],
-    sampling: Sampling,
-    max_new_tokens: int,
-    seed: int,
-    first: int,
+    engine: Engine, batch: Sequence[Item], max_new_tokens: int, seed: int, first: int
 ) -> list[Run]:
     seeds = row_seeds_of(seed, first + len(batch))[first:]
-    _finish(target.decoder.device)
+    prompts = [item.prompt_ids for item in batch]
+    _finish(engine.device)
     start = time.perf_counter()
-    outputs = decode(
-        target,
-        method.draft,
-        [item.prompt_ids for item in batch],
-        k=max(1, method.k),
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        seeds=seeds,
-    )
-    _finish(target.decoder.device)
+    records = engine.speculate(prompts, max_new_tokens=max_new_tokens, seeds=seeds)
+    outputs = collect(prompts, records)
+    _finish(engine.device)
     share = (time.perf_counter() - start) / len(batch)
     return [Run(item, output, share) for item, output in zip(batch, outputs, strict=True)]
 

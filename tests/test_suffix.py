@@ -349,7 +349,7 @@ def test_propose_reads_no_tensor() -> None:
 def test_outputs_are_learned_prompts_are_not() -> None:
     """Catches prompts that fill the corpus, outputs that never reach it, and rows that keep an earlier text."""
     prompt = [5, 6, 7]
-    draft = seated(SuffixDraft(), [prompt, [1]])
+    draft = seated(SuffixDraft(learn=True), [prompt, [1]])
     draft.observe(0, PHRASE)
     assert proposed(draft, 2, 4) == [[], []]
     admitted(draft, {0: [3, 11, 12, 13]})  # refilled while row 1 goes on
@@ -378,7 +378,7 @@ def test_the_corpus_must_promise_strictly_more() -> None:
 
 def test_the_oldest_outputs_are_evicted() -> None:
     """Catches a corpus that grows without end, the newest thrown away, and an overlong output that empties it."""
-    draft = SuffixDraft(corpus=[[1, 2, 3], [4, 5], [6, 7, 8]], max_corpus_tokens=6)
+    draft = SuffixDraft(learn=True, corpus=[[1, 2, 3], [4, 5], [6, 7, 8]], max_corpus_tokens=6)
     assert [draft._corpus.count([token]) for token in (1, 4, 6)] == [0, 1, 1]
     draft._remember(list(range(20, 30)))
     assert draft._corpus.count([]) == 6
@@ -400,7 +400,7 @@ def test_decoding_is_lossless_and_learns(rows: int | None) -> None:
     model = tiny_model("llama")
     prompts = tiny_prompts(13, 4, 9)
     plain = decode(tiny_target(model), None, prompts, max_new_tokens=24)
-    draft = SuffixDraft(factor=4.0, min_probability=0.0)
+    draft = SuffixDraft(learn=True, factor=4.0, min_probability=0.0)
     for _ in range(2):
         outputs = decode(tiny_target(model), draft, prompts, k=6, max_new_tokens=24, rows=rows)
         assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]

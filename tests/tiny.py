@@ -19,33 +19,73 @@ COMMON: dict[str, Any] = {
 }
 GATED = COMMON | {"intermediate_size": 48}
 GROUPED = GATED | {"num_key_value_heads": 2, "head_dim": 8}
-WINDOWED = GROUPED | {
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
+SLIDING = GROUPED | {"sliding_window": WINDOW}
+WINDOWED = SLIDING | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 GEMMA = WINDOWED | {"query_pre_attn_scalar": 8, "tie_word_embeddings": False}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16} | {
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
+
+
+def rope(kind: str, **more: float) -> dict[str, Any]:
+    """A config with this RoPE, made for 16 positions at first where it asks for that."""
+    made_for = {} if kind == "default" else {"original_max_position_embeddings": 16}
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **made_for, **more}}
+
+
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
+    "llama+llama3": GROUPED
+    | rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0),
+    "llama+yarn": GROUPED | rope("yarn", factor=4.0),
+    "qwen2": GROUPED,
+    "qwen2+window": WINDOWED | {"use_sliding_window": True},
     "qwen3": GROUPED,
+    "qwen3_moe": GROUPED
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "mistral": SLIDING,
+    "mixtral": GROUPED | EXPERTS,
+    "gemma": GROUPED,
     "gemma2": GEMMA | {"attn_logit_softcapping": 2.0},
     "gemma3_text": GEMMA,
-    "mistral": GROUPED | {"sliding_window": WINDOW},
-    "gpt_oss": WINDOWED
-    | EXPERTS
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "gpt_neox": GATED,
     "phi": GATED,
+    "phi3": SLIDING,
+    "phi3+longrope": GROUPED
+    | rope("longrope", short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[4.0, 5.0, 6.0, 7.0])
+    | {"original_max_position_embeddings": 48},
+    "gpt_neox": GATED,
     "gpt2": COMMON,
     "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "olmo2": GROUPED,
+    "olmo3": WINDOWED,
+    "cohere": GROUPED,
+    "cohere2": WINDOWED,
+    "starcoder2": SLIDING,
+    "granite": GROUPED
+    | {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 0.5},
+    "smollm3": GROUPED | {"no_rope_layers": [1, 0, 1]},
+    "stablelm": GATED | {"num_key_value_heads": 2},
+    "gpt_oss": WINDOWED | EXPERTS | rope("default"),
+    "deepseek_v3": GATED
+    | MLA
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
 }
+"""Settings by model type; what follows a + tells variants of one type apart."""
+
+FEW = ["llama", "gemma3_text", "gpt_oss", "gpt2"]
+"""For tests of what does not depend on the architecture: plain, windows, sinks with experts, learned positions."""
 
 
 def tiny_config(arch: str, std: float = 0.25, **changes: Any) -> PretrainedConfig:
     """A config of that model type with 3 layers of width 32, a window of 8 where it has one, and no EOS."""
     spread = {"init_std": std} if arch == "opt" else {"initializer_range": std}
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return AutoConfig.for_model(arch, **{**ARCHITECTURES[arch], **spread, **ids, **changes})
+    settings = {**ARCHITECTURES[arch], **spread, **ids, **changes}
+    return AutoConfig.for_model(arch.split("+")[0], **settings)
 
 
 def tiny_model(

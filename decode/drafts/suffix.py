@@ -361,7 +361,7 @@ class SuffixDraft(Draft):
         offset: float = 0.0,
         min_probability: float = 0.1,
         corpus: Iterable[list[int]] = (),
-        learn: bool = True,
+        learn: bool = False,
         max_corpus_tokens: int = 200_000,
     ):
         self.factor, self.offset, self.min_probability = factor, offset, min_probability
