@@ -1,0 +1,283 @@
+"""Our decoder beside transformers' own, in one process on the same prompts: milliseconds a token.
+
+    python scripts/decoder_bench.py                          # bundled target, the quickstart's draft
+    python scripts/decoder_bench.py --compiled false         # minutes faster: nothing is compiled
+
+Greedy, batch 1, whole requests, prefill included. Arms take turns prompt by prompt, so that drift of the machine
+hits all alike; each is warmed up first. The table shows the median over prompts and the middle half. Then the
+throughput of batches, and how well the speed-up at K = 3, 4, 5 is predicted from rounds at K = 2 and 6 on other
+prompts. The last line is JSON.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from decode import runs
+from decode.drafts.base import Draft, load_draft
+from decode.drafts.lookup import NgramDraft
+from decode.settings import UserError, run_command
+from decode.speculate import Engine, Output, collect
+from decode.target import Target, load_model, load_target
+from eval import cost, metrics
+from eval.metrics import Sample
+from eval.tasks import Item, Task, load_items
+
+Arm = Callable[[list[int]], list[int]]
+"""Prompt in, new tokens out."""
+
+
+@dataclass
+class Settings:
+    target: str = "assets/target"
+    draft: str = "outputs/quickstart/drafts/causal"
+    """A causal draft; the quickstart makes this one."""
+    tasks: list[Task] = field(
+        default_factory=lambda: [Task("code", limit=4), Task("prose", limit=4), Task("arithmetic", limit=4)]
+    )  # fmt: skip
+    k: int = 4
+    """Tokens drafted a round, by us and by transformers."""
+    max_new_tokens: int = 64
+    compiled: bool = True
+    """Also what is compiled, ours and theirs; minutes of compilation."""
+    batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
+    """Batch sizes whose throughput is measured."""
+    predict: bool = True
+    """Also predict speed-ups and compare."""
+    device: str = "auto"
+    dtype: str = "float32"
+    out: str = ""
+    """File for the JSON of the last line; empty writes none."""
+
+
+def hf_arms(s: Settings, target: Target) -> dict[str, Arm]:
+    """transformers' own ways to decode the same models, called as people call them."""
+    device = str(target.decoder.device)
+    model = load_model(s.target, "target", device, s.dtype)
+    draft = load_model(s.draft, "draft", device, s.dtype)
+    draft.generation_config.num_assistant_tokens = s.k
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0  # as many drafts as ours
+
+    def arm(model: Any, **how: Any) -> Arm:
+        def run(prompt: list[int]) -> list[int]:
+            ids = torch.tensor([prompt], device=device)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=s.max_new_tokens,
+                pad_token_id=0,
+                **how,
+            )
+            return out[0, len(prompt) :].tolist()
+
+        return run
+
+    arms = {
+        "generate": arm(model),
+        "assisted": arm(model, assistant_model=draft),
+        "lookup": arm(model, prompt_lookup_num_tokens=s.k, max_matching_ngram_size=3),
+    }
+    if s.compiled:
+        static = load_model(s.target, "target", device, s.dtype)
+        static.forward = torch.compile(static.forward)
+        arms["static_compile"] = arm(static, cache_implementation="static")
+    return arms
+
+
+def our_arms(s: Settings, target: Target, draft: Draft) -> dict[str, Arm]:
+    def arm(draft: Draft | None, mode: str) -> Arm:
+        engine = Engine(target, draft, k=s.k, mode=mode)
+
+        def run(prompt: list[int]) -> list[int]:
+            records = engine.speculate([prompt], max_new_tokens=s.max_new_tokens)
+            return collect([prompt], records)[0].output_ids
+
+        return run
+
+    drafts = {"plain": None, "causal": draft, "ngram": NgramDraft()}
+    modes = ["eager", "compiled"] if s.compiled else ["eager"]
+    return {f"{name}_{mode}": arm(drafts[name], mode) for name in drafts for mode in modes}
+
+
+def race(
+    arms: dict[str, Arm], prompts: Sequence[list[int]], console: Console
+) -> dict[str, list[float]]:
+    """{arm: milliseconds a token for each prompt}. UserError when an arm says something else than the first."""
+    for name, arm in arms.items():
+        start = time.perf_counter()
+        arm(prompts[0])
+        arm(prompts[-1])  # another length: what compiles for each shows here
+        console.print(f"warmed up {name} in {time.perf_counter() - start:.1f} s")
+    times: dict[str, list[float]] = {name: [] for name in arms}
+    differ: dict[str, int] = dict.fromkeys(arms, 0)
+    for prompt in prompts:
+        want: list[int] | None = None
+        for name, arm in arms.items():
+            start = time.perf_counter()
+            text = arm(prompt)
+            times[name].append(1000 * (time.perf_counter() - start) / len(text))
+            want = text if want is None else want
+            differ[name] += text != want
+    for name, count in differ.items():
+        if count:
+            console.print(f"{name}: {count} of {len(prompts)} texts differ from the first arm's")
+    return times
+
+
+def throughput(
+    s: Settings, target: Target, draft: Draft, prompts: Sequence[list[int]]
+) -> dict[str, dict[str, float]]:
+    """{batch: {method: tokens/s}} in eager mode, every batch full from start to end."""
+    found: dict[str, dict[str, float]] = {}
+    for rows in s.batches:
+        many = [prompts[i % len(prompts)] for i in range(max(rows, len(prompts)) // rows * rows)]
+        speeds = {}
+        for name, each in (("plain", None), ("causal", draft), ("ngram", NgramDraft())):
+            engine = Engine(target, each, k=s.k)
+            collect(many[:rows], engine.speculate(many[:rows], max_new_tokens=4))
+            start = time.perf_counter()
+            out = collect(many, engine.speculate(many, rows=rows, max_new_tokens=s.max_new_tokens))
+            seconds = time.perf_counter() - start
+            speeds[name] = sum(len(o.output_ids) for o in out) / seconds
+        found[str(rows)] = speeds
+    return found
+
+
+def sample_of(item: Item, output: Output) -> Sample:
+    return Sample(
+        item.task, item.id, len(item.prompt_ids), len(output.output_ids), output.rounds,
+        sum(output.round_seconds), 0.0, output.round_seconds,
+    )  # fmt: skip
+
+
+def predictions(
+    s: Settings, target: Target, draft: Draft, items: Sequence[Item]
+) -> list[dict[str, Any]]:
+    """Speed-ups of rounds (prefill aside) at K = 3, 4, 5 on one half of the prompts, predicted from the other.
+
+    Rounds of all K and plain ones are interleaved prompt by prompt; a prediction sees only K = 2, K = 6 and plain
+    on the calibration half.
+    """
+    engines = {k: Engine(target, draft, k=k) for k in (2, 3, 4, 5, 6)}
+    plain = Engine(target)
+    seen: dict[int, list[Sample]] = {k: [] for k in [0, *engines]}
+    for item in items:
+        for k, engine in [(0, plain), *engines.items()]:
+            prompt = [item.prompt_ids]
+            out = collect(prompt, engine.speculate(prompt, max_new_tokens=s.max_new_tokens))
+            seen[k].append(sample_of(item, out[0]))
+
+    def half(k: int, odd: bool) -> list[Sample]:
+        return seen[k][odd::2]
+
+    def ms_a_round(samples: list[Sample]) -> float:
+        return 1000 * statistics.fmean(t for x in samples for t in x.round_seconds)
+
+    rows = []
+    for name in ["all", *dict.fromkeys(item.task for item in items)]:
+
+        def of(k: int, odd: bool, name: str = name) -> list[Sample]:
+            return [x for x in half(k, odd) if name in ("all", x.task)]
+
+        for calibrate in (False, True):
+            line = cost.round_cost(
+                (2, ms_a_round(of(2, calibrate))), (6, ms_a_round(of(6, calibrate)))
+            )
+            alphas = [a or 0.0 for a in metrics.alpha_by_position(of(6, calibrate), 6)]
+            plain_ms = ms_a_round(of(0, calibrate))
+            for k in (3, 4, 5):
+                test, base = of(k, not calibrate), of(0, not calibrate)
+                slow, fast = ([x.seconds for x in side] for side in (base, test))
+                slow_tokens, fast_tokens = metrics.emitted(base), metrics.emitted(test)
+                measured = sum(slow) / slow_tokens.sum() / (sum(fast) / fast_tokens.sum())
+                guess = cost.predicted_speedup(alphas, k, line, plain_ms)
+                interval = metrics.paired_ratio_interval(slow, slow_tokens, fast, fast_tokens, 0)
+                wide = interval is None or (interval[1] - interval[0]) / 2 > 0.1 * measured
+                rows.append(
+                    {
+                        "task": name, "k": k, "predicted": guess, "measured": measured,
+                        "ci": interval, "error": abs(guess / measured - 1), "counted": not wide,
+                    }
+                )  # fmt: skip
+    return rows
+
+
+def show(console: Console, times: dict[str, list[float]]) -> dict[str, float]:
+    """Prints the table and returns the medians."""
+    table = Table("decoder", "ms/token", "middle half", "× generate", title="greedy, batch 1")
+    base = statistics.median(times["hf generate"])
+    medians = {}
+    for name, values in times.items():
+        low, middle, high = statistics.quantiles(values, n=4)
+        medians[name] = middle
+        table.add_row(name, f"{middle:.2f}", f"{low:.2f} – {high:.2f}", f"{base / middle:.2f}")
+    console.print(table)
+    return medians
+
+
+def main(s: Settings) -> None:
+    if not (Path(s.draft) / "config.json").is_file():
+        raise UserError(
+            f"no draft at {s.draft!r}: run bash scripts/quickstart.sh or give --draft assets/draft"
+        )
+    console = Console(stderr=True)
+    target = load_target(s.target, s.device, s.dtype)
+    draft = load_draft(s.draft, target, dtype=s.dtype)
+    items = [item for task in s.tasks for item in load_items(task, target)]
+    prompts = [item.prompt_ids for item in items]
+    arms = {f"hf {name}": arm for name, arm in hf_arms(s, target).items()}
+    arms |= {f"ours {name}": arm for name, arm in our_arms(s, target, draft).items()}
+    medians = show(console, race(arms, prompts, console))
+    result: dict[str, Any] = {
+        side: {
+            name.removeprefix(f"{side} "): value
+            for name, value in medians.items()
+            if name.startswith(side)
+        }
+        for side in ("hf", "ours")
+    }
+    result["throughput"] = throughput(s, target, draft, prompts)
+    table = Table("batch", "plain tok/s", "causal tok/s", "ngram tok/s", title="eager, greedy")
+    for rows, speeds in result["throughput"].items():
+        table.add_row(rows, *(f"{speed:.0f}" for speed in speeds.values()))
+    console.print(table)
+    if s.predict:
+        rows = predictions(s, target, draft, items)
+        table = Table(
+            "task", "K", "predicted", "measured", "error", "counted", title="causal, eager"
+        )
+        for row in rows:
+            table.add_row(
+                row["task"], str(row["k"]), f"{row['predicted']:.2f}", f"{row['measured']:.2f}",
+                f"{100 * row['error']:.0f} %", "yes" if row["counted"] else "no: interval > ±10 %",
+            )  # fmt: skip
+        console.print(table)
+        counted = [row["error"] for row in rows if row["counted"]]
+        result["prediction"] = {
+            "cells": rows,
+            "counted": len(counted),
+            "median_error": statistics.median(counted) if counted else None,
+        }
+    result |= {"k": s.k, "prompts": len(prompts), **runs.provenance()}
+    line = json.dumps(result)
+    if s.out:
+        runs.write_atomically(Path(s.out), line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    run_command(main, Settings, __doc__)
