@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from decode.cache import Store
+from decode.cache import Slots
 from decode.drafts.base import Draft, Request
-from decode.graphs import Graph
+from decode.graphs import Graph, Sent
 from decode.round import Phases, Rules, State, clock, play, read
 from decode.sampling import Choose, Dice, Sampling, warp
 from decode.settings import UserError
@@ -87,7 +87,8 @@ class Engine:
         self.on_host = draft is not None and draft.on_host
         self.reach = 1 if draft is None else draft.reach(k)
         self.key: tuple[int, int] | None = None
-        self.store: Store | None = None
+        self.buffers: list[Slots] = []  # those that the graph was captured over
+        self.landed = 0.0  # when the last report was read
         if k < 1:
             raise UserError(f"need k >= 1, got {k}")
         if mode not in MODES:
@@ -127,11 +128,14 @@ class Engine:
         lag = int(device.type == "cuda" and not waits)  # a round is read while the next one runs
         queue = deque(Seat(i, len(p), limits[i]) for i, p in enumerate(prompts))
         seats: list[Seat | None] = [None] * rows
-        flying: deque[tuple[torch.Tensor, list[Seat | None], float]] = deque()  # not read yet
+        flying: deque[tuple[Sent, list[Seat | None], float]] = deque()  # not read yet
 
         while True:
             free = [row for row, seat in enumerate(seats) if seat is None or seat.finished]
             if free and queue:
+                if flying:  # its time ends here, and it may free more rows
+                    yield from self._land(*flying.popleft())
+                    continue
                 start = clock(device)
                 newly = {row: queue.popleft() for row in free[: len(queue)]}
                 first = self._admit(state, rules, prompts, newly, seeds, choose).tolist()
@@ -150,7 +154,7 @@ class Engine:
             need = max(seat.written for seat in active) + (lag + 2) * self.reach + 2
             if need > state.history.shape[1]:
                 self._grow(state, _bucket(need))
-            start = clock(device)
+            start = time.perf_counter() if lag else clock(device)
             flying.append((self._round(state, rules, phases), list(seats), start))
             if len(flying) > lag:
                 records = self._land(*flying.popleft())
@@ -207,16 +211,23 @@ class Engine:
         state.seat(row, tokens, length, first, limit, self.target.eos_ids)
         return first
 
-    def _round(self, state: State, rules: Rules, phases: Phases | None) -> torch.Tensor:
+    def _round(self, state: State, rules: Rules, phases: Phases | None) -> Sent:
         compiled = self.mode != "eager"
         run = partial(play, self.target, self.draft, state, rules, compiled=compiled)
         if self.mode != "graph" or phases is not None:
-            return run(phases=phases)
-        if self.graph is None or self.store is not self.target.decoder.cache:
-            self.store = self.target.decoder.cache  # a graph knows buffers by their addresses
+            return Sent(run(phases=phases))
+        buffers = self._buffers()
+        same = [a is b for a, b in zip(self.buffers, buffers, strict=False)]
+        if self.graph is None or not all(same):  # a graph knows buffers by their addresses
             changed = [state.history, state.length, state.done, self.dice.draws]
-            self.graph = Graph(run, changed)
-        return self.graph()
+            holds = [] if self.draft is None else [dict(vars(self.draft))]  # `begin` replaces some
+            self.graph, self.buffers = Graph(run, changed, holds), buffers
+        return Sent(self.graph())
+
+    def _buffers(self) -> list[Slots]:
+        """What stands for the K/V buffers of target and draft: new objects whenever these are new or longer."""
+        draft = getattr(self.draft, "decoder", None)
+        return [decoder.cache.slots for decoder in (self.target.decoder, draft) if decoder]
 
     def _grow(self, state: State, size: int) -> None:
         self.key = (len(state.length), size)
@@ -225,12 +236,12 @@ class Engine:
         if self.draft is not None:
             self.draft.reserve(size)
 
-    def _land(
-        self, report: torch.Tensor, seats: list[Seat | None], start: float
-    ) -> list[RoundRecord]:
+    def _land(self, report: Sent, seats: list[Seat | None], start: float) -> list[RoundRecord]:
         """Reads a round and hands out what it emitted; rows that were done before it are passed over."""
-        rows, records = read(report), []
-        seconds = time.perf_counter() - start
+        rows, records = read(report.wait()), []
+        now = time.perf_counter()
+        # A round that was given to the device early began when the one before it ended.
+        seconds, self.landed = now - max(start, self.landed), now
         for at, (seat, row) in enumerate(zip(seats, rows, strict=True)):
             if seat is None or seat.finished:
                 continue

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from decode import runs
 from decode.drafts.base import Draft, draft_sha256, load_draft
 from decode.drafts.causal import CausalDraft
+from decode.drafts.elsewhere import ElsewhereDraft
 from decode.drafts.grow import DynamicTree
 from decode.drafts.layerskip import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
@@ -56,6 +57,8 @@ class MethodSettings:
     """ngram, suffix and early-exit need no draft; any other name (causal, causal-base, …) needs one."""
     draft: str = ""
     """Folder or hub name of a saved draft."""
+    device: str = ""
+    """Where the draft runs; empty: beside the target. cpu or cuda:1 keep it off the target's device."""
     k: int = 0
     """Tokens, or levels of a tree, drafted a round; 0 takes the setting `k`."""
     layers: int = 0
@@ -137,9 +140,10 @@ def build_methods(s: Settings, target: Target) -> list[Method]:
 def build_draft(m: MethodSettings, target: Target, dtype: str) -> Draft:
     shape = DynamicTree(m.tree.width, m.tree.nodes) if m.tree.nodes > 0 else None
     if m.draft:
-        draft = load_draft(m.draft, target, dtype=dtype)
-        if isinstance(draft, CausalDraft):
-            draft.shape = shape
+        draft = load_draft(m.draft, target, m.device or None, dtype)
+        inner = draft.inner if isinstance(draft, ElsewhereDraft) else draft
+        if isinstance(inner, CausalDraft):
+            inner.shape = shape
         return draft
     if m.name == "ngram":
         return NgramDraft()

@@ -6,8 +6,9 @@ cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
 mypy
+# A process for each core, a file of tests to one process: each builds its tiny models once.
 if [ "${CI:-}" = true ]; then
-  python -m pytest -m "" "$@"
+  python -m pytest -n auto --dist loadfile -m "" "$@"
 else
-  python -m pytest "$@"
+  python -m pytest -n auto --dist loadfile "$@"
 fi

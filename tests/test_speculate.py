@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.drafts.base import Draft, Proposal, draft_sha256, load_draft
 from decode.drafts.causal import CausalDraft
+from decode.drafts.elsewhere import ElsewhereDraft
 from decode.drafts.lookup import NgramDraft
 from decode.round import Phases
 from decode.sampling import Sampling
@@ -21,7 +22,7 @@ from decode.settings import UserError
 from decode.speculate import Output, decode, speculate
 from decode.target import Decoder, load_target
 from decode.verify import NO_DRAFT
-from tests.tiny import ARCHITECTURES, VOCAB, noisy, reference, tiny_model, tiny_prompts, tiny_target
+from tests.tiny import FEW, VOCAB, noisy, reference, tiny_model, tiny_prompts, tiny_target
 
 PROMPTS = tiny_prompts(13, 4, 9)  # ragged; the first is longer than the window of 8
 DRAFTS = ["plain", "ngram", "causal"]
@@ -53,7 +54,7 @@ def texts(outputs: list[Output]) -> list[list[int]]:
 # ---- text ----
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", FEW)
 def test_greedy_text_equals_generate(arch: str) -> None:
     """Catches lost windows, softcaps and sinks, wrong positions, K/V not rolled back, rows mixed up, in fp32.
 
@@ -85,6 +86,20 @@ def test_a_rows_text_does_not_depend_on_its_batch(sampling: Sampling, name: str)
         )  # fmt: skip
         assert alone.output_ids == together[row].output_ids
         assert alone.rounds == together[row].rounds
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
+def test_a_draft_elsewhere_drafts_the_same(sampling: Sampling) -> None:
+    """Catches a proposal or a random number lost on the way between devices (here both are the CPU)."""
+    model = tiny_model("llama")
+    cpu = torch.device("cpu")
+    near = make_draft("causal", model)
+    assert near is not None
+    target, settings = tiny_target(model), {"k": 3, "sampling": sampling, "max_new_tokens": 20}
+    here = decode(target, near, PROMPTS, **settings)
+    there = decode(target, ElsewhereDraft(near, cpu, cpu), PROMPTS, **settings)
+    assert texts(there) == texts(here)
+    assert [o.rounds for o in there] == [o.rounds for o in here]
 
 
 def test_sampled_text_follows_the_seed() -> None:
@@ -123,7 +138,7 @@ def test_a_longer_batch_may_follow() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", FEW)
 def test_a_perfect_draft_is_always_accepted(arch: str, sampling: Sampling) -> None:
     """Catches a draft whose K/V misses a token after full acceptance, so that later rounds accept less.
 

@@ -387,20 +387,25 @@ def test_the_oldest_outputs_are_evicted() -> None:
 
 def test_tree_proposals() -> None:
     """Catches trees without the second choice, and parents that do not count from the last committed token."""
-    draft = seated(SuffixDraft(factor=2.0), [[1, 2, 3, 1, 2, 4, 1, 2], [1]])
-    assert draft.propose_tree(3) == [([3, 4, 1], [0, 0, 1]), ([], [])]
+    draft = seated(SuffixDraft(factor=2.0, nodes=3), [[1, 2, 3, 1, 2, 4, 1, 2], [1]])
+    length = torch.tensor([8, 1])
+    proposal = draft.propose(torch.zeros(2, 16, dtype=torch.long), length, 3)
+    assert proposal.tokens.tolist() == [[3, 4, 1], [NO_DRAFT] * 3]
+    assert proposal.tree is not None
+    assert proposal.tree.parents.tolist() == [[0, 0, 1], [0, 0, 0]]
 
 
 # ---- in the engine ----
 
 
+@pytest.mark.parametrize("nodes", [0, 8])
 @pytest.mark.parametrize("rows", [None, 2])
-def test_decoding_is_lossless_and_learns(rows: int | None) -> None:
+def test_decoding_is_lossless_and_learns(rows: int | None, nodes: int) -> None:
     """Catches rows and texts out of step with the engine's: the second time, every answer is known."""
     model = tiny_model("llama")
     prompts = tiny_prompts(13, 4, 9)
     plain = decode(tiny_target(model), None, prompts, max_new_tokens=24)
-    draft = SuffixDraft(learn=True, factor=4.0, min_probability=0.0)
+    draft = SuffixDraft(learn=True, factor=4.0, min_probability=0.0, nodes=nodes)
     for _ in range(2):
         outputs = decode(tiny_target(model), draft, prompts, k=6, max_new_tokens=24, rows=rows)
         assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]

@@ -85,14 +85,25 @@ FACTS = "draftsmith.json"
 def load_draft(
     path: str, target: Target, device: str | None = None, dtype: str = "float32"
 ) -> Draft:
-    """The draft saved in `path` (folder or hub name); UserError if its tokenizer is not the target's."""
+    """The draft saved in `path` (folder or hub name), on `device` (None: the target's).
+
+    UserError if its tokenizer is not the target's.
+    """
     from decode.drafts import causal  # families import this module
+    from decode.drafts.elsewhere import ElsewhereDraft
 
     families = {"causal": causal.load}
     family = read_facts(path).get("family", "causal")
     if family not in families:
         raise UserError(f"draft {path!r} is of family {family!r}; known: {', '.join(families)}")
-    return families[family](path, target, device or str(target.decoder.device), dtype)
+    home = target.decoder.device
+    draft = families[family](path, target, device or str(home), dtype)
+    place = torch.device(device or home)
+    return (
+        draft
+        if place.type == home.type and place.index in (None, home.index)
+        else ElsewhereDraft(draft, place, home)
+    )
 
 
 def pick_draft(name: str, target: Target, dtype: str = "float32") -> Draft | None:

@@ -139,17 +139,17 @@ def dynamic_tree(
     Every candidate counts in the end, expanded or not. Expanded ones have slots of their own in the draft's store.
     """
     rows, width, device = len(length), shape.width, length.device
-    level_of = [0, *(level for level in range(1, k) for _ in range(width))]
-    depth = torch.tensor([level_of], device=device)
+    every = torch.arange(1 + (k - 1) * width, device=device)  # the root and all that are expanded
+    depth = (every[None] + width - 1) // width
     score, token = torch.log_softmax(logits.float(), -1).topk(width)  # [B, W] the nodes to expand
     tokens, scores, parents = [token], [score], [torch.zeros_like(token)]
     candidate = torch.arange(width, device=device).expand(rows, -1)  # which candidates they are
-    seen = torch.zeros(rows, width, len(level_of), dtype=torch.bool, device=device)
+    seen = torch.zeros(rows, width, len(every), dtype=torch.bool, device=device)
     seen[:, :, 0] = True
     count = width
     for level in range(1, k):
         index = torch.arange(1 + (level - 1) * width, 1 + level * width, device=device)
-        seen = seen | (index[:, None] == torch.arange(len(level_of), device=device))
+        seen = seen | (index[:, None] == every)
         logits = decoder.step(token, length - 1, Nodes(index[None], depth, seen))
         more, next_token = torch.log_softmax(logits.float(), -1).topk(width)  # [B, W, W]
         total = (score[:, :, None] + more).flatten(1)
@@ -161,7 +161,7 @@ def dynamic_tree(
         token = next_token.gather(1, at)
         candidate = count + at
         count += width * width
-        above = (at // width)[:, :, None].expand(-1, -1, len(level_of))
+        above = (at // width)[:, :, None].expand(-1, -1, len(every))
         seen = seen.gather(1, above)
     index, kept = rerank(torch.cat(scores, 1), torch.cat(parents, 1), shape.nodes)
     return Proposal(torch.cat(tokens, 1).gather(1, index), None, tree_of(kept, k))

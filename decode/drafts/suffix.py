@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from decode.drafts.base import Draft, Proposal, Request
+from decode.drafts.grow import tree_of
 from decode.settings import UserError
 from decode.verify import NO_DRAFT
 
@@ -347,8 +348,9 @@ class SuffixDraft(Draft):
     `corpus` holds outputs known beforehand; with `learn`, what a row has emitted joins them when the row gets a new
     prompt or the next batch begins: a prompt that comes again is drafted from its own answer, which a
     measurement that repeats prompts must not allow. Beyond `max_corpus_tokens` the oldest outputs are forgotten.
-    The other settings are those of SuffixTree.speculate; its max_tokens is the engine's k. A match of m tokens
-    leaves depth - m to draft, so with factor 1 a chain has depth / 2 tokens at most.
+    `nodes` above 0 drafts trees of so many. The other settings are those of SuffixTree.speculate; its max_tokens is
+    the engine's k. A match of m tokens leaves depth - m to draft, so with factor 1 a chain has depth / 2 tokens at
+    most.
     """
 
     name = "suffix"
@@ -363,9 +365,10 @@ class SuffixDraft(Draft):
         corpus: Iterable[list[int]] = (),
         learn: bool = False,
         max_corpus_tokens: int = 200_000,
+        nodes: int = 0,
     ):
         self.factor, self.offset, self.min_probability = factor, offset, min_probability
-        self.learn, self.max_corpus_tokens = learn, max_corpus_tokens
+        self.learn, self.max_corpus_tokens, self.nodes = learn, max_corpus_tokens, nodes
         self._corpus = SuffixTree(depth)
         self._outputs: deque[int] = deque()  # keys in the corpus, oldest first
         self._fresh = itertools.count()
@@ -389,16 +392,21 @@ class SuffixDraft(Draft):
         """These ids stand in the row, prompt first, after those observed before. O(depth) a token."""
         self._rows[row].tree.extend(0, tokens)
 
-    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
-        """A chain of up to k tokens a row. Only the device of `history` matters: the ids were observed."""
-        rows = [self._guess(row, k, tree=False).tokens for row in self._rows]
-        padded = [tokens + [NO_DRAFT] * (k - len(tokens)) for tokens in rows]
-        return Proposal(torch.tensor(padded, dtype=torch.long).to(history.device), None)
+    def reach(self, k: int) -> int:
+        return max(self.nodes, k) + 1
 
-    def propose_tree(self, nodes: int) -> list[tuple[list[int], list[int]]]:
-        """For each row up to so many tokens and their parents: 0 the last committed token, j + 1 tokens[j]."""
-        guesses = [self._guess(row, nodes, tree=True) for row in self._rows]
-        return [(guess.tokens, guess.parents) for guess in guesses]
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        """A chain of up to k tokens a row, or the most probable `nodes` as a tree of as many levels as it takes.
+
+        Only the device of `history` matters: the ids were observed.
+        """
+        width = self.nodes or k
+        guesses = [self._guess(row, width, tree=self.nodes > 0) for row in self._rows]
+        tokens = _padded([guess.tokens for guess in guesses], width, NO_DRAFT, history.device)
+        if self.nodes == 0:
+            return Proposal(tokens, None)
+        parents = _padded([guess.parents for guess in guesses], width, 0, history.device)
+        return Proposal(tokens, None, tree_of(parents, width))
 
     def _guess(self, row: _Row, limit: int, tree: bool) -> Guess:
         pattern = row.tree.text(0)[-row.tree.depth :]
@@ -424,6 +432,10 @@ class SuffixDraft(Draft):
         self._outputs.append(key)
         while self._corpus.count([]) > self.max_corpus_tokens:
             self._corpus.remove(self._outputs.popleft())
+
+
+def _padded(rows: list[list[int]], width: int, fill: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([row + [fill] * (width - len(row)) for row in rows]).to(device)
 
 
 def corpus_from(path: str) -> list[list[int]]:
