@@ -20,34 +20,36 @@ def refuse(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     reason = _reason(model, config)
     if reason is not None:
-        raise UserError(f"a {config.model_type} model cannot be decoded here: it {reason}")
+        raise UserError(f"this {config.model_type} model cannot be decoded: it {reason}")
 
 
 def _reason(model: Any, config: Any) -> str | None:
     if model.config.is_encoder_decoder:
         return "is an encoder-decoder, not a causal language model"
+    parts = text_parts(model, config)
+    modules = {name: module for part in parts for name, module in part.named_modules()}
     kinds = set(vars(config).get("layer_types") or [])
-    if model._is_stateful:
+    if any(part._is_stateful for part in parts):
         return "has recurrent layers, whose state cannot be taken back when a draft is rejected"
     if kinds - KNOWN_LAYERS:
         return f"has {', '.join(sorted(kinds - KNOWN_LAYERS))} layers; full and sliding attention are known"
-    if not all(part._can_set_attn_implementation() for part in text_parts(model, config)):
+    if not all(part._can_set_attn_implementation() for part in parts):
         return (
             "computes attention by itself (as those with ALiBi or local attention do) and not through "
             "transformers' AttentionInterface, so that the positions of drafts cannot be told to it"
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "takes no position_ids, and drafts have others than their places in a batch"
-    if any(vars(module).get("is_causal") is False for module in model.modules()):
+    if any(vars(module).get("is_causal") is False for module in modules.values()):
         return "attends to later tokens, which are not known yet when text is decoded"
-    tables = [name for name, part in model.named_modules() if vars(part).get("padding_idx") is not None]
-    if any(name.endswith("position_embeddings") for name in tables):
+    padded = [name for name, part in modules.items() if vars(part).get("padding_idx") is not None]
+    if any(name.endswith("position_embeddings") for name in padded):
         return "counts positions from its padding id and not from 0"
     if any("dynamic" in rope["rope_type"] for rope in ropes(config)):
         return "changes its RoPE with the length of the text (dynamic NTK), so that cached keys go stale"
     window = vars(config).get("sliding_window")
     slides = "sliding_attention" in kinds if kinds else window is not None
-    if slides and window < context(config) and _only_masks(text_parts(model, config)):
+    if slides and window < context(config) and _only_masks(parts):
         return f"does not tell its attention function about its window of {window} positions"
     return None
 
@@ -84,9 +86,10 @@ def text_parts(model: Any, config: Any) -> list[Any]:
 def batch_experts(model: Any) -> None:
     """Experts one by one ask the host which of them have tokens; grouped ones do not, and compute the same."""
     for part in model.modules():
-        if isinstance(part, PreTrainedModel) and part._can_set_experts_implementation():
-            if part.get_experts_implementation()[""] == "eager":
-                part.set_experts_implementation("grouped_mm")
+        if not isinstance(part, PreTrainedModel) or not part._can_set_experts_implementation():
+            continue
+        if part.get_experts_implementation()[""] == "eager":
+            part.set_experts_implementation("grouped_mm")
 
 
 def _only_masks(parts: list[Any]) -> bool:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from decode.cache import StaticLayer
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.grow import DynamicTree
@@ -70,10 +69,4 @@ def test_engine_emits_the_targets_law(name: str) -> None:
 def test_typical_acceptance_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is blind if it passes a rule that is known to move the law."""
     monkeypatch.setitem(CASES, "typical", (lambda t: near(t, shape=FORKED), {"rule": "typical"}, 3))
-    assert min(distances("typical")) > 1e-3
-
-
-def test_a_path_left_in_its_slots_moves_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches nothing itself: without compaction the law must move, else the trees above never used it."""
-    monkeypatch.setattr(StaticLayer, "move", lambda self, base, path: None)
-    assert max(distances("static")) > 1e-4
+    assert min(distances("typical", 2)) > 1e-3

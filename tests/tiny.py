@@ -38,8 +38,7 @@ def rope(kind: str, **more: float) -> dict[str, Any]:
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
-    "llama+llama3": GROUPED
-    | rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0),
+    "llama+llama3": GROUPED | rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0),
     "llama+yarn": GROUPED | rope("yarn", factor=4.0),
     "qwen2": GROUPED,
     "qwen2+window": WINDOWED | {"use_sliding_window": True},
@@ -51,6 +50,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma": GROUPED,
     "gemma2": GEMMA | {"attn_logit_softcapping": 2.0},
     "gemma3_text": GEMMA,
+    "gemma4_text": SLIDING
+    | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    | {"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 4, "global_head_dim": 16}
+    | {"vocab_size_per_layer_input": VOCAB, "tie_word_embeddings": False},
     "phi": GATED,
     "phi3": SLIDING,
     "phi3+longrope": GROUPED
