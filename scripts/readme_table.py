@@ -1,6 +1,6 @@
 """Writes the measured table of the README from a report, between its two markers.
 
-python scripts/readme_table.py --report docs/results/quickstart.json
+python scripts/readme_table.py --report docs/results/reproduce.json
 """
 
 import sys
@@ -20,7 +20,7 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 @dataclass
 class Settings:
-    report: str = "docs/results/quickstart.json"
+    report: str = "docs/results/reproduce.json"
     """A report.json of eval/run.py."""
     readme: str = "README.md"
     """The file whose marked block is replaced."""
