@@ -19,14 +19,15 @@ NAME = "draftsmith"
 
 
 class Running:
-    """What the forward that runs writes to and sees, for models that lose the keyword on its way (stablelm)."""
+    """What the forward that runs writes to and sees. No keyword of the model's forward could carry it everywhere:
+    some models (stablelm) do not hand unknown ones down to their layers."""
 
     slots: Slots | None = None
 
 
 @contextmanager
 def over(slots: Slots) -> Iterator[None]:
-    """Within it, attention that is given no slots uses these."""
+    """Within it, attention reads and writes these."""
     Running.slots = slots
     try:
         yield
@@ -45,20 +46,19 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    slots: Slots | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, T, D], key and value [B, Hkv, S, D] -> ([B, T, H, Dv], None).
 
-    `slots` arrives as a keyword of the model's own forward, which hands unknown ones down. Without it (training)
-    attention is plainly causal over the fresh keys: right padding is never seen by the tokens before it.
+    Outside `over` (training) attention is plainly causal over the fresh keys: right padding is never seen by the
+    tokens before it.
     UserError for a mask: none is built for this name, so the model has one of its own that would be lost.
     """
     if attention_mask is not None:
         raise UserError(
             f"{type(module).__name__} masks its attention by itself: such a model is unknown here"
         )
-    slots = Running.slots if slots is None else slots
+    slots = Running.slots
     rows, heads, count, width = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads

@@ -10,6 +10,7 @@ from decode.drafts.base import Draft, Proposal
 from decode.sampling import Choose, Sampling, warp
 from decode.settings import UserError
 from decode.target import Target
+from decode.tree import chain
 from decode.verify import (
     NO_DRAFT,
     Verdict,
@@ -181,7 +182,7 @@ def judge(proposal: Proposal, logits: torch.Tensor, rules: Rules) -> Verdict:
     """Which drafts stay and what follows them, by the rule that is exact for how they were made."""
     tokens, tree, sampling, choose = proposal.tokens, proposal.tree, rules.sampling, rules.choose
     if rules.rule == "typical":
-        parents = _chain(tokens) if tree is None else tree.parents
+        parents = chain(tokens.shape[1], tokens.device) if tree is None else tree.parents
         levels = tokens.shape[1] if tree is None else tree.levels
         p = warp(logits, Sampling(1.0) if sampling.greedy else sampling)
         verdict = verify_typical(tokens, parents, levels, p, choose)
@@ -261,7 +262,3 @@ def clock(device: torch.device, wanted: Phases | bool | None = True) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _chain(tokens: torch.Tensor) -> torch.Tensor:
-    return torch.arange(tokens.shape[1], device=tokens.device)

@@ -117,7 +117,6 @@ class Decoder:
                 position_ids=position,
                 past_key_values=self.cache,
                 use_cache=True,
-                slots=self.cache.slots,
             ).logits
 
 
