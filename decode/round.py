@@ -126,7 +126,8 @@ def play(
     if device.type == "cpu":
         proposal = trimmed(proposal, compiled)
     drafted = clock(device, phases)
-    report = target_part(target, state, proposal, rules)
+    reader = draft if draft is not None and draft.taps is not None else None
+    report = target_part(target, state, proposal, rules, reader)
     if phases is not None:
         phases.draft += drafted - start
         phases.verify += clock(device, phases) - drafted
@@ -158,8 +159,13 @@ def trimmed(proposal: Proposal, compiled: bool) -> Proposal:
     return Proposal(tokens[:, :used], None if q is None else q[:, :used])
 
 
-def settle(target: Target, state: State, proposal: Proposal, rules: Rules) -> torch.Tensor:
-    """Verifies in one pass of the target, accepts and commits. Returns the report."""
+def settle(
+    target: Target, state: State, proposal: Proposal, rules: Rules, reader: Draft | None
+) -> torch.Tensor:
+    """Verifies in one pass of the target, accepts and commits. Returns the report.
+
+    `reader` is a draft that taps the target: it gets the states of the accepted path.
+    """
     root = state.history.gather(1, state.length[:, None] - 1)
     fed = torch.cat([root, proposal.tokens.clamp_min(0)], 1)
     nodes = None if proposal.tree is None else proposal.tree.nodes
@@ -168,6 +174,13 @@ def settle(target: Target, state: State, proposal: Proposal, rules: Rules) -> to
     if proposal.tree is not None:
         assert verdict.path is not None
         target.decoder.keep(state.length - 1, verdict.path)
+    if reader is not None:
+        features = target.decoder.features
+        if verdict.path is not None:
+            features = features.gather(
+                1, verdict.path[..., None].expand(-1, -1, features.shape[-1])
+            )
+        reader.absorb(features, (verdict.accepted + 1).masked_fill(state.done, 0))
     return commit(state, proposal, verdict, target.eos_ids)
 
 

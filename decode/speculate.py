@@ -172,6 +172,7 @@ class Engine:
         self.key = None if choose is not None else (rows, size)
         self.state.clear()
         self.target.decoder.allocate(rows, size)
+        self.target.decoder.tap(None if self.draft is None else self.draft.taps)
         rules = Rules(self.k, self.sampling, choose or self.dice, self.rule)
         if self.draft is not None:
             self.draft.begin(Request(rows, size, self.k, self.sampling, rules.choose))
@@ -206,7 +207,8 @@ class Engine:
         greedy = self.sampling.greedy
         first = logits.argmax(-1) if greedy else choose(warp(logits, self.sampling))
         if self.draft is not None:
-            self.draft.admit(row, tokens, length)
+            features = None if self.draft.taps is None else self.target.decoder.features
+            self.draft.admit(row, tokens, length, features)
         limit = torch.tensor([seat.limit for seat in newly.values()], device=device)
         state.seat(row, tokens, length, first, limit, self.target.eos_ids)
         return first
@@ -226,8 +228,8 @@ class Engine:
 
     def _buffers(self) -> list[Slots]:
         """What stands for the K/V buffers of target and draft: new objects whenever these are new or longer."""
-        draft = getattr(self.draft, "decoder", None)
-        return [decoder.cache.slots for decoder in (self.target.decoder, draft) if decoder]
+        own = [] if self.draft is None else self.draft.stores()
+        return [self.target.decoder.cache.slots, *own]
 
     def _grow(self, state: State, size: int) -> None:
         self.key = (len(state.length), size)

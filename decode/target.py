@@ -18,6 +18,7 @@ from decode import attention
 from decode.cache import Nodes, Store
 from decode.settings import UserError
 from decode.support import batch_experts, context, refuse
+from decode.taps import Catch, Taps
 
 logging.disable_progress_bar()  # a bar a shard hides the one bar of the command
 
@@ -39,6 +40,10 @@ class Decoder:
         self.context: int = context(self.config)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.shape = 0, 0  # rows and slots of the buffers
+        self.taps: Taps | None = None
+        self.catch: Catch | None = None
+        self.features: torch.Tensor
+        """[B, T, F] tapped states of the last prefill or step."""
 
     def allocate(self, rows: int, size: int) -> None:
         """Buffers for `rows` sequences of up to `size` tokens each; what they held is stale.
@@ -49,6 +54,14 @@ class Decoder:
         if (rows, size) != self.shape:
             self.cache = Store(layers, rows, size, self.device)
             self.shape = rows, size
+
+    def tap(self, taps: Taps | None) -> None:
+        """From now on `features` hold these states; None: nothing is kept."""
+        if taps != self.taps:
+            if self.catch is not None:
+                self.catch.remove()
+            self.catch = None if taps is None else Catch(self.model, taps)
+            self.taps = taps
 
     def grow(self, size: int) -> None:
         """Room for `size` tokens a row from now on; what the rows hold stays."""
@@ -68,6 +81,7 @@ class Decoder:
         rows, width = tokens.shape
         logits = torch.zeros(rows, self.vocab_size, device=self.device, dtype=self.model.dtype)
         each = torch.arange(rows, device=self.device)
+        features = []
         for start in range(0, width, PREFILL_CHUNK):
             piece = tokens[:, start : start + PREFILL_CHUNK]
             count = piece.shape[1]
@@ -78,6 +92,10 @@ class Decoder:
                 here = self._forward(piece)[:, 0]
             inside = (last >= 0) & (last < count)
             logits = torch.where(inside[:, None], here, logits)
+            if self.catch is not None:
+                features.append(self.features)
+        if self.catch is not None:
+            self.features = torch.cat(features, 1)
         return logits
 
     def step(
@@ -112,12 +130,15 @@ class Decoder:
         # Drafts near the end of the context get a position that exists; their verdict is never used.
         position = self.cache.slots.position.clamp_max(self.context - 1)
         with attention.over(self.cache.slots):
-            return self.model(
+            logits = self.model(
                 input_ids=tokens,
                 position_ids=position,
                 past_key_values=self.cache,
                 use_cache=True,
             ).logits
+        if self.catch is not None:
+            self.features = self.catch.states()
+        return logits
 
 
 def _at(row: torch.Tensor, column: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

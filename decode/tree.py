@@ -24,6 +24,20 @@ class StaticTree:
     """Edges from the root to the deepest node."""
 
 
+@dataclass(frozen=True)
+class DynamicTree:
+    """EAGLE-2 (Li et al. 2024): expand the most confident nodes, then keep the best of all that were seen."""
+
+    width: int = 4
+    """Nodes expanded a level, and children tried of each."""
+    nodes: int = 16
+    """Drafted nodes that the target verifies."""
+
+
+Shape = StaticTree | DynamicTree | None
+"""How a draft lays out what it proposes; None: a chain."""
+
+
 def chain(k: int, device: torch.device | str | None = None) -> torch.Tensor:
     """Parents [k] of k tokens in a row."""
     return torch.arange(k, device=device)

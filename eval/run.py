@@ -22,15 +22,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from decode import runs
 from decode.drafts.base import Draft, draft_sha256, load_draft
-from decode.drafts.causal import CausalDraft
-from decode.drafts.elsewhere import ElsewhereDraft
-from decode.drafts.grow import DynamicTree
 from decode.drafts.layerskip import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
 from decode.drafts.suffix import SuffixDraft
 from decode.sampling import Sampling
 from decode.settings import UserError, dump, run_command
 from decode.target import Target, load_model, load_target
+from decode.tree import DynamicTree
 from eval import lossless, metrics, speed, tasks
 from eval.report import terminal_table, write_report
 from eval.speed import Method, Run, measure, phase_ms
@@ -140,11 +138,7 @@ def build_methods(s: Settings, target: Target) -> list[Method]:
 def build_draft(m: MethodSettings, target: Target, dtype: str) -> Draft:
     shape = DynamicTree(m.tree.width, m.tree.nodes) if m.tree.nodes > 0 else None
     if m.draft:
-        draft = load_draft(m.draft, target, m.device or None, dtype)
-        inner = draft.inner if isinstance(draft, ElsewhereDraft) else draft
-        if isinstance(inner, CausalDraft):
-            inner.shape = shape
-        return draft
+        return load_draft(m.draft, target, m.device or None, dtype, shape)
     if m.name == "ngram":
         return NgramDraft()
     if m.name == "suffix":
@@ -168,9 +162,7 @@ def verification(method: Method, temperature: float) -> str:
 
 def tree_of(draft: Draft | None) -> dict[str, int] | None:
     """Its dynamic tree as the report has it."""
-    shaped = isinstance(draft, CausalDraft | EarlyExitDraft) and isinstance(
-        draft.shape, DynamicTree
-    )
+    shaped = draft is not None and isinstance(draft.shape, DynamicTree)
     return asdict(draft.shape) if shaped else None  # type: ignore[union-attr, arg-type]
 
 

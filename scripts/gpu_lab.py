@@ -13,14 +13,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from decode.compiled import fast
 from decode.drafts.base import Draft, Request
 from decode.drafts.causal import CausalDraft
-from decode.drafts.grow import DynamicTree
 from decode.drafts.lookup import NgramDraft
 from decode.graphs import WARM_UPS, Graph
 from decode.round import Rules, State, play
 from decode.sampling import Dice, Sampling
 from decode.speculate import Engine, Output, collect
 from decode.target import Decoder, Target
-from decode.tree import best_static
+from decode.tree import DynamicTree, best_static
 from scripts.gpu_measure import summary, time_ms, wall_ms
 from scripts.widen import Shape, randomise_
 
@@ -76,6 +75,7 @@ def seated(
     dice = Dice(torch.zeros(rows, dtype=torch.long, device=device))
     rules = Rules(k, sampling, dice)
     decoder.allocate(rows, size)
+    decoder.tap(None if draft is None else draft.taps)
     state = State.empty(rows, size, device)
     if draft is not None:
         draft.begin(Request(rows, size, k, sampling, dice))
@@ -87,7 +87,8 @@ def seated(
         )
         first = decoder.prefill(tokens, length, row).argmax(-1)
         if draft is not None:
-            draft.admit(row, tokens, length)
+            features = None if draft.taps is None else decoder.features
+            draft.admit(row, tokens, length, features)
         state.seat(row, tokens, length, first, torch.full_like(length, size), target.eos_ids)
         rig = Rig(target, draft, state, rules, state.length.clone())
     rig.rewind()

@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import decode.round
 from decode.drafts.base import Draft, Proposal, Request
 from decode.drafts.causal import CausalDraft
-from decode.drafts.grow import DynamicTree
 from decode.drafts.layerskip import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
 from decode.round import RULES, Rules, State, play, read
 from decode.sampling import Dice, Sampling
 from decode.target import Decoder, Target
+from decode.tree import DynamicTree
 from tests.test_token_trees import BUSHY
 from tests.tiny import ARCHITECTURES, noisy, tiny_model, tiny_prompts, tiny_target
 
@@ -97,13 +97,15 @@ def seated(target: Target, draft: Draft | None, rules: Rules) -> State:
     """Three prompts of unequal length in their rows, prefilled, with their first token."""
     prompts = tiny_prompts(13, 4, 9)
     target.decoder.allocate(len(prompts), SIZE)
+    target.decoder.tap(None if draft is None else draft.taps)
     state = State.empty(len(prompts), SIZE, target.decoder.device)
     length = torch.tensor([len(prompt) for prompt in prompts])
     tokens = torch.tensor([prompt + [0] * (13 - len(prompt)) for prompt in prompts])
     first = target.decoder.prefill(tokens, length).argmax(-1)
     if draft is not None:
         draft.begin(Request(len(prompts), SIZE, rules.k, rules.sampling, rules.choose))
-        draft.admit(torch.arange(len(prompts)), tokens, length)
+        features = None if draft.taps is None else target.decoder.features
+        draft.admit(torch.arange(len(prompts)), tokens, length, features)
     state.history[:, :13] = tokens
     state.history[torch.arange(len(prompts)), length] = first
     state.length.copy_(length + 1)

@@ -305,7 +305,7 @@ def admitted(draft: SuffixDraft, prompts: dict[int, Text]) -> None:
     width = max(map(len, prompts.values()))
     table = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts.values()])
     length = torch.tensor([len(prompt) for prompt in prompts.values()])
-    draft.admit(torch.tensor(list(prompts)), table, length)
+    draft.admit(torch.tensor(list(prompts)), table, length, None)
     for row, prompt in prompts.items():
         draft.observe(row, prompt)
 

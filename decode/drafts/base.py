@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from decode.cache import Nodes
+from decode.cache import Nodes, Slots
 from decode.sampling import Choose, Sampling
 from decode.settings import UserError
+from decode.taps import Taps
 from decode.target import Target
+from decode.tree import Shape
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ class Draft:
     name: str
     on_host: bool = False
     """It proposes from what `observe` tells it, so that the engine must read each round before the next."""
+    taps: Taps | None = None
+    """States of the target that it reads: `admit` and `absorb` bring them."""
+    shape: Shape = None
+    """How it lays out its proposals, where the family leaves a choice."""
 
     def reach(self, k: int) -> int:
         """Slots behind a row's length that a round may write to, in the draft's store or in verification."""
@@ -65,14 +71,31 @@ class Draft:
     def begin(self, request: Request) -> None:
         """Forget earlier batches."""
 
-    def admit(self, row: torch.Tensor, prompts: torch.Tensor, length: torch.Tensor) -> None:
-        """Rows `row` [b] hold new prompts [b, W], right-padded, of `length` [b]."""
+    def stores(self) -> list[Slots]:
+        """What stands for its K/V buffers: other objects whenever these are new or longer."""
+        return []
+
+    def admit(
+        self,
+        row: torch.Tensor,
+        prompts: torch.Tensor,
+        length: torch.Tensor,
+        features: torch.Tensor | None,
+    ) -> None:
+        """Rows `row` [b] hold new prompts [b, W], right-padded, of `length` [b]; `features` [b, W, F] if it taps."""
 
     def reserve(self, size: int) -> None:
         """Rows may become `size` tokens long from now on."""
 
     def observe(self, row: int, tokens: list[int]) -> None:
         """These ids were committed to the row, as the host has read them: first its prompt and what follows."""
+
+    def absorb(self, features: torch.Tensor, count: torch.Tensor) -> None:
+        """A round has committed `count` [B] tokens; the first `count` of `features` [B, P, F] are the tapped states of
+        the tokens before each of them (the root and the accepted drafts). 0 for rows that stay as they are.
+
+        Only for a draft that taps. It runs on the device, in the midst of a round.
+        """
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         """Up to k tokens, or k levels of a tree, after the first `length` [B] ids of history [B, S]."""
@@ -83,21 +106,31 @@ FACTS = "draftsmith.json"
 
 
 def load_draft(
-    path: str, target: Target, device: str | None = None, dtype: str = "float32"
+    path: str,
+    target: Target,
+    device: str | None = None,
+    dtype: str = "float32",
+    shape: Shape = None,
 ) -> Draft:
-    """The draft saved in `path` (folder or hub name), on `device` (None: the target's).
+    """The draft saved in `path` (folder or hub name), on `device` (None: the target's), drafting in `shape`.
 
     UserError if its tokenizer is not the target's.
     """
-    from decode.drafts import causal  # families import this module
+    from decode.drafts import causal, eagle, medusa  # families import this module
     from decode.drafts.elsewhere import ElsewhereDraft
 
-    families = {"causal": causal.load}
+    families = {
+        "causal": causal.load,
+        "medusa": medusa.load,
+        "eagle1": eagle.load,
+        "eagle3": eagle.load,
+    }
     family = read_facts(path).get("family", "causal")
     if family not in families:
         raise UserError(f"draft {path!r} is of family {family!r}; known: {', '.join(families)}")
     home = target.decoder.device
     draft = families[family](path, target, device or str(home), dtype)
+    draft.shape = shape
     place = torch.device(device or home)
     return (
         draft
@@ -135,6 +168,11 @@ def draft_sha256(path: str) -> str | None:
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def check_target(path: str, target: Target) -> None:
+    """UserError for heads that were trained on a target with another tokenizer."""
+    check_tokenizer(path, read_facts(path)["tokenizer_hash"], target)
 
 
 def check_tokenizer(path: str, draft_fingerprint: str, target: Target) -> None:

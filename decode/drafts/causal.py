@@ -2,10 +2,12 @@
 
 import torch
 
+from decode.cache import Nodes, Slots
 from decode.drafts.base import Draft, Proposal, Request, check_tokenizer
-from decode.drafts.grow import Shape, grow, levels, prepare, reach
+from decode.drafts.grow import grow, levels, prepare, reach
 from decode.settings import UserError
 from decode.target import Decoder, Target, fingerprint, load_model, load_tokenizer
+from decode.tree import Shape
 
 
 class CausalDraft(Draft):
@@ -24,7 +26,16 @@ class CausalDraft(Draft):
         self.plan = prepare(self.shape, self.decoder.device)
         self.decoder.allocate(request.rows, request.size)
 
-    def admit(self, row: torch.Tensor, prompts: torch.Tensor, length: torch.Tensor) -> None:
+    def stores(self) -> list[Slots]:
+        return [self.decoder.cache.slots]
+
+    def admit(
+        self,
+        row: torch.Tensor,
+        prompts: torch.Tensor,
+        length: torch.Tensor,
+        features: torch.Tensor | None,
+    ) -> None:
         self.decoder.prefill(prompts, length, row)
 
     def reserve(self, size: int) -> None:
@@ -40,7 +51,16 @@ class CausalDraft(Draft):
         back = length[:, None] + torch.arange(-count, 0, device=length.device)
         last = history.gather(1, back.clamp_min(0))
         logits = self.decoder.step(last, length - count)[:, -1]
-        return grow(self.decoder, logits, length, k, self.plan, self.request)
+        return grow(self._step, logits, length, k, self.plan, self.request)
+
+    def _step(
+        self,
+        tokens: torch.Tensor,
+        length: torch.Tensor,
+        nodes: Nodes | None,
+        above: torch.Tensor,
+    ) -> torch.Tensor:
+        return self.decoder.step(tokens, length if nodes is None else length - 1, nodes)
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from decode.cache import Nodes
+from decode.cache import Nodes, Slots
 from decode.drafts.base import Draft, Proposal, Request, Tree
 
 
@@ -19,7 +19,7 @@ class ElsewhereDraft(Draft):
 
     def __init__(self, inner: Draft, device: torch.device, home: torch.device):
         self.inner, self.device, self.home = inner, device, home
-        self.name = inner.name
+        self.name, self.taps, self.shape = inner.name, inner.taps, inner.shape
 
     def reach(self, k: int) -> int:
         return self.inner.reach(k)
@@ -30,8 +30,22 @@ class ElsewhereDraft(Draft):
 
         self.inner.begin(replace(request, choose=choose))
 
-    def admit(self, row: torch.Tensor, prompts: torch.Tensor, length: torch.Tensor) -> None:
-        self.inner.admit(*(x.to(self.device) for x in (row, prompts, length)))
+    def stores(self) -> list[Slots]:
+        return self.inner.stores()
+
+    def admit(
+        self,
+        row: torch.Tensor,
+        prompts: torch.Tensor,
+        length: torch.Tensor,
+        features: torch.Tensor | None,
+    ) -> None:
+        there = None if features is None else features.to(self.device)
+        where = self.device
+        self.inner.admit(row.to(where), prompts.to(where), length.to(where), there)
+
+    def absorb(self, features: torch.Tensor, count: torch.Tensor) -> None:
+        self.inner.absorb(features.to(self.device), count.to(self.device))
 
     def reserve(self, size: int) -> None:
         self.inner.reserve(size)

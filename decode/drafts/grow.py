@@ -1,5 +1,6 @@
 """How a model that gives one next-token law at a time drafts: a chain, a fixed tree, or a tree by confidence."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,22 +8,15 @@ import torch
 from decode.cache import Nodes
 from decode.drafts.base import Proposal, Request, Tree
 from decode.sampling import warp
-from decode.target import Decoder
-from decode.tree import StaticTree, ancestors, depths, rerank
+from decode.tree import DynamicTree, Shape, StaticTree, ancestors, depths, rerank
 
+Step = Callable[[torch.Tensor, torch.Tensor, Nodes | None, torch.Tensor], torch.Tensor]
+"""(tokens [B, T], length [B], nodes, above [B, T]) -> logits [B, T, V] behind each of the tokens.
 
-@dataclass(frozen=True)
-class DynamicTree:
-    """EAGLE-2 (Li et al. 2024): expand the most confident nodes, then keep the best of all that were seen."""
-
-    width: int = 4
-    """Nodes expanded a level, and children tried of each."""
-    nodes: int = 16
-    """Drafted nodes that the target verifies."""
-
-
-Shape = StaticTree | DynamicTree | None
-"""None: a chain."""
+`length` counts the text that they continue. Without nodes they are one token that goes on a chain, behind `length` ids.
+With nodes they are nodes of a tree whose root is the last of those ids. Token i follows the above[i]-th token of the
+call before: what a draft carries from token to token, it finds there. The first call follows the proposal's root.
+"""
 
 
 def reach(shape: Shape, k: int) -> int:
@@ -40,7 +34,7 @@ def levels(shape: Shape, k: int) -> int:
 
 
 @dataclass(frozen=True)
-class Step:
+class Level:
     """One level of a static tree: which ranks of which rows of the level above, and its nodes."""
 
     ranks: torch.Tensor  # [F]
@@ -54,7 +48,7 @@ class Plan:
     """A static tree laid out on a device, so that a round uploads nothing."""
 
     tree: Tree
-    steps: list[Step]
+    steps: list[Level]
 
 
 def lay_out(shape: StaticTree, device: torch.device) -> Plan:
@@ -69,7 +63,7 @@ def lay_out(shape: StaticTree, device: torch.device) -> Plan:
         ranks, parents = shape.ranks[begin - 1 : end - 1], shape.parents[begin - 1 : end - 1]
         every = torch.arange(begin, end, device=device)[None]
         steps.append(
-            Step(
+            Level(
                 torch.tensor(ranks, device=device),
                 torch.tensor(parents, device=device) - start,
                 max(ranks) + 1,
@@ -86,26 +80,27 @@ def prepare(shape: Shape, device: torch.device) -> "Plan | DynamicTree | None":
 
 
 def grow(
-    decoder: Decoder,
+    step: Step,
     logits: torch.Tensor,
     length: torch.Tensor,
     k: int,
     plan: Plan | DynamicTree | None,
     request: Request,
 ) -> Proposal:
-    """A proposal behind the last committed token, whose next-token logits [B, V] `decoder` has just given."""
+    """A proposal behind the last committed token, whose next-token logits [B, V] are at hand."""
     if plan is None:
-        return chain(decoder, logits, length, k, request)
+        return chain(step, logits, length, k, request)
     if isinstance(plan, Plan):
-        return static_tree(decoder, logits, length, plan)
-    return dynamic_tree(decoder, logits, length, k, plan)
+        return static_tree(step, logits, length, plan)
+    return dynamic_tree(step, logits, length, k, plan)
 
 
 def chain(
-    decoder: Decoder, logits: torch.Tensor, length: torch.Tensor, k: int, request: Request
+    step: Step, logits: torch.Tensor, length: torch.Tensor, k: int, request: Request
 ) -> Proposal:
     """k tokens, each drawn (greedy: the best) from the law behind the one before."""
     tokens, laws = [], []
+    above = torch.zeros_like(length)[:, None]
     for i in range(k):
         if request.sampling.greedy:
             tokens.append(logits.argmax(-1))
@@ -113,26 +108,25 @@ def chain(
             laws.append(warp(logits, request.sampling))
             tokens.append(request.choose(laws[-1]))
         if i + 1 < k:
-            logits = decoder.step(tokens[-1][:, None], length + i)[:, -1]
+            logits = step(tokens[-1][:, None], length + i, None, above)[:, -1]
     return Proposal(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
 
 
-def static_tree(
-    decoder: Decoder, logits: torch.Tensor, length: torch.Tensor, plan: Plan
-) -> Proposal:
+def static_tree(step: Step, logits: torch.Tensor, length: torch.Tensor, plan: Plan) -> Proposal:
     """The most probable tokens by rank, a level of the tree in one forward."""
     tokens = []
     ranked = logits[:, None]  # [B, F, V] behind the nodes of the level above
-    for step in plan.steps:
-        best = ranked.topk(step.most, dim=-1).indices
-        tokens.append(best[:, step.above, step.ranks])
-        if step is not plan.steps[-1]:
-            ranked = decoder.step(tokens[-1], length - 1, step.nodes)
+    for level in plan.steps:
+        best = ranked.topk(level.most, dim=-1).indices
+        tokens.append(best[:, level.above, level.ranks])
+        if level is not plan.steps[-1]:
+            above = level.above.expand(len(length), -1)
+            ranked = step(tokens[-1], length, level.nodes, above)
     return Proposal(torch.cat(tokens, 1), None, plan.tree)
 
 
 def dynamic_tree(
-    decoder: Decoder, logits: torch.Tensor, length: torch.Tensor, k: int, shape: DynamicTree
+    step: Step, logits: torch.Tensor, length: torch.Tensor, k: int, shape: DynamicTree
 ) -> Proposal:
     """k levels: each expands the `width` nodes with the most probable paths; the best `nodes` of all stay.
 
@@ -146,11 +140,12 @@ def dynamic_tree(
     candidate = torch.arange(width, device=device).expand(rows, -1)  # which candidates they are
     seen = torch.zeros(rows, width, len(every), dtype=torch.bool, device=device)
     seen[:, :, 0] = True
+    above = torch.zeros_like(token)  # which of the tokens stepped before each follows
     count = width
     for level in range(1, k):
         index = torch.arange(1 + (level - 1) * width, 1 + level * width, device=device)
         seen = seen | (index[:, None] == every)
-        logits = decoder.step(token, length - 1, Nodes(index[None], depth, seen))
+        logits = step(token, length, Nodes(index[None], depth, seen), above)
         more, next_token = torch.log_softmax(logits.float(), -1).topk(width)  # [B, W, W]
         total = (score[:, :, None] + more).flatten(1)
         next_token = next_token.flatten(1)
@@ -161,8 +156,8 @@ def dynamic_tree(
         token = next_token.gather(1, at)
         candidate = count + at
         count += width * width
-        above = (at // width)[:, :, None].expand(-1, -1, len(every))
-        seen = seen.gather(1, above)
+        above = at // width
+        seen = seen.gather(1, above[:, :, None].expand(-1, -1, len(every)))
     index, kept = rerank(torch.cat(scores, 1), torch.cat(parents, 1), shape.nodes)
     return Proposal(torch.cat(tokens, 1).gather(1, index), None, tree_of(kept, k))
 

@@ -382,7 +382,13 @@ class SuffixDraft(Draft):
             self._finish(row)
         self._rows = [self._start(0) for _ in range(request.rows)]
 
-    def admit(self, row: torch.Tensor, prompts: torch.Tensor, length: torch.Tensor) -> None:
+    def admit(
+        self,
+        row: torch.Tensor,
+        prompts: torch.Tensor,
+        length: torch.Tensor,
+        features: torch.Tensor | None,
+    ) -> None:
         """Ends these rows and begins them anew; the ids of the prompts are the first to be observed."""
         for at, prompt in torch.stack([row, length], 1).tolist():
             self._finish(self._rows[at])

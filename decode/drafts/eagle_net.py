@@ -1,0 +1,191 @@
+"""The networks of EAGLE-1 and EAGLE-3: one decoder layer over the target's states. No cache and no loop here.
+
+Li et al., arXiv 2401.15077 (EAGLE-1) and 2503.01840 (EAGLE-3). Parameters are named as serving engines name them
+(decode/formats.py), so that a state dict is a checkpoint. At slot t a net reads a state, f_t or its own for it, and
+the token x_{t+1}; what it gives is its own state for t + 1, whose logits are the law of x_{t+2}.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from decode.taps import Taps
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""q [B, heads, T, D], k and v [B, kv heads, T, D] of these tokens -> [B, T, heads, D]: the caller keeps the cache."""
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+class Attention(nn.Module):
+    """Llama's, reading vectors of `width_in`."""
+
+    def __init__(self, config: LlamaConfig, width_in: int):
+        super().__init__()
+        self.size: int = config.head_dim  # type: ignore[assignment]
+        heads: int = config.num_attention_heads
+        kv_heads: int = config.num_key_value_heads  # type: ignore[assignment]
+        self.q_proj = nn.Linear(width_in, heads * self.size, bias=False)
+        self.k_proj = nn.Linear(width_in, kv_heads * self.size, bias=False)
+        self.v_proj = nn.Linear(width_in, kv_heads * self.size, bias=False)
+        self.o_proj = nn.Linear(heads * self.size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        split = (*x.shape[:-1], -1, self.size)
+        q, k, v = (
+            f(x).view(split).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *rotary)
+        return self.o_proj(attend(q, k, v).flatten(2))
+
+
+class Mlp(nn.Module):
+    """Llama's gated one."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer3(nn.Module):
+    """EAGLE-3's layer: attention reads [norm(e); norm(state)], the residual carries the bare state."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.self_attn = Attention(config, 2 * width)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.mlp = Mlp(config)
+
+    def forward(
+        self, state: torch.Tensor, embeds: torch.Tensor, rotary: Rotary, attend: Attend
+    ) -> torch.Tensor:
+        both = torch.cat([self.input_layernorm(embeds), self.hidden_norm(state)], -1)
+        state = state + self.self_attn(both, rotary, attend)
+        return state + self.mlp(self.post_attention_layernorm(state))
+
+
+class Eagle3(nn.Module):
+    """Three tapped states fused by `fc`, one layer, and a head of its own over `ids` of the target's vocabulary.
+
+    `ids` [Vd] is None for the whole vocabulary; saved as the offsets d2t. A net narrower than its target has an
+    embedding of its own, else it reads the target's.
+    """
+
+    def __init__(self, config: LlamaConfig, taps: Taps, ids: torch.Tensor | None):
+        super().__init__()
+        self.config, self.taps = config, taps
+        width, target_width = config.hidden_size, config.target_hidden_size
+        size = config.vocab_size if ids is None else len(ids)
+        self.fc = nn.Linear(len(taps.layers) * target_width, width, bias=False)
+        self.layers = nn.ModuleList([Layer3(config)])
+        self.norm = nn.RMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, size, bias=False)
+        self.embed_tokens = (
+            None if width == target_width else nn.Embedding(config.vocab_size, width)
+        )
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.ids: torch.Tensor | None
+        self.register_buffer("ids", ids, persistent=False)
+
+    def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[..., h] of token ids; `weight` is the target's embedding."""
+        return F.embedding(
+            tokens, weight if self.embed_tokens is None else self.embed_tokens.weight
+        )
+
+    def start(self, features: torch.Tensor) -> torch.Tensor:
+        """[..., h] from tapped states [..., 3H]: the state that a true feature stands for."""
+        return self.fc(features)
+
+    def step(
+        self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """States and embeddings [B, T, h] at `position` [B, T] -> the next states, before the norm."""
+        return self.layers[0](state, embeds, self.rotary(state, position), attend)
+
+    def outcome(self, state: torch.Tensor) -> torch.Tensor:
+        """[..., h]: what the head projects."""
+        return self.norm(state)
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        """[..., Vd] from a state that `step` gave."""
+        return self.lm_head(self.outcome(state))
+
+
+class Layer1(nn.Module):
+    """A Llama layer without its first norm."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.self_attn = Attention(config, config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        x = x + self.self_attn(x, rotary, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle1(nn.Module):
+    """[e; f] through `fc` and one layer gives the next feature, which the target's own head turns into logits.
+
+    `head` is that of the target, frozen and not part of this net.
+    """
+
+    ids: None = None
+
+    def __init__(self, config: LlamaConfig, head: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        width = config.hidden_size
+        self.config, self.taps, self.head = config, Taps(final=True), head
+        # A bias of zeros, never trained: vLLM drops it and SGLang wants it.
+        self.fc = nn.Linear(2 * width, width)
+        nn.init.zeros_(self.fc.bias).requires_grad_(False)
+        self.layers = nn.ModuleList([Layer1(config)])
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[..., H] of token ids; `weight` is the target's embedding."""
+        return F.embedding(tokens, weight)
+
+    def start(self, features: torch.Tensor) -> torch.Tensor:
+        """The features [..., H] themselves."""
+        return features
+
+    def step(
+        self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Features and embeddings [B, T, H] at `position` [B, T] -> features of the next tokens."""
+        x = self.fc(torch.cat([embeds, state], -1))
+        return self.layers[0](x, self.rotary(x, position), attend)
+
+    def outcome(self, state: torch.Tensor) -> torch.Tensor:
+        """[..., H]: what the head projects."""
+        return state
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        """[..., V] from a feature that `step` gave."""
+        return self.head(state)
+
+
+EagleNet = Eagle1 | Eagle3
+
+
+def llama_config(fields: dict[str, Any]) -> LlamaConfig:
+    """What the layers and RoPE need, from a draft's config.json."""
+    return LlamaConfig(
+        **{k: v for k, v in fields.items() if k not in ("rope_theta", "rope_scaling")}
+    )

@@ -1,0 +1,120 @@
+"""Medusa heads: small residual blocks on the target's last state, one for each token ahead (Cai et al. 2024)."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from decode import formats
+from decode.cache import Nodes
+from decode.drafts.base import Draft, Proposal, Request, check_target
+from decode.drafts.grow import grow, levels, prepare, reach
+from decode.drafts.recent import Recent
+from decode.settings import UserError
+from decode.taps import Taps
+from decode.target import DTYPES, Target
+
+
+class Block(nn.Module):
+    """h + SiLU(W h + b), `layers` times over. Starts as the identity: W and b are zero."""
+
+    def __init__(self, width: int, layers: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, state: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            state = state + F.silu(layer(state))
+        return state
+
+
+class MedusaNet(nn.Module):
+    """K heads. Head j (from 0) reads the final state at t and gives the law of token t + 2 + j.
+
+    Parameters are named as vLLM (up to 0.32) names them.
+    """
+
+    def __init__(self, config: dict[str, Any]):
+        super().__init__()
+        width, vocab, heads = config["hidden_size"], config["vocab_size"], config["num_heads"]
+        self.config = config
+        self.taps = Taps(final=True)
+        self.blocks = nn.ModuleList(Block(width, config["num_hidden_layers"]) for _ in range(heads))
+        self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False) for _ in range(heads))
+
+    def states(self, features: torch.Tensor, head: int) -> torch.Tensor:
+        """[..., H] from final states [..., H]: what that head projects to the vocabulary."""
+        return self.blocks[head](features)
+
+    def logits(self, features: torch.Tensor, head: int) -> torch.Tensor:
+        """[..., V] from final states [..., H]."""
+        return self.lm_heads[head](self.states(features, head))
+
+
+class MedusaDraft(Draft):
+    """All heads look at the last state that the target has computed; none of them sees what another drafted."""
+
+    def __init__(self, net: MedusaNet, target: Target, name: str = "medusa"):
+        self.net, self.name, self.taps = net.eval(), name, net.taps
+        self.width = target.decoder.config.hidden_size
+        self.place: tuple[int, ...] = ()
+
+    def reach(self, k: int) -> int:
+        return reach(self.shape, k)
+
+    @torch.inference_mode()
+    def begin(self, request: Request) -> None:
+        heads = len(self.net.blocks)
+        if levels(self.shape, request.k) > heads:
+            raise UserError(
+                f"draft {self.name!r} has {heads} heads: give k (or a tree) of at most {heads}"
+            )
+        weight = next(self.net.parameters())
+        self.request = request
+        self.plan = prepare(self.shape, weight.device)
+        if self.place != (request.rows,):
+            self.recent = Recent(request.rows, 1, self.width, weight.device, weight.dtype)
+            self.place = (request.rows,)
+
+    def admit(
+        self,
+        row: torch.Tensor,
+        prompts: torch.Tensor,
+        length: torch.Tensor,
+        features: torch.Tensor | None,
+    ) -> None:
+        assert features is not None
+        self.recent.seat(row, features, length)
+
+    def absorb(self, features: torch.Tensor, count: torch.Tensor) -> None:
+        self.recent.absorb(features, count)
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        state = self.recent.states[:, 0]
+        head = 0
+
+        def step(
+            tokens: torch.Tensor, length: torch.Tensor, nodes: Nodes | None, above: torch.Tensor
+        ) -> torch.Tensor:
+            nonlocal head
+            head += 1
+            return self.net.logits(state, head)[:, None].expand(-1, tokens.shape[1], -1)
+
+        return grow(step, self.net.logits(state, 0), length, k, self.plan, self.request)
+
+
+def load(path: str, target: Target, device: str, dtype: str) -> MedusaDraft:
+    """Heads from config.json and model.safetensors. UserError if they are not this target's, or not whole."""
+    check_target(path, target)
+    config = formats.read_config(path)
+    formats.expect(
+        path,
+        config,
+        {"hidden_size": target.decoder.config.hidden_size, "vocab_size": target.decoder.vocab_size},
+    )
+    net = MedusaNet(config)
+    formats.fill(net, path)
+    return MedusaDraft(net.to(device, DTYPES[dtype]), target)

@@ -1,0 +1,210 @@
+"""Draft heads on disk: the names and settings that serving engines read, written and read here without conversion.
+
+EAGLE-3 is the flat layout whose one config.json is right for vLLM and SGLang, EAGLE-1 the layout of its authors,
+Medusa the one that vLLM loads up to 0.32. Parameters of our nets carry the names of the files.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from decode.settings import UserError
+from decode.support import ropes
+
+WEIGHTS = "model.safetensors"
+
+
+def medusa_config(target: Any, heads: int, layers: int, vocab: int) -> dict[str, Any]:
+    """config.json of Medusa heads over a target of this text config."""
+    return {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": target.hidden_size,
+        "vocab_size": vocab,
+        "num_heads": heads,
+        "num_hidden_layers": layers,
+        "truncated_vocab_size": vocab,
+        "medusa_fc_bias": True,  # without it vLLM drops the biases
+        "original_lm_head": False,
+        "max_paths": 64,
+        "topk": 10,
+    }
+
+
+def eagle_config(target: Any, vocab: int, width: int = 0) -> dict[str, Any]:
+    """What EAGLE-1 and -3 have in common: a Llama layer with the heads, norms and RoPE of its target.
+
+    `width` is the draft's hidden size (0: the target's); heads keep their size and become fewer.
+    """
+    has, hidden = target.to_dict(), target.hidden_size
+    width = width or hidden
+    size = has.get("head_dim") or hidden // target.num_attention_heads
+    heads = max(1, target.num_attention_heads * width // hidden)
+    ratio = target.num_attention_heads // (
+        has.get("num_key_value_heads") or target.num_attention_heads
+    )
+    inner = has.get("intermediate_size") or 4 * hidden
+    rope = dict((ropes(target) or [{}])[0])
+    rope = {"rope_type": rope.get("rope_type", "default"), **rope}
+    rope.setdefault("rope_theta", 10000.0)
+    rope.pop("partial_rotary_factor", None)  # the draft turns its whole heads
+    return {
+        "model_type": "llama",
+        "hidden_size": width,
+        "target_hidden_size": hidden,
+        "intermediate_size": max(1, inner * width // hidden),
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // ratio),
+        "head_dim": size,
+        "hidden_act": "silu",
+        "rms_norm_eps": has.get("rms_norm_eps") or 1e-5,
+        "max_position_embeddings": target.max_position_embeddings,
+        "vocab_size": vocab,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": has.get("bos_token_id"),
+        "eos_token_id": has.get("eos_token_id"),
+        "pad_token_id": has.get("pad_token_id"),
+        # Engines of different age read one or the other.
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+    }
+
+
+def eagle1_config(target: Any, vocab: int) -> dict[str, Any]:
+    """config.json of an EAGLE-1 head, which is as wide as its target."""
+    return eagle_config(target, vocab) | {"architectures": ["LlamaForCausalLM"], "bias": False}
+
+
+def eagle3_config(
+    target: Any, vocab: int, draft_vocab: int, layers: tuple[int, ...], width: int = 0
+) -> dict[str, Any]:
+    """config.json of an EAGLE-3 head that taps the states entering `layers`."""
+    config = eagle_config(target, vocab, width) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": draft_vocab,
+        # Each is false by our training; engines disagree on what its absence means.
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+    }
+    if layers != default_layers(target.num_hidden_layers):
+        # vLLM reads the first (states entering a layer), SGLang the second (states leaving one).
+        config["eagle_aux_hidden_state_layer_ids"] = list(layers)
+        config["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in layers],
+            "use_aux_hidden_state": True,
+        }
+        config["num_aux_hidden_states"] = len(layers)
+    return config
+
+
+def default_layers(count: int) -> tuple[int, ...]:
+    """The layers of a target with `count` of them whose inputs engines tap when a draft names none."""
+    return 2, count // 2, count - 3
+
+
+def tapped_layers(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    """Those that a saved EAGLE-3 draft taps, as states entering a layer."""
+    return tuple(config.get("eagle_aux_hidden_state_layer_ids") or default_layers(count))
+
+
+def save(
+    folder: Path,
+    config: Mapping[str, Any],
+    net: torch.nn.Module,
+    dtype: torch.dtype,
+    ids: torch.Tensor | None,
+) -> None:
+    """Writes config.json and model.safetensors, floats in `dtype`, with the map of a reduced vocabulary."""
+    name = str(dtype).removeprefix("torch.")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        key: value.detach().to("cpu", dtype).contiguous() for key, value in net.state_dict().items()
+    }
+    if ids is not None:
+        ids = ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill(
+            0, ids, True
+        )
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    text = json.dumps({**config, "dtype": name, "torch_dtype": name}, indent=1)
+    (folder / "config.json").write_text(text + "\n")
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """config.json of a draft directory."""
+    try:
+        return json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"draft {path!r} has no readable config.json: {error}") from error
+
+
+def expect(path: str, config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """UserError naming the first setting that is not what the target needs."""
+    for key, value in wanted.items():
+        if config.get(key) != value:
+            raise UserError(
+                f"draft {path!r} has {key} {config.get(key)} and its target {value}: give the target it was made for"
+            )
+
+
+def read_tensors(path: str) -> dict[str, torch.Tensor]:
+    """All tensors of a draft directory."""
+    try:
+        return load_file(Path(path) / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"draft {path!r}: {WEIGHTS} cannot be read: {error}") from error
+
+
+def draft_ids(path: str, config: Mapping[str, Any]) -> torch.Tensor | None:
+    """[Vd] the target's id of each draft id, rising; None for the whole vocabulary."""
+    if config["draft_vocab_size"] == config["vocab_size"]:
+        return None
+    tensors = read_tensors(path)
+    if "d2t" not in tensors:
+        raise UserError(
+            f"draft {path!r} has {config['draft_vocab_size']} of {config['vocab_size']} ids and no d2t that "
+            "says which: save it again"
+        )
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    rising = bool((ids.diff() > 0).all()) and int(ids[0]) >= 0
+    if len(ids) != config["draft_vocab_size"] or not rising or int(ids[-1]) >= config["vocab_size"]:
+        raise UserError(
+            f"draft {path!r}: d2t is no map into the target's {config['vocab_size']} ids"
+        )
+    return ids
+
+
+def fill(net: torch.nn.Module, path: str) -> None:
+    """Loads every parameter of `net`. UserError for one that is missing, unknown, of another shape or not finite.
+
+    Parameters start as NaN, so that none can keep what it was initialised with.
+    """
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(float("nan"))
+    tensors = read_tensors(path)
+    tensors = {
+        name.replace("midlayer.", "layers.0."): value
+        for name, value in tensors.items()
+        if name not in ("d2t", "t2d")
+    }
+    try:
+        net.load_state_dict(tensors, strict=True)
+    except RuntimeError as error:
+        what = " ".join(line.strip() for line in str(error).splitlines()[1:])
+        raise UserError(f"draft {path!r} does not fit its config.json: {what}") from error
+    for name, parameter in net.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise UserError(f"draft {path!r}: {name} holds values that are not finite")
