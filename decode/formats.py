@@ -5,7 +5,7 @@ Medusa the one that vLLM loads up to 0.32. Parameters of our nets carry the name
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,20 +97,44 @@ def eagle3_config(
         "fc_norm": False,
         "norm_output": False,
     }
-    if layers != default_layers(target.num_hidden_layers):
+    if target.num_hidden_layers < 7 or layers != default_layers(target.num_hidden_layers):
         # vLLM reads the first (states entering a layer), SGLang the second (states leaving one).
         config["eagle_aux_hidden_state_layer_ids"] = list(layers)
-        config["eagle_config"] = {
-            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in layers],
-            "use_aux_hidden_state": True,
-        }
         config["num_aux_hidden_states"] = len(layers)
+        if min(layers) > 0:  # the embedding is no layer's output: SGLang has no name for it
+            config["eagle_config"] = {
+                "eagle_aux_hidden_state_layer_ids": list(capture_to_output(layers)),
+                "use_aux_hidden_state": True,
+            }
     return config
 
 
-def default_layers(count: int) -> tuple[int, ...]:
-    """The layers of a target with `count` of them whose inputs engines tap when a draft names none."""
-    return 2, count // 2, count - 3
+def default_layers(count: int) -> tuple[int, int, int]:
+    """The layers of a target of `count` layers that EAGLE-3 taps unless told otherwise, as capture ids.
+
+    Capture id i is the state entering layer i: `hidden_states[i]` of transformers. vLLM and the EAGLE paper count so.
+    """
+    low, middle, high = 2, count // 2, count - 3
+    if not low < middle < high:
+        raise UserError(
+            f"a target of {count} layers has no three default taps ({low}, {middle}, {high} do not "
+            "rise): name the layers to tap explicitly"
+        )
+    return low, middle, high
+
+
+def capture_to_output(ids: Sequence[int]) -> tuple[int, ...]:
+    """The same states named by the layer whose output they are, as SGLang, SpecForge and TensorRT-LLM count."""
+    if any(i < 1 for i in ids):
+        raise UserError(f"capture ids {list(ids)}: only those from 1 on are outputs of a layer")
+    return tuple(i - 1 for i in ids)
+
+
+def output_to_capture(ids: Sequence[int]) -> tuple[int, ...]:
+    """The same states named by the layer they enter: undoes `capture_to_output`."""
+    if any(i < 0 for i in ids):
+        raise UserError(f"layers {list(ids)}: count them from 0, never from the end")
+    return tuple(i + 1 for i in ids)
 
 
 def tapped_layers(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
@@ -177,13 +201,52 @@ def draft_ids(path: str, config: Mapping[str, Any]) -> torch.Tensor | None:
             f"draft {path!r} has {config['draft_vocab_size']} of {config['vocab_size']} ids and no d2t that "
             "says which: save it again"
         )
-    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    rising = bool((ids.diff() > 0).all()) and int(ids[0]) >= 0
-    if len(ids) != config["draft_vocab_size"] or not rising or int(ids[-1]) >= config["vocab_size"]:
+    size = config["draft_vocab_size"]
+    ids = ids_of(tensors["d2t"], config["vocab_size"])
+    if "t2d" in tensors and not torch.equal(ids, tensors["t2d"].nonzero()[:, 0]):
         raise UserError(
-            f"draft {path!r}: d2t is no map into the target's {config['vocab_size']} ids"
+            f"draft {path!r}: d2t and t2d name different tokens: get the checkpoint anew"
         )
+    if len(ids) != size:
+        raise UserError(f"draft {path!r} has {len(ids)} ids in d2t and draft_vocab_size {size}")
     return ids
+
+
+def offsets(ids: torch.Tensor) -> torch.Tensor:
+    """d2t [Vd] int64: what to add to a draft id to get the target's."""
+    return ids - torch.arange(len(ids), device=ids.device)
+
+
+def members(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """t2d [V] bool: True for the target's tokens that the draft can say."""
+    _check(ids, vocab_size)
+    inside = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device)
+    inside[ids] = True
+    return inside
+
+
+def ids_of(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Ids [Vd] of a saved d2t. Raises UserError if they do not rise or leave the vocabulary."""
+    ids = d2t.long() + torch.arange(len(d2t), device=d2t.device)
+    _check(ids, vocab_size)
+    return ids
+
+
+def ids_of_pair(d2t: torch.Tensor, t2d: torch.Tensor) -> torch.Tensor:
+    """Ids [Vd] of a saved map. Raises UserError if its two halves disagree."""
+    ids = ids_of(d2t, len(t2d))
+    if not torch.equal(ids, t2d.nonzero()[:, 0]):
+        raise UserError("d2t and t2d name different tokens: the checkpoint is damaged, get it anew")
+    return ids
+
+
+def _check(ids: torch.Tensor, vocab_size: int) -> None:
+    inside = len(ids) > 0 and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size
+    if not inside or not bool((ids[1:] > ids[:-1]).all()):
+        raise UserError(
+            f"draft token ids must rise within 0..{vocab_size - 1}: the vocabulary map is damaged, "
+            "belongs to another target, or holds ids where offsets are meant"
+        )
 
 
 def fill(net: torch.nn.Module, path: str) -> None:

@@ -83,7 +83,7 @@ def head_of(
 
     def head(states: torch.Tensor) -> torch.Tensor:
         # Not through the module: hooks on it would take this for a forward of the model.
-        logits = F.linear(states, weight, bias)
+        logits = F.linear(states.to(weight.dtype), weight, bias)
         if scale != 1.0:
             logits = logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -60,6 +60,7 @@ class Decoder:
         if taps != self.taps:
             if self.catch is not None:
                 self.catch.remove()
+            self.catch = self.taps = None  # and so it stays if these taps are refused
             self.catch = None if taps is None else Catch(self.model, taps)
             self.taps = taps
 
@@ -123,6 +124,7 @@ class Decoder:
                 f"early exit needs 1 to {layers - 1} layers of this target, not {count}"
             )
         shorter = copy.copy(self)
+        shorter.catch = shorter.taps = None
         shorter.model = _cut(self.model, layers, count)
         return shorter
 

@@ -21,13 +21,15 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env, set_seed
 from rich.console import Console
 
-from decode import attention, runs
+from decode import runs
 from decode.drafts.base import FACTS, draft_sha256
 from decode.settings import UserError, run_command, to_dict
 from decode.target import Target, load_target
 from train import batches, checkpoint, drafts, shards
+from train.families import FAMILIES, Trainee
+from train.heads import Weights
 from train.loop import LoopSettings, bar_of, train
-from train.objectives import causal_objective, measure_acceptance
+from train.objectives import measure_acceptance
 from train.prompts import DOMAINS, Source, encode, load_prompts
 from train.tracking import NullTracker, Tracker
 
@@ -53,8 +55,20 @@ class Settings:
     data: str = "outputs/samples"
     """A sampled set from train/sample.py."""
     draft: drafts.DraftSettings = field(default_factory=drafts.DraftSettings)
-    loss: Literal["forward_kl", "reverse_kl", "jsd", "tv", "lk_alpha", "hard_ce"] = "forward_kl"
+    loss: Literal[
+        "forward_kl",
+        "reverse_kl",
+        "jsd",
+        "tv",
+        "lk_alpha",
+        "lk_lambda",
+        "hard_ce",
+        "soft_ce",
+        "top_k",
+    ] = "forward_kl"
     """Divergence from the target's distribution; forward_kl is the robust default."""
+    weights: Weights = field(default_factory=Weights)
+    """Of the parts of the loss of heads."""
     loop: LoopSettings = field(default_factory=LoopSettings)
     check: CheckSettings = field(default_factory=CheckSettings)
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
@@ -93,11 +107,10 @@ def check_prompts(s: Settings, target: Target) -> list[list[int]]:
     return [encode(target.tokenizer, prompt) for prompt in load_prompts(sources, s.seed)]
 
 
-def save_draft(s: Settings, model: Any, target: Target, facts: dict[str, Any]) -> None:
-    """The draft directory: a HF model in fp32, the target's tokenizer, and draftsmith.json, written last."""
+def save_draft(s: Settings, trainee: Trainee, facts: dict[str, Any]) -> None:
+    """The draft directory, with draftsmith.json written last."""
     out = Path(s.out)
-    model.save_pretrained(out, safe_serialization=True)
-    target.tokenizer.save_pretrained(out)
+    trainee.save(out)
     facts["draft_sha256"] = draft_sha256(s.out)
     runs.write_atomically(out / FACTS, json.dumps(facts, indent=1) + "\n")
 
@@ -117,13 +130,13 @@ def main(s: Settings) -> None:
         raise UserError("check: need prompts >= 1, k >= 1 and max_new_tokens >= 1")
     target = load_target(s.target, str(accelerator.device), s.target_dtype, s.revision)
     rows, dropped = load_rows(s, target)
-    lm = drafts.new_draft(s.draft, target, str(accelerator.device)).train()
-    lm.set_attn_implementation(attention.NAME)
+    trainee = FAMILIES[s.draft.family](s, target, rows, str(accelerator.device))
     batches.split_for(0, accelerator.num_processes, range(s.loop.batch_size))  # refuses early
     goes_on = runs.claim(s.out, s) if accelerator.is_main_process else False
     accelerator.wait_for_everyone()
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=s.loop.lr, weight_decay=s.loop.weight_decay)
-    model, optimizer = accelerator.prepare(lm, optimizer)
+    trained = [p for p in trainee.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=s.loop.lr, weight_decay=s.loop.weight_decay)
+    model, optimizer = accelerator.prepare(trainee.model, optimizer)
     start = checkpoint.load_latest(accelerator, Path(s.out))
     tracker: Tracker | NullTracker = NullTracker()
     if accelerator.is_main_process:
@@ -139,9 +152,11 @@ def main(s: Settings) -> None:
 
     def measure() -> dict[str, float]:
         if accelerator.is_main_process:
+            draft, check = trainee.draft(), s.check
             measured.update(
-                measure_acceptance(target, lm, prompts, s.check.k, s.check.max_new_tokens, s.seed)
+                measure_acceptance(target, draft, prompts, check.k, check.max_new_tokens, s.seed)
             )
+            trainee.model.train()
         accelerator.wait_for_everyone()
         return dict(measured)
 
@@ -151,7 +166,7 @@ def main(s: Settings) -> None:
                 accelerator,
                 model,
                 optimizer,
-                causal_objective(target, model, lm, s.loss),
+                trainee.objective(model),
                 rows,
                 s.loop,
                 Path(s.out),
@@ -163,7 +178,7 @@ def main(s: Settings) -> None:
             )
         if accelerator.is_main_process:
             facts = {
-                "family": "causal",
+                "family": s.draft.family,
                 "target": {"name": target.name, "revision": target.revision},
                 "tokenizer_hash": target.fingerprint,
                 "training": to_dict(s),
@@ -171,14 +186,16 @@ def main(s: Settings) -> None:
                 "processes": accelerator.num_processes,
                 "data_manifest": runs.read_json(Path(s.data) / "manifest.json"),
                 "measured_in_training": measured,
+                **trainee.facts,
                 **runs.provenance(),
             }
-            save_draft(s, accelerator.unwrap_model(model), target, facts)
+            save_draft(s, trainee, facts)
             out = Path(s.out)
             tracker.artifact("settings", "settings", [out / runs.SETTINGS])
             tracker.artifact("manifest", "dataset", [Path(s.data) / "manifest.json"])
             names = ("config.json", "model.safetensors", "tokenizer.json", FACTS)
-            tracker.artifact("draft", "model", [out / name for name in names])
+            files = [out / name for name in names if (out / name).is_file()]
+            tracker.artifact("draft", "model", files)
             console.print(f"draft saved: {s.out}")
             print(json.dumps({"draft": s.out, "steps": s.loop.steps, **measured}))
     finally:

@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -13,12 +13,26 @@ from decode.target import Target, fingerprint, load_model, load_tokenizer
 
 @dataclass
 class DraftSettings:
-    """Where the draft's weights start; give one of the two."""
+    """What the draft is and where its weights start."""
 
+    family: Literal["causal", "medusa", "eagle1", "eagle3"] = "causal"
+    """causal: a small LM; the others are heads over the target's own states."""
     init: str = ""
-    """Folder or hub name of a small LM with the target's tokenizer."""
+    """causal: folder or hub name of a small LM with the target's tokenizer. Heads: a draft directory to go on from."""
     layers: list[int] = field(default_factory=list)
-    """Layers of the target to cut a draft from, with its embeddings and head, such as [0, 11]."""
+    """causal, instead of init: layers of the target to cut a draft from, such as [0, 11]."""
+    heads: int = 4
+    """medusa: tokens drafted at once."""
+    head_layers: int = 1
+    """medusa: residual blocks of a head."""
+    steps: int = 7
+    """eagle3: times that each slot is run in training (training-time test)."""
+    vocab: int = 32000
+    """eagle3: size of the draft's vocabulary, the most frequent tokens of the samples; 0: all of the target's."""
+    taps: list[int] = field(default_factory=list)
+    """eagle3: layers whose incoming states are read; empty: 2, L/2, L-3 of L, which every engine assumes."""
+    width: int = 0
+    """eagle3: hidden size; 0: the target's."""
 
 
 def new_draft(s: DraftSettings, target: Target, device: str) -> Any:

@@ -122,7 +122,7 @@ def train(
         last = done == s.steps
         if done % s.log_every == 0 or done % s.save_every == 0 or last:
             seconds = time.perf_counter() - began
-            means = {name: window[name] / window["tokens"] for name in values}
+            means = means_of(window)
             tracker.log(
                 done,
                 {
@@ -147,6 +147,15 @@ def train(
         progress.update(bar, completed=done)
 
 
+def means_of(window: dict[str, float]) -> dict[str, float]:
+    """Sums divided by what they are of: "alpha_2" by "count_2" where there is one, else by "tokens"."""
+    return {
+        name: value / max(1.0, window.get(f"count_{name.rpartition('_')[2]}", window["tokens"]))
+        for name, value in window.items()
+        if name != "tokens" and not name.startswith("count_")
+    }
+
+
 def _accumulate(
     accelerator: Accelerator,
     model: torch.nn.Module,
@@ -160,6 +169,9 @@ def _accumulate(
     `scale` is processes ÷ global tokens: data parallelism averages gradients over processes.
     """
     totals: dict[str, torch.Tensor] = {}
+    rows = sorted(
+        rows, key=lambda row: len(row["input_ids"])
+    )  # those of one length pad each other least
     for at in range(0, len(rows), micro_batch):
         batch = batches.collate(rows[at : at + micro_batch], pad_id=0).to(accelerator.device)
         last = at + micro_batch >= len(rows)

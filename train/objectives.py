@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 
-from decode.drafts.causal import CausalDraft
+from decode.drafts.base import Draft
 from decode.sampling import Sampling
 from decode.speculate import decode
-from decode.target import Decoder, Target, logits_only_at
+from decode.target import Target, logits_only_at
 from eval import metrics
 from train.batches import Batch
 from train.loop import Sums
 from train.losses import LOSSES, acceptance
+from train.teacher import Teacher
 
 
 def causal_objective(target: Target, draft: torch.nn.Module, lm: Any, loss: str) -> Sums:
@@ -44,12 +45,20 @@ def causal_objective(target: Target, draft: torch.nn.Module, lm: Any, loss: str)
     return sums
 
 
+def head_objective(teacher: Teacher, trainer: torch.nn.Module) -> Sums:
+    """The loss of heads over the live target's states; `trainer` is of train/heads.py, perhaps wrapped."""
+    return lambda batch: trainer(batch, teacher.look(batch.input_ids))
+
+
 def measure_acceptance(
-    target: Target, lm: Any, prompts: Sequence[list[int]], k: int, max_new_tokens: int, seed: int
+    target: Target,
+    draft: Draft,
+    prompts: Sequence[list[int]],
+    k: int,
+    max_new_tokens: int,
+    seed: int,
 ) -> dict[str, float]:
-    """τ and α (also by position) of the draft as it is now, from the real decoder at temperature 1."""
-    training = lm.training
-    draft = CausalDraft(Decoder(lm))
+    """τ and α (also by position) of a draft as it is now, from the real decoder at temperature 1."""
     outputs = decode(
         target,
         draft,
@@ -59,7 +68,7 @@ def measure_acceptance(
         max_new_tokens=max_new_tokens,
         seed=seed,
     )
-    lm.train(training)
+    target.decoder.tap(None)  # training catches what it needs by itself
     samples = [
         metrics.Sample(
             "train", str(i), len(o.prompt_ids), len(o.output_ids), o.rounds, 0.0, 0.0, []

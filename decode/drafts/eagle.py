@@ -28,6 +28,7 @@ class EagleDraft(Draft):
         embedding = target.decoder.model.get_input_embeddings().weight
         self.embedding = embedding.detach().to(self.device)
         self.vocab_size = target.decoder.vocab_size
+        self.context = target.decoder.context
         hidden = target.decoder.config.hidden_size
         self.width = hidden * (len(net.taps.layers) + net.taps.final)
         self.held = 0, 0, 0
@@ -106,7 +107,9 @@ class EagleDraft(Draft):
                 return attention(self.net, q, keys, values, None)[0]
 
         embeds = self.net.embed(tokens, self.embedding).to(self.dtype)
-        return self.net.step(state, embeds, slots.position, attend)
+        # As the target's: beyond its context longrope would turn all rows by other frequencies.
+        position = slots.position.clamp_max(self.context - 1)
+        return self.net.step(state, embeds, position, attend)
 
     def _logits(self, state: torch.Tensor) -> torch.Tensor:
         """[b, T, V]: -inf for what the draft's vocabulary lacks."""

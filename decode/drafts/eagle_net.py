@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.taps import Taps
 
@@ -34,13 +34,24 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width_in, kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(heads * self.size, config.hidden_size, bias=False)
 
+    def keys(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v [B, kv heads, T, D] of x [B, T, width_in]."""
+        k, v = self._split(self.k_proj(x)), self._split(self.v_proj(x))
+        return turn(k, rotary), v
+
     def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
-        split = (*x.shape[:-1], -1, self.size)
-        q, k, v = (
-            f(x).view(split).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = apply_rotary_pos_emb(q, k, *rotary)
-        return self.o_proj(attend(q, k, v).flatten(2))
+        q = turn(self._split(self.q_proj(x)), rotary)
+        return self.o_proj(attend(q, *self.keys(x, rotary)).flatten(2))
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(*x.shape[:-1], -1, self.size).transpose(1, 2)
+
+
+def turn(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """x [B, heads, T, D] turned by its positions, as Llama does it."""
+    cos, sin = rotary
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
 
 class Mlp(nn.Module):
@@ -72,9 +83,16 @@ class Layer3(nn.Module):
     def forward(
         self, state: torch.Tensor, embeds: torch.Tensor, rotary: Rotary, attend: Attend
     ) -> torch.Tensor:
-        both = torch.cat([self.input_layernorm(embeds), self.hidden_norm(state)], -1)
-        state = state + self.self_attn(both, rotary, attend)
+        state = state + self.self_attn(self._both(state, embeds), rotary, attend)
         return state + self.mlp(self.post_attention_layernorm(state))
+
+    def keys(
+        self, state: torch.Tensor, embeds: torch.Tensor, rotary: Rotary
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.self_attn.keys(self._both(state, embeds), rotary)
+
+    def _both(self, state: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(state)], -1)
 
 
 class Eagle3(nn.Module):
@@ -100,6 +118,11 @@ class Eagle3(nn.Module):
         self.ids: torch.Tensor | None
         self.register_buffer("ids", ids, persistent=False)
 
+    @property
+    def layer(self) -> Layer3:
+        """The one layer, a list of one in the file's names."""
+        return self.layers[0]  # type: ignore[return-value]
+
     def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[..., h] of token ids; `weight` is the target's embedding."""
         return F.embedding(
@@ -114,7 +137,13 @@ class Eagle3(nn.Module):
         self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """States and embeddings [B, T, h] at `position` [B, T] -> the next states, before the norm."""
-        return self.layers[0](state, embeds, self.rotary(state, position), attend)
+        return self.layer(state, embeds, self.rotary(state, position), attend)
+
+    def keys(
+        self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v [B, kv heads, T, D] of these pairs alone: all that later tokens see of them."""
+        return self.layer.keys(state, embeds, self.rotary(state, position))
 
     def outcome(self, state: torch.Tensor) -> torch.Tensor:
         """[..., h]: what the head projects."""
@@ -133,6 +162,9 @@ class Layer1(nn.Module):
         self.self_attn = Attention(config, config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = Mlp(config)
+
+    def keys(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.self_attn.keys(x, rotary)
 
     def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
         x = x + self.self_attn(x, rotary, attend)
@@ -157,6 +189,11 @@ class Eagle1(nn.Module):
         self.layers = nn.ModuleList([Layer1(config)])
         self.rotary = LlamaRotaryEmbedding(config)
 
+    @property
+    def layer(self) -> Layer1:
+        """The one layer, a list of one in the file's names."""
+        return self.layers[0]  # type: ignore[return-value]
+
     def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[..., H] of token ids; `weight` is the target's embedding."""
         return F.embedding(tokens, weight)
@@ -170,7 +207,14 @@ class Eagle1(nn.Module):
     ) -> torch.Tensor:
         """Features and embeddings [B, T, H] at `position` [B, T] -> features of the next tokens."""
         x = self.fc(torch.cat([embeds, state], -1))
-        return self.layers[0](x, self.rotary(x, position), attend)
+        return self.layer(x, self.rotary(x, position), attend)
+
+    def keys(
+        self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v [B, kv heads, T, D] of these pairs alone: all that later tokens see of them."""
+        x = self.fc(torch.cat([embeds, state], -1))
+        return self.layer.keys(x, self.rotary(x, position))
 
     def outcome(self, state: torch.Tensor) -> torch.Tensor:
         """[..., H]: what the head projects."""

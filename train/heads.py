@@ -1,0 +1,184 @@
+"""Heads with their losses, as modules: what runs forward, perhaps wrapped for several processes.
+
+All work on the same picture: at target row u the target's law is compared with what the head said about it from each
+slot u - 1 - j, one for every step or head j. So the target's logits are computed once a row, a few rows at a time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from decode.drafts.eagle_net import Eagle1, EagleNet
+from decode.drafts.medusa import MedusaNet
+from train import losses
+from train.align import Alignment
+from train.batches import Batch
+from train.teacher import Look
+from train.ttt import TestTimeAttention
+
+METRIC_ROWS = 256
+"""Rows of a piece on which metrics are computed: as costly a row as the loss, and needed less exactly."""
+
+
+@dataclass
+class Weights:
+    """How heads weigh the parts of their loss."""
+
+    decay: float = 0.8
+    """Weight of step j is decay^j: a token counts only if those before it were accepted."""
+    feature: float = 1.0
+    """eagle1: weight of the smooth L1 between features."""
+    divergence: float = 0.1
+    """eagle1: weight of the divergence beside it."""
+
+
+class MedusaTrainer(nn.Module):
+    """All heads of a MedusaNet over the target's final states."""
+
+    def __init__(
+        self, net: MedusaNet, head: Callable[[Tensor], Tensor], divergence: str, weights: Weights
+    ):
+        super().__init__()
+        self.net, self.head = net, head
+        self.divergence, self.weights = losses.LOSSES[divergence], weights
+
+    def forward(self, batch: Batch, look: Look) -> dict[str, Tensor]:
+        steps = len(self.net.blocks)
+        places = Alignment(batch.input_ids, batch.loss_mask, steps)
+        rows = Rows(places, steps)
+        seen = look.final.to(next(self.net.parameters()).dtype)
+        slots = torch.stack([rows.slot_of(seen, j) for j in range(steps)], 1)  # [N, K, H]
+
+        def sums(final: Tensor, slots: Tensor, valid: Tensor) -> dict[str, Tensor]:
+            said = [self.net.logits(slots[:, j], j) for j in range(steps)]
+            return compared(
+                self.divergence, self.head(final), said, valid, None, self.weights.decay
+            )
+
+        size = self.net.config["vocab_size"]
+        return losses.sums_in_chunks(
+            sums, [rows.take(look.final), slots, rows.valid], losses.rows_for(size)
+        )
+
+
+class EagleTrainer(nn.Module):
+    """An EAGLE net run `steps` times over each slot, from the second time on its own states (training-time test).
+
+    EAGLE-1 is trained on one step, and on the target's feature besides its law.
+    """
+
+    def __init__(
+        self,
+        net: EagleNet,
+        head: Callable[[Tensor], Tensor],
+        embedding: Tensor,
+        divergence: str,
+        weights: Weights,
+        steps: int,
+    ):
+        super().__init__()
+        self.net, self.head, self.steps = net, head, steps
+        self.divergence, self.weights = losses.LOSSES[divergence], weights
+        self.embedding = embedding  # no buffer: it is the target's, and not to be sent around
+
+    def forward(self, batch: Batch, look: Look) -> dict[str, Tensor]:
+        places = Alignment(batch.input_ids, batch.loss_mask, self.steps)
+        rows = Rows(places, self.steps)
+        first = places.step(0)
+        dtype = self.net.fc.weight.dtype
+        start = self.net.start(look.features.to(dtype))
+        embeds = self.net.embed(first.token, self.embedding).to(dtype)
+        # Only slots that are trained go through the layer; of the others its keys are all that is ever seen.
+        keys, values = self.net.keys(start, embeds, first.position)
+        slots = asking(first.valid)
+        attend = TestTimeAttention(keys, values, slots)
+        row = torch.arange(len(slots), device=slots.device)[:, None]
+        index = torch.zeros_like(first.position)  # of each slot among those that ask
+        index[row, slots] = torch.arange(slots.shape[1], device=slots.device)
+        state = start[row, slots]
+        states = []
+        for j in range(self.steps):
+            at = places.step(j)
+            embeds = self.net.embed(at.token[row, slots], self.embedding).to(dtype)
+            state = self.net.step(state, embeds, at.position[row, slots], attend)
+            states.append(state[rows.batch, rows.slot_of(index, j)])
+
+        def sums(final: Tensor, states: Tensor, valid: Tensor) -> dict[str, Tensor]:
+            said = [self.net.logits(states[:, j]) for j in range(self.steps)]
+            p_logits = self.head(final)
+            decay = self.weights.decay
+            found = compared(self.divergence, p_logits, said, valid, self.net.ids, decay)
+            if isinstance(self.net, Eagle1):
+                near = losses.smooth_l1(states[:, 0], final)[valid[:, 0]].sum()
+                said_loss = self.weights.divergence * found["loss"]
+                found["loss"] = self.weights.feature * near + said_loss
+                found["feature"] = near.detach()
+            return found
+
+        inputs = [rows.take(look.final), torch.stack(states, 1), rows.valid]
+        return losses.sums_in_chunks(sums, inputs, losses.rows_for(len(self.embedding)))
+
+
+def asking(valid: Tensor) -> Tensor:
+    """[B, M] int64: the places where valid [B, T] holds, rising; M is their largest number (at least 1).
+
+    Rows with fewer go on with places where it does not hold.
+    """
+    count = max(1, int(valid.sum(1).max()))
+    return (~valid).long().argsort(dim=1, stable=True)[:, :count]
+
+
+class Rows:
+    """The target rows of a batch about which some slot says something: N of them."""
+
+    def __init__(self, places: Alignment, steps: int):
+        earlier = []
+        for j in range(steps):
+            valid = places.step(j).valid  # [B, T] at slots
+            earlier.append(
+                torch.cat([torch.zeros_like(valid[:, : j + 1]), valid], 1)[:, : valid.shape[1]]
+            )
+        valid = torch.stack(earlier, -1)  # [B, T, J] at rows
+        self.batch, self.row = valid.any(-1).nonzero(as_tuple=True)
+        self.valid = valid[self.batch, self.row]  # [N, J] bool
+
+    def take(self, values: Tensor) -> Tensor:
+        """[N, ...] from [B, T, ...]: the values at the rows."""
+        return values[self.batch, self.row]
+
+    def slot_of(self, values: Tensor, j: int) -> Tensor:
+        """[N, ...] from [B, T, ...]: the values at the slots that speak of the rows at step j."""
+        return values[self.batch, (self.row - 1 - j).clamp_min(0)]
+
+
+def compared(
+    divergence: losses.Divergence,
+    p_logits: Tensor,
+    said: list[Tensor],
+    valid: Tensor,
+    ids: Tensor | None,
+    decay: float,
+) -> dict[str, Tensor]:
+    """Sums over valid [N, J] of divergences and metrics of the target's p [N, V] and what each step said [N, Vd].
+
+    "loss" is weighted; "alpha_j" is the overlap and "top1_j" the agreement at step j, "count_j" how many they are of.
+    """
+    total = said[0].new_zeros((), dtype=torch.float32)
+    found: dict[str, Tensor] = {}
+    law = losses.target_law(p_logits, ids)
+    for j, q_logits in enumerate(said):
+        values = divergence.of(losses.paired(law, q_logits))
+        total = total + decay**j * values.where(valid[:, j], 0.0).sum()
+    some = slice(None, None, max(1, len(p_logits) // METRIC_ROWS))
+    with torch.no_grad():
+        law = losses.target_law(p_logits[some], ids)
+        for j, q_logits in enumerate(said):
+            counted, q_logits = valid[some, j], q_logits[some]
+            overlap = losses.acceptance.of(losses.paired(law, q_logits))
+            agree = losses.top1(p_logits[some], q_logits, ids)
+            found[f"alpha_{j + 1}"] = overlap.where(counted, 0.0).sum()
+            found[f"top1_{j + 1}"] = (agree & counted).sum().float()
+            found[f"count_{j + 1}"] = counted.sum().float()
+    return {"loss": total, **found}
