@@ -17,6 +17,8 @@ from decode.settings import UserError
 from decode.support import ropes
 
 WEIGHTS = "model.safetensors"
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Variants of EAGLE-3, all false here."""
 
 
 def medusa_config(target: Any, heads: int, layers: int, vocab: int) -> dict[str, Any]:
@@ -44,15 +46,21 @@ def eagle_config(target: Any, vocab: int, width: int = 0) -> dict[str, Any]:
     has, hidden = target.to_dict(), target.hidden_size
     width = width or hidden
     size = has.get("head_dim") or hidden // target.num_attention_heads
-    heads = max(1, target.num_attention_heads * width // hidden)
     ratio = target.num_attention_heads // (
         has.get("num_key_value_heads") or target.num_attention_heads
     )
+    most = max(1, target.num_attention_heads * width // hidden)
+    # Llama wants heads to divide its width, and K/V heads to divide them.
+    heads = next(n for n in range(most, 0, -1) if width % n == n % max(1, n // ratio) == 0)
     inner = has.get("intermediate_size") or 4 * hidden
-    rope = dict((ropes(target) or [{}])[0])
+    # The draft's one layer sees everything, so it turns as those of the target that do (Gemma has two RoPEs).
+    found = vars(target).get("rope_parameters") or {}
+    rope = dict(found.get("full_attention") or (ropes(target) or [{}])[0])
     rope = {"rope_type": rope.get("rope_type", "default"), **rope}
     rope.setdefault("rope_theta", 10000.0)
-    rope.pop("partial_rotary_factor", None)  # the draft turns its whole heads
+    part = rope.pop("partial_rotary_factor", None) or 1.0  # the draft turns its whole heads
+    if part != 1.0 and "short_factor" in rope:  # which has factors for that part only
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return {
         "model_type": "llama",
         "hidden_size": width,
@@ -91,11 +99,8 @@ def eagle3_config(
     config = eagle_config(target, vocab, width) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": draft_vocab,
-        # Each is false by our training; engines disagree on what its absence means.
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        # Engines disagree on what their absence means.
+        **dict.fromkeys(NORM_FLAGS, False),
     }
     if target.num_hidden_layers < 7 or layers != default_layers(target.num_hidden_layers):
         # vLLM reads the first (states entering a layer), SGLang the second (states leaving one).

@@ -30,6 +30,7 @@ from decode.settings import UserError, dump, run_command
 from decode.target import Target, load_model, load_target
 from decode.tree import DynamicTree
 from eval import lossless, metrics, speed, tasks
+from eval.quality import compare_targets
 from eval.report import terminal_table, write_report
 from eval.speed import Method, Run, measure, phase_ms
 from eval.tasks import Item, Task
@@ -87,6 +88,8 @@ class Settings:
     """The model to be made faster: folder or hub name."""
     revision: str | None = None
     """Commit, tag or branch of a hub target."""
+    original: str = ""
+    """What the target was before its heads were trained with it (Medusa-2): the report says how far it has moved."""
     methods: list[MethodSettings] = field(default_factory=lambda: [MethodSettings("ngram")])
     """What to compare with plain decoding, which is always measured."""
     tasks: list[Task] = field(
@@ -264,6 +267,11 @@ def evaluate(s: Settings, target: Target, progress: Progress) -> tuple[dict[str,
         "methods": entries,
         "comparisons": compare(s, target, methods, progress),
     }
+    if s.original:
+        original = load_target(s.original, s.device, s.dtype)
+        report["target_quality"] = compare_targets(
+            original, target, flat, s.max_new_tokens, s.compare.rows, s.seed
+        )
     return report, lines
 
 

@@ -12,12 +12,12 @@ from decode import attention
 from decode import target as target_module
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
-from decode.drafts.grow import DynamicTree
 from decode.drafts.layerskip import EarlyExitDraft
 from decode.settings import UserError
 from decode.speculate import decode
 from decode.support import refuse
 from decode.target import Decoder, Target
+from decode.tree import DynamicTree
 from tests.test_speculate import PROMPTS, hf_text, texts
 from tests.test_token_trees import BUSHY
 from tests.tiny import (

@@ -19,6 +19,7 @@ from decode.round import RULES, Rules, State, play, read
 from decode.sampling import Dice, Sampling
 from decode.target import Decoder, Target
 from decode.tree import DynamicTree
+from tests.heads import random_draft
 from tests.test_token_trees import BUSHY
 from tests.tiny import ARCHITECTURES, noisy, tiny_model, tiny_prompts, tiny_target
 
@@ -141,11 +142,12 @@ def reads(target: Target, draft: Draft | None, sampled: bool = False, rule: str 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_a_round_of_any_architecture_reads_nothing(arch: str) -> None:
-    """Catches experts that are run one by one, RoPE and masks that look at positions on the host."""
+    """Catches experts that are run one by one, RoPE and masks that look at positions on the host, a draft's too."""
     model = tiny_model(arch)
     target, moved = tiny_target(model), Decoder(noisy(model, 0.01))
     for shape in (None, DynamicTree(width=3, nodes=9)):
         assert reads(target, CausalDraft(moved, shape=shape)) == {}
+    assert reads(target, random_draft("eagle3", target)) == {}
 
 
 FAMILIES: dict[str, Callable[[Any, Target], Draft | None]] = {
@@ -156,6 +158,11 @@ FAMILIES: dict[str, Callable[[Any, Target], Draft | None]] = {
     "dynamic tree": lambda model, target: CausalDraft(Decoder(model), shape=DynamicTree(3, 9)),
     "early exit": lambda model, target: EarlyExitDraft(target, 2),
     "early exit tree": lambda model, target: EarlyExitDraft(target, 2, DynamicTree(3, 9)),
+    "medusa": lambda model, target: random_draft("medusa", target),
+    "medusa tree": lambda model, target: random_draft("medusa", target, BUSHY),
+    "eagle1": lambda model, target: random_draft("eagle1", target),
+    "eagle3 static tree": lambda model, target: random_draft("eagle3", target, BUSHY),
+    "eagle3 dynamic tree": lambda model, target: random_draft("eagle3", target, DynamicTree(3, 9)),
 }
 
 

@@ -10,12 +10,13 @@ from decode import compiled
 from decode import round as rounds
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
-from decode.drafts.grow import DynamicTree
 from decode.drafts.layerskip import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
 from decode.sampling import Sampling
 from decode.speculate import Engine, collect, decode
 from decode.target import Decoder, Target
+from decode.tree import DynamicTree
+from tests.heads import random_draft
 from tests.test_speculate import PROMPTS, texts
 from tests.test_token_trees import BUSHY
 from tests.tiny import noisy, tiny_model, tiny_target
@@ -32,6 +33,8 @@ def make(name: str, target: Target) -> Draft | None:
         "static": CausalDraft(near, shape=BUSHY),
         "dynamic": CausalDraft(near, shape=DynamicTree(3, 8)),
         "early-exit": EarlyExitDraft(target, 2),
+        "medusa": random_draft("medusa", target),
+        "eagle3": random_draft("eagle3", target, DynamicTree(3, 8)),
     }[name]
 
 
@@ -54,7 +57,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["plain", "ngram", "causal", "static", "dynamic", "early-exit"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "ngram", "causal", "static", "dynamic", "early-exit", "medusa", "eagle3"],
+)
 def test_compiled_rounds_say_the_same_and_compile_once(
     name: str, sampling: Sampling, graphs: list[int]
 ) -> None:

@@ -8,12 +8,11 @@ import torch
 
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
-from decode.drafts.grow import DynamicTree
 from decode.drafts.layerskip import EarlyExitDraft
 from decode.sampling import Sampling
 from decode.speculate import decode
 from decode.target import Decoder, Target
-from decode.tree import from_paths
+from decode.tree import DynamicTree, from_paths
 from tests.test_exact_law import PROMPTS, Branches, own_law, small, tv
 from tests.tiny import noisy, tiny_target
 

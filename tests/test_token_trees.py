@@ -5,13 +5,12 @@ import torch
 
 from decode.cache import StaticLayer
 from decode.drafts.causal import CausalDraft
-from decode.drafts.grow import DynamicTree, Shape
 from decode.drafts.layerskip import EarlyExitDraft
 from decode.sampling import Sampling
 from decode.settings import UserError
 from decode.speculate import decode
 from decode.target import Decoder
-from decode.tree import StaticTree, from_paths
+from decode.tree import DynamicTree, Shape, StaticTree, from_paths
 from tests.test_speculate import PROMPTS, hf_text, texts
 from tests.tiny import FEW, noisy, tiny_model, tiny_prompts, tiny_target
 

@@ -29,12 +29,14 @@ class Batch:
 
     input_ids: Tensor  # [B, T] int64
     loss_mask: Tensor  # [B, T] bool, True where the next token is to be learned
+    ids: tuple[str, ...] = ()  # of the rows
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`."""
         return Batch(
             self.input_ids.to(device, non_blocking=True),
             self.loss_mask.to(device, non_blocking=True),
+            self.ids,
         )
 
 
@@ -61,7 +63,7 @@ def split_for(rank: int, world: int, rows: Sequence[T]) -> Sequence[T]:
 
 def fit(rows: Sequence[Row], max_length: int) -> tuple[list[Row], int]:
     """(rows cut to `max_length` tokens, number of rows dropped with nothing left to learn)."""
-    kept = [row for row in (_cut(row, max_length) for row in rows) if len(_supervised(row)) > 0]
+    kept = [row for row in (_cut(row, max_length) for row in rows) if len(learned(row)) > 0]
     if len(kept) == 0:
         raise UserError(
             f"none of the {len(rows)} samples has a token to learn within max_length {max_length}: "
@@ -76,20 +78,21 @@ def collate(rows: Sequence[Row], pad_id: int, multiple: int = 8) -> Batch:
     batch = Batch(
         input_ids=torch.full((len(rows), length), pad_id),
         loss_mask=torch.zeros(len(rows), length, dtype=torch.bool),
+        ids=tuple(row["id"] for row in rows),
     )
     for i, row in enumerate(rows):
         batch.input_ids[i, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
-        batch.loss_mask[i, _supervised(row)] = True
+        batch.loss_mask[i, learned(row)] = True
     return batch
 
 
 def token_count(rows: Sequence[Row]) -> int:
     """Number of supervised positions, by which a step's loss is divided."""
-    return sum(len(_supervised(row)) for row in rows)
+    return sum(len(learned(row)) for row in rows)
 
 
-def _supervised(row: Row) -> Tensor:
-    """Positions t, ascending, whose next token lies in a loss span; tokens count once."""
+def learned(row: Row) -> Tensor:
+    """Supervised positions t, ascending, whose next token lies in a loss span; tokens count once."""
     learned = np.zeros(len(row["input_ids"]), dtype=bool)
     for start, end in row["loss_spans"]:
         learned[start:end] = True

@@ -22,13 +22,15 @@ from accelerate.utils import parse_flag_from_env, set_seed
 from rich.console import Console
 
 from decode import runs
-from decode.drafts.base import FACTS, draft_sha256
+from decode.drafts.base import FACTS, Draft, Request, draft_sha256
+from decode.sampling import Sampling
 from decode.settings import UserError, run_command, to_dict
 from decode.target import Target, load_target
-from train import batches, checkpoint, drafts, shards
+from train import batches, checkpoint, drafts, rehearsal, shards
 from train.families import FAMILIES, Trainee
+from train.features import Folder, Stored
 from train.heads import Weights
-from train.loop import LoopSettings, bar_of, train
+from train.loop import LoopSettings, bar_of, optimizers_of, train
 from train.objectives import measure_acceptance
 from train.prompts import DOMAINS, Source, encode, load_prompts
 from train.tracking import NullTracker, Tracker
@@ -69,6 +71,10 @@ class Settings:
     """Divergence from the target's distribution; forward_kl is the robust default."""
     weights: Weights = field(default_factory=Weights)
     """Of the parts of the loss of heads."""
+    features: str = ""
+    """Folder of the target's states and laws, made in one pass where they are missing; empty: it runs in every step."""
+    features_top: int = 64
+    """features: tokens of each law that are kept; the others share what is left."""
     loop: LoopSettings = field(default_factory=LoopSettings)
     check: CheckSettings = field(default_factory=CheckSettings)
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
@@ -86,6 +92,8 @@ class Settings:
     """Go on in `out` although the settings differ (an equal run goes on by itself)."""
     overwrite: bool = False
     """Delete what another run left in `out`."""
+    dry_run: bool = False
+    """Only tell what the run needs and try two steps of it, with the live target; writes nothing into `out`."""
 
 
 def load_rows(s: Settings, target: Target) -> tuple[list[shards.Row], int]:
@@ -122,27 +130,67 @@ def precision(s: Settings, device_type: str) -> str:
     return "bf16" if device_type == "cuda" and torch.cuda.is_bf16_supported() else "no"
 
 
+def rehearse(
+    s: Settings,
+    accelerator: Accelerator,
+    target: Target,
+    trainee: Trainee,
+    rows: list[shards.Row],
+    console: Console,
+    needs: dict[str, float],
+) -> None:
+    """Two steps and what they took, then the draft saved and loaded elsewhere."""
+    optimizers = optimizers_of(trainee.model, trainee.matrices, trainee.slow, s.loop)
+    model, *optimizers = accelerator.prepare(trainee.model, *optimizers)
+    objective = trainee.objective(model)
+    found = rehearsal.try_steps(accelerator, model, optimizers, objective, rows, s.loop, s.seed)
+    if accelerator.is_main_process:
+        prompts, check = check_prompts(s, target), s.check
+
+        def measure(draft: Draft) -> dict[str, float]:
+            return measure_acceptance(target, draft, prompts, check.k, check.max_new_tokens, s.seed)
+
+        found |= rehearsal.try_export(s, trainee, target, measure)
+        rehearsal.report(console, found, s.loop.steps, accelerator.device.type == "cuda")
+        print(json.dumps({"dry_run": True, "estimated": needs, "measured": found}))
+    accelerator.wait_for_everyone()
+
+
 def main(s: Settings) -> None:
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     accelerator = Accelerator(mixed_precision=precision(s, state.device.type))
     set_seed(s.seed)
     if min(s.check.prompts, s.check.k, s.check.max_new_tokens) < 1:
         raise UserError("check: need prompts >= 1, k >= 1 and max_new_tokens >= 1")
+    console = Console(stderr=True, quiet=not accelerator.is_main_process)
+    if s.dry_run:
+        mixed = accelerator.mixed_precision == "bf16"
+        table, needs = rehearsal.forecast(s, accelerator.num_processes, mixed)
+        console.print(table)
     target = load_target(s.target, str(accelerator.device), s.target_dtype, s.revision)
     rows, dropped = load_rows(s, target)
-    trainee = FAMILIES[s.draft.family](s, target, rows, str(accelerator.device))
+    where = Folder(Path(s.features), s.features_top, s.loop.max_length) if s.features else None
+    where = None if s.dry_run else where
+    trainee = FAMILIES[s.draft.family](s, target, rows, str(accelerator.device), where)
     batches.split_for(0, accelerator.num_processes, range(s.loop.batch_size))  # refuses early
+    if s.dry_run:
+        rehearse(s, accelerator, target, trainee, rows, console, needs)
+        return
+    if s.loop.eval_every > 0:  # a draft that cannot be measured is refused early, too
+        trainee.draft().begin(Request(1, 1, s.check.k, Sampling(), lambda p: p.argmax(-1)))
+        trainee.model.train()
     goes_on = runs.claim(s.out, s) if accelerator.is_main_process else False
     accelerator.wait_for_everyone()
-    trained = [p for p in trainee.model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=s.loop.lr, weight_decay=s.loop.weight_decay)
-    model, optimizer = accelerator.prepare(trainee.model, optimizer)
+    if isinstance(trainee.teacher, Stored):
+        rank, world = accelerator.process_index, accelerator.num_processes
+        trainee.teacher.fill(console, rank, world, accelerator.wait_for_everyone)
+    optimizers = optimizers_of(trainee.model, trainee.matrices, trainee.slow, s.loop)
+    model, *optimizers = accelerator.prepare(trainee.model, *optimizers)
     start = checkpoint.load_latest(accelerator, Path(s.out))
     tracker: Tracker | NullTracker = NullTracker()
     if accelerator.is_main_process:
         config = {**to_dict(s), "hardware": runs.hardware()}
         tracker = Tracker(Path(s.out), s.project, config, s.wandb, start if goes_on else None)
-    console = Console(stderr=True, quiet=not accelerator.is_main_process)
     console.print(
         f"{len(rows)} samples ({dropped} dropped), {accelerator.num_processes} process(es), "
         f"{accelerator.device}, precision {accelerator.mixed_precision}, from step {start}"
@@ -165,7 +213,7 @@ def main(s: Settings) -> None:
             train(
                 accelerator,
                 model,
-                optimizer,
+                optimizers,
                 trainee.objective(model),
                 rows,
                 s.loop,

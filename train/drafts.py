@@ -15,8 +15,8 @@ from decode.target import Target, fingerprint, load_model, load_tokenizer
 class DraftSettings:
     """What the draft is and where its weights start."""
 
-    family: Literal["causal", "medusa", "eagle1", "eagle3"] = "causal"
-    """causal: a small LM; the others are heads over the target's own states."""
+    family: Literal["causal", "medusa", "medusa2", "eagle1", "eagle3"] = "causal"
+    """causal: a small LM; the others are heads over the target's own states. medusa2 trains the target too."""
     init: str = ""
     """causal: folder or hub name of a small LM with the target's tokenizer. Heads: a draft directory to go on from."""
     layers: list[int] = field(default_factory=list)
@@ -25,6 +25,8 @@ class DraftSettings:
     """medusa: tokens drafted at once."""
     head_layers: int = 1
     """medusa: residual blocks of a head."""
+    rank: int = 16
+    """medusa2: of the LoRA adapters by which the target is trained along with its heads."""
     steps: int = 7
     """eagle3: times that each slot is run in training (training-time test)."""
     vocab: int = 32000
@@ -33,6 +35,12 @@ class DraftSettings:
     """eagle3: layers whose incoming states are read; empty: 2, L/2, L-3 of L, which every engine assumes."""
     width: int = 0
     """eagle3: hidden size; 0: the target's."""
+
+    def __post_init__(self) -> None:
+        if min(self.heads, self.rank, self.steps) < 1:
+            raise UserError("draft: need heads, rank and steps >= 1")
+        if min(self.head_layers, self.vocab, self.width) < 0:
+            raise UserError("draft: need head_layers, vocab and width >= 0")
 
 
 def new_draft(s: DraftSettings, target: Target, device: str) -> Any:

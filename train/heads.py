@@ -32,6 +32,8 @@ class Weights:
     """eagle1: weight of the smooth L1 between features."""
     divergence: float = 0.1
     """eagle1: weight of the divergence beside it."""
+    heads: float = 0.01
+    """medusa2: weight of the heads' loss beside the one that keeps the target as it was."""
 
 
 class MedusaTrainer(nn.Module):
@@ -48,18 +50,18 @@ class MedusaTrainer(nn.Module):
         steps = len(self.net.blocks)
         places = Alignment(batch.input_ids, batch.loss_mask, steps)
         rows = Rows(places, steps)
-        seen = look.final.to(next(self.net.parameters()).dtype)
+        seen = look.features.to(next(self.net.parameters()).dtype)
         slots = torch.stack([rows.slot_of(seen, j) for j in range(steps)], 1)  # [N, K, H]
 
-        def sums(final: Tensor, slots: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        def sums(teacher: Tensor, slots: Tensor, valid: Tensor) -> dict[str, Tensor]:
             said = [self.net.logits(slots[:, j], j) for j in range(steps)]
             return compared(
-                self.divergence, self.head(final), said, valid, None, self.weights.decay
+                self.divergence, self.head(teacher), said, valid, None, self.weights.decay
             )
 
         size = self.net.config["vocab_size"]
         return losses.sums_in_chunks(
-            sums, [rows.take(look.final), slots, rows.valid], losses.rows_for(size)
+            sums, [rows.take(look.teacher), slots, rows.valid], losses.rows_for(size)
         )
 
 
@@ -68,6 +70,8 @@ class EagleTrainer(nn.Module):
 
     EAGLE-1 is trained on one step, and on the target's feature besides its law.
     """
+
+    alignment: type[Alignment] = Alignment
 
     def __init__(
         self,
@@ -84,7 +88,7 @@ class EagleTrainer(nn.Module):
         self.embedding = embedding  # no buffer: it is the target's, and not to be sent around
 
     def forward(self, batch: Batch, look: Look) -> dict[str, Tensor]:
-        places = Alignment(batch.input_ids, batch.loss_mask, self.steps)
+        places = self.alignment(batch.input_ids, batch.loss_mask, self.steps)
         rows = Rows(places, self.steps)
         first = places.step(0)
         dtype = self.net.fc.weight.dtype
@@ -105,20 +109,28 @@ class EagleTrainer(nn.Module):
             state = self.net.step(state, embeds, at.position[row, slots], attend)
             states.append(state[rows.batch, rows.slot_of(index, j)])
 
-        def sums(final: Tensor, states: Tensor, valid: Tensor) -> dict[str, Tensor]:
+        def sums(
+            teacher: Tensor, states: Tensor, valid: Tensor, feature: Tensor
+        ) -> dict[str, Tensor]:
             said = [self.net.logits(states[:, j]) for j in range(self.steps)]
-            p_logits = self.head(final)
+            p_logits = self.head(teacher)
+            valid = self.trained(p_logits, valid)
             decay = self.weights.decay
             found = compared(self.divergence, p_logits, said, valid, self.net.ids, decay)
             if isinstance(self.net, Eagle1):
-                near = losses.smooth_l1(states[:, 0], final)[valid[:, 0]].sum()
+                near = losses.smooth_l1(states[:, 0], feature)[valid[:, 0]].sum()
                 said_loss = self.weights.divergence * found["loss"]
                 found["loss"] = self.weights.feature * near + said_loss
                 found["feature"] = near.detach()
             return found
 
-        inputs = [rows.take(look.final), torch.stack(states, 1), rows.valid]
+        label = look.features if isinstance(self.net, Eagle1) else look.features[..., :0]
+        inputs = [rows.take(look.teacher), torch.stack(states, 1), rows.valid, rows.take(label)]
         return losses.sums_in_chunks(sums, inputs, losses.rows_for(len(self.embedding)))
+
+    def trained(self, p_logits: Tensor, valid: Tensor) -> Tensor:
+        """[N, J] bool: which of the `valid` places the loss counts; all of them."""
+        return valid
 
 
 def asking(valid: Tensor) -> Tensor:

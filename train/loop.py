@@ -35,6 +35,8 @@ class LoopSettings:
     """Samples a forward pass, each process; lower it when memory runs out (same result)."""
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
+    muon_lr: float = 0.0
+    """Peak learning rate of Muon for the matrices inside layers, 0.02 say; 0: AdamW trains them like the rest."""
     warmup: int = 50
     """Steps of linear warm-up; then a cosine falls to a tenth."""
     weight_decay: float = 0.0
@@ -59,18 +61,40 @@ class Sums(Protocol):
         """{"loss": …, any other metric: …}, scalars; "loss" carries the gradient."""
 
 
-def learning_rate(step: int, s: LoopSettings) -> float:
-    """Linear warm-up, then a cosine from `lr` to a tenth of it at the last step."""
+def schedule(step: int, s: LoopSettings) -> float:
+    """Share of the peak learning rate: linear warm-up, then a cosine to a tenth at the last step."""
     if step < s.warmup:
-        return s.lr * (step + 1) / s.warmup
+        return (step + 1) / s.warmup
     done = (step - s.warmup) / max(1, s.steps - s.warmup)
-    return s.lr * (0.55 + 0.45 * math.cos(math.pi * done))
+    return 0.55 + 0.45 * math.cos(math.pi * done)
+
+
+def optimizers_of(
+    model: torch.nn.Module,
+    matrices: Sequence[torch.nn.Parameter],
+    slow: Sequence[torch.nn.Parameter],
+    s: LoopSettings,
+) -> list[torch.optim.Optimizer]:
+    """AdamW for what `model` trains, a quarter of the rate for `slow`; with `muon_lr` Muon for `matrices`."""
+    if s.muon_lr == 0:
+        matrices = []
+    taken = {id(p) for p in [*matrices, *slow]}
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+    groups: list[dict[str, Any]] = [{"params": rest}]
+    if slow:
+        groups.append({"params": list(slow), "scale": 0.25})
+    made: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, lr=s.lr, weight_decay=s.weight_decay)
+    ]
+    if matrices:
+        made.append(torch.optim.Muon(matrices, lr=s.muon_lr, weight_decay=s.weight_decay))
+    return made
 
 
 def train(
     accelerator: Accelerator,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     objective: Sums,
     rows: Sequence[Row],
     s: LoopSettings,
@@ -93,8 +117,9 @@ def train(
     began, seen, waited = time.perf_counter(), 0, 0.0
     window: dict[str, float] = {}
     for step in range(start, s.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, s)
+        for optimizer, peak in zip(optimizers, (s.lr, s.muon_lr), strict=False):
+            for group in optimizer.param_groups:
+                group["lr"] = peak * schedule(step, s) * group.get("scale", 1.0)
         fetch = time.perf_counter()
         chosen = [rows[i] for i in batches.step_indices(len(rows), s.batch_size, seed, step)]
         tokens = batches.token_count(chosen)
@@ -113,8 +138,9 @@ def train(
                 f"the loss is {values['loss']} at step {step + 1}: lower loop.lr or raise loop.warmup; "
                 f"the last good checkpoint in {out / 'checkpoints'} stands"
             )
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         seen += tokens
         for name, value in [*values.items(), ("tokens", tokens)]:
             window[name] = window.get(name, 0.0) + value
@@ -128,7 +154,7 @@ def train(
                 {
                     **{f"train/{name}": value for name, value in means.items()},
                     "train/grad_norm": float(norm),
-                    "train/lr": learning_rate(step, s),
+                    "train/lr": s.lr * schedule(step, s),
                     "train/tokens_per_second": seen / seconds,
                     "train/data_wait_share": waited / seconds,
                 },

@@ -11,29 +11,29 @@ from decode.speculate import decode
 from decode.target import Target, logits_only_at
 from eval import metrics
 from train.batches import Batch
+from train.features import Stored
 from train.loop import Sums
 from train.losses import LOSSES, acceptance
 from train.teacher import Teacher
 
 
-def causal_objective(target: Target, draft: torch.nn.Module, lm: Any, loss: str) -> Sums:
-    """Divergence from the live target at every supervised position.
+def causal_objective(teacher: Teacher | Stored, draft: torch.nn.Module, lm: Any, loss: str) -> Sums:
+    """Divergence from the target at every supervised position.
 
     `draft` is what runs forward (perhaps wrapped for several processes), `lm` the bare model inside, whose
     output projection is asked for supervised positions only.
     """
     divergence = LOSSES[loss]
-    teacher = target.decoder.model
 
     def sums(batch: Batch) -> dict[str, torch.Tensor]:
         position = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)[None]
         inputs = {"input_ids": batch.input_ids, "position_ids": position, "use_cache": False}
 
-        def pick(hidden: torch.Tensor) -> torch.Tensor:
-            return hidden[batch.loss_mask]  # [N, H]
+        def pick(values: torch.Tensor) -> torch.Tensor:
+            return values[batch.loss_mask]  # [N, ...]
 
-        with torch.no_grad(), logits_only_at(teacher, pick):
-            p_logits = teacher(**inputs).logits
+        with torch.no_grad():
+            p_logits = teacher.head(pick(teacher.look(batch).teacher))
         with logits_only_at(lm, pick):
             q_logits = draft(**inputs).logits
         values = divergence(p_logits, q_logits)  # [N]
@@ -45,9 +45,9 @@ def causal_objective(target: Target, draft: torch.nn.Module, lm: Any, loss: str)
     return sums
 
 
-def head_objective(teacher: Teacher, trainer: torch.nn.Module) -> Sums:
-    """The loss of heads over the live target's states; `trainer` is of train/heads.py, perhaps wrapped."""
-    return lambda batch: trainer(batch, teacher.look(batch.input_ids))
+def head_objective(teacher: Teacher | Stored, trainer: torch.nn.Module) -> Sums:
+    """The loss of heads over the target's states; `trainer` is of train/heads.py, perhaps wrapped."""
+    return lambda batch: trainer(batch, teacher.look(batch))
 
 
 def measure_acceptance(

@@ -1,4 +1,4 @@
-"""What the frozen target tells its heads about a batch: tapped states, and the states behind its logits."""
+"""What the frozen target tells a draft about a batch: tapped states, and what its logits are made of."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,22 @@ from torch import Tensor
 
 from decode.taps import Catch, Taps, head_of
 from decode.target import Target, logits_only_at
+from train.batches import Batch
 
 
 @dataclass(frozen=True)
 class Look:
-    """States of one batch; logits are `Teacher.head` of `final`, computed where they are needed."""
+    """What a teacher says of one batch; logits are its `head` of rows of `teacher`, made where they are needed."""
 
     features: Tensor  # [B, T, F] what the draft taps
-    final: Tensor  # [B, T, H] behind the final norm
+    teacher: Tensor  # [B, T, P] means something at supervised positions
 
 
 class Teacher:
-    """The live target. Nothing of it is trained, and it projects no position to the vocabulary by itself."""
+    """The live target. Nothing of it is trained, and it projects no position to the vocabulary by itself.
+
+    `head` takes rows [N, P] of `Look.teacher`, here the states behind the final norm, to logits [N, V].
+    """
 
     def __init__(self, target: Target, taps: Taps):
         self.model = target.decoder.model
@@ -27,13 +31,14 @@ class Teacher:
         self.hidden = target.decoder.config.hidden_size
 
     @torch.no_grad()
-    def look(self, input_ids: Tensor) -> Look:
-        """The states over right-padded rows [B, T]; those at padding mean nothing."""
-        position = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    def look(self, batch: Batch) -> Look:
+        """The states over the rows of a batch; those at padding mean nothing."""
+        ids = batch.input_ids
+        position = torch.arange(ids.shape[1], device=ids.device)[None]
         catch = Catch(self.model, self.taps)
         try:
             with logits_only_at(self.model, lambda hidden: hidden[:, :0]):
-                self.model(input_ids=input_ids, position_ids=position, use_cache=False)
+                self.model(input_ids=ids, position_ids=position, use_cache=False)
             states = catch.states()
         finally:
             catch.remove()

@@ -172,7 +172,12 @@ def draft_sha256(path: str) -> str | None:
 
 def check_target(path: str, target: Target) -> None:
     """UserError for heads that were trained on a target with another tokenizer."""
-    check_tokenizer(path, read_facts(path)["tokenizer_hash"], target)
+    facts = read_facts(path)
+    if "tokenizer_hash" not in facts:
+        raise UserError(
+            f"{path}/{FACTS} names no tokenizer_hash: train the draft again or restore the file"
+        )
+    check_tokenizer(path, facts["tokenizer_hash"], target)
 
 
 def check_tokenizer(path: str, draft_fingerprint: str, target: Target) -> None:

@@ -134,6 +134,11 @@ def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
         net = Eagle1(llama_config(config), head_of(target.decoder.model, device, DTYPES[dtype]))
     else:
         formats.expect(path, config, {"target_hidden_size": hidden})
+        for flag in formats.NORM_FLAGS:
+            if config.get(flag):  # it adds no tensor, so nothing else would tell
+                raise UserError(
+                    f"draft {path!r} has {flag} true: heads with that are not known here"
+                )
         taps = Taps(formats.tapped_layers(config, target.decoder.config.num_hidden_layers))
         net = Eagle3(llama_config(config), taps, formats.draft_ids(path, config))
     formats.fill(net, path)

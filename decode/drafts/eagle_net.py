@@ -54,6 +54,17 @@ def turn(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
 
+class Rope(LlamaRotaryEmbedding):
+    """Llama's, with frequencies that stay in fp32 when the net is cast: rounded, they turn far positions at random."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Rope":
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, value in self.named_buffers():
+            setattr(self, name, exact[name].to(value.device))
+        return self
+
+
 class Mlp(nn.Module):
     """Llama's gated one."""
 
@@ -114,7 +125,7 @@ class Eagle3(nn.Module):
         self.embed_tokens = (
             None if width == target_width else nn.Embedding(config.vocab_size, width)
         )
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.rotary = Rope(config)
         self.ids: torch.Tensor | None
         self.register_buffer("ids", ids, persistent=False)
 
@@ -187,7 +198,7 @@ class Eagle1(nn.Module):
         self.fc = nn.Linear(2 * width, width)
         nn.init.zeros_(self.fc.bias).requires_grad_(False)
         self.layers = nn.ModuleList([Layer1(config)])
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.rotary = Rope(config)
 
     @property
     def layer(self) -> Layer1:
@@ -229,7 +240,11 @@ EagleNet = Eagle1 | Eagle3
 
 
 def llama_config(fields: dict[str, Any]) -> LlamaConfig:
-    """What the layers and RoPE need, from a draft's config.json."""
-    return LlamaConfig(
-        **{k: v for k, v in fields.items() if k not in ("rope_theta", "rope_scaling")}
-    )
+    """What the layers and RoPE need, from a draft's config.json; RoPE by its new name or its two old ones."""
+    rest = {k: v for k, v in fields.items() if k not in ("rope_theta", "rope_scaling")}
+    if "rope_parameters" not in rest:
+        scaling = fields.get("rope_scaling") or {}
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        theta = fields.get("rope_theta", 10000.0)
+        rest["rope_parameters"] = {**scaling, "rope_type": kind, "rope_theta": theta}
+    return LlamaConfig(**rest)

@@ -1,0 +1,158 @@
+"""A saved draft decoded by vLLM and by us, on the same prompts: do both accept the same tokens?
+
+    python scripts/referee.py --draft outputs/quickstart/drafts/eagle3 --python ~/vllm/bin/python
+
+--python is an interpreter that has vLLM (its CPU build will do; Medusa needs 0.32 or older, and the CPU build a head
+size of 32, 64 or 128). Both decode greedily in fp32, chains of --k, past EOS. Exit code 1 if any prompt differs in its
+tokens, rounds or accepted counts by position, unless the target's two best logits at the first difference are closer
+than --margin: such ties are listed. The last line is JSON.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from decode import runs
+from decode.drafts.base import load_draft, read_facts
+from decode.settings import UserError, run_command
+from decode.speculate import decode
+from decode.target import Target, load_target
+from eval.tasks import Task, load_items
+
+METHODS = {"causal": "draft_model", "medusa": "medusa", "eagle1": "eagle", "eagle3": "eagle3"}
+"""What vLLM calls our families."""
+
+
+@dataclass
+class Settings:
+    draft: str = ""
+    """A saved draft."""
+    target: str = "assets/target"
+    python: str = ""
+    """Interpreter of an environment with vLLM."""
+    tasks: list[Task] = field(
+        default_factory=lambda: [Task("code", limit=4), Task("prose", limit=4), Task("arithmetic", limit=4)]
+    )  # fmt: skip
+    k: int = 4
+    """Tokens drafted a round."""
+    max_new_tokens: int = 64
+    margin: float = 1e-3
+    """Difference of the two best logits below which a divergence counts as a tie."""
+    out: str = ""
+    """File for the JSON of the last line; empty writes none."""
+
+
+def ours(s: Settings, target: Target, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """What our decoder does, in the terms of vLLM's counters."""
+    draft = load_draft(s.draft, target)
+    found = []
+    for prompt in prompts:
+        out = decode(target, draft, [prompt], k=s.k, max_new_tokens=s.max_new_tokens)[0]
+        found.append(
+            {
+                "output_ids": out.output_ids,
+                "rounds": len(out.rounds),
+                "drafted": sum(drafted for drafted, _ in out.rounds),
+                "accepted": sum(accepted for _, accepted in out.rounds),
+                "by_position": [
+                    sum(accepted > i for _, accepted in out.rounds) for i in range(s.k)
+                ],
+            }
+        )
+    return found
+
+
+def theirs(s: Settings, prompts: list[list[int]], context: int) -> dict[str, Any]:
+    """What vLLM does. UserError with the end of its log when it fails."""
+    speculative = {
+        "model": str(Path(s.draft).resolve()),
+        "method": METHODS[read_facts(s.draft)["family"]],
+        "num_speculative_tokens": s.k,
+    }
+    job = {
+        "target": str(Path(s.target).resolve()) if Path(s.target).exists() else s.target,
+        "speculative": speculative,
+        "prompts": prompts,
+        "max_new_tokens": s.max_new_tokens,
+        "max_model_len": context,
+    }
+    script = Path(__file__).with_name("referee_vllm.py")
+    done = subprocess.run(
+        [s.python, str(script)], input=json.dumps(job), capture_output=True, text=True, cwd="/"
+    )
+    if done.returncode != 0:
+        raise UserError(f"vLLM failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@torch.inference_mode()
+def tie(target: Target, prompt: list[int], a: list[int], b: list[int]) -> float | None:
+    """Gap of the target's two best logits where the outputs first differ; None if they do not."""
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+    if at is None:
+        return None
+    text = torch.tensor([prompt + a[:at]])
+    target.decoder.allocate(1, text.shape[1] + 1)
+    logits = target.decoder.prefill(text, torch.tensor([text.shape[1]]))
+    best = logits[0].float().topk(2).values
+    return float(best[0] - best[1])
+
+
+def main(s: Settings) -> None:
+    if not s.draft or not s.python:
+        raise UserError(
+            "give --draft, the folder of a saved draft, and --python, one that has vLLM"
+        )
+    target = replace(load_target(s.target, "cpu"), eos=frozenset())
+    items = [item for task in s.tasks for item in load_items(task, target)]
+    prompts = [item.prompt_ids for item in items]
+    mine = ours(s, target, prompts)
+    context = min(target.decoder.context, max(map(len, prompts)) + s.max_new_tokens + s.k + 1)
+    judge = theirs(s, prompts, context)
+    differ: list[dict[str, Any]] = []
+    ties: list[dict[str, Any]] = []
+    for item, a, b in zip(items, mine, judge["prompts"], strict=True):
+        if all(a[key] == b[key] for key in ("output_ids", "rounds", "accepted", "by_position")):
+            continue
+        gap = tie(target, item.prompt_ids, a["output_ids"], b["output_ids"])
+        entry = {"task": item.task, "id": item.id, "gap": gap, "ours": a, "vllm": b}
+        (ties if gap is not None and gap < s.margin else differ).append(entry)
+
+    def total(side: list[dict[str, Any]]) -> dict[str, Any]:
+        sums = {key: sum(x[key] for x in side) for key in ("rounds", "drafted", "accepted")}
+        columns = zip(*(x["by_position"] for x in side), strict=True)
+        return sums | {"by_position": [sum(column) for column in columns]}
+
+    totals = {"ours": total(mine), "vllm": total(judge["prompts"])}
+    table = Table("", "rounds", "accepted", "by position", "τ")
+    for name, t in totals.items():
+        tau = 1 + t["accepted"] / t["rounds"]
+        table.add_row(
+            name, str(t["rounds"]), str(t["accepted"]), str(t["by_position"]), f"{tau:.3f}"
+        )
+    Console(stderr=True).print(table)
+    result = {
+        "draft": s.draft, "family": read_facts(s.draft)["family"], "k": s.k, "vllm": judge["vllm"],
+        "prompts": len(items), "same": len(items) - len(differ) - len(ties),
+        "ties": ties, "differ": differ, "totals": totals, **runs.provenance(),
+    }  # fmt: skip
+    line = json.dumps(result)
+    if s.out:
+        runs.write_atomically(Path(s.out), line + "\n")
+    print(line)
+    if differ:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_command(main, Settings, __doc__)

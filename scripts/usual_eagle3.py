@@ -1,0 +1,192 @@
+"""The field's usual EAGLE-3 recipe beside ours: the same samples, steps, start and schedule, several seeds.
+
+    python scripts/usual_eagle3.py --data outputs/reproduce/samples --features outputs/reproduce/features
+
+"usual": the loss mask of the tokens themselves and not of what a slot predicts, so that the first draft of every reply
+is never trained; soft cross-entropy against the law renormalised on the draft's vocabulary; places whose best token
+the draft cannot say left out. What that mask trains behind a reply's end is left out as well, in its favour.
+"ours": every place where decoding drafts, with --loss. τ is measured by the decoder on the bundled evaluation prompts.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from decode import runs
+from decode.drafts.eagle import EagleDraft
+from decode.sampling import Sampling
+from decode.settings import run_command
+from decode.speculate import decode
+from decode.target import Target, load_target
+from eval import metrics
+from eval.metrics import Sample
+from eval.tasks import Item, Task, load_items
+from train import batches, drafts, losses, shards
+from train.align import Alignment, Places
+from train.families import eagle3
+from train.features import Folder, Stored
+from train.heads import EagleTrainer, Weights
+from train.loop import LoopSettings, optimizers_of, schedule
+from train.shards import Row
+
+
+@dataclass
+class Settings:
+    target: str = "assets/target"
+    data: str = "outputs/reproduce/samples"
+    features: str = "outputs/reproduce/features"
+    """Cached states, made if they are not there."""
+    loss: str = "lk_lambda"
+    """What ours minimises."""
+    draft: drafts.DraftSettings = field(
+        default_factory=lambda: drafts.DraftSettings(family="eagle3", vocab=2048, steps=4)
+    )
+    steps: int = 100
+    batch_size: int = 16
+    micro_batch: int = 4
+    lr: float = 2e-3
+    warmup: int = 10
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    tasks: list[Task] = field(
+        default_factory=lambda: [Task("code", limit=8), Task("prose", limit=8), Task("arithmetic", limit=8)]
+    )  # fmt: skip
+    k: int = 4
+    max_new_tokens: int = 48
+    out: str = ""
+    """File for the JSON of the last line; empty writes none."""
+
+
+class Unshifted(Alignment):
+    """Slot t counts if token t is the reply's, whatever it predicts, as long as that lies in the same reply."""
+
+    def step(self, j: int) -> Places:
+        places = super().step(j)
+        own = torch.cat([torch.zeros_like(self.reach[:, :1]), self.reach[:, :-1]], 1) > 0
+        return Places(
+            places.token, places.teacher, places.label, places.position, places.valid & own
+        )
+
+
+class Usual(EagleTrainer):
+    """The trainer with that mask, which leaves out what the draft's vocabulary lacks."""
+
+    alignment = Unshifted
+
+    def trained(self, p_logits: Tensor, valid: Tensor) -> Tensor:
+        return valid & losses.in_vocabulary(p_logits, self.net.ids)[:, None]
+
+
+def train(
+    s: Settings,
+    target: Target,
+    rows: list[Row],
+    recipe: str,
+    seed: int,
+    tick: Callable[[str], None],
+) -> EagleDraft:
+    """A draft after `steps` steps."""
+    torch.manual_seed(seed)
+    loss = s.loss if recipe == "ours" else "soft_ce"
+    settings = cast(Any, SimpleNamespace(draft=s.draft, loss=loss, weights=Weights(), out=""))
+    where = Folder(Path(s.features), 64, target.decoder.context)
+    trainee = eagle3(settings, target, rows, "cpu", where)
+    assert isinstance(trainee.teacher, Stored)
+    trainee.teacher.fill(Console(stderr=True), 0, 1, lambda: None)
+    model = cast(EagleTrainer, trainee.model)
+    if recipe == "usual":
+        model.__class__ = Usual
+    loop = LoopSettings(steps=s.steps, warmup=s.warmup, lr=s.lr)
+    (optimizer,) = optimizers_of(model, [], [], loop)
+    objective = trainee.objective(model)
+    for step in range(s.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = s.lr * schedule(step, loop)
+        chosen = [rows[i] for i in batches.step_indices(len(rows), s.batch_size, seed, step)]
+        chosen.sort(key=lambda row: len(row["input_ids"]))
+        tokens = batches.token_count(chosen)
+        total = 0.0
+        for at in range(0, len(chosen), s.micro_batch):
+            sums = objective(batches.collate(chosen[at : at + s.micro_batch], pad_id=0))
+            (sums["loss"] / tokens).backward()
+            total += float(sums["loss"].detach()) / tokens
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        tick(f"{recipe} seed {seed} step {step + 1}/{s.steps} loss {total:.3f}")
+    draft = trainee.draft()
+    assert isinstance(draft, EagleDraft)
+    return draft
+
+
+def samples_of(
+    s: Settings, target: Target, draft: EagleDraft, items: list[Item], temperature: float
+) -> list[Sample]:
+    prompts = [item.prompt_ids for item in items]
+    outputs = decode(
+        target, draft, prompts, k=s.k, rows=8, max_new_tokens=s.max_new_tokens,
+        sampling=Sampling(temperature), seed=0,
+    )  # fmt: skip
+    return [
+        Sample(item.task, item.id, len(item.prompt_ids), len(o.output_ids), o.rounds, 0.0, 0.0, [])
+        for item, o in zip(items, outputs, strict=True)
+    ]
+
+
+def main(s: Settings) -> None:
+    console = Console(stderr=True)
+    target = load_target(s.target, "cpu")
+    rows, _ = batches.fit(shards.read_shards(Path(s.data)), target.decoder.context)
+    items = [item for task in s.tasks for item in load_items(task, target)]
+    cells: list[dict[str, Any]] = []
+    for seed in s.seeds:
+        for recipe in ("usual", "ours"):
+            with console.status("") as status:
+                draft = train(s, target, rows, recipe, seed, status.update)
+            for temperature in (0.0, 1.0):
+                found = samples_of(s, target, draft, items, temperature)
+                cells.append(
+                    {
+                        "recipe": recipe, "seed": seed, "temperature": temperature,
+                        "tau": metrics.tau(found), "alpha": metrics.alpha(found, s.k),
+                        "alpha_by_position": metrics.alpha_by_position(found, s.k),
+                    }
+                )  # fmt: skip
+                console.print(cells[-1])
+    table = Table("T", "usual τ", "ours τ", "ours ÷ usual, by seed")
+    ratios = {}
+    for temperature in (0.0, 1.0):
+        tau = {
+            recipe: [
+                c["tau"] for c in cells if c["recipe"] == recipe and c["temperature"] == temperature
+            ]
+            for recipe in ("usual", "ours")
+        }
+        ratios[f"{temperature:g}"] = [a / b for a, b in zip(tau["ours"], tau["usual"], strict=True)]
+        table.add_row(
+            f"{temperature:g}",
+            *(f"{statistics.fmean(tau[recipe]):.3f}" for recipe in ("usual", "ours")),
+            ", ".join(f"{r:.3f}" for r in ratios[f"{temperature:g}"]),
+        )
+    console.print(table)
+    result = {"cells": cells, "ratios": ratios, "samples": len(rows), "steps": s.steps}
+    line = json.dumps(result | runs.provenance())
+    if s.out:
+        runs.write_atomically(Path(s.out), line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    run_command(main, Settings, __doc__)
