@@ -14,6 +14,7 @@ from decode.drafts.base import Draft, Proposal, Request, check_target, read_fact
 from decode.drafts.eagle_net import Eagle1, Eagle3, EagleNet, llama_config
 from decode.drafts.grow import grow, levels, prepare, reach
 from decode.drafts.recent import Recent
+from decode.settings import UserError
 from decode.taps import Taps, head_of
 from decode.target import DTYPES, PREFILL_CHUNK, Target
 
