@@ -217,6 +217,7 @@ def tables(report: Report) -> list[Table]:
         *(_position_table(section) for section in pooled),
         *(_phase_table(section) for section in pooled),
         _comparison_table(report.get("comparisons") or []),
+        _quality_table(report.get("target_quality")),
         _setup_table(report["methods"]),
         _environment_table(report),
     ]
@@ -285,6 +286,29 @@ def _comparison_table(comparisons: Sequence[Entry]) -> Table:
     ]
     header = ["methods", "task", "temperature", "metric", "difference", "n"]
     return Table("Differences on the same prompts", header, rows)
+
+
+def _quality_table(quality: Entry | None) -> Table:
+    """The target beside the one it was before its heads were trained with it."""
+    header = ["before", "now", "n", "perplexity before", "now", "change of log perplexity", "KL"]
+    if quality is None:
+        return Table("", header, [])
+    row = [
+        quality["old"],
+        quality["new"],
+        number(quality["prompts"], 0),
+        number(quality["perplexity_old"], 3),
+        number(quality["perplexity_new"], 3),
+        with_interval(
+            quality["log_perplexity_change"],
+            quality["log_perplexity_change_ci"],
+            4,
+            signed=True,
+        ),
+        number(quality["kl"], 4),
+    ]
+    title = "The target was trained with its heads: on answers of the one before, a token"
+    return Table(title, header, [row])
 
 
 def _setup_table(methods: Sequence[Entry]) -> Table:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole job on the bundled models: sample the target, distill a draft, decode with it, report.
+# The whole job on the bundled models: sample the target, distill three drafts, decode with them, report.
 # Two CPU cores, no GPU, no network past the package index: about 8 minutes after installation.
 # Run again, it goes on where it stopped; `rm -r outputs/quickstart` starts over.
 set -euo pipefail
@@ -11,8 +11,10 @@ stage() { printf '\n\033[1m[%s] %s\033[0m\n' "$(date +%T)" "$*"; }
 
 stage "1/4 the target answers prompts"
 $launch train/sample.py --config configs/quickstart/sample.yaml
-stage "2/4 the base draft learns from the answers"
-$launch train/distill.py --config configs/quickstart/causal.yaml
+stage "2/4 three drafts learn from the answers: a small LM, Medusa heads, an EAGLE-3 head"
+for draft in causal medusa eagle3; do
+  $launch train/distill.py --config configs/quickstart/$draft.yaml
+done
 stage "3/4 the draft at work: green accepted, red rejected, blue the target's own"
 python decode/generate.py --draft outputs/quickstart/drafts/causal --max_new_tokens 80 \
   --prompt $'def read_config(path):\n    """Return the settings in the file at path."""\n    with'

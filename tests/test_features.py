@@ -132,12 +132,12 @@ def test_every_byte_of_fp8_is_read_as_torch_reads_it() -> None:
     assert torch.equal(features.unpacked_states(bits, scale), values.float() / 2)
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("size", [0.0, 1e-37, 1e-30, 1.0, 1e30])
 def test_states_of_any_size_survive(size: float) -> None:
     """Bug: all zeros become NaN; small or large states are lost to the range of fp8 or of the scale."""
     states = size * torch.randn(50, 3, 64)
     found = features.unpacked_states(**features.packed_states(states))
-    torch.testing.assert_close(found, states, rtol=0.07, atol=size * 2**-12)
+    torch.testing.assert_close(found, states, rtol=0.1, atol=size * 2**-12)
 
 
 def test_a_broken_target_is_not_hidden() -> None:
@@ -186,6 +186,19 @@ def test_what_is_not_kept_shares_what_is_left(tmp_path: Path, target: Target) ->
         divergences.append(float((live * (live.log() - cached.log())).sum(-1).mean()))
     assert divergences == sorted(divergences, reverse=True)
     assert divergences[-1] < 0.01
+
+
+def test_without_a_top_laws_come_from_final_states(tmp_path: Path, target: Target) -> None:
+    """Bug: the head reads tapped states, or a state of fp8 gives another law; or states are stored twice."""
+    live, cached = laws(tmp_path / "law", target, 0)
+    assert float((live * (live.log() - cached.log())).sum(-1).mean()) < 1e-2
+    for taps, kinds in (TAPS, {"taps-0-1-2", "final"}), (Taps(final=True), {"final"}):
+        made = stored(tmp_path / "both", target, taps, 0)
+        assert {kind.name for kind in made.cache.kinds} == kinds
+        batch = some(0)
+        look, mask = made.look(batch), batch.loss_mask
+        again = made.head(look.teacher[mask]).softmax(-1)
+        torch.testing.assert_close(again, cached[: len(again)])
 
 
 def test_a_law_sums_to_one_and_has_no_impossible_token() -> None:
@@ -534,7 +547,7 @@ def test_drafts_share_a_folder_and_the_target_rests(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"), [(["--features_top", 0], "features_top"), (["--seed", 1], "")]
+    ("wrong", "named"), [(["--features_top", -1], "features_top"), (["--seed", 1], "")]
 )
 def test_bad_settings_are_one_line(place: Path, wrong: list, named: str) -> None:
     """Bug: a setting that cannot be ends in a traceback, or one that has no say in the features makes them again."""

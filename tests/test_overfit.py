@@ -123,8 +123,8 @@ def late_features(kind: type) -> Callable[..., Any]:
     ("bug", "family"),
     [
         ("labels", "medusa"),
-        ("labels", "eagle1"),
         ("features", "eagle1"),
+        pytest.param("labels", "eagle1", marks=slow),
         pytest.param("labels", "eagle3", marks=slow),
         pytest.param("features", "eagle3", marks=slow),
         pytest.param("features", "whole", marks=slow),

@@ -74,7 +74,7 @@ class Settings:
     features: str = ""
     """Folder of the target's states and laws, made in one pass where they are missing; empty: it runs in every step."""
     features_top: int = 64
-    """features: tokens of each law that are kept; the others share what is left."""
+    """features: tokens of each law that are kept, the others share what is left; 0: final states, which give it all."""
     loop: LoopSettings = field(default_factory=LoopSettings)
     check: CheckSettings = field(default_factory=CheckSettings)
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"

@@ -177,8 +177,8 @@ def hours(steps: int, step_flops: float, rate: float, processes: int = 1) -> flo
 
 
 def gigabytes(count: float) -> str:
-    """Of 10^9 bytes."""
-    return f"{count / 1e9:,.1f} GB"
+    """Of 10^9 bytes, or MB where that says little."""
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
 def _states(target: Shape, draft: DraftShape, load: Load, target_bytes: int) -> int:

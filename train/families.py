@@ -18,7 +18,7 @@ from decode.drafts.medusa import MedusaDraft, MedusaNet
 from decode.settings import UserError
 from decode.taps import Catch, Taps, head_of, layer_stack
 from decode.target import Decoder, Target
-from train import drafts, vocab_map
+from train import batches, drafts, vocab_map
 from train.features import Folder, Stored, teacher_of
 from train.heads import EagleTrainer, MedusaTrainer, Weights
 from train.loop import Sums
@@ -196,6 +196,8 @@ def eagle3(
         size = vocab if ids is None else len(ids)
         config = formats.eagle3_config(target.decoder.config, vocab, size, layers, s.draft.width)
         new = _fresh(Eagle3(llama_config(config), Taps(layers), ids))
+        with torch.no_grad():
+            new.fc.weight /= _size_of_states(target, new.taps, rows)
         start = target.decoder.model.get_output_embeddings().weight.detach().cpu()
         if start.shape[1] == config["hidden_size"]:
             with torch.no_grad():
@@ -253,6 +255,18 @@ def _fresh(net: Net) -> Net:
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     return net
+
+
+def _size_of_states(target: Target, taps: Taps, rows: Sequence[Row]) -> float:
+    """Root mean square of tapped states over a few samples.
+
+    States inside a target are large, ten and more, and grow with depth. A layer that adds numbers of size 1 to
+    them says nothing at first, and learns as slowly; fused states of size 1 leave it a say.
+    """
+    some = batches.collate(rows[:4], pad_id=0).to(target.decoder.device)
+    features = Teacher(target, taps).look(some).features.float()
+    written = some.loss_mask[..., None].expand_as(features)  # of the text, not of padding
+    return float(features[written].square().mean().sqrt())
 
 
 def _matrices(part: nn.Module) -> list[nn.Parameter]:

@@ -3,6 +3,8 @@
     <folder>/taps-2-6-9/  final/  tapped states of every token: fp8, and a scale for each token and tap
     <folder>/top-64/              the likeliest tokens and their probabilities, at supervised positions alone
 
+A flat law does not fit into 64 tokens; with features_top 0 laws are instead what the target's head makes of final/.
+
 Each of these kinds has a manifest.json, which says whose states they are, and shards/*.safetensors. A draft adds the
 kinds that are missing, so drafts of several families share a folder. Which samples a shard holds depends on the
 samples alone: a pass that was killed goes on by shard, and several processes give the files that one gives. Shards
@@ -39,6 +41,7 @@ from train.batches import Batch
 from train.shards import Row, write_atomically
 from train.teacher import Look, Teacher
 
+FINAL = "final"
 FORMAT = 1
 """Of files and of what each holds: folders of another one are refused."""
 SHARD_TOKENS = 2**15
@@ -80,7 +83,7 @@ def states_kind(taps: Taps, hidden: int) -> Kind:
     """The states that a draft with these taps reads: tapped layers if there are any, else the final one."""
     count = len(taps.layers) or 1
     return Kind(
-        "-".join(["taps", *map(str, taps.layers)]) if taps.layers else "final",
+        "-".join(["taps", *map(str, taps.layers)]) if taps.layers else FINAL,
         False,
         {
             "states": (torch.float8_e4m3fn, (count, hidden)),
@@ -148,7 +151,7 @@ class Folder:
 
     path: Path
     top: int
-    """Tokens kept of each law."""
+    """Tokens kept of each law; 0: its final state, which the target's head reads."""
     max_length: int
     """To which samples were cut."""
 
@@ -279,15 +282,16 @@ class Stored:
         where: Folder,
     ):
         """Without `taps` the law alone is kept. Nothing is written before `fill`."""
-        if where.top < 1:
-            raise UserError(f"features_top {where.top}: keep at least 1 token of each law")
+        if where.top < 0:
+            raise UserError(f"features_top {where.top}: give tokens of each law to keep, or 0")
         self.live = Teacher(target, taps or Taps())
         self.vocab, self.device = target.decoder.vocab_size, target.decoder.device
         self.hidden = self.live.hidden
         self.top = min(where.top, self.vocab)
-        self.law = law_kind(self.top, self.vocab)
+        final = states_kind(Taps(final=True), self.hidden)
+        self.law = law_kind(self.top, self.vocab) if self.top else final
         self.states = None if taps is None else states_kind(taps, self.hidden)
-        kinds = [self.law] if self.states is None else [self.states, self.law]
+        kinds = {kind.name: kind for kind in (self.states, self.law) if kind is not None}
         key = {
             "target": target.name,
             "revision": target.revision,
@@ -296,43 +300,46 @@ class Stored:
             "tokenizer": target.fingerprint,
             "max_length": where.max_length,
         }
-        self.cache = Cache(where.path, kinds, rows, key)
+        self.cache = Cache(where.path, list(kinds.values()), rows, key)
 
     def head(self, payload: Tensor) -> Tensor:
         """Logits [N, V] of rows of `Look.teacher` [N, P]."""
-        return law_logits(payload, self.top, self.vocab)
+        return law_logits(payload, self.top, self.vocab) if self.top else self.live.head(payload)
 
     def look(self, batch: Batch) -> Look:
         """What `Teacher.look` gives, with zeros at padding."""
         samples = [self.cache.number[name] for name in batch.ids]
-        return Look(
-            self._features(samples, batch.input_ids.shape), self._laws(samples, batch.input_ids)
-        )
+        shape = batch.input_ids.shape
+        features = self._states(self.states, samples, shape)
+        if self.top:
+            return Look(features, self._laws(samples, shape))
+        same = self.states == self.law
+        return Look(features, features if same else self._states(self.law, samples, shape))
 
-    def _features(self, samples: list[int], shape: torch.Size) -> Tensor:
-        """[B, T, F]; F is 0 without taps."""
-        if self.states is None:
+    def _states(self, kind: Kind | None, samples: list[int], shape: torch.Size) -> Tensor:
+        """[B, T, F]; F is 0 without a kind."""
+        if kind is None:
             return torch.zeros(*shape, 0, device=self.device)
-        (_, row), (dtype, scales) = self.states.fields["states"], self.states.fields["scale"]
+        (_, row), (dtype, scales) = kind.fields["states"], kind.fields["scale"]
         values = torch.zeros(*shape, *row, dtype=torch.uint8)
         scale = torch.zeros(*shape, *scales, dtype=dtype)
         for i, sample in enumerate(samples):
-            found = self.cache.read(self.states, sample)
+            found = self.cache.read(kind, sample)
             count = len(found["states"])
             values[i, :count] = found["states"].view(torch.uint8)
             scale[i, :count] = found["scale"]
         # as bytes to the device, and widened there
         return unpacked_states(values.to(self.device), scale.to(self.device)).flatten(2)
 
-    def _laws(self, samples: list[int], like: Tensor) -> Tensor:
+    def _laws(self, samples: list[int], shape: torch.Size) -> Tensor:
         """[B, T, 2 top + 1]: ids, probabilities, what is left; at supervised positions."""
         found = [self.cache.read(self.law, sample) for sample in samples]
         places = [batches.learned(self.cache.rows[sample]) for sample in samples]
-        flat = torch.cat([at + i * like.shape[1] for i, at in enumerate(places)])  # [M]
+        flat = torch.cat([at + i * shape[1] for i, at in enumerate(places)])  # [M]
         laws = [torch.cat([x["ids"].float(), x["probabilities"].float()], -1) for x in found]
-        payload = torch.zeros(like.numel(), 2 * self.top + 1, device=self.device)
+        payload = torch.zeros(shape.numel(), 2 * self.top + 1, device=self.device)
         payload[flat.to(self.device)] = torch.cat(laws).to(self.device)
-        return payload.unflatten(0, like.shape)
+        return payload.unflatten(0, shape)
 
     def fill(
         self,
@@ -354,16 +361,16 @@ class Stored:
                 f"(bf16 taps and final state: 8 H = {8 * self.hidden:,})"
             )
             refuse_without_room(cache.folder, size)
-            wait()  # nobody writes a shard before everybody has seen what is missing
             if rank == 0:
                 cache.claim()
+            wait()  # nobody writes a shard before everybody has seen what is missing
             mine = todo[rank::world]
             tokens = [int(cache.counts[False][cache.plan[shard]].sum()) for shard, _ in mine]
             began, done = time.perf_counter(), 0
             with progress_of(console, rank == 0) as progress:
                 bar = progress.add_task("features", total=sum(tokens), speed="")
                 for (shard, kinds), count in zip(mine, tokens, strict=True):
-                    made = self.make([cache.rows[i] for i in cache.plan[shard]])
+                    made = self.make([cache.rows[i] for i in cache.plan[shard]], kinds)
                     for kind in kinds:
                         cache.write(kind, shard, made[kind.name])
                     done += count
@@ -377,19 +384,22 @@ class Stored:
         return sum(map(self.cache.size, self.cache.kinds)) / int(self.cache.counts[False].sum())
 
     @torch.no_grad()
-    def make(self, rows: Sequence[Row]) -> dict[str, dict[str, Tensor]]:
+    def make(self, rows: Sequence[Row], kinds: Sequence[Kind]) -> dict[str, dict[str, Tensor]]:
         """Tensors of each kind for these samples, one after the other."""
-        made: dict[str, list[dict[str, Tensor]]] = {kind.name: [] for kind in self.cache.kinds}
+        made: dict[str, list[dict[str, Tensor]]] = {kind.name: [] for kind in kinds}
         for some in forwards(rows):
             batch = batches.collate(some, pad_id=0).to(self.device)
             look = self.live.look(batch)
-            if self.states is not None:
-                ends = torch.tensor([len(row["input_ids"]) for row in some], device=self.device)
-                inside = torch.arange(batch.input_ids.shape[1], device=self.device) < ends[:, None]
-                states = look.features[inside].unflatten(-1, (-1, self.hidden))
-                made[self.states.name].append(packed_states(states))
-            for piece in look.teacher[batch.loss_mask].split(losses.rows_for(self.vocab)):
-                made[self.law.name].append(packed_law(self.live.head(piece), self.top))
+            ends = torch.tensor([len(row["input_ids"]) for row in some], device=self.device)
+            inside = torch.arange(batch.input_ids.shape[1], device=self.device) < ends[:, None]
+            for kind in kinds:
+                if kind.supervised:
+                    for piece in look.teacher[batch.loss_mask].split(losses.rows_for(self.vocab)):
+                        made[kind.name].append(packed_law(self.live.head(piece), self.top))
+                else:
+                    states = look.teacher if kind.name == FINAL else look.features
+                    states = states[inside].unflatten(-1, (-1, self.hidden))
+                    made[kind.name].append(packed_states(states))
         return {name: joined(pieces) for name, pieces in made.items()}
 
 

@@ -33,6 +33,8 @@ from train.loop import LoopSettings, train
 from train.shards import Row
 from train.tracking import NullTracker
 
+WIDTH = 56  # of both tables
+
 
 class _Enough(Exception):
     """Raised behind a step that was asked for: the loop would save a checkpoint behind its last one."""
@@ -92,7 +94,9 @@ def forecast(s: Any, processes: int, mixed: bool) -> tuple[Table, dict[str, floa
     memory = estimate.memory(target, draft, load, size, mixed)
     disk = estimate.disk(target, draft, size, s.loop.keep)
     flops = estimate.flops(target, draft, load)
-    table = Table("estimated, not measured", "", title=f"{s.target}: {family} draft")
+    table = Table(
+        "estimated, not measured", "", title=f"{s.target}: {family} draft", min_width=WIDTH
+    )
     for name, count in [
         ("target's parameters", target.parameters),
         ("draft's parameters, trained", draft.trained),
@@ -185,7 +189,9 @@ def try_steps(
 
 def report(console: Console, found: dict[str, float], steps: int, cuda: bool) -> None:
     """The table of what was measured."""
-    table = Table("measured", "", title="two steps, the first on the longest samples")
+    table = Table(
+        "measured", "", title="two steps, the first on the longest samples", min_width=WIDTH
+    )
     table.add_row("the second step", f"{found['seconds']:,.2f} s")
     table.add_row("tokens a second", f"{found['tokens_per_second']:,.0f}")
     table.add_row("learned tokens a second", f"{found['learned_per_second']:,.0f}")
@@ -197,7 +203,7 @@ def report(console: Console, found: dict[str, float], steps: int, cuda: bool) ->
     table.add_section()
     table.add_row(f"{steps:,} steps at that rate", f"{found['hours']:,.2f} h")
     console.print(table)
-    console.print("Measuring, checkpoints and waiting for data come on top. Nothing was kept.")
+    console.print("Measurements and checkpoints come on top. Nothing was kept.")
 
 
 def _peak(device: torch.device) -> int:
