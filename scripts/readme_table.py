@@ -1,6 +1,7 @@
-"""Writes the measured table of the README from a report, between its two markers.
+"""Writes a measured table of the README from a report, between its two markers.
 
-python scripts/readme_table.py --report docs/results/reproduce.json
+python scripts/readme_table.py
+python scripts/readme_table.py --name heads --report docs/results/compare_heads.json
 """
 
 import sys
@@ -15,15 +16,15 @@ from decode.runs import read_json, write_atomically
 from decode.settings import UserError, run_command
 from eval.report import number, with_interval
 
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-
 
 @dataclass
 class Settings:
     report: str = "docs/results/reproduce.json"
     """A report.json of eval/run.py."""
+    name: str = "table"
+    """Of the block between <!-- NAME: begin --> and <!-- NAME: end -->, which is replaced."""
     readme: str = "README.md"
-    """The file whose marked block is replaced."""
+    """The file that holds it."""
 
 
 def table(report: dict[str, Any]) -> str:
@@ -72,12 +73,13 @@ def comparisons(report: dict[str, Any]) -> str:
 def main(s: Settings) -> None:
     path = Path(s.readme)
     text = path.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise UserError(f"{path} needs the markers {BEGIN} and {END} once each")
-    head, rest = text.split(BEGIN)
+    begin, end = f"<!-- {s.name}: begin -->", f"<!-- {s.name}: end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise UserError(f"{path} needs the markers {begin} and {end} once each")
+    head, rest = text.split(begin)
     write_atomically(
         path,
-        head + BEGIN + "\n" + table(read_json(Path(s.report))) + "\n" + END + rest.split(END)[1],
+        head + begin + "\n" + table(read_json(Path(s.report))) + "\n" + end + rest.split(end)[1],
     )
 
 
