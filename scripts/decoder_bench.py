@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,12 @@ class Settings:
     """Also what is compiled, ours and theirs; minutes of compilation."""
     batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
     """Batch sizes whose throughput is measured."""
+    race: bool = True
+    """Time the decoders side by side; false leaves the prediction alone."""
     predict: bool = True
     """Also predict speed-ups and compare."""
+    predict_limit: int = 24
+    """Prompts a task for that: half of them calibrate, and acceptance differs much from prompt to prompt."""
     device: str = "auto"
     dtype: str = "float32"
     out: str = ""
@@ -229,16 +233,10 @@ def show(console: Console, times: dict[str, list[float]]) -> dict[str, float]:
     return medians
 
 
-def main(s: Settings) -> None:
-    if not (Path(s.draft) / "config.json").is_file():
-        raise UserError(
-            f"no draft at {s.draft!r}: run bash scripts/quickstart.sh or give --draft assets/draft"
-        )
-    console = Console(stderr=True)
-    target = load_target(s.target, s.device, s.dtype)
-    draft = load_draft(s.draft, target, dtype=s.dtype)
-    items = [item for task in s.tasks for item in load_items(task, target)]
-    prompts = [item.prompt_ids for item in items]
+def raced(
+    s: Settings, target: Target, draft: Draft, prompts: Sequence[list[int]], console: Console
+) -> dict[str, Any]:
+    """{"hf", "ours": medians, "throughput"}; prints their tables."""
     arms = {f"hf {name}": arm for name, arm in hf_arms(s, target).items()}
     arms |= {f"ours {name}": arm for name, arm in our_arms(s, target, draft).items()}
     medians = show(console, race(arms, prompts, console))
@@ -255,8 +253,25 @@ def main(s: Settings) -> None:
     for rows, speeds in result["throughput"].items():
         table.add_row(rows, *(f"{speed:.0f}" for speed in speeds.values()))
     console.print(table)
+    return result
+
+
+def main(s: Settings) -> None:
+    if not (Path(s.draft) / "config.json").is_file():
+        raise UserError(
+            f"no draft at {s.draft!r}: run bash scripts/quickstart.sh or give --draft assets/draft"
+        )
+    console = Console(stderr=True)
+    target = load_target(s.target, s.device, s.dtype)
+    draft = load_draft(s.draft, target, dtype=s.dtype)
+    items = [item for task in s.tasks for item in load_items(task, target)]
+    prompts = [item.prompt_ids for item in items]
+    result: dict[str, Any] = raced(s, target, draft, prompts, console) if s.race else {}
     if s.predict:
-        rows = predictions(s, target, draft, items)
+        more = [replace(task, limit=s.predict_limit) for task in s.tasks]
+        rows = predictions(
+            s, target, draft, [item for task in more for item in load_items(task, target)]
+        )
         table = Table(
             "task", "K", "predicted", "measured", "error", "counted", title="causal, eager"
         )
