@@ -526,7 +526,10 @@ def test_drafts_share_a_folder_and_the_target_rests(
     assert {name.split("/")[0] for name in after.keys() - before.keys()} == ADDS[family]
     assert ("bytes a token" in done.err) == bool(ADDS[family])
 
-    real, left = Teacher.look, [int(family == "eagle3")]  # it measures a few states before it starts
+    real, left = (
+        Teacher.look,
+        [int(family == "eagle3")],
+    )  # it measures a few states before it starts
 
     def never(self: Teacher, batch: Batch) -> Look:
         left[0] -= 1
