@@ -1,7 +1,7 @@
-"""Writes a measured table of the README from a report, between its two markers.
+"""Writes a measured table of the README, or of another page, from a report, between its two markers.
 
 python scripts/readme_table.py
-python scripts/readme_table.py --name heads --report docs/results/compare_heads.json
+python scripts/readme_table.py --name heads --report docs/results/compare_heads.json --readme docs/families.md
 """
 
 import sys

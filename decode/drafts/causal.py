@@ -2,9 +2,9 @@
 
 import torch
 
-from decode.cache import Nodes, Slots
+from decode.cache import Slots
 from decode.drafts.base import Draft, Proposal, Request, check_tokenizer
-from decode.drafts.grow import grow, levels, prepare, reach
+from decode.drafts.grow import grow, levels, prepare, reach, step_of
 from decode.settings import UserError
 from decode.target import Decoder, Target, fingerprint, load_model, load_tokenizer
 from decode.tree import Shape
@@ -51,16 +51,7 @@ class CausalDraft(Draft):
         back = length[:, None] + torch.arange(-count, 0, device=length.device)
         last = history.gather(1, back.clamp_min(0))
         logits = self.decoder.step(last, length - count)[:, -1]
-        return grow(self._step, logits, length, k, self.plan, self.request)
-
-    def _step(
-        self,
-        tokens: torch.Tensor,
-        length: torch.Tensor,
-        nodes: Nodes | None,
-        above: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.decoder.step(tokens, length if nodes is None else length - 1, nodes)
+        return grow(step_of(self.decoder), logits, length, k, self.plan, self.request)
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft:

@@ -8,6 +8,7 @@ import torch
 from decode.cache import Nodes
 from decode.drafts.base import Proposal, Request, Tree
 from decode.sampling import warp
+from decode.target import Decoder
 from decode.tree import DynamicTree, Shape, StaticTree, ancestors, depths, rerank
 
 Step = Callable[[torch.Tensor, torch.Tensor, Nodes | None, torch.Tensor], torch.Tensor]
@@ -17,6 +18,17 @@ Step = Callable[[torch.Tensor, torch.Tensor, Nodes | None, torch.Tensor], torch.
 With nodes they are nodes of a tree whose root is the last of those ids. Token i follows the above[i]-th token of the
 call before: what a draft carries from token to token, it finds there. The first call follows the proposal's root.
 """
+
+
+def step_of(decoder: Decoder) -> Step:
+    """The steps of a language model, which carries nothing from token to token but its K/V."""
+
+    def step(
+        tokens: torch.Tensor, length: torch.Tensor, nodes: Nodes | None, above: torch.Tensor
+    ) -> torch.Tensor:
+        return decoder.step(tokens, length if nodes is None else length - 1, nodes)
+
+    return step
 
 
 def reach(shape: Shape, k: int) -> int:

@@ -2,9 +2,8 @@
 
 import torch
 
-from decode.cache import Nodes
 from decode.drafts.base import Draft, Proposal, Request
-from decode.drafts.grow import grow, prepare, reach
+from decode.drafts.grow import grow, prepare, reach, step_of
 from decode.target import Target
 from decode.tree import Shape
 
@@ -35,13 +34,4 @@ class EarlyExitDraft(Draft):
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         last = history.gather(1, length[:, None] - 1)
         logits = self.decoder.step(last, length - 1)[:, -1]
-        return grow(self._step, logits, length, k, self.plan, self.request)
-
-    def _step(
-        self,
-        tokens: torch.Tensor,
-        length: torch.Tensor,
-        nodes: Nodes | None,
-        above: torch.Tensor,
-    ) -> torch.Tensor:
-        return self.decoder.step(tokens, length if nodes is None else length - 1, nodes)
+        return grow(step_of(self.decoder), logits, length, k, self.plan, self.request)
