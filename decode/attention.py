@@ -4,6 +4,7 @@ transformers builds no mask for a name it has no mask function for, so masks com
 knows the lengths of ragged rows, the window of each layer and (in prefill) plain causality.
 """
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,19 @@ class Running:
     some models (stablelm) do not hand unknown ones down to their layers."""
 
     slots: Slots | None = None
+    documents: "Documents | None" = None
+    split_kv = False
+
+
+def use_split_kv(on: bool) -> None:
+    """Whether steps over K/V buffers run decode/splitkv.py (Triton) instead of SDPA with a dense mask, from now on.
+
+    UserError without Triton. Which is faster depends on the GPU and on how long the buffers are:
+    scripts/gpu_bench.py measures both.
+    """
+    if on and importlib.util.find_spec("triton") is None:
+        raise UserError("split_kv needs Triton, which comes with torch for CUDA: leave it off here")
+    Running.split_kv = on
 
 
 @contextmanager
@@ -33,6 +47,40 @@ def over(slots: Slots) -> Iterator[None]:
         yield
     finally:
         Running.slots = None
+
+
+class Documents:
+    """Texts that share a line of a batch without a K/V store: each token sees those before it in its own text."""
+
+    def __init__(self, numbers: torch.Tensor):
+        """`numbers` [B, T]: equal in a text, and in no other of its line."""
+        self.numbers = numbers
+        self.masks: dict[tuple[int | None, int], torch.Tensor] = {}
+
+    def mask(self, window: int | None, groups: int) -> torch.Tensor:
+        """[B, 1, groups T, T] bool, made once for all layers that ask for the same."""
+        if (window, groups) not in self.masks:
+            seen = _causal(self.numbers.shape[1], window, self.numbers.device)
+            seen = seen & (self.numbers[:, :, None] == self.numbers[:, None])
+            self.masks[window, groups] = seen.repeat(1, groups, 1)[:, None]
+        return self.masks[window, groups]
+
+
+@contextmanager
+def within(numbers: torch.Tensor | None) -> Iterator[None]:
+    """Within it, attention outside `over` stays in the `Documents` of these numbers; None: a line is one text."""
+    Running.documents = None if numbers is None else Documents(numbers)
+    try:
+        yield
+    finally:
+        Running.documents = None
+
+
+def _causal(count: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """[T, T] bool: what each of `count` tokens sees of a line."""
+    at = torch.arange(count, device=device)
+    distance = at[:, None] - at
+    return (distance >= 0) & (distance < (window or count))
 
 
 def attention(
@@ -50,8 +98,8 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, T, D], key and value [B, Hkv, S, D] -> ([B, T, H, Dv], None).
 
-    Outside `over` (training) attention is plainly causal over the fresh keys: right padding is never seen by the
-    tokens before it.
+    Outside `over` (training) attention is causal over the fresh keys, in `within` those of the same document: right
+    padding is never seen by the tokens before it.
     UserError for a mask: none is built for this name, so the model has one of its own that would be lost.
     """
     if attention_mask is not None:
@@ -59,21 +107,29 @@ def attention(
             f"{type(module).__name__} masks its attention by itself: such a model is unknown here"
         )
     slots = Running.slots
+    documents = None if slots is not None else Running.documents
     rows, heads, count, width = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
     plain = softcap is None and s_aux is None
-    fresh = slots is None or slots.fresh
+    fresh = documents is None and (slots is None or slots.fresh)
     if fresh and plain and (sliding_window is None or sliding_window >= count):
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
         )
         return out.transpose(1, 2).contiguous(), None
-    if slots is None or slots.fresh:
-        at = torch.arange(count, device=query.device)
-        distance = at[:, None] - at
-        mask = (distance >= 0) & (distance < (sliding_window or count))
-        mask = mask.repeat(groups, 1)[None, None]
+    if Running.split_kv and slots is not None and slots.row is None and not slots.fresh:
+        from decode import splitkv  # imports Triton
+
+        packed = query.reshape(rows, kv_heads, groups * count, width)
+        view, scale = slots.view(sliding_window), width**-0.5 if scaling is None else scaling
+        out = splitkv.attend(packed, key, value, view, scale, softcap, s_aux)
+        out = out.reshape(rows, heads, count, value.shape[-1])
+        return out.transpose(1, 2).contiguous(), None
+    if documents is not None:
+        mask = documents.mask(sliding_window, groups)
+    elif slots is None or slots.fresh:
+        mask = _causal(count, sliding_window, query.device).repeat(groups, 1)[None, None]
     else:
         mask = slots.mask(sliding_window, groups)
     packed = query.reshape(rows, kv_heads, groups * count, width)  # no repeated keys

@@ -27,6 +27,19 @@ class Nodes:
         return self.depth.expand(rows, -1).gather(1, self.index.expand(rows, -1))
 
 
+@dataclass(frozen=True)
+class View:
+    """What T tokens of B rows see, for a kernel that reads only that (decode/splitkv.py)."""
+
+    first: torch.Tensor  # [B] no slot before it is seen by any of the tokens
+    live: torch.Tensor  # [B] nor any from here on
+    seen: torch.Tensor  # [B, T] slots before this one are, within the window
+    position: torch.Tensor  # [B, T]
+    base: torch.Tensor  # [B] slot of a tree's root
+    tail: torch.Tensor | None  # [B, T, N] bool: and so are these nodes of the tree, at base + n
+    window: int | None
+
+
 class Slots:
     """Where the T tokens of one forward go and what they see, for ragged rows."""
 
@@ -57,6 +70,34 @@ class Slots:
         self.write = (base[:, None] + index).clamp_min(0)  # [b, T]
         self.position = self.write if nodes is None else base[:, None] + nodes.index_depth
         self.masks: dict[tuple[int | None, int], torch.Tensor] = {}
+        self.views: dict[int | None, View] = {}
+
+    def view(self, window: int | None) -> View:
+        """The same as `mask`, in a form that need not touch every slot. Computed once a forward for each window."""
+        if window not in self.views:
+            rows, count = self.write.shape
+            seen, end, tail = self.position + 1, self.base + count, None
+            if self.nodes is not None:
+                depth = self.nodes.depth.expand(rows, -1)
+                seen = self.base[:, None].expand(rows, count)
+                end = self.base + depth.shape[1]
+                tail = self.nodes.visible.expand(rows, -1, -1)
+                if window is not None:
+                    tail = tail & (self.nodes.index_depth[..., None] - depth[:, None] < window)
+                tail = tail.contiguous()
+            first = torch.zeros_like(self.base)
+            if window is not None:
+                first = (self.position.amin(1) - window + 1).clamp_min(0)
+            self.views[window] = View(
+                first=first,
+                live=end.clamp(1, self.size),
+                seen=seen.contiguous(),
+                position=self.position.contiguous(),
+                base=self.base,
+                tail=tail,
+                window=window,
+            )
+        return self.views[window]
 
     def mask(self, window: int | None, groups: int) -> torch.Tensor:
         """[b, 1, groups * T, S] bool, True = attend: all committed slots and a node's ancestors, inside `window`.

@@ -1,7 +1,8 @@
-"""Draft heads on disk: the names and settings that serving engines read, written and read here without conversion.
+"""Draft heads on disk: the names and settings that serving engines read, written as training leaves them.
 
 EAGLE-3 is the flat layout whose one config.json is right for vLLM and SGLang, EAGLE-1 the layout of its authors,
-Medusa the one that vLLM loads up to 0.32. Parameters of our nets carry the names of the files.
+Medusa the one that vLLM loads up to 0.32. Parameters of our nets carry the names of the files, but for EAGLE-3's
+`midlayer.`. Reading is decode/published.py.
 """
 
 import json
@@ -10,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from decode.settings import UserError
 from decode.support import ropes
 
 WEIGHTS = "model.safetensors"
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Variants of EAGLE-3, all false here."""
+"""Variants of EAGLE-3, all false in what is trained here."""
 
 
 def medusa_config(target: Any, heads: int, layers: int, vocab: int) -> dict[str, Any]:
@@ -89,7 +89,9 @@ def eagle_config(target: Any, vocab: int, width: int = 0) -> dict[str, Any]:
 
 def eagle1_config(target: Any, vocab: int) -> dict[str, Any]:
     """config.json of an EAGLE-1 head, which is as wide as its target."""
-    return eagle_config(target, vocab) | {"architectures": ["LlamaForCausalLM"], "bias": False}
+    # SGLang takes the first, vLLM puts Eagle before each and knows the second then.
+    names = ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
+    return eagle_config(target, vocab) | {"architectures": names, "bias": False}
 
 
 def eagle3_config(
@@ -102,16 +104,25 @@ def eagle3_config(
         # Engines disagree on what their absence means.
         **dict.fromkeys(NORM_FLAGS, False),
     }
-    if target.num_hidden_layers < 7 or layers != default_layers(target.num_hidden_layers):
-        # vLLM reads the first (states entering a layer), SGLang the second (states leaving one).
-        config["eagle_aux_hidden_state_layer_ids"] = list(layers)
-        config["num_aux_hidden_states"] = len(layers)
-        if min(layers) > 0:  # the embedding is no layer's output: SGLang has no name for it
-            config["eagle_config"] = {
-                "eagle_aux_hidden_state_layer_ids": list(capture_to_output(layers)),
-                "use_aux_hidden_state": True,
-            }
-    return config
+    default = target.num_hidden_layers >= 7 and layers == default_layers(target.num_hidden_layers)
+    return config if default else config | tap_fields(layers)
+
+
+def tap_fields(layers: Sequence[int] | None) -> dict[str, Any]:
+    """What config.json says of the tapped layers; nothing of the default ones (None)."""
+    if not layers:
+        return {}
+    # vLLM reads the first (states entering a layer), SGLang the second (states leaving one).
+    found: dict[str, Any] = {
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+        "num_aux_hidden_states": len(layers),
+    }
+    if min(layers) > 0:  # the embedding is no layer's output: SGLang has no name for it
+        found["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": list(capture_to_output(layers)),
+            "use_aux_hidden_state": True,
+        }
+    return found
 
 
 def default_layers(count: int) -> tuple[int, int, int]:
@@ -156,27 +167,45 @@ def save(
 ) -> None:
     """Writes config.json and model.safetensors, floats in `dtype`, with the map of a reduced vocabulary."""
     name = str(dtype).removeprefix("torch.")
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        key: value.detach().to("cpu", dtype).contiguous() for key, value in net.state_dict().items()
-    }
+    tensors = {key: value.detach().to("cpu", dtype) for key, value in net.state_dict().items()}
+    if "draft_vocab_size" in config:
+        tensors = to_midlayer(tensors)
     if ids is not None:
         ids = ids.cpu()
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill(
-            0, ids, True
-        )
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    text = json.dumps({**config, "dtype": name, "torch_dtype": name}, indent=1)
-    (folder / "config.json").write_text(text + "\n")
+        tensors |= {"d2t": offsets(ids), "t2d": members(ids, config["vocab_size"])}
+    write(folder, {**config, "dtype": name, "torch_dtype": name}, tensors)
+
+
+def to_midlayer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """EAGLE-3's layer under the name that its authors gave it, which every version of every engine reads.
+
+    vLLM and TensorRT-LLM read `layers.0.` as well; SGLang came to it late, and before dropped such tensors silently.
+    """
+    return {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
+
+
+def write(
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    file: str = WEIGHTS,
+) -> None:
+    """Writes config.json and the tensors as they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {name: value.contiguous() for name, value in tensors.items()}
+    save_file(whole, folder / file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def read_config(path: str) -> dict[str, Any]:
     """config.json of a draft directory."""
     try:
-        return json.loads((Path(path) / "config.json").read_text())
+        found = json.loads((Path(path) / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"draft {path!r} has no readable config.json: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"draft {path!r} has no readable config.json: it holds no settings")
+    return found
 
 
 def expect(path: str, config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -188,19 +217,20 @@ def expect(path: str, config: Mapping[str, Any], wanted: Mapping[str, Any]) -> N
             )
 
 
-def read_tensors(path: str) -> dict[str, torch.Tensor]:
-    """All tensors of a draft directory."""
-    try:
-        return load_file(Path(path) / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"draft {path!r}: {WEIGHTS} cannot be read: {error}") from error
+def expect_family(path: str, found: str, wanted: str) -> None:
+    """UserError if the tensors of a draft are those of another family than draftsmith.json says."""
+    if found != wanted:
+        raise UserError(
+            f"draft {path!r} holds the tensors of family {found} and is called {wanted}: restore its files"
+        )
 
 
-def draft_ids(path: str, config: Mapping[str, Any]) -> torch.Tensor | None:
+def draft_ids(
+    path: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor | None:
     """[Vd] the target's id of each draft id, rising; None for the whole vocabulary."""
     if config["draft_vocab_size"] == config["vocab_size"]:
         return None
-    tensors = read_tensors(path)
     if "d2t" not in tensors:
         raise UserError(
             f"draft {path!r} has {config['draft_vocab_size']} of {config['vocab_size']} ids and no d2t that "
@@ -254,20 +284,16 @@ def _check(ids: torch.Tensor, vocab_size: int) -> None:
         )
 
 
-def fill(net: torch.nn.Module, path: str) -> None:
-    """Loads every parameter of `net`. UserError for one that is missing, unknown, of another shape or not finite.
+def fill(net: torch.nn.Module, path: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Loads every parameter of `net` from the draft at `path`.
 
-    Parameters start as NaN, so that none can keep what it was initialised with.
+    UserError for one that is missing, unknown, of another shape or not finite. Parameters start as NaN, so that none
+    can keep what it was initialised with.
     """
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.fill_(float("nan"))
-    tensors = read_tensors(path)
-    tensors = {
-        name.replace("midlayer.", "layers.0."): value
-        for name, value in tensors.items()
-        if name not in ("d2t", "t2d")
-    }
+    tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
     try:
         net.load_state_dict(tensors, strict=True)
     except RuntimeError as error:

@@ -15,7 +15,7 @@ import yaml
 from decode.settings import UserError, dump, to_dict
 
 SETTINGS = "run.yaml"
-NOT_THE_RUN = ("overwrite", "resume", "dry_run")  # how to start, not what to do
+NOT_THE_RUN = ("overwrite", "resume", "dry_run", "publish")  # how to start and end, not what to do
 
 
 def claim(folder: str, settings: Any) -> bool:

@@ -9,7 +9,7 @@ import difflib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import jsonargparse
 import yaml
@@ -44,7 +44,7 @@ def parse(settings: type[T], about: str, argv: list[str] | None = None) -> T:
     for flag, value in zip(argv, argv[1:], strict=False):
         if flag == "--config" and not Path(value).is_file():
             raise UserError(f"config file {value!r} does not exist: check the path after --config")
-    lists = {f"--{f.name}" for f in dataclasses.fields(settings) if get_origin(f.type) is list}  # type: ignore[arg-type]
+    lists = {f"--{f.name}" for f in dataclasses.fields(settings) if _takes_list(f.type)}  # type: ignore[arg-type]
     fresh: list[str] = []
     for word in argv:  # jsonargparse would merge lists of equal length item by item
         fresh += [f"{word.split('=')[0]}=[]", word] if word.split("=")[0] in lists else [word]
@@ -56,10 +56,18 @@ def parse(settings: type[T], about: str, argv: list[str] | None = None) -> T:
         raise UserError(_with_hint(str(error), settings)) from error
 
 
-def run_command(main: Callable[[T], None], settings: type[T], about: str | None) -> None:
-    """Parse the command line, call `main`, and turn UserError into one line and exit code 2."""
+def run_command(
+    main: Callable[[T], None], settings: type[T], about: str | None, first: str = ""
+) -> None:
+    """Parse the command line, call `main`, and turn UserError into one line and exit code 2.
+
+    The setting named `first` may stand at the front of the command line without its flag.
+    """
+    argv = sys.argv[1:]
+    if first and argv and not argv[0].startswith("-"):
+        argv = [f"--{first}", *argv]
     try:
-        main(parse(settings, about or ""))
+        main(parse(settings, about or "", argv))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -89,6 +97,11 @@ def keys(settings: type) -> list[str]:
         if dataclasses.is_dataclass(field.type):
             out += [f"{field.name}.{inner}" for inner in keys(field.type)]  # type: ignore[arg-type]
     return out
+
+
+def _takes_list(kind: Any) -> bool:
+    """Whether a list is one of the types that a field may have."""
+    return any(get_origin(one) is list for one in (kind, *get_args(kind)))
 
 
 def _fields(namespace: Any, settings: type) -> dict[str, Any]:

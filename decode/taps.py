@@ -74,18 +74,26 @@ def head_of(
     Heads are linear; what some models do to their output is in their config. On another device or in another dtype
     it has a copy of the weights.
     """
-    config = vars(model.config.get_text_config(decoder=True))
-    projection = model.get_output_embeddings()
+    projection, finish = model.get_output_embeddings(), behind_head(model)
     weight = projection.weight.detach().to(device, dtype)
     bias = None if projection.bias is None else projection.bias.detach().to(device, dtype)
-    scale = float(config.get("logit_scale") or 1.0) / float(config.get("logits_scaling") or 1.0)
-    cap = config.get("final_logit_softcapping")
 
     def head(states: torch.Tensor) -> torch.Tensor:
         # Not through the module: hooks on it would take this for a forward of the model.
-        logits = F.linear(states.to(weight.dtype), weight, bias)
+        return finish(F.linear(states.to(weight.dtype), weight, bias))
+
+    return head
+
+
+def behind_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What `model` does to the output of its LM head to get logits [..., V]: nothing, or a scale and a cap."""
+    config = vars(model.config.get_text_config(decoder=True))
+    scale = float(config.get("logit_scale") or 1.0) / float(config.get("logits_scaling") or 1.0)
+    cap = config.get("final_logit_softcapping")
+
+    def finish(logits: torch.Tensor) -> torch.Tensor:
         if scale != 1.0:
             logits = logits * scale
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    return head
+    return finish

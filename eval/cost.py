@@ -1,11 +1,19 @@
 """What a draft length should be worth: expected tokens a round, cost of a round, predicted speed-up.
 
-Formulas: Leviathan et al. 2023 (arXiv 2211.17192), and the form with measured costs that does not assume that
-verification is free.
+Formulas: Leviathan et al. 2023 (arXiv 2211.17192), and two forms with measured costs that do not assume that
+verification is free: by parts, and as a straight line through rounds measured inside the loop.
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from eval import metrics
+from eval.bootstrap import paired_ratio_interval
+from eval.samples import Sample
+
+SURE = 0.1
+"""A measured speed-up whose interval is wider than ± this share says too little to judge a prediction by."""
 
 
 def expected_tokens(alpha_by_position: Sequence[float]) -> float:
@@ -25,6 +33,29 @@ def leviathan_tokens(alpha: float, k: int) -> float:
 def leviathan_speedup(alpha: float, k: int, cost: float) -> float:
     """Theorem 3.8: leviathan_tokens / (K · cost + 1), cost = draft step ÷ target step, verification free."""
     return leviathan_tokens(alpha, k) / (k * cost + 1)
+
+
+def promised_speedup(alpha: float, cost: float) -> float | None:
+    """Corollary 3.9: where α > cost some K gives at least (1 + α) / (1 + cost); None where none may help."""
+    return (1 + alpha) / (1 + cost) if alpha > cost else None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the parts of a round cost, in units of a plain round."""
+
+    draft: float
+    """One draft step."""
+    verify: float
+    """The target's pass over K + 1 tokens; Leviathan et al. take 1."""
+    overhead: float
+    """All else: accepting, committing, reading the result."""
+
+
+def speedup_of_parts(alpha_by_position: Sequence[float], parts: Parts) -> float:
+    """expected_tokens / (verify + K · draft + overhead), K = the number of positions."""
+    cost = parts.verify + len(alpha_by_position) * parts.draft + parts.overhead
+    return expected_tokens(alpha_by_position) / cost
 
 
 @dataclass(frozen=True)
@@ -64,3 +95,92 @@ def best_k(
     }
     k = max(speedups, key=lambda each: speedups[each])
     return k, speedups[k]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What rounds at two draft lengths, and plain ones, say about every other draft length."""
+
+    gains: list[float]
+    """P(position i is accepted) in a round, i = 1, 2, …: not conditional, so that rounds without a draft count."""
+    cost: RoundCost
+    plain_ms: float
+
+    def tokens(self, k: int) -> float:
+        """Tokens a round yields at K = k; past the measured positions each is worth its share of the one before."""
+        last = self.gains[-1]
+        falls = last / self.gains[-2] if len(self.gains) > 1 and self.gains[-2] > 0 else last
+        more = [last * falls**i for i in range(1, k - len(self.gains) + 1)]
+        return 1 + sum([*self.gains[:k], *more])
+
+    def speedup(self, k: int) -> float:
+        """Predicted, of rounds: prefill aside."""
+        return self.plain_ms * self.tokens(k) / self.cost.at(k)
+
+
+def calibrate(
+    plain: Sequence[Sample], few: tuple[int, Sequence[Sample]], many: tuple[int, Sequence[Sample]]
+) -> Calibration:
+    """From samples whose rounds were interleaved: plain ones, and (K, samples) for a small and a large K.
+
+    Positions that both draft lengths have are pooled.
+    """
+    taken = metrics.accepted_by_position(many[1], many[0]).sum(0).astype(float)
+    rounds = [float(metrics.rounds(many[1]).sum())] * many[0]
+    for i, count in enumerate(metrics.accepted_by_position(few[1], few[0]).sum(0)):
+        taken[i] += count
+        rounds[i] += float(metrics.rounds(few[1]).sum())
+    gains = [float(a) / r for a, r in zip(taken, rounds, strict=True)]
+    line = round_cost((few[0], ms_a_round(few[1])), (many[0], ms_a_round(many[1])))
+    return Calibration(gains, line, ms_a_round(plain))
+
+
+def ms_a_round(samples: Sequence[Sample]) -> float:
+    """Mean over all rounds of all samples. Raises StatisticsError if there is none."""
+    return 1000 * statistics.fmean(t for sample in samples for t in sample.round_seconds)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A speed-up of rounds, prefill aside: plain milliseconds a token over the method's, same prompts, pooled."""
+
+    speedup: float
+    ci: tuple[float, float] | None
+
+    @property
+    def sure(self) -> bool:
+        """Narrow enough to judge a prediction by."""
+        return self.ci is not None and (self.ci[1] - self.ci[0]) / 2 <= SURE * self.speedup
+
+
+def round_ratio(plain: Sequence[Sample], samples: Sequence[Sample]) -> float | None:
+    """The speed-up of rounds alone, of samples whose `seconds` are those of their rounds; None where none was run."""
+    slow, fast = (sum(x.seconds for x in side) for side in (plain, samples))
+    slow_tokens, fast_tokens = metrics.emitted(plain).sum(), metrics.emitted(samples).sum()
+    if min(slow_tokens, fast_tokens, fast) <= 0:
+        return None
+    return float(slow / slow_tokens / (fast / fast_tokens))
+
+
+def round_speedup(
+    plain: Sequence[Sample], samples: Sequence[Sample], seed: int = 0
+) -> Measured | None:
+    """`round_ratio` with its interval, over the same prompts in the same order."""
+    speedup = round_ratio(plain, samples)
+    if speedup is None:
+        return None
+    slow, fast = ([x.seconds for x in side] for side in (plain, samples))
+    tokens = metrics.emitted(plain), metrics.emitted(samples)
+    return Measured(speedup, paired_ratio_interval(slow, tokens[0], fast, tokens[1], seed))
+
+
+def prediction(k: int, guess: float, measured: Measured) -> dict[str, object]:
+    """A predicted speed-up beside the measured one, ready for JSON; `counted` where the measurement is sure."""
+    return {
+        "k": k,
+        "predicted": guess,
+        "measured": measured.speedup,
+        "ci": measured.ci,
+        "error": abs(guess / measured.speedup - 1),
+        "counted": measured.sure,
+    }

@@ -1,7 +1,8 @@
 """Is greedy output the target's own? Judged against transformers' `generate`, which shares no code with us.
 
 A forward over one token and one over several sum in different orders, so two logits closer than that noise may
-swap. Such a divergence is a tie, listed and counted; any other is a failure.
+swap: hardly ever in fp32, often in bf16. Such a divergence is a tie, listed with its margin and counted; any other is a
+failure. The noise is that of transformers' own passes: ours might be large because we are wrong.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from decode.target import Target
+from eval.stops import trimmed
 from eval.tasks import Item
 
 
@@ -22,15 +24,15 @@ class Divergence:
     task: str
     id: str
     position: int
-    gap: float  # between the two largest logits of one teacher-forced pass
-    noise: float  # largest |Δlogit| between one-token and several-token passes on this text
+    gap: float  # by how much the output's token is below the largest logit of one teacher-forced pass
+    noise: float  # largest |Δlogit| between passes over this text that differ in width alone
     tie: bool
 
 
 def reference_greedy(
-    model: Any, prompt: list[int], max_new_tokens: int, target: Target
+    model: Any, prompt: list[int], max_new_tokens: int, target: Target, stop: Sequence[str] = ()
 ) -> list[int]:
-    """What transformers' own greedy `generate` answers; cut at the context like ours."""
+    """What transformers' own greedy `generate` answers; cut at the context and the stop strings like ours."""
     ids = torch.tensor([prompt], device=model.device)
     room = min(max_new_tokens, target.decoder.context - len(prompt))
     eos = sorted(target.eos)
@@ -39,7 +41,7 @@ def reference_greedy(
     )
     # Without a mask, generate() takes id 0 for padding and hides it inside the prompt.
     out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    return out[0, len(prompt) :].tolist()
+    return trimmed(out[0, len(prompt) :].tolist(), stop, target.tokenizer)
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -51,20 +53,29 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 @torch.inference_mode()
-def pass_noise(target: Target, ids: list[int], several: int) -> float:
-    """Largest |Δlogit| between reading `ids` one token at a time and `several` at a time."""
-    decoder = target.decoder
-    tokens = torch.tensor([ids], device=decoder.device)
+def pass_noise(model: Any, ids: list[int], start: int, several: int) -> float:
+    """Largest |Δlogit| from `start` on between reading `ids` one token at a time, `several` at a time, and at once.
+
+    By the plain model with transformers' own cache; what is before `start`, the prompt, is read in one go, as decoding
+    does. At least what rounding does to the largest logit, since other kernels than these may round otherwise.
+    """
+    tokens = torch.tensor([ids], device=model.device)
 
     def read(width: int) -> torch.Tensor:
-        decoder.allocate(1, len(ids))
-        pieces = []
-        for at in range(0, len(ids), width):
-            length = torch.tensor([at], device=decoder.device)
-            pieces.append(decoder.step(tokens[:, at : at + width], length))
-        return torch.cat(pieces, 1).float()
+        cache: Any = None
+        pieces, at = [], 0
+        while at < len(ids):
+            end = min(len(ids), start if at < start else at + width)
+            out = model(tokens[:, at:end], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            pieces.append(out.logits[0, -1:] if at < start else out.logits[0])
+            at = end
+        return torch.cat(pieces).float()  # after the prompt's last token and each one behind it
 
-    return float((read(1) - read(several)).abs().max())
+    one, some = read(1), read(several)
+    whole = model(tokens, use_cache=False).logits[0, -len(one) :].float()
+    rounding = torch.finfo(model.dtype).eps * float(whole.abs().max())
+    return max(rounding, float((one - some).abs().max()), float((one - whole).abs().max()))
 
 
 @torch.inference_mode()
@@ -84,7 +95,11 @@ def judge(
     outputs: Sequence[list[int]],
     k: int,
 ) -> dict[str, Any]:
-    """The `lossless` field of a report: greedy_identical holds when every divergence is a proven tie."""
+    """The `lossless` field of a report: greedy_identical holds when every divergence is a proven tie.
+
+    A divergence is one if the token chosen instead was within twice the noise of the best: each of the two passes may
+    be off by the noise. `exact`, `tied` and `failed` are shares of prompts; `noise` is the largest that was met.
+    """
     divergences = []
     for item, reference, output in zip(items, references, outputs, strict=True):
         at = first_difference(reference, output)
@@ -92,14 +107,25 @@ def judge(
             continue
         text = [*item.prompt_ids, *reference[:at]]
         token = output[at] if at < len(output) else None
-        gap, noise = top_gap(model, text, token), pass_noise(target, text, k + 1)
+        gap = top_gap(model, text, token)
+        noise = pass_noise(model, text, len(item.prompt_ids), k + 1)
         divergences.append(Divergence(item.task, item.id, at, gap, noise, gap <= 2 * noise))
     ties = [asdict(d) for d in divergences if d.tie]
-    failures = [asdict(d) for d in divergences if not d.tie]
+    failures = [_finite(asdict(d)) for d in divergences if not d.tie]
+    share = 1 / max(1, len(items))
     return {
         "greedy_identical": len(failures) == 0,
         "prompts": len(items),
         "identical": len(items) - len(divergences),
         "ties": ties,
         "failures": failures,
+        "exact": share * (len(items) - len(divergences)),
+        "tied": share * len(ties),
+        "failed": share * len(failures),
+        "noise": max((d.noise for d in divergences), default=None),
     }
+
+
+def _finite(divergence: dict[str, Any]) -> dict[str, Any]:
+    """A missing token has no logit: its gap is None, since JSON has no infinity."""
+    return divergence | {"gap": None if divergence["gap"] == float("inf") else divergence["gap"]}

@@ -9,43 +9,19 @@ tokens and α = 0.6, τ is 2.47 and the acceptance rate 0.18.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
-Numbers = Array | Sequence[float]
-Interval = tuple[float, float]
-
-RESAMPLES = 2000
-CONFIDENCE = 0.95
-MS_PER_SECOND = 1000.0
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One prompt decoded by one method once.
-
-    `output_tokens` is len(output_ids), trimmed at EOS and the token limit. `rounds` holds
-    (drafted, accepted) for each round after prefill, recorded before trimming: (0, 0) in plain
-    decoding. `seconds` is the wall clock of the whole request, prefill included.
-    """
-
-    task: str
-    id: str
-    prompt_tokens: int
-    output_tokens: int
-    rounds: list[tuple[int, int]]
-    seconds: float
-    first_token_seconds: float
-    round_seconds: list[float]
-
-    def __post_init__(self) -> None:
-        for drafted, accepted in self.rounds:
-            if not 0 <= accepted <= drafted:
-                raise ValueError(f"prompt {self.id!r}: {accepted} of {drafted} drafts accepted")
+from eval.bootstrap import (
+    Array,
+    Interval,
+    paired_difference_interval,
+    paired_ratio_interval,
+    ratio_interval,
+)
+from eval.latency import latency_ms, prefill_and_decode
+from eval.samples import MS_PER_SECOND, Sample, ratio
 
 
 def emitted(samples: Sequence[Sample]) -> Array:
@@ -85,30 +61,30 @@ def accepted_by_position(samples: Sequence[Sample], k: int) -> Array:
 
 def tau(samples: Sequence[Sample]) -> float | None:
     """τ: tokens emitted after prefill ÷ rounds, pooled. Plain decoding is 1.0; None if no round."""
-    return _ratio(emitted(samples).sum(), rounds(samples).sum())
+    return ratio(emitted(samples).sum(), rounds(samples).sum())
 
 
 def alpha_by_position(samples: Sequence[Sample], k: int) -> list[float | None]:
     """α_i = P(position i accepted | position i reached), i = 1..k; None where never reached."""
     numerators = accepted_by_position(samples, k).sum(0)
     denominators = reached_by_position(samples, k).sum(0)
-    return [_ratio(a, r) for a, r in zip(numerators, denominators, strict=True)]
+    return [ratio(a, r) for a, r in zip(numerators, denominators, strict=True)]
 
 
 def alpha(samples: Sequence[Sample], k: int) -> float | None:
     """α: Σ_i accepted at i ÷ Σ_i reached at i, over positions 1..k. None if none was reached."""
-    return _ratio(accepted_by_position(samples, k).sum(), reached_by_position(samples, k).sum())
+    return ratio(accepted_by_position(samples, k).sum(), reached_by_position(samples, k).sum())
 
 
 def acceptance_rate(samples: Sequence[Sample]) -> float | None:
     """Accepted ÷ drafted tokens. Not α: tokens behind a rejection count as drafted here."""
-    return _ratio(accepted(samples).sum(), drafted(samples).sum())
+    return ratio(accepted(samples).sum(), drafted(samples).sum())
 
 
 def unconditional_by_position(samples: Sequence[Sample], k: int) -> list[float | None]:
     """Accepted at position i ÷ all rounds, i = 1..k: what vLLM prints for each position."""
     total = rounds(samples).sum()
-    return [_ratio(a, total) for a in accepted_by_position(samples, k).sum(0)]
+    return [ratio(a, total) for a in accepted_by_position(samples, k).sum(0)]
 
 
 def histogram(samples: Sequence[Sample], k: int) -> list[int]:
@@ -122,32 +98,21 @@ def histogram(samples: Sequence[Sample], k: int) -> list[int]:
 def tokens_per_second(samples: Sequence[Sample]) -> float | None:
     """Output tokens ÷ seconds, prefill and first token included, pooled.
 
-    Seconds are summed over requests, so for a batch this is the rate that one request sees.
+    A batch's seconds are shared out among its prompts, so this is the rate of the whole batch.
     """
-    return _ratio(sum(s.output_tokens for s in samples), sum(s.seconds for s in samples))
+    return ratio(sum(s.output_tokens for s in samples), sum(s.seconds for s in samples))
 
 
 def ms_per_token(samples: Sequence[Sample]) -> float | None:
     """Milliseconds for each output token: the inverse of `tokens_per_second`."""
     milliseconds = MS_PER_SECOND * sum(s.seconds for s in samples)
-    return _ratio(milliseconds, sum(s.output_tokens for s in samples))
-
-
-def round_ms(samples: Sequence[Sample], percent: float) -> float | None:
-    """The given percentile of one round's milliseconds over all rounds; None if no round."""
-    seconds = [x for s in samples for x in s.round_seconds]
-    return MS_PER_SECOND * float(np.percentile(seconds, percent)) if len(seconds) > 0 else None
-
-
-def first_token_ms(samples: Sequence[Sample]) -> float | None:
-    """Mean milliseconds until the first token, over prompts."""
-    return _ratio(MS_PER_SECOND * sum(s.first_token_seconds for s in samples), len(samples))
+    return ratio(milliseconds, sum(s.output_tokens for s in samples))
 
 
 def speedup(samples: Sequence[Sample], plain_samples: Sequence[Sample]) -> float | None:
     """Plain seconds per token ÷ the method's, on the method's prompts, pooled."""
     slow, fast = ms_per_token(matched(samples, plain_samples)), ms_per_token(samples)
-    return None if slow is None or fast is None else _ratio(slow, fast)
+    return None if slow is None or fast is None else ratio(slow, fast)
 
 
 def matched(samples: Sequence[Sample], others: Sequence[Sample]) -> list[Sample]:
@@ -163,56 +128,6 @@ def matched(samples: Sequence[Sample], others: Sequence[Sample]) -> list[Sample]
     if len(missing) > 0:
         raise ValueError(f"{len(missing)} prompts have no counterpart, the first is {missing[0]}")
     return [by_prompt[key] for key in wanted]
-
-
-def ratio_interval(
-    numerators: Numbers, denominators: Numbers, seed: int, resamples: int = RESAMPLES
-) -> Interval | None:
-    """95 % percentile bootstrap interval of Σ numerators ÷ Σ denominators, both [n prompts].
-
-    Prompts are resampled, not rounds: rounds of one prompt are alike, and taking them as
-    independent gives intervals that are far too narrow. None if fewer than two prompts carry
-    weight, since one prompt says nothing about the next. A resample without any weight is left out.
-    """
-    if np.count_nonzero(denominators) < 2:
-        return None
-    top, bottom = _resampled_sums([numerators, denominators], seed, resamples)
-    return _percentile_interval(_quotient(top, bottom))
-
-
-def paired_ratio_interval(
-    plain_seconds: Numbers,
-    plain_tokens: Numbers,
-    seconds: Numbers,
-    tokens: Numbers,
-    seed: int,
-    resamples: int = RESAMPLES,
-) -> Interval | None:
-    """Interval of the speed-up: plain seconds per token ÷ the method's, all four [n prompts].
-
-    Both arms are resampled with the same prompts, so that easy and hard prompts cancel out.
-    """
-    if min(np.count_nonzero(plain_tokens), np.count_nonzero(tokens)) < 2:
-        return None
-    sums = _resampled_sums([plain_seconds, plain_tokens, seconds, tokens], seed, resamples)
-    slow, fast = _quotient(sums[0], sums[1]), _quotient(sums[2], sums[3])
-    return _percentile_interval(_quotient(slow, fast))
-
-
-def paired_difference_interval(
-    numerators_a: Numbers,
-    denominators_a: Numbers,
-    numerators_b: Numbers,
-    denominators_b: Numbers,
-    seed: int,
-    resamples: int = RESAMPLES,
-) -> Interval | None:
-    """Interval of Σa ÷ Σa' − Σb ÷ Σb', all four [n prompts], the same prompts for both methods."""
-    if min(np.count_nonzero(denominators_a), np.count_nonzero(denominators_b)) < 2:
-        return None
-    columns = [numerators_a, denominators_a, numerators_b, denominators_b]
-    sums = _resampled_sums(columns, seed, resamples)
-    return _percentile_interval(_quotient(sums[0], sums[1]) - _quotient(sums[2], sums[3]))
 
 
 def compare_alpha(
@@ -275,11 +190,9 @@ def summarize(
             "rounds_by_position": [int(x) for x in reached.sum(0)],
             "accepted_by_position": [int(x) for x in taken.sum(0)],
         },
-        "latency_ms": {
-            "p50": round_ms(samples, 50),
-            "p95": round_ms(samples, 95),
-            "first_token": first_token_ms(samples),
-        },
+        "mean_output_tokens": ratio(sum(tokens), len(samples)),
+        "latency_ms": latency_ms(samples),
+        **prefill_and_decode(samples),
         "tokens_per_second": tokens_per_second(samples),
         "tokens_per_second_ci": ratio_interval(tokens, seconds, seed),
         "ms_per_token": ms_per_token(samples),
@@ -308,31 +221,3 @@ def _counts_at_least(values: list[list[int]], k: int) -> Array:
         exactly = np.bincount(np.minimum(np.array(numbers, dtype=np.int64), k), minlength=k + 1)
         counts[row] = exactly[::-1].cumsum()[::-1][1:]
     return counts
-
-
-def _ratio(numerator: float, denominator: float) -> float | None:
-    return None if denominator == 0 else float(numerator) / float(denominator)
-
-
-def _quotient(numerators: Array, denominators: Array) -> Array:
-    """Element by element; NaN where the denominator is 0, for `_percentile_interval` to drop."""
-    out: Array = np.full(numerators.shape, np.nan)
-    np.divide(numerators, denominators, out=out, where=denominators != 0)
-    return out
-
-
-def _resampled_sums(columns: Sequence[Numbers], seed: int, resamples: int) -> list[Array]:
-    """The sum of each column [n] over the same n prompts drawn with replacement, [resamples]."""
-    arrays = [np.asarray(column, dtype=np.float64) for column in columns]
-    n = len(arrays[0])
-    drawn = np.random.default_rng(seed).integers(n, size=(resamples, n))
-    return [array[drawn].sum(1) for array in arrays]
-
-
-def _percentile_interval(values: Array) -> Interval | None:
-    values = values[np.isfinite(values)]
-    if len(values) == 0:
-        return None
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(values, [tail, 100 - tail])
-    return float(low), float(high)

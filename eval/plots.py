@@ -1,25 +1,28 @@
-"""The report's figures as SVG text that fits a light and a dark page.
+"""Drawing: panels as SVG text that fits a light and a dark page, a phone and a desk.
 
-Lines and text take the page's own colour; methods and tasks take colours of the Okabe-Ito palette,
-which colour-blind readers can tell apart, and a marker each, so that colour is never the only cue.
+Every panel is an SVG of its own, narrow enough for a phone, and the page sets panels side by side. Lines and text take
+the page's own colour; series take colours of the Okabe-Ito palette, which colour-blind readers can tell apart, and a
+marker each, so that colour is never the only cue.
 """
 
 import io
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-Entry = dict[str, Any]
-
 # Okabe-Ito without black and yellow, which vanish on a dark or a white page.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: no pair returns before 42
+GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖")  # the same in text, for the legend
 LINES = ("-", "--", ":")  # the next one each time the colours are used up
+SHADES = ("#9aa3ad", "#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b")
+"""Of little to much; the first is nothing."""
+PHASES = {"draft": "#E69F00", "verify": "#0072B2", "overhead": "#9aa3ad"}
 INK = "#7a7b7c"  # a colour that nothing else uses: replaced by the page's text colour
-STYLE: dict[Any, Any] = {
+STYLE = {
     "svg.fonttype": "none",  # text stays text: selectable, searchable, in the page's colour
     "svg.hashsalt": "draftsmith",  # the same report gives the same bytes
     "text.parse_math": False,  # a task may have a $ in its name
@@ -34,142 +37,172 @@ STYLE: dict[Any, Any] = {
     "ytick.color": INK,
     "grid.color": INK,
     "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
 }
-PANEL_WIDTH, PANEL_HEIGHT, LEGEND_WIDTH = 4.6, 3.6, 1.9  # inches
-DOT_HEIGHT = 0.17  # inches for a dot and its share of the gap to the next method
+WIDTH, HEIGHT = 4.6, 3.0  # inches
+ROW_HEIGHT = 0.17  # inches for a dot and its share of the gap to the next row
 SPREAD = 0.7  # how much of the room between two ticks the points that share a tick fill
 
-
-def acceptance_plot(methods: Sequence[Entry]) -> str:
-    """SVG of α_i over position i with intervals: a line for each method, a panel for each setting.
-
-    Only entries of the pooled task are drawn, and of them only methods that drafted anything.
-    """
-    shown = [m for m in methods if m["task"] == "all" and m["alpha"] is not None]
-    names = unique(m["name"] for m in sorted(shown, key=lambda m: -m["alpha"]))
-    with mpl.rc_context(STYLE):
-        figure, panels = _panels(shown, PANEL_HEIGHT)
-        for axes, entries in panels:
-            for entry in entries:
-                _draw_line(axes, entry, names.index(entry["name"]), len(names))
-            last = max((len(m["alpha_by_position"]) for m in entries), default=1)
-            axes.set(xlabel="position i", ylim=(0, 1.03), xticks=range(1, last + 1))
-            axes.grid(axis="y")
-        panels[0][0].set_ylabel("α_i")
-        _legend(panels[-1][0], names)
-        return _svg(figure)
+Interval = Sequence[float] | None
 
 
-def dot_plot(methods: Sequence[Entry], field: str, label: str, line_at: float | None = None) -> str:
-    """SVG of entry[field] with entry[field + "_ci"]: a row for each method, a colour for each task.
+@dataclass(frozen=True)
+class Point:
+    """A measured value with its interval."""
 
-    Methods are ordered by their best value, the highest on top. Plain decoding is not a row but
-    the line at `line_at`.
-    """
-    shown = [m for m in methods if m[field] is not None and m["name"] != "plain"]
-    names = unique(m["name"] for m in sorted(shown, key=lambda m: -m[field]))
-    tasks = unique(m["task"] for m in shown)
-    with mpl.rc_context(STYLE):
-        figure, panels = _panels(shown, 1.0 + DOT_HEIGHT * len(names) * (len(tasks) + 1))
-        for axes, entries in panels:
-            for entry in entries:
-                row, task = names.index(entry["name"]), tasks.index(entry["task"])
-                _draw_dot(axes, entry, field, row + _offset(task, len(tasks)), task)
-            if line_at is not None:
-                axes.axvline(line_at, color=INK, linestyle="--", linewidth=1)
-            axes.set(xlabel=label, ylim=(len(names) - 0.4, -0.6))
-            axes.set_yticks(range(len(names)), names if axes is panels[0][0] else [])
-            axes.grid(axis="x")
-        _legend(panels[-1][0], tasks)
-        return _svg(figure)
+    x: float
+    y: float
+    ci: Interval = None
 
 
-def settings_of(methods: Iterable[Entry]) -> list[tuple[float, int]]:
-    """The (temperature, batch_size) pairs that occur, in order: numbers compare only within one."""
-    return sorted({(m["temperature"], m["batch_size"]) for m in methods})
+@dataclass(frozen=True)
+class Series:
+    """Points that belong together under one name; `dashed` is what was predicted, not measured."""
+
+    name: str
+    points: list[Point]
+    dashed: bool = False
 
 
-def setting_title(temperature: float, batch_size: int) -> str:
-    """The words for one setting in titles."""
-    return f"temperature {temperature:g}, batch {batch_size}"
+@dataclass(frozen=True)
+class Chart:
+    """One figure of the page: panels under a caption, the legend that they share, and a line that explains it."""
+
+    caption: str
+    note: str
+    panels: list[str]
+    legend: list[tuple[str, str, str]] = field(default_factory=list)
+    """(glyph, colour, name)"""
 
 
-def unique(names: Iterable[str]) -> list[str]:
-    """Each name once, in order of first appearance, the pooled task "all" first."""
-    return sorted(dict.fromkeys(names), key=lambda name: name != "all")
-
-
-def _panels(
-    methods: Sequence[Entry], height: float
-) -> tuple[Figure, list[tuple[Axes, list[Entry]]]]:
-    """A figure with one panel for each setting, and the entries that belong in each."""
-    settings = settings_of(methods)
-    count = max(1, len(settings))
-    size = (PANEL_WIDTH * count + LEGEND_WIDTH, height)
-    figure = Figure(figsize=size, layout="constrained")
-    figure.patch.set_alpha(0)
-    row = list(figure.subplots(1, count, squeeze=False, sharex=True)[0])
-    for axes in row:
-        axes.patch.set_alpha(0)
-    if len(settings) == 0:
-        row[0].set_title("nothing measured")
-        return figure, [(row[0], [])]
-    panels = []
-    for axes, setting in zip(row, settings, strict=True):
-        axes.set_title(setting_title(*setting))
-        chosen = [m for m in methods if (m["temperature"], m["batch_size"]) == setting]
-        panels.append((axes, chosen))
-    return figure, panels
-
-
-def _draw_line(axes: Axes, entry: Entry, index: int, count: int) -> None:
-    color, marker, line = _look(index)
-    points = [
-        (position + _offset(index, count) / 2, value, interval)
-        for position, (value, interval) in enumerate(
-            zip(entry["alpha_by_position"], entry["alpha_by_position_ci"], strict=True), start=1
-        )
-        if value is not None
+def legend_of(names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Of series by their place in `names`."""
+    return [
+        (GLYPHS[i % len(GLYPHS)], COLORS[i % len(COLORS)], name) for i, name in enumerate(names)
     ]
-    xs, ys = [x for x, _, _ in points], [y for _, y, _ in points]
-    axes.plot(xs, ys, color=color, marker=marker, linestyle=line, markersize=5, linewidth=1.4)
-    for x, _, interval in points:
-        if interval is not None:
-            axes.vlines(x, *interval, color=color, linewidth=1.2)
 
 
-def _draw_dot(axes: Axes, entry: Entry, field: str, y: float, index: int) -> None:
-    color, marker, _ = _look(index)
-    axes.plot(entry[field], y, color=color, marker=marker, markersize=5.5)
-    interval = entry[f"{field}_ci"]
-    if interval is not None:
-        axes.hlines(y, *interval, color=color, linewidth=1.6)
+def span(points: Iterable[Point], *also: float) -> tuple[float, float]:
+    """What an axis must show of these points, with their intervals, for panels to be compared; with a margin."""
+    values = [*also]
+    for point in points:
+        values += [point.y, *(point.ci or ())]
+    low, high = min(values), max(values)
+    margin = 0.05 * (high - low) or 0.5
+    return low - margin, high + margin
 
 
-def _legend(axes: Axes, names: Sequence[str]) -> None:
-    """One legend right of the last panel, also for names that this panel does not show."""
-    for index, name in enumerate(names):
-        color, marker, line = _look(index)
-        axes.plot([], [], color=color, marker=marker, linestyle=line, markersize=5, label=name)
-    if len(names) > 0:
-        axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+def lines(
+    series: Sequence[Series],
+    names: Sequence[str],
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    *,
+    line_at: float | None = None,
+    xscale: str = "linear",
+    ylim: tuple[float, float] | None = None,
+) -> str:
+    """SVG of values over x with intervals; colours by the place of a series in `names`."""
+
+    def draw(axes: Axes) -> None:
+        xs = sorted({point.x for one in series for point in one.points})
+        nudge = 0.0 if xscale == "log" or len(xs) < 2 else SPREAD / 2
+        for one in series:
+            color, marker, line = _look(names.index(one.name))
+            shift = nudge * ((names.index(one.name) + 0.5) / len(names) - 0.5)
+            at = [point.x + shift for point in one.points]
+            values = [point.y for point in one.points]
+            if one.dashed:
+                axes.plot(at, values, color=color, linestyle="--", linewidth=1.1)
+                continue
+            axes.plot(
+                at, values, color=color, marker=marker, linestyle=line, markersize=5, linewidth=1.4
+            )
+            for x, point in zip(at, one.points, strict=True):
+                if point.ci is not None:
+                    axes.vlines(x, point.ci[0], point.ci[1], color=color, linewidth=1.2)
+        if line_at is not None:
+            axes.axhline(line_at, color=INK, linestyle="--", linewidth=1)
+        axes.set(xlabel=xlabel, ylabel=ylabel, title=title, xscale=xscale)
+        axes.set_xticks(xs, [f"{x:g}" for x in xs])
+        axes.minorticks_off()
+        if ylim is not None:
+            axes.set_ylim(*ylim)
+        axes.grid(axis="y")
+
+    return _panel(draw, HEIGHT)
+
+
+def dots(
+    values: dict[tuple[str, str], Point],
+    rows: Sequence[str],
+    names: Sequence[str],
+    title: str,
+    xlabel: str,
+    xlim: tuple[float, float],
+    line_at: float | None = None,
+) -> str:
+    """SVG of {(row, name): point}: a row for each method, a colour for each of `names`; of a point only y is drawn."""
+
+    def draw(axes: Axes) -> None:
+        for (row, name), point in values.items():
+            index = names.index(name)
+            color, marker, _ = _look(index)
+            at = rows.index(row) + SPREAD * ((index + 0.5) / len(names) - 0.5)
+            axes.plot(point.y, at, color=color, marker=marker, markersize=5.5)
+            if point.ci is not None:
+                axes.hlines(at, point.ci[0], point.ci[1], color=color, linewidth=1.6)
+        if line_at is not None:
+            axes.axvline(line_at, color=INK, linestyle="--", linewidth=1)
+        _rows(axes, rows, title, xlabel)
+        axes.set_xlim(*xlim)
+
+    return _panel(draw, 1.0 + ROW_HEIGHT * len(rows) * (len(names) + 1))
+
+
+def stacks(
+    parts: dict[str, list[tuple[float, str]]],
+    ends: dict[str, str],
+    title: str,
+    xlabel: str,
+    right: float,
+) -> str:
+    """SVG of horizontal bars {row: [(length, colour), …]}, each with its words behind it."""
+    rows = list(parts)
+
+    def draw(axes: Axes) -> None:
+        for at, row in enumerate(rows):
+            left = 0.0
+            for length, color in parts[row]:
+                axes.barh(at, length, left=left, color=color, height=0.62)
+                left += length
+            axes.text(left, at, f" {ends.get(row, '')}", va="center", fontsize=8.5)
+        _rows(axes, rows, title, xlabel)
+        axes.set_xlim(0, right)
+
+    return _panel(draw, 0.9 + 0.32 * len(rows))
+
+
+def _rows(axes: Axes, rows: Sequence[str], title: str, xlabel: str) -> None:
+    axes.set(xlabel=xlabel, ylim=(len(rows) - 0.4, -0.6), title=title)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.grid(axis="x")
+
+
+def _panel(draw: Callable[[Axes], None], height: float) -> str:
+    with mpl.rc_context(STYLE):  # type: ignore[arg-type]
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure.patch.set_alpha(0)
+        axes = figure.subplots()
+        axes.patch.set_alpha(0)
+        draw(axes)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :].replace(INK, "currentColor")
 
 
 def _look(index: int) -> tuple[str, str, str]:
-    """Colour, marker and line of method or task number `index`."""
+    """Colour, marker and line of series number `index`."""
     line = LINES[index // len(COLORS) % len(LINES)]
     return COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)], line
-
-
-def _offset(index: int, count: int) -> float:
-    """Where point `index` of `count` that share a tick goes, in units of ticks, around 0."""
-    return SPREAD * ((index + 0.5) / count - 0.5)
-
-
-def _svg(figure: Figure) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :].replace(INK, "currentColor")

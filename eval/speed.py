@@ -2,16 +2,19 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from decode.drafts.base import Draft
 from decode.round import Phases
 from decode.sampling import Sampling
-from decode.speculate import Engine, Output, add, collect, row_seeds_of
+from decode.speculate import Engine, Output, collect, row_seeds_of
 from decode.target import Target
-from eval.metrics import Sample
+from eval.journal import Journal
+from eval.samples import Sample
+from eval.stops import gather
 from eval.tasks import Item
 
 
@@ -39,11 +42,12 @@ class Method:
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt decoded by one method; `seconds` is its share of its batch's wall clock."""
+    """One prompt decoded by one method; `seconds` is its share of the wall clock of its batch of `rows`."""
 
     item: Item
     output: Output
     seconds: float
+    rows: int = 1
 
     def sample(self) -> Sample:
         return Sample(
@@ -55,7 +59,25 @@ class Run:
             seconds=self.seconds,
             first_token_seconds=self.output.first_token_seconds,
             round_seconds=self.output.round_seconds,
+            rows=self.rows,
         )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A prompt that a method could not decode, and why."""
+
+    task: str
+    id: str
+    error: str
+
+
+@dataclass
+class Measured:
+    """What each method did: {name: runs}, {name: failures}. Together they are all prompts, for every method."""
+
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    failures: dict[str, list[Failure]] = field(default_factory=dict)
 
 
 def measure(
@@ -66,34 +88,48 @@ def measure(
     max_new_tokens: int,
     batch_size: int,
     seed: int,
+    journal: Journal,
     progress: Callable[[], None],
-) -> dict[str, list[Run]]:
-    """{method: one Run for each item}. Plain runs before and after the others; its seconds are the mean.
+) -> Measured:
+    """Every item by every method. Plain runs before and after the others; its seconds are the mean.
 
-    Every method is warmed up first. Rows are seeded by their place in `items`, whatever the batch.
+    Every method is warmed up first. Rows are seeded by their place in `items`, whatever the batch. What an error
+    interrupts is a Failure, and plain decoding's failure is that of all, since nothing can be compared then. Batches
+    without one are kept in the journal.
     """
     plain = Method("plain", None, 0, "exact", methods[0].mode if methods else "eager")
-    engines = {m.name: m.engine(target, sampling) for m in [plain, *methods]}
-    for engine in engines.values():
-        _decode(engine, items[:batch_size], min(max_new_tokens, 8), seed, 0)
-    runs: dict[str, list[Run]] = {name: [] for name in engines}
+    every = [plain, *methods]
+    found = Measured({m.name: [] for m in every}, {m.name: [] for m in every})
+    engines: dict[str, Engine] = {}
     for start in range(0, len(items), batch_size):
         batch = items[start : start + batch_size]
-
-        def once(name: str, batch: Sequence[Item] = batch, start: int = start) -> list[Run]:
-            out = _decode(engines[name], batch, max_new_tokens, seed, start)
+        key = ["runs", sampling.temperature, start, *([item.task, item.id] for item in batch)]
+        kept = journal.get(key)
+        if kept is not None:
+            for name in found.runs:
+                found.runs[name] += [_restore(*x) for x in zip(batch, kept[name], strict=True)]
             progress()
-            return out
-
-        before = once("plain")
-        for method in methods:
-            runs[method.name] += once(method.name)
-        after = once("plain")
-        runs["plain"] += [
-            Run(a.item, a.output, (a.seconds + b.seconds) / 2)
-            for a, b in zip(before, after, strict=True)
-        ]
-    return runs
+            continue
+        if not engines:
+            engines = {m.name: m.engine(target, sampling) for m in every}
+            for engine in engines.values():
+                _try(engine, batch, min(max_new_tokens, 8), seed, 0)
+        before = _try(engines["plain"], batch, max_new_tokens, seed, start)
+        done = {m.name: _try(engines[m.name], batch, max_new_tokens, seed, start) for m in methods}
+        after = _try(engines["plain"], batch, max_new_tokens, seed, start)
+        done["plain"] = _mean(before, after)
+        for method in every:
+            one = done[method.name]
+            failed = one if isinstance(one, str) else _blame(done["plain"])
+            if failed:
+                engines[method.name] = method.engine(target, sampling)  # whatever state it is in
+                found.failures[method.name] += [Failure(x.task, x.id, failed) for x in batch]
+            elif not isinstance(one, str):
+                found.runs[method.name] += one
+        if not any(isinstance(one, str) for one in done.values()):
+            journal.put(key, {name: [_plain_values(run) for run in done[name]] for name in done})  # type: ignore[arg-type]
+        progress()
+    return found
 
 
 def untimed(
@@ -107,13 +143,11 @@ def untimed(
     progress: Callable[[], None],
 ) -> list[Sample]:
     """One Sample for each item, decoded `rows` at a time: right in tokens and rounds, meaningless in seconds."""
-    outputs = [Output(item.prompt_ids) for item in items]
     prompts = [item.prompt_ids for item in items]
     engine = method.engine(target, sampling)
-    for record in engine.speculate(prompts, rows=rows, max_new_tokens=max_new_tokens, seed=seed):
-        add(outputs[record.prompt], record)
-        if record.finished:
-            progress()
+    records = engine.speculate(prompts, rows=rows, max_new_tokens=max_new_tokens, seed=seed)
+    stops = [item.stop for item in items]
+    outputs = gather(prompts, records, stops, target.tokenizer, lambda _: progress())
     return [Run(item, out, 0.0).sample() for item, out in zip(items, outputs, strict=True)]
 
 
@@ -139,18 +173,89 @@ def phase_ms(
     return {name: 1000 * seconds / rounds for name, seconds in parts.items()}
 
 
+def gpu_utilisation(
+    target: Target, items: Sequence[Item], sampling: Sampling, max_new_tokens: int, batch_size: int
+) -> float | None:
+    """Mean share of time, in percent, that the GPU was busy during plain decoding, as NVML says; None without one.
+
+    A pass of its own, since asking takes time. NVML calls a GPU busy while any kernel runs, however small.
+    """
+    device = target.decoder.device
+    if device.type != "cuda":
+        return None
+    engine = Engine(target, None, sampling=sampling)
+    seen: list[int] = []
+    try:
+        for start in range(0, len(items), batch_size):
+            batch = [item.prompt_ids for item in items[start : start + batch_size]]
+            last = time.perf_counter()
+            for _ in engine.speculate(batch, max_new_tokens=max_new_tokens):
+                if time.perf_counter() - last > NVML_PERIOD:
+                    seen.append(torch.cuda.utilization(device))
+                    last = time.perf_counter()
+    except (ImportError, RuntimeError):  # no NVML bindings, or none for this GPU
+        return None
+    return sum(seen) / len(seen) if seen else None
+
+
+NVML_PERIOD = 0.2
+"""Seconds between two questions; NVML's own window is between 1/6 s and 1 s."""
+
+
+def _try(
+    engine: Engine, batch: Sequence[Item], max_new_tokens: int, seed: int, first: int
+) -> list[Run] | str:
+    """The batch's runs, or in one line what went wrong."""
+    try:
+        return _decode(engine, batch, max_new_tokens, seed, first)
+    except Exception as error:  # a report names what failed and goes on; Ctrl-C is no Exception
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        return f"{type(error).__name__}: {first_line}"
+
+
 def _decode(
     engine: Engine, batch: Sequence[Item], max_new_tokens: int, seed: int, first: int
 ) -> list[Run]:
     seeds = row_seeds_of(seed, first + len(batch))[first:]
     prompts = [item.prompt_ids for item in batch]
+    stops = [item.stop for item in batch]
     _finish(engine.device)
     start = time.perf_counter()
     records = engine.speculate(prompts, max_new_tokens=max_new_tokens, seeds=seeds)
-    outputs = collect(prompts, records)
+    outputs = gather(prompts, records, stops, engine.target.tokenizer)
     _finish(engine.device)
-    share = (time.perf_counter() - start) / len(batch)
-    return [Run(item, output, share) for item, output in zip(batch, outputs, strict=True)]
+    rows = len(batch)
+    share = (time.perf_counter() - start) / rows
+    return [Run(item, output, share, rows) for item, output in zip(batch, outputs, strict=True)]
+
+
+def _mean(before: list[Run] | str, after: list[Run] | str) -> list[Run] | str:
+    """The first pass with the mean seconds of both."""
+    if isinstance(before, str):
+        return before
+    if isinstance(after, str):
+        return after
+    return [
+        replace(a, seconds=(a.seconds + b.seconds) / 2) for a, b in zip(before, after, strict=True)
+    ]
+
+
+def _blame(plain: list[Run] | str) -> str:
+    return f"plain decoding failed: {plain}" if isinstance(plain, str) else ""
+
+
+def _plain_values(run: Run) -> list[Any]:
+    out = run.output
+    return [
+        out.output_ids, out.rounds, out.finish_reason, out.first_token_seconds, out.round_seconds,
+        run.seconds, run.rows,
+    ]  # fmt: skip
+
+
+def _restore(item: Item, values: list[Any]) -> Run:
+    ids, rounds, reason, first, seconds, share, rows = values
+    pairs = [(drafted, accepted) for drafted, accepted in rounds]
+    return Run(item, Output(item.prompt_ids, ids, pairs, reason, first, seconds), share, rows)
 
 
 def _finish(device: torch.device) -> None:

@@ -1,16 +1,19 @@
-"""Prompt sets to judge drafts on: the bundled ones, versioned, and the user's own jsonl files."""
+"""Prompt sets to judge drafts on, as token ids: the field's own by recipe (assets/tasks), and files of yours.
+
+A recipe says where a set's rows are, what the prompt is, where an answer ends and how it is scored. Its version goes
+up with any change, and a report states it.
+"""
 
 import hashlib
 import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-from decode.chat import encode
+from decode.chat import Messages, encode
 from decode.settings import UserError
 from decode.target import Target
-
-BUNDLED = Path(__file__).resolve().parents[1] / "assets" / "prompts"
+from eval.recipes import BUNDLED, Recipe, Row, domain_of, recipe_of, render, rows_of, value_of
 
 
 @dataclass
@@ -18,11 +21,20 @@ class Task:
     """A named set of prompts."""
 
     name: str
-    """code, prose and arithmetic are bundled; any other name needs a path."""
+    """code, prose and arithmetic are bundled; spec-bench, mt-bench, humaneval, mbpp, gsm8k, xsum, cnn-dailymail,
+    wmt-en-de and alpaca come from a file of yours or the Hub; any other name needs a path."""
     path: str = ""
-    """A jsonl file whose lines hold `prompt` (a text) or `messages` (a chat), and maybe `id`."""
+    """A .jsonl, .json, .parquet or .txt file, .gz too. Without a recipe its lines hold `prompt` (a text), `messages` (a
+    chat) or `turns` (what a user says, one after the other), and maybe `id` and `domain`; the paragraphs of a .txt file
+    are prompts. Empty: bundled, or the Hub data set of the recipe."""
+    kind: str = ""
+    """Recipe to read the file by, where the name is not that of one."""
     limit: int = 0
-    """Take the first so many prompts; 0 takes all."""
+    """Take the first so many prompts, or chats; 0 takes all."""
+    turns: int = 0
+    """Take so many turns of a chat; 0 takes all."""
+    too_long: Literal["refuse", "fail"] = "refuse"
+    """A prompt that leaves no room in the target's context: refuse to begin, or count it as failed and name it."""
 
 
 @dataclass(frozen=True)
@@ -32,66 +44,146 @@ class Item:
     task: str
     id: str
     prompt_ids: list[int]
+    domain: str = ""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer."""
+    metric: str = ""
+    """How an answer is scored: number, rouge-l, code, or not at all."""
+    reference: str = ""
+    """What it is scored against: a text, or the program that tests it."""
+    prefix: str = ""
+    """Code that a completion continues."""
+    messages: Messages = field(default_factory=list)
+    later: tuple[str, ...] = ()
+    """What the user says in turns to come."""
+    error: str = ""
+    """Why it cannot be decoded."""
 
 
 def load_items(task: Task, target: Target) -> list[Item]:
-    """The task's prompts in file order. UserError names the file and line of a bad or too long one."""
-    path = task_file(task)
-    lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): U+2028
+    """The task's prompts in file order, of a chat the first turn; `with_turns` adds the others.
+
+    UserError names the file and line of a bad prompt, or of one that is too long (unless `task.too_long` counts it).
+    """
+    recipe = recipe_of(task.kind or task.name)
     items: list[Item] = []
-    for number, line in enumerate(lines, 1):
-        if line.strip() == "":
-            continue
-        if task.limit and len(items) == task.limit:
-            break
-        row = _row(path, number, line)
-        prompt = row.get("prompt", row.get("messages"))
-        if not prompt:
-            raise UserError(f"{path}:{number} has neither `prompt` nor `messages`")
-        if not isinstance(prompt, str | list):
-            raise UserError(f"{path}:{number}: a prompt must be text or a list of messages")
-        try:
-            ids = encode(target.tokenizer, prompt)
-        except UserError as error:
-            raise UserError(f"{path}:{number}: {error}") from error
-        if len(ids) >= target.decoder.context:
-            raise UserError(
-                f"{path}:{number} is a prompt of {len(ids)} tokens, the context of {target.name} holds "
-                f"{target.decoder.context}: shorten it"
-            )
-        digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
-        if any(item.id == str(row.get("id", digest)) for item in items):
-            raise UserError(f"{path}:{number}: id {row.get('id', digest)} occurs twice: drop one")
-        items.append(Item(task.name, str(row.get("id", digest)), ids))
-    if len(items) == 0:
-        raise UserError(f"{path} holds no prompts")
+    seen: set[str] = set()
+    for row in rows_of(task.name, task.path, recipe, task.limit):
+        item = _item(task, recipe, row, target)
+        if item.id in seen:
+            raise UserError(f"{row.where}: id {item.id} occurs twice: drop one")
+        seen.add(item.id)
+        items.append(item)
     return items
 
 
-def task_file(task: Task) -> Path:
-    """Where the task's prompts are; UserError when there is no such file."""
-    path = Path(task.path) if task.path else BUNDLED / "eval" / f"{task.name}.jsonl"
-    if not path.is_file():
-        bundled = ", ".join(sorted(p.stem for p in (BUNDLED / "eval").glob("*.jsonl")))
+def with_turns(
+    items: Sequence[Item],
+    target: Target,
+    too_long: dict[str, str],
+    answers: Callable[[Sequence[Item]], list[list[int]]],
+) -> list[Item]:
+    """`items` with the later turns of chats behind their first, the target's own answers in their context.
+
+    `answers(items)` gives the ids that the target answers; every method then meets the same history, so that one
+    token that differs in the first turn does not change the prompt of the second. `too_long` is {task: policy}.
+    """
+    chains = [[item] for item in items]
+    while True:
+        waiting = [chain for chain in chains if chain[-1].later and not chain[-1].error]
+        if not waiting:
+            return [item for chain in chains for item in chain]
+        heads = [chain[-1] for chain in waiting]
+        for chain, ids in zip(waiting, answers(heads), strict=True):
+            text = target.tokenizer.decode(ids, skip_special_tokens=True)
+            chain.append(_next_turn(chain[-1], len(chain) + 1, text, target, too_long))
+
+
+def _next_turn(
+    item: Item, number: int, answer: str, target: Target, too_long: dict[str, str]
+) -> Item:
+    said = [{"role": "assistant", "content": answer}, {"role": "user", "content": item.later[0]}]
+    messages = [*item.messages, *said]
+    base = item.id.removesuffix(f":{number - 1}")
+    ids = encode(target.tokenizer, messages)
+    error = _room(ids, target)
+    if error and too_long[item.task] == "refuse":
         raise UserError(
-            f"task {task.name!r}: no file {path}; bundled tasks are {bundled}, others need a path"
+            f"task {item.task!r}: turn {number} of {base} {error}: set its `turns` or `too_long: fail`"
         )
-    return path
+    return replace(
+        item, id=f"{base}:{number}", prompt_ids=ids, messages=messages, later=item.later[1:],
+        metric="", reference="", error=error,
+    )  # fmt: skip
+
+
+def _item(task: Task, recipe: Recipe, row: Row, target: Target) -> Item:
+    turns = value_of(recipe.turns, row) if recipe.turns else None
+    chat = target.tokenizer.chat_template is not None
+    template = recipe.chat_prompt if chat and recipe.chat_prompt else recipe.prompt
+    prompt: Any = turns if turns is not None else render(template, row)
+    if turns is None and recipe.name == "own":
+        prompt = row.fields.get("prompt", row.fields.get("messages"))
+        if not prompt:
+            raise UserError(f"{row.where} has neither `prompt` nor `messages` nor `turns`")
+    if not isinstance(prompt, str | list) or (turns is not None and not _texts(turns)):
+        raise UserError(f"{row.where}: a prompt must be text or a list of messages")
+    said = list(turns or [])[: task.turns or None]
+    if turns is not None:  # one turn is a plain prompt: it needs no chat template
+        prompt = said[0] if len(said) == 1 else [{"role": "user", "content": said[0]}]
+    try:
+        ids = encode(target.tokenizer, prompt)
+    except UserError as error:
+        hint = "; or set the task's `turns: 1`" if len(said) > 1 else ""
+        raise UserError(f"{row.where}: {error}{hint}") from error
+    error_text = _room(ids, target)
+    if error_text and task.too_long == "refuse":
+        raise UserError(f"{row.where} {error_text}: shorten it, or set the task's `too_long: fail`")
+    digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
+    own_id = value_of(recipe.id, row)
+    domain = domain_of(recipe, row)
+    metric, reference = recipe.metric_for(domain), ""
+    if metric:
+        reference = render(recipe.reference, row).strip("\n")
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    return Item(
+        task=task.name,
+        id=digest if own_id is None else str(own_id),
+        prompt_ids=ids,
+        domain=domain or task.name,
+        stop=() if chat else tuple(recipe.stop),
+        metric=metric if reference else "",
+        reference=reference,
+        prefix=render(recipe.prefix, row),
+        messages=messages,
+        later=tuple(said[1:]),
+        error=error_text,
+    )
+
+
+def _texts(turns: Any) -> bool:
+    return isinstance(turns, list) and bool(turns) and all(isinstance(x, str) and x for x in turns)
+
+
+def _room(ids: list[int], target: Target) -> str:
+    if len(ids) < target.decoder.context:
+        return ""
+    return (
+        f"is a prompt of {len(ids)} tokens, the context of {target.name} holds "
+        f"{target.decoder.context}"
+    )
 
 
 def version(task: Task) -> str:
-    """`name@version` for a bundled task, `name@hash of the file` for the user's."""
-    path = task_file(task)
+    """`name@version` of bundled prompts; with a recipe's version, and the hash of the user's file, where there are.
+
+    For example gsm8k@1+1a2b3c4d5e6f: recipe 1, the file with that hash.
+    """
+    recipe = recipe_of(task.kind or task.name)
     if task.path:
-        return f"{task.name}@{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
-    return f"{task.name}@{(BUNDLED / 'VERSION').read_text().strip()}"
-
-
-def _row(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{path}:{number} is not valid JSON") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{path}:{number} is not a JSON object")
-    return row
+        digest = hashlib.sha256(recipe.file(task.name, task.path).read_bytes()).hexdigest()[:12]
+        own = recipe.name == "own" or recipe.bundled
+        return f"{task.name}@{digest}" if own else f"{task.name}@{recipe.version}+{digest}"
+    if recipe.bundled:
+        return f"{task.name}@{(BUNDLED / 'VERSION').read_text().strip()}"
+    return f"{task.name}@{recipe.version}+{recipe.hub}:{recipe.split}@{recipe.revision or 'main'}"

@@ -29,10 +29,12 @@ from decode import runs
 from decode.drafts.base import Draft, load_draft
 from decode.drafts.lookup import NgramDraft
 from decode.settings import UserError, run_command
-from decode.speculate import Engine, Output, collect
+from decode.speculate import Engine, collect
 from decode.target import Target, load_model, load_target
-from eval import cost, metrics
-from eval.metrics import Sample
+from eval import sweep
+from eval.choose import predictions, summary
+from eval.samples import Sample
+from eval.sweep import PLAIN, Load, engine_of, timed
 from eval.tasks import Item, Task, load_items
 
 Arm = Callable[[list[int]], list[int]]
@@ -161,14 +163,7 @@ def throughput(
     return found
 
 
-def sample_of(item: Item, output: Output) -> Sample:
-    return Sample(
-        item.task, item.id, len(item.prompt_ids), len(output.output_ids), output.rounds,
-        sum(output.round_seconds), 0.0, output.round_seconds,
-    )  # fmt: skip
-
-
-def predictions(
+def predicted(
     s: Settings, target: Target, draft: Draft, items: Sequence[Item]
 ) -> list[dict[str, Any]]:
     """Speed-ups of rounds (prefill aside) at K = 3, 4, 5 on one half of the prompts, predicted from the other.
@@ -176,47 +171,20 @@ def predictions(
     Rounds of all K and plain ones are interleaved prompt by prompt; a prediction sees only K = 2, K = 6 and plain
     on the calibration half.
     """
-    engines = {k: Engine(target, draft, k=k) for k in (2, 3, 4, 5, 6)}
-    plain = Engine(target)
-    seen: dict[int, list[Sample]] = {k: [] for k in [0, *engines]}
-    for item in items:
-        for k, engine in [(0, plain), *engines.items()]:
-            prompt = [item.prompt_ids]
-            out = collect(prompt, engine.speculate(prompt, max_new_tokens=s.max_new_tokens))
-            seen[k].append(sample_of(item, out[0]))
-
-    def half(k: int, odd: bool) -> list[Sample]:
-        return seen[k][odd::2]
-
-    def ms_a_round(samples: list[Sample]) -> float:
-        return 1000 * statistics.fmean(t for x in samples for t in x.round_seconds)
-
+    load = Load(target, {"causal": draft}, items, s.max_new_tokens)
+    arms = {k: sweep.Arm("causal", k) for k in (2, 3, 4, 5, 6)} | {0: PLAIN}
+    engines = {k: engine_of(load, arm, load.sampling(0.0)) for k, arm in arms.items()}
+    seen: dict[int, list[Sample]] = {k: [] for k in arms}
+    named = [replace(item, domain="") for item in items]  # samples go by task
+    for at, item in enumerate(named):
+        for k, arm in arms.items():
+            seen[k] += timed(load, engines[k], arm, [item], at, s.max_new_tokens)
     rows = []
-    for name in ["all", *dict.fromkeys(item.task for item in items)]:
-
-        def of(k: int, odd: bool, name: str = name) -> list[Sample]:
-            return [x for x in half(k, odd) if name in ("all", x.task)]
-
-        for calibrate in (False, True):
-            line = cost.round_cost(
-                (2, ms_a_round(of(2, calibrate))), (6, ms_a_round(of(6, calibrate)))
-            )
-            alphas = [a or 0.0 for a in metrics.alpha_by_position(of(6, calibrate), 6)]
-            plain_ms = ms_a_round(of(0, calibrate))
-            for k in (3, 4, 5):
-                test, base = of(k, not calibrate), of(0, not calibrate)
-                slow, fast = ([x.seconds for x in side] for side in (base, test))
-                slow_tokens, fast_tokens = metrics.emitted(base), metrics.emitted(test)
-                measured = sum(slow) / slow_tokens.sum() / (sum(fast) / fast_tokens.sum())
-                guess = cost.predicted_speedup(alphas, k, line, plain_ms)
-                interval = metrics.paired_ratio_interval(slow, slow_tokens, fast, fast_tokens, 0)
-                wide = interval is None or (interval[1] - interval[0]) / 2 > 0.1 * measured
-                rows.append(
-                    {
-                        "task": name, "k": k, "predicted": guess, "measured": measured,
-                        "ci": interval, "error": abs(guess / measured - 1), "counted": not wide,
-                    }
-                )  # fmt: skip
+    for name in ["all", *dict.fromkeys(sample.task for sample in seen[0])]:
+        own = {k: [x for x in samples if name in ("all", x.task)] for k, samples in seen.items()}
+        rows += [
+            {"task": name, **cell} for cell in predictions(own, (2, 6)) if cell["k"] in (3, 4, 5)
+        ]
     return rows
 
 
@@ -269,7 +237,7 @@ def main(s: Settings) -> None:
     result: dict[str, Any] = raced(s, target, draft, prompts, console) if s.race else {}
     if s.predict:
         more = [replace(task, limit=s.predict_limit) for task in s.tasks]
-        rows = predictions(
+        rows = predicted(
             s, target, draft, [item for task in more for item in load_items(task, target)]
         )
         table = Table(
@@ -281,12 +249,7 @@ def main(s: Settings) -> None:
                 f"{100 * row['error']:.0f} %", "yes" if row["counted"] else "no: interval > ±10 %",
             )  # fmt: skip
         console.print(table)
-        counted = [row["error"] for row in rows if row["counted"]]
-        result["prediction"] = {
-            "cells": rows,
-            "counted": len(counted),
-            "median_error": statistics.median(counted) if counted else None,
-        }
+        result["prediction"] = summary(rows)
     result |= {"k": s.k, "prompts": len(prompts), **runs.provenance()}
     line = json.dumps(result)
     if s.out:

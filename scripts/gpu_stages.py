@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from decode import attention
 from decode.drafts.causal import CausalDraft
 from decode.sampling import Sampling
 from decode.speculate import Engine
@@ -71,18 +72,25 @@ def rooflined(lab: Lab, ms: dict[str, float]) -> Row:
 
 
 def verify(lab: Lab) -> Iterator[Row]:
-    """v(T) = t(T) / t(1): what it costs to verify T tokens in one pass, at several contexts."""
+    """v(T) = t(T) / t(1): what it costs to verify T tokens in one pass, at several contexts.
+
+    On a GPU with both kinds of attention: SDPA with a dense mask, and the split-KV kernel.
+    """
     lab.put("random")
+    kinds = {"dense": False} | ({"split": True} if lab.cuda else {})
     for context in lab.sizes.contexts:
-        one = None
         rig = seated(lab.target, None, 1, context, 1, slots(context, 0, 0, max(lab.sizes.widths)))
-        for width in lab.sizes.widths:
-            tokens, base = rig.state.history[:, :width], rig.length - 1
-            run = partial(_pass, lab, tokens, base)
-            ms = lab.time(in_mode(run, lab.still, [rig.state.done]))
-            one = ms["median"] if one is None else one
-            row = {"context": context, "T": width, "mode": lab.still, "ms": ms}
-            yield row | {"v": ms["median"] / one}
+        for kind, split in kinds.items():
+            one = None
+            for width in lab.sizes.widths:
+                tokens, base = rig.state.history[:, :width], rig.length - 1
+                run = partial(_pass, lab, tokens, base)
+                attention.use_split_kv(split)
+                ms = lab.time(in_mode(run, lab.still, [rig.state.done]))
+                attention.use_split_kv(False)
+                one = ms["median"] if one is None else one
+                row = {"context": context, "attention": kind, "T": width, "mode": lab.still}
+                yield row | {"ms": ms, "v": ms["median"] / one}
 
 
 def _pass(lab: Lab, tokens: torch.Tensor, base: torch.Tensor, compiled: bool) -> torch.Tensor:

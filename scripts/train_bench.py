@@ -31,7 +31,8 @@ from decode.settings import UserError, run_command
 from decode.target import DTYPES, Decoder, Target, pick_device
 from train import drafts
 from train.batches import Batch, collate
-from train.families import FAMILIES
+from train.criterion import Comparison
+from train.families import FAMILIES, Job
 from train.heads import Weights
 from train.shards import Row
 
@@ -75,6 +76,7 @@ class Settings:
 class Recipe:
     draft: drafts.DraftSettings
     loss: str = "forward_kl"
+    compare: Comparison = field(default_factory=Comparison)
     weights: Weights = field(default_factory=Weights)
     out: str = ""
 
@@ -146,7 +148,7 @@ def measure(family: str, size: str, s: Settings) -> dict[str, Any]:
     if family == "causal":
         settings.layers = [0, 1]
     rows = random_rows(shape)
-    trainee = FAMILIES[family](Recipe(settings), target, rows, device)
+    trainee = FAMILIES[family](Job(Recipe(settings), target, rows, device))
     objective = trainee.objective(trainee.model)
     trained = [p for p in trainee.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)

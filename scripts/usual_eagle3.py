@@ -11,7 +11,7 @@ the draft cannot say left out. What that mask trains behind a reply's end is lef
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +36,8 @@ from eval.metrics import Sample
 from eval.tasks import Item, Task, load_items
 from train import batches, drafts, losses, shards
 from train.align import Alignment, Places
-from train.families import eagle3
+from train.criterion import Comparison
+from train.families import Job, eagle3
 from train.features import Folder, Stored
 from train.heads import EagleTrainer, Weights
 from train.loop import LoopSettings, optimizers_of, schedule
@@ -92,7 +93,7 @@ class Usual(EagleTrainer):
 def train(
     s: Settings,
     target: Target,
-    rows: list[Row],
+    rows: Sequence[Row],
     recipe: str,
     seed: int,
     tick: Callable[[str], None],
@@ -100,9 +101,9 @@ def train(
     """A draft after `steps` steps."""
     torch.manual_seed(seed)
     loss = s.loss if recipe == "ours" else "soft_ce"
-    settings = cast(Any, SimpleNamespace(draft=s.draft, loss=loss, weights=Weights(), out=""))
+    recipe_of = SimpleNamespace(draft=s.draft, loss=loss, compare=Comparison(), weights=Weights())
     where = Folder(Path(s.features), 64, target.decoder.context)
-    trainee = eagle3(settings, target, rows, "cpu", where)
+    trainee = eagle3(Job(cast(Any, recipe_of), target, rows, "cpu", where))
     assert isinstance(trainee.teacher, Stored)
     trainee.teacher.fill(Console(stderr=True), 0, 1, lambda: None)
     model = cast(EagleTrainer, trainee.model)

@@ -123,7 +123,7 @@ def test_long_rows_are_cut_and_empty_ones_dropped() -> None:
     ]
     kept, dropped = fit(rows, max_length=4)
     assert dropped == 2
-    assert kept == [row([1, 2, 3, 4], [[1, 2], [3, 4]]) | {"id": rows[0]["id"]}]
+    assert list(kept) == [row([1, 2, 3, 4], [[1, 2], [3, 4]]) | {"id": rows[0]["id"]}]
     assert rows[0]["input_ids"] == [1, 2, 3, 4, 5]
 
 

@@ -6,14 +6,22 @@ import random
 import pytest
 
 from eval.cost import (
+    Calibration,
+    Parts,
     RoundCost,
     best_k,
+    calibrate,
     expected_tokens,
     leviathan_speedup,
     leviathan_tokens,
     predicted_speedup,
+    prediction,
+    promised_speedup,
     round_cost,
+    round_speedup,
+    speedup_of_parts,
 )
+from eval.samples import Sample
 
 
 def test_worked_examples() -> None:
@@ -24,6 +32,9 @@ def test_worked_examples() -> None:
     assert leviathan_tokens(1.0, 5) == 6
     assert leviathan_speedup(0.8, 8, 0.05) == pytest.approx(3.09, abs=0.005)
     assert leviathan_speedup(0.6, 2, 0.2) == pytest.approx(1.40, abs=0.005)
+    assert leviathan_tokens(0.4, 5) == pytest.approx(1.66, abs=0.005)
+    assert leviathan_tokens(0.7, 5) == pytest.approx(2.94, abs=0.005)
+    assert leviathan_tokens(0.6, 8) == pytest.approx(2.47, abs=0.005)
 
 
 def test_expected_tokens_equals_every_outcome_walked() -> None:
@@ -47,3 +58,62 @@ def test_cost_line_and_best_k() -> None:
     assert predicted_speedup([0.5, 0.5], 1, cost, 7.0) == pytest.approx(1.5)
     assert best_k([0.9, 0.9, 0.1, 0.1], cost, 5.0)[0] == 2
     assert best_k([0.9] * 8, RoundCost(6.0, 0.0), 5.0)[0] == 8
+
+
+def test_parts_of_a_round() -> None:
+    """Catches verification taken for free, overhead left out, and Corollary 3.9's bound on the wrong side."""
+    assert speedup_of_parts([0.7] * 4, Parts(0.05, 1.0, 0.0)) == pytest.approx(
+        leviathan_speedup(0.7, 4, 0.05)
+    )
+    best = max(speedup_of_parts([0.8] * k, Parts(0.05, 1.08, 0.05)) for k in range(1, 20))
+    assert best == pytest.approx(2.83, abs=0.005)
+    assert speedup_of_parts([0.7] * 8, Parts(0.75 / 3.8, 1.0, 0.1 / 3.8)) < 1.6
+    promised = promised_speedup(0.7, 0.2)
+    assert promised is not None
+    assert promised == pytest.approx(1.7 / 1.2)
+    assert max(leviathan_speedup(0.7, k, 0.2) for k in range(1, 20)) >= promised
+    assert promised_speedup(0.1, 0.2) is None
+
+
+def sample(number: int, rounds: list[tuple[int, int]], ms: float, task: str = "t") -> Sample:
+    """A prompt whose rounds each took `ms`."""
+    seconds = [ms / 1000] * len(rounds)
+    emitted = sum(a + 1 for _, a in rounds)
+    return Sample(task, str(number), 5, emitted + 1, rounds, sum(seconds), 0.01, seconds)
+
+
+def test_calibration_gives_back_an_exact_law() -> None:
+    """Catches α of a round that never drafted: half of these rounds propose nothing, and must count as such."""
+
+    def at(k: int) -> list[Sample]:
+        """Of 8 rounds, 4 draft nothing, 2 accept 1 and 2 accept all."""
+        rounds = [(0, 0)] * 4 + [(k, 1)] * 2 + [(k, k)] * 2
+        return [sample(i, rounds, 10 + 2 * k) for i in range(3)]
+
+    plain = [sample(i, [(0, 0)] * 12, 11) for i in range(3)]
+    model = calibrate(plain, (2, at(2)), (6, at(6)))
+    assert model.gains == pytest.approx([0.5] + [0.25] * 5)
+    for k in (1, 2, 3, 5, 6):
+        measured = round_speedup(plain, at(k))
+        assert measured is not None
+        assert model.speedup(k) == pytest.approx(measured.speedup)
+    # past the positions that were seen, each is worth its share of the one before: here all of it
+    assert model.tokens(8) == pytest.approx(1 + 0.5 + 0.25 * 7)
+    falling = Calibration([0.8, 0.4], RoundCost(1, 1), 1)
+    assert falling.tokens(4) == pytest.approx(1 + 0.8 + 0.4 + 0.2 + 0.1)
+
+
+def test_speedup_of_rounds_pools_tokens() -> None:
+    """Catches a mean of ratios, a first token counted as a round's, and a verdict on two wild prompts."""
+    plain = [sample(0, [(0, 0)] * 10, 10), sample(1, [(0, 0)] * 90, 10)]
+    fast = [sample(0, [(1, 1)] * 5, 40), sample(1, [(1, 1)] * 45, 10)]
+    measured = round_speedup(plain, fast)
+    assert measured is not None
+    assert measured.speedup == pytest.approx(1000 / (5 * 40 + 45 * 10))
+    assert not measured.sure
+    assert not prediction(3, 1.0, measured)["counted"]
+    steady = round_speedup(*([sample(i, [(0, 0)] * 9, 10) for i in range(4)] for _ in range(2)))
+    assert steady is not None
+    assert steady.sure
+    assert prediction(3, 1.1, steady)["error"] == pytest.approx(0.1)
+    assert round_speedup(plain, [sample(0, [], 1)]) is None

@@ -1,5 +1,6 @@
 """eval/run.py as users run it, on tiny models: the report says what its outputs say, and bad input destroys nothing."""
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from decode.drafts.lookup import NgramDraft
 from decode.target import Target, load_model, load_target
 from eval import lossless
+from eval.entries import behind_eos
 from eval.tasks import Item
 from tests import worlds
 from tests.worlds import CONTEXT, Done, World, contents
@@ -23,6 +26,10 @@ FIELDS = {
     "alpha_by_position", "alpha", "alpha_ci", "alpha_by_position_ci", "acceptance_rate", "counts",
     "draft_sha256", "mode", "dtype", "verification", "lossy", "latency_ms", "tokens_per_second",
     "ms_per_token", "speedup", "speedup_ci", "predicted_speedup", "phase_ms", "lossless",
+}  # fmt: skip
+ADDED = {
+    "domain", "finish", "tokens_after_eos", "failed", "quality", "simulated", "mean_output_tokens", "histogram",
+    "prefill", "decode",
 }  # fmt: skip
 INNER = {
     "counts": {"rounds", "drafted", "accepted", "emitted", "rounds_by_position"},
@@ -72,6 +79,18 @@ def target(world: World) -> Target:
     return load_target(str(world.target), "cpu")
 
 
+@pytest.fixture
+def three(world: World, target: Target, tmp_path: Path) -> Path:
+    """Three prompts whose greedy answers have 8 tokens at least, so that every method drafts."""
+    model = load_model(str(world.target), "target", "cpu", "float32")
+
+    def answer(text: str) -> list[int]:
+        return lossless.reference_greedy(model, target.tokenizer(text)["input_ids"], NEW, target)
+
+    texts = [text for text in world.texts if len(answer(text)) >= 8]
+    return worlds.write_prompts(tmp_path / "three.jsonl", texts[:3])
+
+
 def arguments(world: World, out: Path) -> list[object]:
     methods = [{"name": "ngram"}, {"name": "causal-base", "draft": str(world.draft)}]
     return [
@@ -111,7 +130,7 @@ def test_report_has_every_field_for_every_method_task_and_temperature(
     }
     assert sorted(found) == sorted(wanted)
     for entry in report["methods"]:
-        assert entry.keys() >= FIELDS
+        assert entry.keys() >= FIELDS | ADDED
         for name, inner in INNER.items():
             assert entry[name].keys() >= inner
         assert entry["prompts"] == {"all": 12, "long": 7, "short": 5}[entry["task"]]
@@ -262,6 +281,211 @@ def test_a_task_file_may_hold_blank_lines_and_any_letter(
     assert len(lines_of(tmp_path / "out")) == 3 * 2
 
 
+def test_every_answer_ends_once(evaluated: tuple[Path, Done], report: dict[str, Any]) -> None:
+    """Bug: tokens behind EOS count for one arm, or an end is counted twice or not at all."""
+    reasons = {"eos": 0, "length": 0}
+    for line in lines_of(evaluated[0]):
+        ends = [i for i, token in enumerate(line["output_ids"]) if token in worlds.EOS]
+        assert ends in ([], [len(line["output_ids"]) - 1])
+        assert line["finish_reason"] == ("eos" if ends else "length")
+        reasons[line["finish_reason"]] += 1
+    assert min(reasons.values()) > 0  # else one of them was not tried
+    pooled = [m for m in report["methods"] if m["task"] == "all"]
+    assert {m["tokens_after_eos"] for m in pooled} == {0}
+    for reason, count in reasons.items():
+        assert sum(m["finish"].get(reason, 0) for m in pooled) == count
+
+
+def test_tokens_behind_eos_are_seen() -> None:
+    """The test above is blind if this one is not."""
+    assert behind_eos([5, 1, 5, 1], frozenset([1])) == 2
+    assert behind_eos([5, 5, 1], frozenset([1])) == behind_eos([5], frozenset([1])) == 0
+
+
+def test_domains_cut_across_tasks(world: World, evaluate: Callable, tmp_path: Path) -> None:
+    """Bug: a domain's numbers are those of a task, or leave out what lies in another one."""
+    paths = []
+    for name, texts in (("a", world.texts[:3]), ("b", world.texts[3:6])):
+        rows = [{"prompt": t, "domain": d} for t, d in zip(texts, ("x", "y", "y"), strict=True)]
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert evaluate("--tasks", tasks_of(*paths)).code == 0
+    found = report_of(tmp_path / "out")["domains"]
+    assert {(m["name"], m["domain"], m["task"], m["prompts"]) for m in found} == {
+        (name, domain, "all", prompts)
+        for name in ("plain", "ngram", "causal-base")
+        for domain, prompts in (("x", 2), ("y", 4))
+    }
+
+
+# ---- what fails, and what is stopped ----
+
+
+def test_a_failed_prompt_is_named_and_the_others_count(
+    evaluate: Callable, three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: an error in one prompt ends the run, or its prompt is dropped, or keeps the counters of the one before."""
+    propose, calls = NgramDraft.propose, []
+
+    def fails(self: NgramDraft, history: torch.Tensor, length: torch.Tensor, k: int) -> Any:
+        calls.append(1)
+        if bool((history[0, :3] == second).all()):
+            raise RuntimeError("out of luck\nat once")
+        return propose(self, history, length, k)
+
+    rows = [json.loads(line) for line in three.read_text().splitlines()]
+    second = torch.tensor(worlds.byte_tokenizer()(rows[1]["prompt"])["input_ids"][:3])
+    monkeypatch.setattr(NgramDraft, "propose", fails)
+    done = evaluate("--tasks", tasks_of(three))
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1])["failed"] == 1
+    for entry in report_of(tmp_path / "out")["methods"]:
+        failed = [(f["task"], f["error"]) for f in entry["failed"]]
+        assert failed == (
+            [("three", "RuntimeError: out of luck")] if entry["name"] == "ngram" else []
+        )
+        assert entry["prompts"] + len(failed) == 3
+        assert entry["speedup"] is not None
+    monkeypatch.setattr(NgramDraft, "propose", propose)
+    assert evaluate("--tasks", tasks_of(three)).code == 0  # the same command tries it again
+    assert all(entry["prompts"] == 3 for entry in report_of(tmp_path / "out")["methods"])
+
+
+def test_a_method_that_never_works_is_one_line(
+    evaluate: Callable, three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a report of nothing but failures looks like a report."""
+    monkeypatch.setattr(NgramDraft, "propose", None)
+    done = evaluate("--tasks", tasks_of(three))
+    assert done.code == 2
+    assert "error: method 'ngram' failed on every prompt" in done.err.splitlines()[-1]
+
+
+def test_killed_and_run_again_goes_on(world: World, tmp_path: Path) -> None:
+    """Bug: a kill loses finished prompts, or a rerun measures them again, twice, or with other seeds."""
+    prompts = worlds.write_prompts(tmp_path / "own.jsonl", world.texts)
+    command = [*arguments(world, tmp_path / "out"), "--tasks", tasks_of(prompts)]
+    journal = tmp_path / "out" / "journal.jsonl"
+
+    def measured() -> list[str]:
+        lines = journal.read_text().splitlines() if journal.exists() else []
+        return [line for line in lines if '"key": ["runs"' in line and line.endswith("}")]
+
+    assert worlds.kill_when(lambda: len(measured()) >= 5, COMMAND, *command) == -9
+    kept = measured()
+    assert 5 <= len(kept) < 24
+    done = worlds.run(COMMAND, *command)
+    assert done.code == 0, done.err
+    assert measured()[: len(kept)] == kept
+    assert len(measured()) == len({json.dumps(json.loads(x)["key"]) for x in measured()}) == 24
+    report, lines = report_of(tmp_path / "out"), lines_of(tmp_path / "out")
+    assert report["resumed"] >= len(kept)
+    assert len(lines) == 3 * 2 * 12
+    undisturbed = worlds.call(
+        COMMAND, *arguments(world, tmp_path / "b"), "--tasks", tasks_of(prompts)
+    )
+    assert undisturbed.code == 0, undisturbed.err
+
+    def texts(rows: list[dict[str, Any]]) -> list[tuple]:
+        return [
+            (x["method"], x["temperature"], x["id"], x["output_ids"], x["rounds"]) for x in rows
+        ]
+
+    assert texts(lines) == texts(lines_of(tmp_path / "b"))
+
+
+def test_ctrl_c_keeps_what_is_finished(
+    evaluate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: Ctrl-C ends in a traceback, or counts as a prompt that failed."""
+    propose, calls = NgramDraft.propose, []
+
+    def stops(self: NgramDraft, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 30:
+            raise KeyboardInterrupt
+        return propose(self, *args)
+
+    monkeypatch.setattr(NgramDraft, "propose", stops)
+    done = evaluate()
+    assert (done.code, "Traceback" in done.err) == (130, False)
+    assert "goes on" in done.err
+    assert not (tmp_path / "out" / "report.json").exists()
+    assert evaluate().code == 0
+    assert report_of(tmp_path / "out")["resumed"] > 0
+
+
+# ---- law, other engines, simulated drafts, quality ----
+
+
+def test_the_law_is_checked(world: World, evaluate: Callable, tmp_path: Path) -> None:
+    """Bug: the verdict leaves out a method, forgets its controls, or passes what is lossy."""
+    methods = [
+        {"name": "causal-base", "draft": str(world.draft)},
+        {"name": "typical", "draft": str(world.draft), "rule": "typical"},
+    ]
+    done = evaluate(
+        "--methods", json.dumps(methods), "--temperatures", "[1.0]", "--check_law", 4000
+    )
+    assert done.code == 0, done.err
+    law = report_of(tmp_path / "out")["law"]
+    assert [m["name"] for m in law["methods"]] == ["plain", "causal-base", "typical"]
+    assert [m["passed"] for m in law["methods"]] == [True, True, False]
+    assert [m["control_caught"] for m in law["methods"]] == [None, True, None]
+    assert law["passed"] is True
+    assert {t["order"] for t in law["tests"] if t["method"] == "plain"} == {"p", "id"}
+    assert all(0 < t["detects"] < 0.3 for t in law["tests"])
+
+
+def test_other_engines_on_the_same_prompts(evaluate: Callable, three: Path, tmp_path: Path) -> None:
+    """Bug: another engine gets other prompts, stops elsewhere, or is timed on other tokens than it is credited with."""
+    done = evaluate("--tasks", tasks_of(three), "--compare", "hf,hf-assisted")
+    assert done.code == 0, done.err
+    found = {(e["engine"], e["name"], e["task"]): e for e in report_of(tmp_path / "out")["engines"]}
+    assert found.keys() == {
+        (engine, name, task)
+        for engine, name in (("hf", "plain"), ("hf-assisted", "causal-base"))
+        for task in ("all", "three")
+    }
+    plain = next(m for m in report_of(tmp_path / "out")["methods"] if m["name"] == "plain")
+    for entry in found.values():
+        assert (entry["prompts"], entry["same_as_ours"], entry["failed"]) == (3, 3, [])
+        assert entry["output_tokens"] == plain["counts"]["output_tokens"]
+        assert entry["speedup"] == pytest.approx(plain["ms_per_token"] / entry["ms_per_token"])
+    assert found["hf", "plain", "all"]["tau"] == 1.0
+    assert found["hf-assisted", "causal-base", "all"]["tau"] > 1.0
+
+
+def test_simulated_acceptance_says_that_it_is(
+    world: World, evaluate: Callable, tmp_path: Path
+) -> None:
+    """Bug: made-up acceptance passes for a draft's own, or proves greedy identity."""
+    methods = [{"name": "simulated", "alpha": [1.0, 0.0], "draft": str(world.draft)}]
+    done = evaluate("--methods", json.dumps(methods))
+    assert done.code == 0, done.err
+    entry = next(m for m in report_of(tmp_path / "out")["methods"] if m["name"] == "simulated")
+    assert entry["alpha_by_position"][:2] == [1.0, 0.0]
+    assert (entry["simulated"], entry["verification"]) == ([1.0, 0.0], "simulated")
+    assert entry["lossless"]["greedy_identical"] is None
+
+
+def test_quality_stands_beside_plain(world: World, evaluate: Callable, tmp_path: Path) -> None:
+    """Bug: a task with references has no score, or the arms of a lossless method differ in greedy score."""
+    path = tmp_path / "sums.jsonl"
+    rows = [{"question": text, "answer": f"#### {i}"} for i, text in enumerate(world.texts[:3])]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = [{"name": "sums", "kind": "gsm8k", "path": str(path)}]
+    assert evaluate("--tasks", json.dumps(tasks)).code == 0
+    for entry in report_of(tmp_path / "out")["methods"]:
+        (quality,) = entry["quality"]
+        assert (quality["metric"], quality["prompts"], quality["difference"]) == (
+            "exact match",
+            3,
+            0,
+        )
+        assert quality["value"] == quality["plain"]
+
+
 # ---- lossless or not ----
 
 
@@ -294,6 +518,8 @@ def test_a_wrong_output_is_a_failure(
     assert verdict["greedy_identical"] is False
     assert (verdict["prompts"], verdict["identical"], verdict["ties"]) == (2, 1, [])
     assert [f["position"] for f in verdict["failures"]] == [at]
+    assert (verdict["exact"], verdict["tied"], verdict["failed"]) == (0.5, 0.0, 0.5)
+    json.dumps(verdict, allow_nan=False)  # a missing token has no logit to be infinitely far from
 
 
 @pytest.fixture
@@ -332,6 +558,28 @@ def test_a_third_token_at_a_tie_is_a_failure(
     assert verdict["ties"] == []
 
 
+def test_noise_is_that_of_the_passes(greedy: tuple[Any, Item, list[int]]) -> None:
+    """Bug: the noise is of nothing, so that bf16 ties fail; or so large that fp32 divergences are excused."""
+    model, item, answer = greedy
+    text, start = [*item.prompt_ids, *answer], len(item.prompt_ids)
+    exact = lossless.pass_noise(model, text, start, K + 1)
+    coarse = lossless.pass_noise(copy.deepcopy(model).to(torch.bfloat16), text, start, K + 1)
+    assert 0 <= exact < 1e-4
+    assert 1e-3 < coarse < 1.0
+
+
+def test_bf16_lists_its_ties(world: World, evaluate: Callable, tmp_path: Path) -> None:
+    """Bug: in bf16 every near-tie is a failure, or a margin is missing from the list."""
+    path = worlds.write_prompts(tmp_path / "own.jsonl", world.texts)
+    done = evaluate("--tasks", tasks_of(path), "--dtype", "bfloat16", "--max_new_tokens", 32)
+    assert done.code == 0, done.err
+    for entry in (m for m in report_of(tmp_path / "out")["methods"] if m["task"] == "all"):
+        verdict = entry["lossless"]
+        assert verdict["greedy_identical"] is True, verdict["failures"]
+        assert verdict["identical"] + len(verdict["ties"]) == 12
+        assert all(0 <= tie["gap"] <= 2 * tie["noise"] for tie in verdict["ties"])
+
+
 # ---- bad input destroys nothing ----
 
 
@@ -361,7 +609,7 @@ def test_an_unknown_setting_ends_the_process_with_2(world: World, tmp_path: Path
         (["--methods", "[{name: causal, draft: missing/draft/model}]"], "missing/draft/model"),
         (["--methods", "[{name: ngram}, {name: ngram}]"], "name"),
         (["--methods", "[{name: plain}]"], "plain"),
-        (["--compare.pairs", "[[ngram, medusa]]"], "medusa"),
+        (["--acceptance.pairs", "[[ngram, medusa]]"], "medusa"),
         (["--tasks", "[{name: cod}]"], "cod"),
         (["--tasks", "[{name: own, path: missing.jsonl}]"], "missing.jsonl"),
         (["--temperatures", "[]"], "temperature"),
@@ -369,6 +617,14 @@ def test_an_unknown_setting_ends_the_process_with_2(world: World, tmp_path: Path
         (["--k", "0"], "k"),
         (["--max_new_tokens", "0"], "max_new_tokens"),
         (["--batch_size", "0"], "batch_size"),
+        (["--compare", "hf,tgi"], "tgi"),
+        (["--compare", "vllm"], "vllm_python"),
+        (["--compare", "vllm", "--vllm_python", "no/such/python"], "no/such/python"),
+        (["--compare", "hf-assisted", "--methods", "[{name: ngram}]"], "causal"),
+        (["--check_law", "100"], "temperature"),
+        (["--methods", "[{name: simulated}]"], "alpha"),
+        (["--methods", "[{name: simulated, alpha: [1.5]}]"], "alpha"),
+        (["--methods", "[{name: s, alpha: [0.5]}]", "--temperatures", "[1.0]"], "temperature"),
     ],
 )
 def test_bad_input_is_one_line_and_makes_no_folder(

@@ -4,6 +4,8 @@ import dataclasses
 import io
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Sequence
@@ -25,7 +27,7 @@ from train import batches, features, shards
 from train.batches import Batch
 from train.distill import Settings
 from train.drafts import DraftSettings
-from train.families import FAMILIES, Trainee
+from train.families import FAMILIES, Job, Trainee
 from train.features import Cache, Folder, Stored
 from train.shards import Row
 from train.teacher import Look, Teacher
@@ -232,7 +234,7 @@ def test_ids_beyond_16_bits_survive() -> None:
 def trainee_of(family: str, target: Target, where: Folder | None) -> Trainee:
     torch.manual_seed(0)
     settings = Settings(draft=FAMILY[family])
-    return FAMILIES[family](settings, target, ROWS, "cpu", where)
+    return FAMILIES[family](Job(settings, target, ROWS, "cpu", where))
 
 
 @pytest.mark.parametrize("family", FAMILY)
@@ -298,6 +300,41 @@ def test_killed_and_started_again_the_files_are_the_same(
     stored(tmp_path / "killed", target)
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+FILLER = """
+import sys, time
+from pathlib import Path
+from rich.console import Console
+from train.features import Cache, states_kind
+from decode.taps import Taps
+sys.path.insert(0, ".")
+from tests.test_features import ROWS
+with Cache(Path(sys.argv[1]), [states_kind(Taps((0, 1, 2)), 32)], ROWS, {}).claim():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_two_commands_do_not_fill_one_folder(tmp_path: Path, target: Target) -> None:
+    """Bug: two commands make the same shards at once, each in half the time it should take; or what a killed one
+    leaves behind locks the folder for ever.
+    """
+    folder = tmp_path / "f"
+    command = [sys.executable, "-c", FILLER, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=worlds.ROOT) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        shutil.rmtree(folder / "taps-0-1-2")  # what it claims the folder for is another matter
+        with pytest.raises(UserError, match="another command is filling"):
+            stored(folder, target)
+        assert list(folder.glob("*/shards/*")) == []
+        other.kill()
+    stored(folder, target)
+    filled = contents(folder)
+    with Stored(target, TAPS, ROWS, folder_of(folder)).cache.claim():  # nothing is missing
+        stored(folder, target)
+    assert contents(folder) == filled
 
 
 def test_two_processes_make_the_files_of_one(
@@ -523,7 +560,8 @@ def test_drafts_share_a_folder_and_the_target_rests(
     assert done.code == 0, done.err
     after = contents(store)
     assert {name: after[name] for name in before} == before
-    assert {name.split("/")[0] for name in after.keys() - before.keys()} == ADDS[family]
+    made = {name.split("/")[0] for name in after.keys() - before.keys()}
+    assert made - {features.LOCK} == ADDS[family]
     assert ("bytes a token" in done.err) == bool(ADDS[family])
 
     real, left = (

@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from decode import formats
 from decode.drafts.base import FACTS, Draft, Request, load_draft
 from decode.drafts.eagle_net import Eagle1, Eagle3
 from decode.drafts.medusa import MedusaNet
 from decode.sampling import Sampling
+from decode.settings import UserError
 from decode.speculate import decode
 from decode.target import Target, load_target
 from tests import worlds
@@ -37,7 +39,7 @@ from train.align import Alignment, Places
 from train.batches import Batch
 from train.distill import Settings
 from train.drafts import DraftSettings
-from train.families import FAMILIES, Trainee
+from train.families import FAMILIES, Job, Trainee
 from train.heads import Weights
 from train.loop import means_of
 from train.shards import Row
@@ -83,7 +85,7 @@ def trainee_of(
 ) -> Trainee:
     """Heads as train/distill.py makes them; all parameters at random with a `seed`, else as training starts."""
     settings = Settings(draft=DRAFTS[family], weights=weights or Weights(), loss=loss)  # type: ignore[arg-type]
-    trainee = FAMILIES[settings.draft.family](settings, own, SAMPLES, "cpu")
+    trainee = FAMILIES[settings.draft.family](Job(settings, own, SAMPLES))
     if seed is not None:
         randomise(net_of(trainee), seed)
     return trainee
@@ -219,6 +221,62 @@ def error_of(
         assert sums.keys() - {"feature"} == want.keys()
         worst = max(worst, *(abs(float(sums[name]) - value) for name, value in want.items()))
     return worst
+
+
+def dpace_loss(world: World, laws: Tensor, start: int, end: int, a: float = 0.5) -> float:
+    """The loss that D-PACE's weights shall give: slot by slot, by the definition."""
+    whole = torch.softmax(world.logits, -1)
+    ids = getattr(net_of(world.trainee), "ids", None)
+    ids = torch.arange(whole.shape[-1]) if ids is None else ids
+    total = 0.0
+    for t in range(start - 1, end - 2):
+        steps = min(laws.shape[1], end - 2 - t)  # how far the target's text goes on
+        reach, weights = 1.0, [0.0] * steps
+        for k in range(steps):
+            reach *= (1 - a) * float(laws[t, k, world.ids[t + 2 + k]]) + a
+            weights = [w + reach if i <= k else w for i, w in enumerate(weights)]
+        for j in range(steps):
+            law, q = whole[t + 1 + j], laws[t, j]
+            p = law[ids] / law[ids].sum()
+            total += weights[j] * float((p * (p / q[ids]).log()).sum())
+    return total
+
+
+@torch.no_grad()
+def dpace_error(family: str) -> float:
+    """The largest relative error of the loss weighed by D-PACE, over several samples."""
+    world = world_of(family)
+    laws = decoder_laws(world, steps_of(family))
+    trainee = trainee_of(family, world.own, 1, Weights("dpace", feature=0.0, divergence=1.0))
+    worst = 0.0
+    for span in [*LONG, *SHORT]:
+        want = dpace_loss(world, laws, *span)
+        found = float(trainee.objective(trainee.model)(collate(row(world.ids, span)))["loss"])
+        worst = max(worst, abs(found - want) / (want + 1e-3))
+    return worst
+
+
+@pytest.mark.parametrize("family", DRAFTS)
+def test_dpace_weighs_the_steps_of_a_slot(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches products over the steps of a target row, which are of different slots; confidence in another token
+    than the one that followed, or in a number of the draft's own; and pieces that are put together wrong.
+    """
+    monkeypatch.setattr(losses, "rows_for", lambda vocab_size: 5)
+    assert dpace_error(family) < 1e-4
+
+
+@pytest.mark.parametrize("family", FEW[:1] + EAGLES3)
+def test_dpace_over_rows_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above is blind if weights of the steps of a row pass it."""
+
+    def over_rows(
+        weights: Weights, rows: heads.Rows, say: Any, slots: Tensor, ids: Any, size: int
+    ) -> Tensor:
+        sure = [heads.confidence(q, rows.label, ids) for q in say(slots)]
+        return losses.dpace(torch.stack(sure, 1), rows.valid)
+
+    monkeypatch.setattr(heads, "weights_of", over_rows)
+    assert dpace_error(family) > 1e-2
 
 
 EXACT, CLEAR = 2e-5, 5e-3
@@ -708,8 +766,10 @@ def test_the_command_makes_a_draft_that_decodes(
     assert [o.output_ids for o in drafted] == [o.output_ids for o in plain]
     saved = load_file(out / WEIGHTS)
     last = load_file(out / "checkpoints" / f"step-{RUN_STEPS:06d}" / WEIGHTS)
-    assert {name.removeprefix("net.") for name in last} == saved.keys() - {"d2t", "t2d"}
-    assert all(torch.equal(value, saved[name[4:]]) for name, value in last.items())
+    kept = {name.removeprefix("net."): value for name, value in last.items()}
+    kept = formats.to_midlayer(kept) if family == "eagle3" else kept
+    assert kept.keys() == saved.keys() - {"d2t", "t2d"}
+    assert all(torch.equal(value, saved[name]) for name, value in kept.items())
     assert len(losses_of(out)) == RUN_STEPS
     facts = facts_of(out)
     assert facts["family"] == family
@@ -768,6 +828,20 @@ def test_micro_batches_do_not_change_the_result(
     assert_near(tmp_path / "out", made(family))
 
 
+@pytest.mark.parametrize("family", ["medusa", "eagle3"])
+def test_packed_it_is_the_same_run(
+    family: str, distill: Run, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Catches a setting that goes nowhere, and lines that change what a step learns."""
+    laid: list[str] = []
+    pack = batches.pack
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "pack", lambda *a, **k: laid.append("") or pack(*a, **k))
+        assert distill(family, "--loop.pack", "true").code == 0
+    assert len(laid) == RUN_STEPS
+    assert_near(tmp_path / "out", made(family))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FLAGS)
 def test_two_processes_equal_one(
@@ -795,9 +869,19 @@ def assert_near(out: Path, other: Path) -> None:
 def test_it_goes_on_from_saved_heads(
     family: str, distill: Run, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Catches heads that start anew, and a vocabulary map that is counted again for weights that have another (13)."""
+    """Catches heads that start anew, and a vocabulary map that is counted again for weights that have another (13).
+
+    What is not given is that of the saved draft.
+    """
     init = ["--draft.init", made(family), "--loop.lr", 0]
-    other = ["--draft.vocab", 60, "--draft.taps", "[]", "--draft.heads", 4]
+    other = [
+        "--draft.vocab",
+        32000,
+        "--draft.taps",
+        "[]",
+        "--draft.heads",
+        4,
+    ]  # as good as not given
     done = distill(family, *init, *other)
     assert done.code == 0, done.err
     before, after = load_file(made(family) / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
@@ -812,6 +896,8 @@ def test_it_goes_on_from_saved_heads(
 @pytest.mark.parametrize(
     ("family", "wrong", "named"),
     [
+        ("eagle3", ["--draft.taps", "[0, 2, 1]"], "name layers in rising order"),
+        ("eagle3", ["--draft.taps", "[0, 1, 1]"], "each once"),
         ("eagle3", ["--draft.taps", "[]"], "a target of 3 layers has no three default taps"),
         ("eagle3", ["--draft.taps", "[0, 1, 3]"], "no layer 3 to tap"),
         ("eagle3", ["--draft.taps", "[-1, 0, 1]"], "no layer -1 to tap"),
@@ -848,6 +934,49 @@ def test_saved_drafts_of_other_kinds_are_no_heads_to_go_on_from(
             assert f"heads of family {other!r}" in error
     assert "no saved heads" in distill(family, "--draft.init", place.draft).error()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "other", "has"),
+    [
+        ("medusa", "heads", 2, str(HEADS)),
+        ("medusa", "head_layers", 2, "1"),
+        ("eagle3", "vocab", 60, "100"),
+        ("eagle3", "vocab", 0, "100"),
+        ("eagle3", "width", 16, "32"),
+        ("eagle3", "taps", "[0, 2]", "[0, 1, 2]"),
+    ],
+)
+def test_settings_that_contradict_the_saved_heads_are_refused(
+    family: str,
+    name: str,
+    other: object,
+    has: str,
+    distill: Run,
+    made: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """Catches a run whose settings say one thing and whose draft is another."""
+    error = distill(family, "--draft.init", made(family), f"--draft.{name}", other).error()
+    assert f"draft.{name} is {other}" in error
+    assert f"has {has}" in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["medusa", "eagle1", "eagle3"])
+def test_a_target_of_two_widths_is_refused(family: str) -> None:
+    """Catches heads as wide as OPT-350m's layers over its narrower final states: a crash in the middle of a step."""
+    own = tiny_target(tiny_model("opt", word_embed_proj_dim=16))
+    with pytest.raises(UserError, match="width 16 and layers of width 32"):
+        trainee_of(family, own, None)
+
+
+def test_a_causal_draft_of_a_target_of_two_widths_learns() -> None:
+    """Guards the test above: what is refused is heads, and the teacher's states are as wide as they are."""
+    own = tiny_target(tiny_model("opt", word_embed_proj_dim=16))
+    settings = Settings(draft=DraftSettings("causal", layers=[0, 1]))
+    trainee = FAMILIES["causal"](Job(settings, own, SAMPLES))
+    assert learned(trainee, collate(*SAMPLES))[0]["loss"] > 0
 
 
 def test_heads_of_another_tokenizer_are_refused(

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from train.criterion import Comparison, Criterion
 from train.losses import LOSSES, acceptance, forward_kl, log_probs, rows_for, sums_in_chunks, top1
 
 V, N, H = 151_936, 2048, 64  # Qwen's vocabulary
@@ -92,6 +93,31 @@ def test_chunks_bound_the_peak(loss: str, dtype: torch.dtype) -> None:
     assert left < piece / 100
     assert peak < 10 * piece + gradient  # the 10 is what rows_for promises
     assert peak < WHOLE / 3
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("lk_lambda", Comparison(temperature=2.0, top=64)),
+        ("forward_kl", Comparison(temperature=2.0, mix={"hard_ce": 0.1, "tv": 0.3})),
+        ("jsd", Comparison(temperature=2.0, top=64, mix={"hard_ce": 0.1, "top_k": 1.0})),
+    ],
+)
+def test_what_is_compared_and_mixed_stays_within_the_peak(name: str, how: Comparison) -> None:
+    """Bug: a term, a temperature or the tail costs tensors as wide as the vocabulary beyond what rows_for promises."""
+    rows = rows_for(V, 2**25)
+    with counted() as live:
+        teacher, hidden = torch.randn(2, N, H)
+        target_head, head = torch.randn(H, V), torch.randn(H, V, requires_grad=True)
+        before, criterion = live.now(), Criterion(name, how)
+
+        def sums(teacher: Tensor, hidden: Tensor) -> dict[str, Tensor]:
+            with torch.no_grad():
+                law = criterion.law(teacher @ target_head)
+            return {"loss": criterion.values(law, hidden @ head).sum()}
+
+        sums_in_chunks(sums, [teacher, hidden], rows)["loss"].backward()
+    assert live.peak - before < 10 * 4 * rows * V + 2 * 4 * H * V
 
 
 def test_reduced_vocabulary_costs_less() -> None:

@@ -6,17 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from decode.drafts import medusa
 from decode.drafts.base import FACTS
 from decode.settings import UserError
 from decode.speculate import decode
+from decode.taps import layer_stack
 from decode.target import Decoder, Target, load_model
 from eval.quality import compare_targets
 from eval.tasks import Item
-from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
+from tests.tiny import ARCHITECTURES, noisy, tiny_model, tiny_prompts, tiny_target
 from train import batches, drafts
-from train.families import medusa2
+from train.criterion import Comparison
+from train.families import Job, medusa2
 from train.heads import Weights
 from train.medusa2 import Adapted
 from train.shards import Row
@@ -28,6 +32,7 @@ class Recipe:
         default_factory=lambda: drafts.DraftSettings(family="medusa2", heads=2, rank=4)
     )
     loss: str = "forward_kl"
+    compare: Comparison = field(default_factory=Comparison)
     weights: Weights = field(default_factory=Weights)
     out: str = "draft"
 
@@ -51,7 +56,7 @@ def final_logits(target: Target, ids: list[int]) -> torch.Tensor:
 
 def trained(steps: int, rate: float = 1e-2) -> tuple[Any, Target]:
     target = tiny_target(tiny_model("llama"))
-    trainee = medusa2(Recipe(), target, samples(), "cpu")
+    trainee = medusa2(Job(Recipe(), target, samples()))
     batch = batches.collate(samples(), pad_id=0)
     moving = [p for p in trainee.model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(moving, lr=rate)
@@ -82,7 +87,7 @@ def test_heads_and_adapters_learn_and_nothing_else() -> None:
     """Catches a frozen adapter, and a target whose own weights move under the adapters."""
     target = tiny_target(tiny_model("llama"))
     before = {name: p.detach().clone() for name, p in target.decoder.model.named_parameters()}
-    trainee = medusa2(Recipe(), target, samples(), "cpu")
+    trainee = medusa2(Job(Recipe(), target, samples()))
     batch = batches.collate(samples(), pad_id=0)
     start = {name: p.detach().clone() for name, p in trainee.model.named_parameters()}
     optimizer = torch.optim.AdamW(
@@ -103,10 +108,28 @@ def test_heads_and_adapters_learn_and_nothing_else() -> None:
         assert torch.equal(base, value), name
 
 
+def test_adapters_are_in_the_layers_that_write_text_and_nowhere_else() -> None:
+    """Catches LoRA in a vision tower or an LM head, and layers of GPT-2, whose linear modules are called Conv1D."""
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model(
+        "gemma3", text_config=ARCHITECTURES["gemma3_text"], vision_config=vision,
+        mm_tokens_per_image=4, image_token_id=96,
+    )  # fmt: skip
+    seeing = AutoModelForImageTextToText.from_config(config)
+    for model, count in ((seeing, 7 * 3), (tiny_model("gpt2"), 4 * 3)):
+        target = tiny_target(model.eval())
+        adapted = Adapted(target, 2)
+        found = [m for m in adapted.peft.modules() if isinstance(m, LoraLayer)]
+        assert len(found) == count
+        inside = set(layer_stack(target.decoder.model).modules())
+        assert inside.issuperset(found)
+
+
 def test_the_start_costs_nothing_and_the_heads_pull() -> None:
     """Catches a self-distillation loss that is not 0 before anything moved, and one that the heads cannot change."""
     target = tiny_target(tiny_model("llama"))
-    trainee = medusa2(Recipe(), target, samples(), "cpu")
+    trainee = medusa2(Job(Recipe(), target, samples()))
     sums = trainee.objective(trainee.model)(batches.collate(samples(), pad_id=0))
     assert float(sums["kl"]) == pytest.approx(0, abs=1e-4)
     assert float(sums["loss"].detach()) > 1e-3
@@ -138,7 +161,7 @@ def test_cached_states_are_refused() -> None:
     """Catches heads that learn from the states of a target that no longer exists."""
     target = tiny_target(tiny_model("llama"))
     with pytest.raises(UserError, match="leave `features` empty"):
-        medusa2(Recipe(), target, samples(), "cpu", object())  # type: ignore[arg-type]
+        medusa2(Job(Recipe(), target, samples(), "cpu", object()))  # type: ignore[arg-type]
 
 
 def test_quality_tells_how_far_a_target_moved() -> None:

@@ -1,6 +1,7 @@
 """Metrics against examples worked out by hand, and laws that hold for any decoding."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,8 +74,35 @@ def test_golden_speed() -> None:
     """Catches a mean of per-prompt rates, and milliseconds that are seconds."""
     assert metrics.tokens_per_second(GOLDEN) == pytest.approx(11 / 3)
     assert metrics.ms_per_token(GOLDEN) == pytest.approx(3000 / 11)
-    assert metrics.first_token_ms(GOLDEN) == pytest.approx(250)
-    assert metrics.round_ms(GOLDEN, 50) == pytest.approx(15)  # of 10, 20, 10, 20
+
+
+def test_golden_latency() -> None:
+    """Catches a token that waits a whole round, tokens behind EOS that make it look short, and sd for variance.
+
+    Rounds of 10, 20, 10, 20 ms. Prompt a puts out 4 and then 1 (of 2, cut at EOS) tokens, b 1 and then 3.
+    """
+    latency = metrics.summarize(GOLDEN, None, 3, SEED)["latency_ms"]
+    assert (latency["p50"], latency["mean"]) == pytest.approx((15, 15))
+    assert latency["variance"] == pytest.approx(25)
+    assert latency["first_token"] == latency["first_token_p95"] == pytest.approx(250)
+    each = [10 / 4] * 4 + [20] + [10] + [20 / 3] * 3
+    assert latency["token"]["mean"] == pytest.approx(np.mean(each))
+    assert latency["token"]["variance"] == pytest.approx(np.var(each))
+    assert latency["token"]["p50"] == pytest.approx(20 / 3)
+
+
+def test_prefill_and_decoding_apart() -> None:
+    """Catches a whole batch's prefill taken from each row's share, and first tokens counted as decoded."""
+    summary = metrics.summarize(GOLDEN, None, 3, SEED)
+    assert summary["prefill"] == pytest.approx(
+        {"seconds": 0.5, "tokens": 14, "tokens_per_second": 28}
+    )
+    assert summary["decode"] == pytest.approx(
+        {"seconds": 2.5, "tokens": 9, "tokens_per_second": 9 / 2.5, "ms_per_token": 2500 / 9}
+    )
+    assert summary["mean_output_tokens"] == pytest.approx(11 / 2)
+    two_rows = [replace(s, rows=2) for s in GOLDEN]
+    assert metrics.summarize(two_rows, None, 3, SEED)["prefill"]["seconds"] == pytest.approx(0.25)
 
 
 def test_plain_decoding_is_one() -> None:

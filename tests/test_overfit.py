@@ -16,7 +16,7 @@ from tests.tiny import rope, tiny_model, tiny_prompts, tiny_target
 from train import batches, heads
 from train.distill import Settings
 from train.drafts import DraftSettings
-from train.families import FAMILIES
+from train.families import FAMILIES, Job
 from train.heads import EagleTrainer, Weights
 from train.shards import Row
 
@@ -54,7 +54,7 @@ def fitted(family: str) -> Output:
     steps, rate, loss = (250, 5e-3, "forward_kl") if family == "eagle1" else (150, 1e-2, "hard_ce")
     settings = Settings(draft=DRAFTS[family], weights=Weights(divergence=1.0), loss=loss)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    trainee = FAMILIES[settings.draft.family](settings, own, [sample], "cpu")
+    trainee = FAMILIES[settings.draft.family](Job(settings, own, [sample]))
     trained = [value for value in trainee.model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(trained, weight_decay=0.0)
     objective, batch = trainee.objective(trainee.model), batches.collate([sample], 0, 1)

@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -15,15 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.settings import UserError, parse
 from train import stdlib
-from train.prompts import (
-    BUNDLED,
-    Prompt,
-    Source,
-    drop_overlaps,
-    encode,
-    evaluation_texts,
-    load_prompts,
-)
+from train.filters import drop_overlaps
+from train.prompts import Prompt, encode, evaluation_texts, load, load_prompts
+from train.sources import BUNDLED, Source
 
 WORDS = ["<s>", "[user]", "[assistant]", "hello", "world", "<unk>"]
 TEMPLATE = (
@@ -73,7 +68,8 @@ def root(tmp_path: Path) -> Path:
 def test_ids_are_the_same_in_every_run() -> None:
     """Bug: set order or hash() differs between processes, and resuming finds nothing done."""
     code = (
-        "from train.prompts import Source, load_prompts\n"
+        "from train.prompts import load_prompts\n"
+        "from train.sources import Source\n"
         "sources = [Source('bundled', 'all', limit=9), Source('stdlib', limit=3)]\n"
         "print([prompt.id for prompt in load_prompts(sources, seed=1)])"
     )
@@ -307,3 +303,76 @@ def test_a_chat_that_the_template_refuses_is_named() -> None:
     tokenizer = tiny_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UserError, match=r"0#0 of test.*roles must alternate"):
         encode(tokenizer, text_prompt("hello"))
+
+
+@pytest.mark.parametrize(
+    ("record", "asked", "learned"),
+    [
+        ({"prompt": "q", "response": "a"}, ("q", None, None), ("q", "a", None)),
+        ({"prompt": "q"}, ("q", None, None), ("q", None, None)),
+        ({"text": "t", "response": None}, ("t", None, None), ("t", None, None)),
+        ({"messages": "ua"}, (None, None, "u"), (None, None, "ua")),
+        ({"messages": "uauu"}, (None, None, "uauu"), (None, None, "ua")),
+    ],
+)
+def test_answers_are_taken_along_where_they_are_wanted(
+    tmp_path: Path, record: dict, asked: tuple, learned: tuple
+) -> None:
+    """Bug: reference answers are lost when they are to be learned, or shown to the target that is to answer."""
+
+    def talk(turns: str | None) -> list[dict] | None:
+        roles = {"u": "user", "a": "assistant"}
+        return turns and [{"role": roles[turn], "content": turn} for turn in turns]
+
+    record = {key: talk(value) if key == "messages" else value for key, value in record.items()}
+    source = Source("file", str(write_jsonl(tmp_path / "own.jsonl", [record])))
+    for answered, (text, answer, turns) in ((False, asked), (True, learned)):
+        [prompt], _ = load([source], 0, answered)
+        assert (prompt.text, prompt.answer, prompt.messages) == (text, answer, talk(turns))
+
+
+def test_texts_come_whole_where_they_are_learned(tmp_path: Path) -> None:
+    """Bug: a file is learned in paragraphs without their context, or the standard library in random cuts."""
+    path = tmp_path / "own.txt"
+    path.write_text("one\n\ntwo\n")
+    assert load([Source("file", str(path))], 0, True)[0][0].text == "one\n\ntwo\n"
+    texts = [prompt.text for prompt in load([Source("stdlib", limit=5)], 0, True)[0]]
+    known = {*stdlib.modules(False).values(), *stdlib.topics(False).values()}
+    assert len(texts) == 5
+    assert set(texts) <= known
+    with pytest.raises(UserError, match="samples to 1"):
+        load([Source("stdlib", samples=2)], 0, True)
+
+
+def test_repeats_are_counted(root: Path) -> None:
+    """Bug: prompts that are dropped as equal ones appear in no count."""
+    prompts, repeats = load([Source("bundled", "all"), Source("bundled", "code")], 0, root=root)
+    assert (len(prompts), repeats) == (15, 5)
+
+
+def test_a_hub_set_is_read_as_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: streaming reads all of a set for a small limit, always takes its first rows, or forgets the seed."""
+    read = []
+
+    def rows() -> Iterator[dict]:
+        for i in range(100_000):
+            read.append(i)
+            yield {"question": f"q{i}", "reply": f"a{i}"}
+
+    asked = {}
+
+    def stream(*args: object, **kwargs: object) -> datasets.IterableDataset:
+        asked.update(kwargs)
+        return datasets.IterableDataset.from_generator(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", stream)
+    monkeypatch.setattr("train.sources.SHUFFLED", 50)
+    source = Source("hub", "a/b", column="question", response="reply", streaming=True, limit=20)
+    found = [load([source], seed, True)[0] for seed in (0, 0, 1)]
+    assert asked["streaming"] is True
+    assert len(read) < 1000
+    assert found[0] == found[1] != found[2]
+    assert all(prompt.answer == f"a{(prompt.text or '')[1:]}" for prompt in found[0])
+    assert [p.text for p in found[0]] != [f"q{i}" for i in range(20)]
+    with pytest.raises(UserError, match="no column 'other'"):
+        load([dataclasses.replace(source, column="other")], 0, True)

@@ -25,14 +25,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from decode import chat, formats
 from decode.drafts.base import load_draft
 from decode.settings import parse
-from decode.speculate import Output, decode
+from decode.speculate import decode
 from decode.target import DTYPES, Decoder, Target, load_target
 from tests import worlds
 from tests.test_speculate import hf_text
 from train import batches, estimate, families, losses, sample, shards
+from train.dialogue import Script
 from train.distill import Settings
 from train.drafts import DraftSettings
 from train.estimate import DraftShape, Load, Shape, gigabytes
+from train.gather import Reader
 from train.prompts import Prompt
 from train.prompts import encode as encode_prompt
 
@@ -258,10 +260,9 @@ def rows_of(kind: str) -> list[shards.Row]:
     for number, talks in enumerate(CHATS):
         messages, answer = spoken(talks, kind)
         prompt = Prompt(f"{number}#0", "chats", None, messages, 0)
-        output = Output(encode_prompt(tokenizer, prompt))
-        output.output_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        output.finish_reason = "eos"
-        rows.append(sample.row_of(prompt, output))
+        reply = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        script = Script([encode_prompt(tokenizer, prompt)], [reply])
+        rows.append(sample.row_of(sample.Settings(), prompt, script, "eos"))
     return rows
 
 
@@ -349,7 +350,8 @@ def world_of(home: Path, file: str) -> tuple[Path, Path, list[object]]:
         shards.write_shard(data, rows[:4], "a")
         shards.write_shard(data, rows[4:], "b")
         settings = sample.Settings(target=str(target), out=str(data))
-        sample.write_manifest(settings, loaded, {"asked": 6, "answered": 6, "failed": 0})
+        counts = {"asked": 6, "answered": 6, "failed": 0}
+        sample.write_manifest(settings, Reader.of(loaded), counts)
     less: list[object] = ["--target", target, "--data", data, "--loop.steps", 2]
     less += ["--loop.batch_size", 4, "--loop.micro_batch", 2, "--loop.warmup", 1]
     less += ["--loop.save_every", 2, "--loop.eval_every", 2, "--check.prompts", 1]
@@ -627,7 +629,7 @@ def made(family: str, config: Any, row: shards.Row) -> tuple[Target, Any, DraftS
     target = Target(Decoder(model), None, "x", None, "f", frozenset({1}))
     layers = [0, 1] if family == "causal" else []
     draft = DraftSettings(family, layers=layers, steps=4, vocab=64)  # type: ignore[arg-type]
-    trainee = families.FAMILIES[family](Settings(draft=draft), target, [row], "cpu")
+    trainee = families.FAMILIES[family](families.Job(Settings(draft=draft), target, [row]))
     text = config.get_text_config(decoder=True)
     return target, trainee, estimate.draft_shape(draft, text, target.decoder.vocab_size)
 

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,6 +12,9 @@ import pytest
 from rich.console import Console
 
 from eval import report as reports
+from eval import tables, verdicts
+from eval.wording import identical
+from tests import worlds
 
 
 def entry(name: str, task: str, speedup: float | None, **changes: Any) -> dict[str, Any]:
@@ -159,11 +163,14 @@ def test_nulls_are_dashes(report: dict[str, Any]) -> None:
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[4] == "–"  # predicted
     assert cells[6] == "–"  # α
+    for m in report["methods"]:
+        m["predicted_speedup"] = None
+    assert "predicted" not in reports.render_markdown(report).split("## Definitions")[0]
 
 
 def test_sorted_by_speedup_pooled_task_first(report: dict[str, Any]) -> None:
     """Catches a table in measuring order: "all" leads and the fastest is on top of each table."""
-    found = reports.sections(report)
+    found = tables.sections(report)
     assert [section.task for section in found] == ["all", "code", "prose"]
     assert [m["name"] for m in found[0].entries] == ["eagle3", "plain", "ngram"]
 
@@ -172,18 +179,26 @@ def test_settings_are_not_mixed(report: dict[str, Any]) -> None:
     """Catches speeds of two temperatures or batch sizes in one table, as if they compared."""
     hot = [copy.deepcopy(m) | {"temperature": 1.0} for m in report["methods"]]
     report["methods"] += hot
-    titles = [section.title for section in reports.sections(report)]
+    titles = [section.title for section in tables.sections(report)]
     assert titles[:2] == [
         "all tasks, temperature 0, batch 1",
         "all tasks, temperature 1, batch 1",
     ]
-    assert all(len(section.entries) == 3 for section in reports.sections(report))
+    assert all(len(section.entries) == 3 for section in tables.sections(report))
 
 
-def test_html_stands_alone_with_three_plots(report: dict[str, Any]) -> None:
+def captions(page: str) -> list[str]:
+    return re.findall("<figcaption>(.*?)</figcaption>", page)
+
+
+def test_html_stands_alone(report: dict[str, Any]) -> None:
     """Catches a missing or broken plot, and a page that needs the network or a script."""
     page = reports.render_html(report)
-    assert len(svgs(page)) == 3
+    assert captions(page) == [
+        "Speed-up by method and task", "τ by method and task", "Acceptance by position", "Latency",
+        "Where a round&#39;s time goes",
+    ]  # fmt: skip
+    assert len(svgs(page)) == 5
     assert "<script" not in page
     assert "src=" not in page
     assert "<link" not in page
@@ -191,10 +206,11 @@ def test_html_stands_alone_with_three_plots(report: dict[str, Any]) -> None:
 
 def test_plots_name_what_they_show(report: dict[str, Any]) -> None:
     """Catches an empty or unlabelled figure; names stay text, so they can be found."""
-    for plot in svgs(reports.render_html(report)):
-        text = " ".join(plot.itertext())
-        assert "eagle3" in text
-        assert "temperature 0, batch 1" in text
+    page = reports.render_html(report)
+    for plot in svgs(page):
+        assert "temperature 0, batch 1" in " ".join(plot.itertext())
+    for figure in page.split("<figure")[1:]:
+        assert "eagle3" in figure.split("</figure>")[0]
 
 
 def test_strings_are_escaped(report: dict[str, Any]) -> None:
@@ -202,11 +218,16 @@ def test_strings_are_escaped(report: dict[str, Any]) -> None:
     for m in report["methods"]:
         m["task"] = m["task"].replace("code", "<b>co|de</b> $x_1$")
     page, text = reports.render_html(report), reports.render_markdown(report)
-    assert "<b>" not in page
+    assert "<b>co" not in page
     assert "&lt;b&gt;co|de&lt;/b&gt; $x_1$" in page
     assert "<b>" not in text
     assert "co\\|de" in text
-    assert "<b>co|de</b> $x_1$" in " ".join(svgs(page)[0].itertext())
+    assert "$x_1$</span>" not in page
+    for m in report["methods"]:
+        m["name"] = m["name"].replace("ngram", "<i>n</i> $y$")
+    page = reports.render_html(report)
+    assert "<i>" not in page
+    assert "<i>n</i> $y$" in " ".join(svgs(page)[0].itertext())
 
 
 def test_lossless_verdict(report: dict[str, Any]) -> None:
@@ -216,13 +237,13 @@ def test_lossless_verdict(report: dict[str, Any]) -> None:
         "equals transformers' own generate, token by token (ngram, eagle3; n = 40; 0 ties" in first
     )
     report["methods"][1]["lossless"] = verdict(39, ties=1)
-    assert "n = 40; 1 ties" in reports.lossless_verdict(report)
+    assert "n = 40; 1 ties" in verdicts.lossless_verdict(report)
     report["methods"][1]["lossless"] = verdict(38, ties=1)
-    text = reports.lossless_verdict(report)
+    text = verdicts.lossless_verdict(report)
     assert "NOT identical to transformers' generate: ngram on code 38/40 + 1 tie." in text
     for m in report["methods"]:
         m["lossless"] = {"greedy_identical": None, "prompts": 40}
-    assert reports.lossless_verdict(report) == "Lossless: not checked."
+    assert verdicts.lossless_verdict(report) == "Lossless: not checked."
 
 
 def test_lossy_methods_are_named_not_checked(report: dict[str, Any]) -> None:
@@ -230,23 +251,23 @@ def test_lossy_methods_are_named_not_checked(report: dict[str, Any]) -> None:
     for m in report["methods"]:
         if m["name"] == "ngram":
             m |= {"lossy": True, "lossless": verdict(3)}
-    text = reports.lossless_verdict(report)
+    text = verdicts.lossless_verdict(report)
     assert "NOT" not in text
     assert "Lossy by choice: ngram." in text
 
 
 def test_identical_counts_ties_apart() -> None:
     """Catches a tie counted as identical, which would hide it."""
-    assert reports.identical(verdict(40)) == "40/40"
-    assert reports.identical(verdict(38, ties=2)) == "38/40 + 2 ties"
+    assert identical(verdict(40)) == "40/40"
+    assert identical(verdict(38, ties=2)) == "38/40 + 2 ties"
 
 
 def test_slow_drafts_are_not_praised(report: dict[str, Any]) -> None:
     """Catches "fastest" for a speed-up whose interval holds 1.0."""
-    assert reports.fastest(report).startswith("Fastest: eagle3, 1.92×")
+    assert verdicts.fastest(report).startswith("Fastest: eagle3, 1.92×")
     for m in report["methods"]:
         m["speedup_ci"] = [0.5, 2.5]
-    assert reports.fastest(report).startswith("No method is clearly faster")
+    assert verdicts.fastest(report).startswith("No method is clearly faster")
 
 
 def test_empty_report_renders(report: dict[str, Any]) -> None:
@@ -255,14 +276,19 @@ def test_empty_report_renders(report: dict[str, Any]) -> None:
     report["baseline"] = {"tokens_per_second": None, "ms_per_token": None}
     text, page = both(report)
     assert "No speed-up was measured." in text
-    assert len(svgs(page)) == 3
+    assert len(svgs(page)) == 0
+    assert "Nothing to advise on" in page
 
 
 def test_write_report(report: dict[str, Any], tmp_path: Path) -> None:
     """Catches a report.json that is not the report, and renders that change from run to run."""
+    models = {"target": None, "drafts": {}}  # nothing of this report lies on the disk
+    report["target"] = "nowhere"
     reports.write_report(report, tmp_path / "a")
     reports.write_report(report, tmp_path / "b")
-    assert json.loads((tmp_path / "a" / "report.json").read_text("utf-8")) == report
+    assert json.loads((tmp_path / "a" / "report.json").read_text("utf-8")) == report | {
+        "models": models
+    }
     for name in ("report.md", "report.html"):
         first, second = ((tmp_path / run / name).read_bytes() for run in ("a", "b"))
         assert first == second
@@ -279,3 +305,115 @@ def test_terminal_table(report: dict[str, Any]) -> None:
     text = console.export_text()
     assert "[red]x" in text
     assert "1.92× [1.82, 2.02]" in text
+
+
+def test_every_measurement_has_its_figure(report: dict[str, Any]) -> None:
+    """Catches a figure without its data, and data without its figure."""
+    for m in report["methods"]:
+        m["histogram"] = [100, 60, 30, 10] if m["k"] else [400]
+        spread = {"mean": 9.0, "p50": 8.8, "p95": 12.5, "variance": 2.25}
+        m["latency_ms"] |= {"mean": 13.0, "variance": 4.5, "token": spread, "first_token_p95": 7.0}
+    report["models"] = {
+        "target": {"parameters": 10**7, "kv_values": 10, "experts": False},
+        "drafts": {"eagle3": {"parameters": 10**6, "kv_values": 1, "experts": False}},
+    }
+    report["hardware"] = {"device": "NVIDIA L4"}
+    cell = {"method": "eagle3", "task": "all", "temperature": 0.0, "batch_size": 1, "fold": 0}
+    guesses = [
+        {**cell, "k": k, "predicted": 1.9, "measured": 2.0, "ci": [1.8, 2.2]} for k in (1, 2, 3)
+    ]
+    sizes = [{**cell, "batch_size": b, "tree": None, "speedup": 2 / b, "ci": None} for b in (1, 2)]
+    tuned = {
+        "predictions": {"cells": guesses, "counted": 3, "median_error": 0.05}, "cells": sizes,
+        "chosen": [], "hardware": {"device": "cpu"}, "bandwidth": 1e9,
+    }  # fmt: skip
+    page = reports.render_html(report, (), tuned)
+    assert captions(page) == [
+        "Speed-up by method and task", "τ by method and task", "Acceptance by position",
+        "Accepted lengths", "Latency", "Where a round&#39;s time goes", "Speed-up against draft length",
+        "Speed-up against batch size", "Roofline",
+    ]  # fmt: skip
+    assert "ms a token" in page
+    roofline = page.split("<figcaption>Roofline")[1].split("</figure>")[0]
+    top = 2.345 * 0.3e12 / (4 * (10**7 + 3 * 10**6))  # τ × bandwidth ÷ bytes of a round
+    assert (
+        f"1,234 of {top:,.0f} tokens/s" in roofline or f"1,235 of {top:,.0f} tokens/s" in roofline
+    )
+    assert "300 GB/s" in roofline
+    assert "2.25" in reports.render_markdown(report)  # the variance
+
+
+def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:
+    """Catches failed prompts, broken laws and simulated drafts that the page keeps to itself."""
+    assert not verdicts.is_broken(report)
+    report["methods"][0]["failed"] = []
+    broken = next(m for m in report["methods"] if (m["name"], m["task"]) == ("ngram", "all"))
+    broken["failed"] = [{"task": "code", "id": "p7", "error": "too long by 3 <tokens>"}]
+    test = {"method": "eagle3", "order": "p", "tokens": 20000, "distance": 0.02, "p_value": 1e-6}
+    report["law"] = {
+        "temperature": 1.0, "level": 1e-4, "passed": False, "tests": [test],
+        "methods": [{"name": "eagle3", "lossy": False, "passed": False, "control_caught": True}],
+    }  # fmt: skip
+    report["engines"] = [
+        {
+            "engine": "hf-assisted", "name": "causal", "k": 3, "temperature": 0.0, "task": "all",
+            "prompts": 40, "tau": 2.2, "tokens_per_second": 99.5, "speedup": 1.11,
+            "same_as_ours": 39, "failed": [],
+        }
+    ]  # fmt: skip
+    broken["quality"] = [
+        {
+            "metric": "exact match", "prompts": 12, "value": 0.25, "ci": [0.0, 0.5], "plain": 0.5,
+            "difference": -0.25, "difference_ci": [-0.5, 0.0],
+        }
+    ]  # fmt: skip
+    report["gpu_utilisation"] = 87.0
+    for text in both(report):
+        assert "Failed prompts, left out of that method" in text
+        assert "too long by 3 &lt;tokens" in text
+        assert "does NOT follow the target" in text
+        assert "hf-assisted" in text
+        assert "39/40" in text
+        assert "-0.250 [-0.500, +0.000]" in text
+        assert "87 %" in text
+    assert verdicts.is_broken(report)
+    assert 'class="verdict bad"' in both(report)[1]
+    report["law"]["methods"][0] |= {"passed": True, "control_caught": False}
+    assert "blind for eagle3" in verdicts.law_verdict(report)
+    report["law"]["methods"][0]["control_caught"] = True
+    assert verdicts.law_verdict(report).startswith(
+        "Sampled output follows the target's law (eagle3"
+    )
+
+
+def test_simulated_drafts_win_nothing(report: dict[str, Any]) -> None:
+    """Catches a made-up draft in the headline."""
+    for m in report["methods"]:
+        if m["name"] == "eagle3":
+            m["simulated"] = [0.9]
+    assert "ngram" in verdicts.fastest(report)
+    assert "Simulated acceptance, no real draft: eagle3." in both(report)[0]
+
+
+def test_page_follows_the_reader_s_colours(report: dict[str, Any]) -> None:
+    """Catches black ink in a plot, which a dark page swallows: text and axes take the page's colour."""
+    page = reports.render_html(report)
+    assert "prefers-color-scheme: dark" in page
+    assert "currentColor" in page
+    for plot in svgs(page):
+        colours = re.findall(
+            r"(?:fill|stroke): (#[0-9a-f]{6})", ElementTree.tostring(plot).decode()
+        )
+        assert "#000000" not in colours
+        assert "#ffffff" not in colours
+
+
+def test_report_is_rendered_again(report: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a page that only the run itself can write, and a traceback for a folder without a report."""
+    report["target"] = {"name": "nowhere"}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    done = worlds.call("eval/report.py", tmp_path)
+    assert done.code == 0, done.err
+    assert "1.92× [1.82, 2.02]" in (tmp_path / "report.html").read_text()
+    (tmp_path / "report.json").write_text("[]")
+    assert "is no report" in worlds.call("eval/report.py", tmp_path).error()

@@ -12,7 +12,8 @@ from decode.target import load_model
 from tests import worlds
 from tests.worlds import CONTEXT, EOS, Done, World, contents
 from train import shards
-from train.prompts import Source, load_prompts
+from train.prompts import load_prompts
+from train.sources import Source
 
 COMMAND = "train/sample.py"
 FITS, TOO_LONG = "y" * (CONTEXT - 1), "x" * CONTEXT
@@ -88,7 +89,11 @@ def test_every_prompt_is_answered_once_or_counted_as_failed(
     assert done.code == 0, done.err
     assert "1 failed (too long" in done.err
     counts = shards.read_manifest(out).counts
-    assert counts == {"asked": 50, "answered": 49, "failed": 1, "dropped_as_evaluation": 0}
+    assert {name: count for name, count in counts.items() if count} == {
+        "asked": 50,
+        "answered": 49,
+        "failed": 1,
+    }
     assert set(rows_of(out)) == set(ids_of(world, world.texts[:-1]))
 
 

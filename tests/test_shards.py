@@ -1,14 +1,21 @@
+import functools
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from decode.settings import UserError
 from train.shards import (
+    GROUP,
+    SCHEMA,
     Manifest,
     Row,
+    Samples,
     done_ids,
     read_manifest,
     read_shards,
@@ -167,3 +174,86 @@ def test_bad_manifest_is_named(tmp_path: Path, text: str | None, message: str) -
         (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(UserError, match=f"manifest.json {message}"):
         read_manifest(tmp_path)
+
+
+def test_any_row_is_read_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: rows at the seams of groups and shards are missed or mixed up when read one by one."""
+    monkeypatch.setattr("train.shards.GROUP", 4)
+    monkeypatch.setattr("train.shards.GROUPS", 2)
+    names = [f"{i:02d}" for i in range(23)]
+    for shard, (start, end) in enumerate([(0, 9), (9, 10), (10, 23)]):
+        some: list[Row] = [
+            {**row(name), "input_ids": [int(name), *range(9)[: int(name) % 5]], "loss_spans": []}
+            for name in names[start:end]
+        ]
+        write_shard(tmp_path, some, f"{shard:05d}")
+    rows = read_shards(tmp_path)
+    assert [found["id"] for found in rows] == names
+    for i in [*range(23), *reversed(range(23)), -1, -23]:
+        assert listed([rows[i]]) == listed([list(rows)[i]])
+        assert rows[i]["input_ids"][0] == i % 23
+    assert [found["id"] for found in rows[3:11:2]] == names[3:11:2]
+    with pytest.raises(IndexError):
+        rows[23]
+
+
+def test_one_row_costs_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: reading a row decodes its whole shard, or the same group again for its neighbour."""
+    write_shard(tmp_path, [row(f"{i:04d}") for i in range(1000)], "00000")
+    rows = read_shards(tmp_path)
+    read: list[int] = []
+    whole = Samples._read_group
+
+    def counted(self: Samples, number: int, group: int) -> pa.RecordBatch:
+        batch = whole(self, number, group)
+        read.append(batch.num_rows)
+        return batch
+
+    monkeypatch.setattr(Samples, "_read_group", counted)
+    rows._group = functools.lru_cache(2)(rows._read_group)  # type: ignore[assignment]
+    assert [rows[i]["id"] for i in (500, 501, 500)] == ["0500", "0501", "0500"]
+    assert read == [GROUP]
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from train import mixture
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+before = peak()
+rows, _ = mixture.load(sys.argv[1], 256)
+seen = sum(len(row["input_ids"]) for step in range(200) for row in rows.step(16, 0, step))
+print(len(rows), seen, peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_set(tmp_path: Path) -> None:
+    """Bug: the tokens of a set are all held in memory, so that a set larger than memory cannot be trained on.
+
+    40 MB and 200 MB of tokens: what the larger set may take more is its index and its order, not its tokens.
+    """
+    grown = {}
+    for count in (20_000, 100_000):
+        folder = tmp_path / str(count)
+        write_manifest(folder, MANIFEST)
+        (folder / "shards").mkdir()
+        ids = np.random.default_rng(0).integers(0, 30_000, (count, 500), dtype=np.int32)
+        for start in range(0, count, 10_000):
+            some = ids[start : start + 10_000]
+            offsets = pa.array(np.arange(0, some.size + 1, 500, dtype=np.int32))
+            columns = {name: ["x"] * len(some) for name in ("source", "origin", "finish_reason")}
+            columns |= {"id": [f"{start + i:016x}" for i in range(len(some))]}
+            columns |= {"loss_spans": [[[100, 250]]] * len(some)}
+            columns |= {"input_ids": pa.ListArray.from_arrays(offsets, some.reshape(-1))}
+            table = pa.table({name: columns[name] for name in SCHEMA.names}, schema=SCHEMA)
+            path = folder / "shards" / f"{start:06d}.parquet"
+            pq.write_table(table, path, row_group_size=GROUP)
+        del ids
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(folder)],
+            cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        rows, seen, grown[count] = map(int, done.stdout.split())
+        assert (rows, seen) == (count, 200 * 16 * 256)
+    assert grown[100_000] < grown[20_000] + 50, grown  # MB; the tokens alone are 160 MB more

@@ -5,7 +5,9 @@ import re
 import pytest
 
 from train import stdlib
-from train.prompts import BUNDLED, DOMAINS, Source, drop_overlaps, evaluation_texts, load_prompts
+from train.filters import drop_overlaps
+from train.prompts import evaluation_texts, load_prompts
+from train.sources import BUNDLED, DOMAINS, Source
 
 TRAINING, EVALUATION = 150, 40  # prompts a domain, at least
 

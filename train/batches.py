@@ -7,7 +7,7 @@ a row never is.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from decode.settings import UserError
-from train.shards import Row
+from train import align
+from train.shards import Picked, Row
 
 T = TypeVar("T")
 
@@ -24,30 +25,46 @@ T = TypeVar("T")
 class Batch:
     """Rows padded on the right, and where their logits are wanted.
 
-    Causal attention never looks to the right, so padding there needs no attention mask.
+    Causal attention never looks to the right, so padding there needs no attention mask. Where several rows share a
+    line, `documents` keep them apart.
     """
 
     input_ids: Tensor  # [B, T] int64
     loss_mask: Tensor  # [B, T] bool, True where the next token is to be learned
     ids: tuple[str, ...] = ()  # of the rows
+    starts: tuple[tuple[int, int], ...] = ()  # line and column where each row begins
+    documents: Tensor | None = None  # [B, T] int64 that tells the rows of a line apart
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`."""
-        return Batch(
-            self.input_ids.to(device, non_blocking=True),
-            self.loss_mask.to(device, non_blocking=True),
-            self.ids,
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            loss_mask=self.loss_mask.to(device, non_blocking=True),
+            documents=None
+            if self.documents is None
+            else self.documents.to(device, non_blocking=True),
         )
+
+    def positions(self) -> Tensor:
+        """[B, T] or [1, T] int64: of each token in its row."""
+        if self.documents is None:
+            return torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
+        return align.positions(self.input_ids, self.documents)
 
 
 def step_indices(n: int, batch: int, seed: int, step: int) -> list[int]:
-    """Indices of the global batch of `step` (from 0), a function of the arguments alone.
+    """Indices of the global batch of `step` (from 0), a function of the arguments alone."""
+    return [index_at(n, seed, place) for place in range(step * batch, (step + 1) * batch)]
 
-    Every epoch is a fresh permutation of n, and epochs follow each other without a gap, so a batch
-    may hold the end of one and the start of the next.
+
+def index_at(n: int, seed: int, place: int, source: int = 0) -> int:
+    """The index that stands at `place` of the endless order of n rows, for each `source` another one.
+
+    Every epoch is a fresh permutation, and epochs follow each other without a gap, so a batch may
+    hold the end of one and the start of the next.
     """
-    places = range(step * batch, (step + 1) * batch)
-    return [int(_permutation(n, seed, place // n)[place % n]) for place in places]
+    return int(_permutation(n, seed, place // n, source)[place % n])
 
 
 def split_for(rank: int, world: int, rows: Sequence[T]) -> Sequence[T]:
@@ -61,28 +78,35 @@ def split_for(rank: int, world: int, rows: Sequence[T]) -> Sequence[T]:
     return rows[rank * size : (rank + 1) * size]
 
 
-def fit(rows: Sequence[Row], max_length: int) -> tuple[list[Row], int]:
-    """(rows cut to `max_length` tokens, number of rows dropped with nothing left to learn)."""
-    kept = [row for row in (_cut(row, max_length) for row in rows) if len(learned(row)) > 0]
+def fit(rows: Sequence[Row], max_length: int) -> tuple[Sequence[Row], int]:
+    """(rows cut to `max_length` tokens, number of rows dropped with nothing left to learn).
+
+    Rows are cut when they are read: those of a set on disk stay there.
+    """
+    kept = [i for i, row in enumerate(rows) if len(learned(cut(row, max_length))) > 0]
     if len(kept) == 0:
         raise UserError(
             f"none of the {len(rows)} samples has a token to learn within max_length {max_length}: "
             "raise max_length or sample again"
         )
-    return kept, len(rows) - len(kept)
+    return Picked(rows, kept, lambda row: cut(row, max_length)), len(rows) - len(kept)
 
 
 def collate(rows: Sequence[Row], pad_id: int, multiple: int = 8) -> Batch:
-    """The batch of `rows`, with T rounded up to `multiple` so that fewer shapes are compiled."""
-    length = -(-max(len(row["input_ids"]) for row in rows) // multiple) * multiple
-    batch = Batch(
-        input_ids=torch.full((len(rows), length), pad_id),
-        loss_mask=torch.zeros(len(rows), length, dtype=torch.bool),
-        ids=tuple(row["id"] for row in rows),
-    )
-    for i, row in enumerate(rows):
-        batch.input_ids[i, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
-        batch.loss_mask[i, learned(row)] = True
+    """The batch of `rows`, one a line, with T rounded up to `multiple` so that fewer shapes are compiled."""
+    return _laid(rows, [(i, 0) for i in range(len(rows))], pad_id, multiple)
+
+
+def pack(rows: Sequence[Row], pad_id: int, multiple: int = 8) -> Batch:
+    """The batch of `rows` on lines of once or twice the length of the longest, whichever number of them pads least."""
+    lengths = [len(row["input_ids"]) for row in rows]
+    most = -(-sum(lengths) // max(lengths))
+    layouts = [_shared(lengths, lines) for lines in range(-(-most // 2), most + 1)]
+    starts, _ = min(layouts, key=lambda layout: layout[1])
+    batch = _laid(rows, starts, pad_id, multiple)
+    batch.documents = torch.full_like(batch.input_ids, len(rows))  # of padding
+    for i, (line, column) in enumerate(starts):
+        batch.documents[line, column : column + lengths[i]] = i
     return batch
 
 
@@ -99,7 +123,36 @@ def learned(row: Row) -> Tensor:
     return torch.from_numpy(np.flatnonzero(learned[1:]))
 
 
-def _cut(row: Row, max_length: int) -> Row:
+def _shared(lengths: Sequence[int], lines: int) -> tuple[list[tuple[int, int]], int]:
+    """(line and column of each row, size of the batch): the longest first, each on the line that has least."""
+    ends, starts = [0] * lines, [(0, 0)] * len(lengths)
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        line = ends.index(min(ends))
+        starts[i] = line, ends[line]
+        ends[line] += lengths[i]
+    return starts, lines * max(ends)
+
+
+def _laid(
+    rows: Sequence[Row], starts: Sequence[tuple[int, int]], pad_id: int, multiple: int
+) -> Batch:
+    """Each row at its line and column, padding elsewhere."""
+    ends = [column + len(row["input_ids"]) for row, (_, column) in zip(rows, starts, strict=True)]
+    shape = max(line for line, _ in starts) + 1, -(-max(ends) // multiple) * multiple
+    batch = Batch(
+        input_ids=torch.full(shape, pad_id),
+        loss_mask=torch.zeros(shape, dtype=torch.bool),
+        ids=tuple(row["id"] for row in rows),
+        starts=tuple(starts),
+    )
+    for row, (line, column), end in zip(rows, starts, ends, strict=True):
+        batch.input_ids[line, column:end] = torch.tensor(row["input_ids"])
+        batch.loss_mask[line, column + learned(row)] = True
+    return batch
+
+
+def cut(row: Row, max_length: int) -> Row:
+    """The row's first `max_length` tokens, with spans to match."""
     if len(row["input_ids"]) <= max_length:
         return row
     spans = [[start, min(end, max_length)] for start, end in row["loss_spans"]]
@@ -107,6 +160,7 @@ def _cut(row: Row, max_length: int) -> Row:
     return {**row, "input_ids": row["input_ids"][:max_length], "loss_spans": spans}
 
 
-@functools.lru_cache(maxsize=2)  # a batch touches two epochs at its seam
-def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(n)
+@functools.lru_cache(maxsize=32)  # a batch touches two epochs of each source at its seam
+def _permutation(n: int, seed: int, epoch: int, source: int) -> np.ndarray:
+    order = np.random.default_rng([seed, epoch, source]).permutation(n)
+    return order.astype(np.int32)

@@ -1,13 +1,15 @@
 """Checkpoints that are there whole or not at all, and that say when they are damaged.
 
 `<out>/checkpoints/step-000100/` is renamed into place once complete; `<out>/checkpoints/latest`, written last,
-names the one to go on from. The trained state is what `Accelerator.save_state` keeps.
+names the one to go on from. The trained state is what `Accelerator.save_state` keeps; `contents.json` beside it holds
+`State` and a checksum of every file.
 """
 
 import hashlib
 import json
 import logging
 import shutil
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,36 @@ CONTENTS = "contents.json"
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 
 
-def save(accelerator: Accelerator, out: Path, step: int, keep: int) -> Path:
-    """Writes the state after `step` steps and forgets all but the last `keep` checkpoints."""
+@dataclass
+class State:
+    """Where a training stands, besides its weights."""
+
+    tokenizer: str
+    """Fingerprint of the target's, which says what the weights' rows mean."""
+    step: int = 0
+    """Steps done."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """Of the steps since the last line of the log."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """The last measurement of τ and α; with loop.keep_best the best."""
+    measured_at: int = 0
+    """The step of that measurement; 0: there is none."""
+
+
+def name_of(step: int) -> str:
+    """Of the checkpoint after `step` steps."""
+    return f"step-{step:06d}"
+
+
+def home_of(out: Path, step: int) -> Path:
+    """Its folder."""
+    return out / "checkpoints" / name_of(step)
+
+
+def save(accelerator: Accelerator, out: Path, state: State, keep: int, best: int = 0) -> None:
+    """Writes the state after `state.step` steps; forgets all but the last `keep` checkpoints and that of `best`."""
     home = out / "checkpoints"
-    final = home / f"step-{step:06d}"
+    final = home_of(out, state.step)
     scratch = home / f"{final.name}.tmp"
     if accelerator.is_main_process:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -35,52 +63,96 @@ def save(accelerator: Accelerator, out: Path, step: int, keep: int) -> Path:
     accelerator.save_state(str(scratch), safe_serialization=True)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        (scratch / CONTENTS).write_text(json.dumps({"step": step, "files": _digests(scratch)}))
+        contents = {**asdict(state), "files": _digests(scratch)}
+        (scratch / CONTENTS).write_text(json.dumps(contents))
         shutil.rmtree(final, ignore_errors=True)  # a step trained again after a kill
         scratch.replace(final)
         runs.write_atomically(home / LATEST, final.name + "\n")
         for old in sorted(home.glob("step-??????"))[:-keep]:
-            shutil.rmtree(old)
+            if old.name != name_of(best):
+                shutil.rmtree(old)
     accelerator.wait_for_everyone()
-    return final
 
 
 def disown(out: Path, step: int) -> None:
-    """Points to the checkpoint before that of `step`, whose weights turned out to have no finite loss."""
-    home = out / "checkpoints"
-    bad = home / f"step-{step:06d}"
+    """Forgets the checkpoint of `step`, whose weights turned out to be ruined, and goes back to the one before."""
+    bad = home_of(out, step)
     if not bad.is_dir():
         return
-    earlier = [path.name for path in sorted(home.glob("step-??????")) if path.name < bad.name]
-    if len(earlier) > 0:
-        runs.write_atomically(home / LATEST, earlier[-1] + "\n")
+    earlier = [path.name for path in sorted(bad.parent.glob("step-??????")) if path < bad]
+    if earlier:
+        runs.write_atomically(bad.parent / LATEST, earlier[-1] + "\n")
     else:
-        (home / LATEST).unlink()
+        (bad.parent / LATEST).unlink()
     shutil.rmtree(bad)
 
 
-def load_latest(accelerator: Accelerator, out: Path) -> int:
-    """Restores the newest checkpoint and returns its step; 0 when there is none.
+def tidy(out: Path) -> None:
+    """Deletes what a kill left half written. For one process, before any other writes."""
+    for scratch in (out / "checkpoints").glob("step-*.tmp"):
+        shutil.rmtree(scratch)
+
+
+def check_tokenizer(out: Path, tokenizer: str) -> None:
+    """UserError if the newest checkpoint is of another tokenizer: its weights may fit and mean other tokens."""
+    path = newest(out)
+    found = (
+        tokenizer if path is None else runs.read_json(path / CONTENTS).get("tokenizer", tokenizer)
+    )
+    if found != tokenizer:
+        raise UserError(
+            f"checkpoint {path} was trained for tokenizer {found}, but this target has {tokenizer}: "
+            "--overwrite true starts over, --out names another folder"
+        )
+
+
+def load_latest(accelerator: Accelerator, out: Path, tokenizer: str) -> State:
+    """Restores the newest checkpoint and returns its state; that of step 0 when there is none.
 
     UserError names the checkpoint and the file if anything in it is missing or altered.
     """
-    pointer = out / "checkpoints" / LATEST
-    if not pointer.is_file():
-        return 0
-    path = pointer.parent / pointer.read_text().strip()
+    path = newest(out)
+    if path is None:
+        return State(tokenizer)
     contents = runs.read_json(path / CONTENTS)
     found = _digests(path)
-    for name, digest in contents["files"].items():
+    for name, digest in contents.pop("files").items():
         if found.get(name) != digest:
             what = "is missing" if name not in found else "is damaged"
             raise UserError(
-                f"checkpoint {path}: {name} {what}; name an earlier step in {pointer} or start over "
+                f"checkpoint {path}: {name} {what}; name an earlier step in {path.parent / LATEST} or start over "
                 "with --overwrite true"
             )
-    accelerator.load_state(str(path))
-    return int(contents["step"])
+    load(accelerator, path)
+    return State(**{"tokenizer": tokenizer, **contents})
+
+
+def load(accelerator: Accelerator, path: Path) -> None:
+    """Restores the weights, optimisers and random states of one checkpoint. UserError if they are of another draft."""
+    try:
+        accelerator.load_state(str(path))
+    except (
+        RuntimeError,
+        ValueError,
+    ) as error:  # names or shapes of the weights, or of the optimiser
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"checkpoint {path} is of another draft ({reason:.120}): go on with its settings, or start over with "
+            "--overwrite true"
+        ) from error
+
+
+def newest(out: Path) -> Path | None:
+    """The checkpoint to go on from."""
+    pointer = out / "checkpoints" / LATEST
+    return pointer.parent / pointer.read_text().strip() if pointer.is_file() else None
 
 
 def _digests(folder: Path) -> dict[str, Any]:
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != CONTENTS)
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    return {str(p.relative_to(folder)): _digest(p) for p in files}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

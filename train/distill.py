@@ -9,9 +9,11 @@ undisturbed run gives. The draft directory in --out decodes with eval/run.py and
 
 import json
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -22,30 +24,37 @@ from accelerate.utils import parse_flag_from_env, set_seed
 from rich.console import Console
 
 from decode import runs
-from decode.drafts.base import FACTS, Draft, Request, draft_sha256
+from decode.drafts.base import Draft, Request
 from decode.sampling import Sampling
-from decode.settings import UserError, run_command, to_dict
+from decode.settings import run_command, to_dict
 from decode.target import Target, load_target
-from train import batches, checkpoint, drafts, rehearsal, shards
-from train.families import FAMILIES, Trainee
+from train import (
+    batches,
+    checkpoint,
+    drafts,
+    mixture,
+    onpolicy,
+    outcome,
+    rehearsal,
+    sharding,
+    shards,
+    together,
+)
+from train.criterion import Comparison
+from train.families import FAMILIES, Job, Trainee
 from train.features import Folder, Stored
 from train.heads import Weights
-from train.loop import LoopSettings, bar_of, optimizers_of, train
-from train.objectives import measure_acceptance
-from train.prompts import DOMAINS, Source, encode, load_prompts
+from train.loop import LoopSettings, Training, bar_of, optimizers_of, train
+from train.meter import enough_memory
+from train.mixture import Data
+from train.onpolicy import OnPolicy, OwnTexts
+from train.publish import PublishSettings, publish_trained
 from train.tracking import NullTracker, Tracker
+from train.trial import CheckSettings, trial
+from train.upload import ready
 
-
-@dataclass
-class CheckSettings:
-    """The fixed prompts on which τ and α are measured during training, with the real decoder."""
-
-    prompts: int = 6
-    """How many; taken from the bundled training prompts, never from those of evaluation."""
-    k: int = 4
-    """Tokens drafted a round."""
-    max_new_tokens: int = 32
-    """Longest answer."""
+STOPPED = 128 + 15  # the exit code of a process that SIGTERM ended
+TOO_LARGE = "the models alone do not fit: set target_dtype to bfloat16, or take a smaller draft"
 
 
 @dataclass
@@ -54,27 +63,22 @@ class Settings:
     """The model to imitate: folder or hub name."""
     revision: str | None = None
     """Commit, tag or branch of a hub target."""
-    data: str = "outputs/samples"
-    """A sampled set from train/sample.py."""
+    data: Data = "outputs/samples"
+    """A sampled set from train/sample.py, or several mixed: [{path: one, weight: 3}, {path: other, weight: 1}]."""
+    on_policy: OnPolicy = field(default_factory=OnPolicy)
     draft: drafts.DraftSettings = field(default_factory=drafts.DraftSettings)
     loss: Literal[
-        "forward_kl",
-        "reverse_kl",
-        "jsd",
-        "tv",
-        "lk_alpha",
-        "lk_lambda",
-        "hard_ce",
-        "soft_ce",
-        "top_k",
-    ] = "forward_kl"
+        "forward_kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda", "hard_ce", "soft_ce", "top_k"
+    ] = "forward_kl"  # fmt: skip
     """Divergence from the target's distribution; forward_kl is the robust default."""
+    compare: Comparison = field(default_factory=Comparison)
     weights: Weights = field(default_factory=Weights)
     """Of the parts of the loss of heads."""
     features: str = ""
     """Folder of the target's states and laws, made in one pass where they are missing; empty: it runs in every step."""
-    features_top: int = 64
-    """features: tokens of each law that are kept, the others share what is left; 0: final states, which give it all."""
+    features_top: int = 0
+    """features: 0: final states, which give the whole law; else tokens of each that are kept, which is biased where
+    the target is flat (compare.top of as many leaves out what is not known)."""
     loop: LoopSettings = field(default_factory=LoopSettings)
     check: CheckSettings = field(default_factory=CheckSettings)
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
@@ -85,6 +89,7 @@ class Settings:
     """auto: online if there is an API key, else offline; metrics.jsonl is written always."""
     project: str = "draftsmith"
     """Weights & Biases project."""
+    publish: PublishSettings = field(default_factory=PublishSettings)
     seed: int = 0
     out: str = "outputs/drafts/causal"
     """Folder of the draft and its checkpoints."""
@@ -96,31 +101,14 @@ class Settings:
     """Only tell what the run needs and try two steps of it, with the live target; writes nothing into `out`."""
 
 
-def load_rows(s: Settings, target: Target) -> tuple[list[shards.Row], int]:
+def load_rows(s: Settings, target: Target) -> tuple[mixture.Mixture, int]:
     """(samples that fit, how many were dropped); refuses samples of another tokenizer."""
-    manifest = shards.read_manifest(Path(s.data))
-    if manifest.tokenizer_hash != target.fingerprint:
-        raise UserError(
-            f"samples in {s.data} were made with tokenizer {manifest.tokenizer_hash} (target "
-            f"{manifest.target}), but {target.name} has {target.fingerprint}: sample this target"
-        )
-    length = min(s.loop.max_length, target.decoder.context)
-    return batches.fit(shards.read_shards(Path(s.data)), length)
+    return mixture.load(s.data, length_of(s, target), target.fingerprint, target.name)
 
 
-def check_prompts(s: Settings, target: Target) -> list[list[int]]:
-    """The same few prompts at every measurement, from each bundled domain alike."""
-    share = max(1, s.check.prompts // len(DOMAINS))
-    sources = [Source("bundled", domain, limit=share) for domain in DOMAINS]
-    return [encode(target.tokenizer, prompt) for prompt in load_prompts(sources, s.seed)]
-
-
-def save_draft(s: Settings, trainee: Trainee, facts: dict[str, Any]) -> None:
-    """The draft directory, with draftsmith.json written last."""
-    out = Path(s.out)
-    trainee.save(out)
-    facts["draft_sha256"] = draft_sha256(s.out)
-    runs.write_atomically(out / FACTS, json.dumps(facts, indent=1) + "\n")
+def length_of(s: Settings, target: Target) -> int:
+    """Tokens that a sample may have."""
+    return min(s.loop.max_length, target.decoder.context)
 
 
 def precision(s: Settings, device_type: str) -> str:
@@ -130,124 +118,178 @@ def precision(s: Settings, device_type: str) -> str:
     return "bf16" if device_type == "cuda" and torch.cuda.is_bf16_supported() else "no"
 
 
-def rehearse(
-    s: Settings,
-    accelerator: Accelerator,
-    target: Target,
-    trainee: Trainee,
-    rows: list[shards.Row],
-    console: Console,
-    needs: dict[str, float],
-) -> None:
-    """Two steps and what they took, then the draft saved and loaded elsewhere."""
-    optimizers = optimizers_of(trainee.model, trainee.matrices, trainee.slow, s.loop)
-    model, *optimizers = accelerator.prepare(trainee.model, *optimizers)
-    objective = trainee.objective(model)
-    found = rehearsal.try_steps(accelerator, model, optimizers, objective, rows, s.loop, s.seed)
-    if accelerator.is_main_process:
-        prompts, check = check_prompts(s, target), s.check
-
-        def measure(draft: Draft) -> dict[str, float]:
-            return measure_acceptance(target, draft, prompts, check.k, check.max_new_tokens, s.seed)
-
-        found |= rehearsal.try_export(s, trainee, target, measure)
-        rehearsal.report(console, found, s.loop.steps, accelerator.device.type == "cuda")
-        print(json.dumps({"dry_run": True, "estimated": needs, "measured": found}))
-    accelerator.wait_for_everyone()
-
-
-def main(s: Settings) -> None:
+def started(s: Settings) -> Accelerator:
+    """The accelerator of this process; refuses what its kind of parallelism cannot train."""
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     accelerator = Accelerator(mixed_precision=precision(s, state.device.type))
     set_seed(s.seed)
-    if min(s.check.prompts, s.check.k, s.check.max_new_tokens) < 1:
-        raise UserError("check: need prompts >= 1, k >= 1 and max_new_tokens >= 1")
-    console = Console(stderr=True, quiet=not accelerator.is_main_process)
-    if s.dry_run:
-        mixed = accelerator.mixed_precision == "bf16"
-        table, needs = rehearsal.forecast(s, accelerator.num_processes, mixed)
-        console.print(table)
-    target = load_target(s.target, str(accelerator.device), s.target_dtype, s.revision)
-    rows, dropped = load_rows(s, target)
+    with together.agreed(accelerator):
+        sharding.check(accelerator, s.draft.family, s.loop)
+        batches.split_for(0, accelerator.num_processes, range(s.loop.batch_size))
+        onpolicy.refuse(s.on_policy, s.draft.family, s.features, accelerator.is_fsdp2)
+        if s.publish.repo:
+            ready(s.publish.repo)
+    sharding.adapt(accelerator, s.loop)
+    return accelerator
+
+
+def made(s: Settings, target: Target, rows: Sequence[shards.Row]) -> Trainee:
+    """The draft in training. Refuses early what cannot be measured later."""
     where = Folder(Path(s.features), s.features_top, s.loop.max_length) if s.features else None
     where = None if s.dry_run else where
-    trainee = FAMILIES[s.draft.family](s, target, rows, str(accelerator.device), where)
-    batches.split_for(0, accelerator.num_processes, range(s.loop.batch_size))  # refuses early
-    if s.dry_run:
-        rehearse(s, accelerator, target, trainee, rows, console, needs)
-        return
-    if s.loop.eval_every > 0:  # a draft that cannot be measured is refused early, too
+    trainee = FAMILIES[s.draft.family](Job(s, target, rows, str(target.decoder.device), where))
+    if s.loop.eval_every > 0 and not s.dry_run:
         trainee.draft().begin(Request(1, 1, s.check.k, Sampling(), lambda p: p.argmax(-1)))
         trainee.model.train()
-    goes_on = runs.claim(s.out, s) if accelerator.is_main_process else False
-    accelerator.wait_for_everyone()
-    if isinstance(trainee.teacher, Stored):
-        rank, world = accelerator.process_index, accelerator.num_processes
-        trainee.teacher.fill(console, rank, world, accelerator.wait_for_everyone)
+    return trainee
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, once it is known to fit together."""
+
+    target: Target
+    rows: mixture.Mixture
+    dropped: int
+    """Samples with nothing to learn."""
+    trainee: Trainee
+    worth: Callable[[Draft], dict[str, float]]
+    """τ and α of a draft as it is, on the same few prompts each time."""
+
+
+def fitted(s: Settings, accelerator: Accelerator) -> tuple[Settings, Parts]:
+    """Everything loaded, and the settings with steps counted. Refuses early what would only show later."""
+    target = load_target(s.target, str(accelerator.device), s.target_dtype, s.revision)
+    rows, dropped = load_rows(s, target)
+    s = replace(s, loop=s.loop.over(len(rows)))
+    if not s.overwrite:
+        checkpoint.check_tokenizer(Path(s.out), target.fingerprint)
+    worth = trial(s.check, target, s.seed)
+    return s, Parts(target, rows, dropped, made(s, target, rows), worth)
+
+
+def prepared(s: Settings, accelerator: Accelerator, parts: Parts) -> Training:
+    """Optimisers made, all of it wrapped for several processes, and the rows of each step chosen."""
+    trainee, rows = parts.trainee, parts.rows
     optimizers = optimizers_of(trainee.model, trainee.matrices, trainee.slow, s.loop)
     model, *optimizers = accelerator.prepare(trainee.model, *optimizers)
-    start = checkpoint.load_latest(accelerator, Path(s.out))
-    tracker: Tracker | NullTracker = NullTracker()
-    if accelerator.is_main_process:
-        config = {**to_dict(s), "hardware": runs.hardware()}
-        tracker = Tracker(Path(s.out), s.project, config, s.wandb, start if goes_on else None)
-    console.print(
-        f"{len(rows)} samples ({dropped} dropped), {accelerator.num_processes} process(es), "
-        f"{accelerator.device}, precision {accelerator.mixed_precision}, from step {start}"
+    training = Training(
+        accelerator=accelerator,
+        model=model,
+        optimizers=optimizers,
+        objective=trainee.objective(model),
+        choose=partial(rows.step, s.loop.batch_size, s.seed),
+        flops=rehearsal.work_of(s),
     )
-    prompts = check_prompts(s, target)
-    measured: dict[str, float] = {}
+    if s.on_policy.share == 0 or s.dry_run:
+        return training
+    longest = length_of(s, parts.target)
+    own = OwnTexts(s, rows, trainee, parts.target, accelerator, longest)
+    return replace(training, choose=own.step)
+
+
+def rehearse(
+    s: Settings, accelerator: Accelerator, parts: Parts, console: Console
+) -> dict[str, float]:
+    """Two steps and what they took, then the draft saved and loaded elsewhere."""
+    training = prepared(s, accelerator, parts)
+    found = rehearsal.try_steps(training, parts.rows, s.loop)
+    draft = whole_draft(s, training, parts)()
+    with together.agreed(accelerator):
+        if accelerator.is_main_process:
+            found |= rehearsal.try_export(s, draft, parts.target, parts.worth)
+            rehearsal.report(console, found, s.loop.steps, accelerator.device.type == "cuda")
+    return found
+
+
+def whole_draft(s: Settings, training: Training, parts: Parts) -> Callable[[], Trainee]:
+    """What gives the draft with all its weights to the main process; every process must call it."""
+    again = partial(made, s, parts.target, parts.rows)
+    return sharding.whole(training.accelerator, training.model, parts.trainee, again)
+
+
+def claimed(s: Settings, accelerator: Accelerator) -> bool:
+    """Makes `out` this run's; True in the main process if it goes on with an earlier one."""
+    goes_on = False
+    with together.agreed(accelerator):
+        if accelerator.is_main_process:
+            goes_on = runs.claim(s.out, s)
+            checkpoint.tidy(Path(s.out))
+            shards.sweep(Path(s.out))
+    return goes_on
+
+
+def distill(s: Settings, accelerator: Accelerator, parts: Parts, console: Console) -> None:
+    """The run itself: from the last checkpoint, if there is one, to the draft directory."""
+    out, trainee, is_main = Path(s.out), parts.trainee, accelerator.is_main_process
+    samples, processes = len(parts.rows), accelerator.num_processes
+    goes_on = claimed(s, accelerator)
+    if isinstance(trainee.teacher, Stored):
+        rank, wait = accelerator.process_index, accelerator.wait_for_everyone
+        trainee.teacher.fill(console, rank, processes, wait)
+    training = prepared(s, accelerator, parts)
+    whole = whole_draft(s, training, parts)
+    with together.agreed(accelerator):
+        state = checkpoint.load_latest(accelerator, out, parts.target.fingerprint)
+    console.print(
+        f"{samples} samples ({parts.dropped} dropped), {processes} process(es), {accelerator.device}, "
+        f"precision {accelerator.mixed_precision}, from step {state.step}"
+    )
+    tracker: Tracker | NullTracker = NullTracker()
+    if is_main:
+        config = {**to_dict(s), "hardware": runs.hardware()}
+        tracker = Tracker(out, s.project, config, s.wandb, state.step if goes_on else None)
 
     def measure() -> dict[str, float]:
-        if accelerator.is_main_process:
-            draft, check = trainee.draft(), s.check
-            measured.update(
-                measure_acceptance(target, draft, prompts, check.k, check.max_new_tokens, s.seed)
-            )
-            trainee.model.train()
-        accelerator.wait_for_everyone()
-        return dict(measured)
+        """By the main process; the others wait and are told."""
+        found: dict[str, float] = {}
+        draft = whole()
+        with together.agreed(accelerator):
+            if is_main:
+                found = parts.worth(draft.draft())
+                draft.model.train()
+        return together.told(found)
 
     try:
-        with bar_of(console, accelerator.is_main_process) as progress:
-            train(
-                accelerator,
-                model,
-                optimizers,
-                trainee.objective(model),
-                rows,
-                s.loop,
-                Path(s.out),
-                s.seed,
-                start,
-                tracker,
-                measure,
-                progress,
-            )
-        if accelerator.is_main_process:
-            facts = {
-                "family": s.draft.family,
-                "target": {"name": target.name, "revision": target.revision},
-                "tokenizer_hash": target.fingerprint,
-                "training": to_dict(s),
-                "samples": len(rows),
-                "processes": accelerator.num_processes,
-                "data_manifest": runs.read_json(Path(s.data) / "manifest.json"),
-                "measured_in_training": measured,
-                **trainee.facts,
-                **runs.provenance(),
-            }
-            save_draft(s, trainee, facts)
-            out = Path(s.out)
-            tracker.artifact("settings", "settings", [out / runs.SETTINGS])
-            tracker.artifact("manifest", "dataset", [Path(s.data) / "manifest.json"])
-            names = ("config.json", "model.safetensors", "tokenizer.json", FACTS)
-            files = [out / name for name in names if (out / name).is_file()]
-            tracker.artifact("draft", "model", files)
+        with together.agreed(accelerator), bar_of(console, is_main) as bar:
+            done = train(training, s.loop, state, out, tracker, measure, bar)
+        if not done:
+            stopped = f"stopped by SIGTERM: step {state.step} is saved, the same command goes on"
+            console.print(stopped)
+            sys.exit(STOPPED)
+        if s.loop.keep_best and state.measured_at != state.step:
+            checkpoint.load(accelerator, checkpoint.home_of(out, state.measured_at))
+            console.print(f"the draft is that of step {state.measured_at}, whose τ was best")
+        draft = whole()
+        if is_main:
+            facts = outcome.facts_of(s, parts.target, trainee, state, samples, processes)
+            outcome.save(s, draft, facts, tracker)
             console.print(f"draft saved: {s.out}")
-            print(json.dumps({"draft": s.out, "steps": s.loop.steps, **measured}))
+            print(json.dumps({"draft": s.out, "steps": s.loop.steps, **state.measured}))
+        with together.agreed(accelerator):
+            if is_main and s.publish.repo:
+                console.print(f"published: {publish_trained(s.publish, out)}")
+        accelerator.wait_for_everyone()
     finally:
         tracker.finish()
+
+
+def main(s: Settings) -> None:
+    accelerator = started(s)
+    console = Console(stderr=True, quiet=not accelerator.is_main_process)
+    needs: dict[str, float] = {}
+    with together.agreed(accelerator), enough_memory(TOO_LARGE):
+        if s.dry_run:
+            mixed = accelerator.mixed_precision == "bf16"
+            table, needs = rehearsal.forecast(s, accelerator.num_processes, mixed)
+            console.print(table)
+        s, parts = fitted(s, accelerator)
+    if not s.dry_run:
+        distill(s, accelerator, parts, console)
+        return
+    found = rehearse(s, accelerator, parts, console)
+    if accelerator.is_main_process:
+        print(json.dumps({"dry_run": True, "estimated": needs, "measured": found}))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def target_shape(config: PretrainedConfig) -> Shape:
 def draft_shape(s: DraftSettings, config: Any, vocab: int, small: Any = None) -> DraftShape:
     """Of the draft that settings `s` make for a target of text `config` with `vocab` logits.
 
-    `small` is the config of the small LM in `s.init`, for family causal.
+    `small` is the config of a causal draft that is not cut from the target.
     """
     with torch.device("meta"):
         if s.family == "causal":
@@ -132,11 +132,10 @@ def activations(target: Shape, draft: DraftShape, load: Load, scale: int = 1) ->
 
 
 def logits(target: Shape, draft: DraftShape, load: Load) -> int:
-    """Bytes of what is as wide as a vocabulary: a piece of rows for heads, every learned row for an LM."""
-    rows = load.micro_batch * load.most
+    """Bytes of what is as wide as a vocabulary, for a piece of the learned rows."""
+    rows = min(load.micro_batch * load.most, rows_for(target.vocab))
     if draft.family == "causal":
         return rows * 32 * target.vocab
-    rows = min(rows, rows_for(target.vocab))
     return rows * 4 * (2 * target.vocab + (3 * draft.times + 3) * draft.vocab)
 
 
@@ -152,23 +151,32 @@ def disk(target: Shape, draft: DraftShape, target_bytes: int, keep: int) -> dict
     }
 
 
-def flops(target: Shape, draft: DraftShape, load: Load) -> float:
-    """Floating-point operations of one step, over all processes; what backward computes again counts."""
+def flops(
+    target: Shape, draft: DraftShape, load: Load, again: bool = True, live: bool = True
+) -> float:
+    """Floating-point operations of one step, over all processes.
+
+    `again`: what backward computes a second time counts, as it does for time but not for MFU. `live`: the target
+    runs; its laws are not read from disk.
+    """
     half = load.tokens / 2  # keys that a token sees on average
     # Medusa-2 runs the target twice and takes gradients through it, though not of its weights.
     passes = 3 if draft.family == "medusa2" else 1
     forward = load.tokens * (2 * target.body + 4 * half * target.attention * target.layers)
-    teacher = passes * forward
-    again = 1 if draft.family == "causal" else 2  # heads: logits are made in both directions
-    teacher += load.learned * again * 2 * target.vocab * target.hidden
-    own = load.tokens * 6 * draft.body
+    pieces = load.micro_batch * load.learned > rows_for(target.vocab)  # logits in both directions
+    twice = 2 if again and (pieces or draft.family != "causal") else 1
+    teacher = passes * forward + load.learned * twice * 2 * target.vocab * target.hidden
+    # Forward and the gradients of states pass every weight, the gradients of weights only what is trained.
+    own = load.tokens * (4 * draft.body + 2 * min(draft.body, draft.trained))
     projection = draft.vocab * draft.hidden
-    own += load.learned * draft.times * (6 * draft.late + (4 + 2 * again) * projection)
+    adapted = draft.family == "causal" and draft.trained < draft.parameters  # LoRA spares the head
+    head = (2 * twice + (2 if adapted else 4)) * projection
+    own += load.learned * draft.times * (6 * draft.late + head)
     if draft.family == "causal":
         own += load.tokens * 12 * half * draft.attention * draft.layers
     elif draft.family.startswith("eagle"):
         own += load.learned * draft.times * 16 * load.tokens * draft.attention
-    return load.samples * (teacher + own)
+    return load.samples * (live * teacher + own)
 
 
 def hours(steps: int, step_flops: float, rate: float, processes: int = 1) -> float:
@@ -218,15 +226,19 @@ def _shape(model: Any) -> Shape:
 
 
 def _causal(s: DraftSettings, config: Any, small: Any) -> DraftShape:
+    model = _on_meta(config if small is None else small)
+    fields = dict(vars(_shape(model)))
     if s.layers:
-        own = _shape(_on_meta(config))
-        body = own.body * len(s.layers) // own.layers
-        less = own.body - body
-        fields = {**vars(own), "parameters": own.parameters - less, "body": body}
-        fields["layers"] = len(s.layers)
-    else:
-        fields = dict(vars(_shape(_on_meta(small))))
+        less = fields["body"] - fields["body"] * len(s.layers) // fields["layers"]
+        fields["parameters"] -= less
+        fields["body"] -= less
     trained = fields["parameters"]
+    if s.lora_rank:
+        share = len(s.layers) / fields["layers"] if s.layers else 1.0
+        trained = int(s.lora_rank * _widths(model) * share)
+        fields["parameters"] += trained
+    if s.layers:
+        fields["layers"] = len(s.layers)
     return DraftShape(**fields, family="causal", trained=trained, late=0, times=1)
 
 
@@ -234,7 +246,7 @@ def _medusa(s: DraftSettings, config: Any, vocab: int) -> DraftShape:
     net = MedusaNet(formats.medusa_config(config, s.heads, s.head_layers, vocab))
     width, count = config.hidden_size, _count(net)
     if s.family == "medusa2":
-        count += s.rank * _widths(config)
+        count += s.rank * _widths(_on_meta(config))
     return DraftShape(
         parameters=count,
         body=0,
@@ -251,9 +263,8 @@ def _medusa(s: DraftSettings, config: Any, vocab: int) -> DraftShape:
     )
 
 
-def _widths(config: Any) -> int:
+def _widths(model: Any) -> int:
     """Inputs and outputs of all linear layers but the LM head: parameters of an adapter of rank 1 to each."""
-    model = _on_meta(config)
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
     return sum(m.in_features + m.out_features for m in linear)

@@ -3,7 +3,9 @@
     <folder>/taps-2-6-9/  final/  tapped states of every token: fp8, and a scale for each token and tap
     <folder>/top-64/              the likeliest tokens and their probabilities, at supervised positions alone
 
-A flat law does not fit into 64 tokens; with features_top 0 laws are instead what the target's head makes of final/.
+With features_top 0, the default, laws are what the target's head makes of final/: as exact as fp8 states are. A law of
+K tokens is smaller, but what lies behind them is known by its sum alone and spread evenly. Where the target is flat
+that teaches another law than its own (train/criterion.py: compare.top of K or less leaves it out).
 
 Each of these kinds has a manifest.json, which says whose states they are, and shards/*.safetensors. A draft adds the
 kinds that are missing, so drafts of several families share a folder. Which samples a shard holds depends on the
@@ -11,6 +13,8 @@ samples alone: a pass that was killed goes on by shard, and several processes gi
 are mapped into memory and only rows that a batch needs are read; checksums go by sample, at its first reading.
 """
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -22,7 +26,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -38,7 +42,7 @@ from decode.taps import Taps
 from decode.target import Target
 from train import batches, losses
 from train.batches import Batch
-from train.shards import Row, write_atomically
+from train.shards import Row, sweep, write_atomically
 from train.teacher import Look, Teacher
 
 FINAL = "final"
@@ -55,6 +59,8 @@ LARGEST = 448.0
 """Of torch.float8_e4m3fn."""
 LEAST = 1e-10
 """For a probability that fp16 takes for 0, so that no logit is -inf."""
+LOCK = "lock"
+"""A file of no content, held while shards are made."""
 DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.bfloat16: "BF16",
@@ -196,11 +202,25 @@ class Cache:
         ]
         return [(shard, kinds) for shard, kinds in found if kinds]
 
-    def claim(self) -> None:
-        """Says in the folder what it is for."""
+    def claim(self) -> IO[bytes]:
+        """Says in the folder what it is for, and keeps other commands from filling it until what it returns is closed.
+
+        The system lets go of it when a process ends, however that ends. UserError while another command fills it.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = (self.folder / LOCK).open("ab")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            raise UserError(
+                f"another command is filling features in {self.folder}: start this one when that is done"
+            ) from error
+        sweep(self.folder)
         for kind in self.kinds:
             text = json.dumps({"kind": kind.name, **self.key}, indent=1) + "\n"
             write_atomically(self.folder / kind.name / "manifest.json", text.encode())
+        return lock
 
     def write(self, kind: Kind, shard: int, tensors: dict[str, Tensor]) -> None:
         """The shard of `kind` from tensors whose rows are those of its samples, one after the other."""
@@ -308,34 +328,35 @@ class Stored:
 
     def look(self, batch: Batch) -> Look:
         """What `Teacher.look` gives, with zeros at padding."""
-        samples = [self.cache.number[name] for name in batch.ids]
-        shape = batch.input_ids.shape
-        features = self._states(self.states, samples, shape)
+        features = self._states(self.states, batch)
         if self.top:
-            return Look(features, self._laws(samples, shape))
+            return Look(features, self._laws(batch))
         same = self.states == self.law
-        return Look(features, features if same else self._states(self.law, samples, shape))
+        return Look(features, features if same else self._states(self.law, batch))
 
-    def _states(self, kind: Kind | None, samples: list[int], shape: torch.Size) -> Tensor:
+    def _states(self, kind: Kind | None, batch: Batch) -> Tensor:
         """[B, T, F]; F is 0 without a kind."""
+        shape = batch.input_ids.shape
         if kind is None:
             return torch.zeros(*shape, 0, device=self.device)
         (_, row), (dtype, scales) = kind.fields["states"], kind.fields["scale"]
         values = torch.zeros(*shape, *row, dtype=torch.uint8)
         scale = torch.zeros(*shape, *scales, dtype=dtype)
-        for i, sample in enumerate(samples):
-            found = self.cache.read(kind, sample)
-            count = len(found["states"])
-            values[i, :count] = found["states"].view(torch.uint8)
-            scale[i, :count] = found["scale"]
+        for name, (line, column) in zip(batch.ids, batch.starts, strict=True):
+            found = self.cache.read(kind, self.cache.number[name])
+            here = slice(column, column + len(found["states"]))
+            values[line, here] = found["states"].view(torch.uint8)
+            scale[line, here] = found["scale"]
         # as bytes to the device, and widened there
         return unpacked_states(values.to(self.device), scale.to(self.device)).flatten(2)
 
-    def _laws(self, samples: list[int], shape: torch.Size) -> Tensor:
+    def _laws(self, batch: Batch) -> Tensor:
         """[B, T, 2 top + 1]: ids, probabilities, what is left; at supervised positions."""
+        shape, samples = batch.input_ids.shape, [self.cache.number[name] for name in batch.ids]
         found = [self.cache.read(self.law, sample) for sample in samples]
         places = [batches.learned(self.cache.rows[sample]) for sample in samples]
-        flat = torch.cat([at + i * shape[1] for i, at in enumerate(places)])  # [M]
+        starts = [line * shape[1] + column for line, column in batch.starts]
+        flat = torch.cat([at + start for at, start in zip(places, starts, strict=True)])  # [M]
         laws = [torch.cat([x["ids"].float(), x["probabilities"].float()], -1) for x in found]
         payload = torch.zeros(shape.numel(), 2 * self.top + 1, device=self.device)
         payload[flat.to(self.device)] = torch.cat(laws).to(self.device)
@@ -361,23 +382,27 @@ class Stored:
                 f"(bf16 taps and final state: 8 H = {8 * self.hidden:,})"
             )
             refuse_without_room(cache.folder, size)
-            if rank == 0:
-                cache.claim()
-            wait()  # nobody writes a shard before everybody has seen what is missing
-            mine = todo[rank::world]
-            tokens = [int(cache.counts[False][cache.plan[shard]].sum()) for shard, _ in mine]
-            began, done = time.perf_counter(), 0
-            with progress_of(console, rank == 0) as progress:
-                bar = progress.add_task("features", total=sum(tokens), speed="")
-                for (shard, kinds), count in zip(mine, tokens, strict=True):
-                    made = self.make([cache.rows[i] for i in cache.plan[shard]], kinds)
-                    for kind in kinds:
-                        cache.write(kind, shard, made[kind.name])
-                    done += count
-                    speed = f"{done / (time.perf_counter() - began):,.0f} tok/s"
-                    progress.update(bar, advance=count, speed=speed)
-        wait()
+            with cache.claim() if rank == 0 else contextlib.nullcontext():
+                wait()  # nobody writes a shard before everybody has seen what is missing
+                self._make_shards(todo[rank::world], console, rank == 0)
+                wait()
         cache.check()
+
+    def _make_shards(
+        self, todo: Sequence[tuple[int, list[Kind]]], console: Console, shown: bool
+    ) -> None:
+        cache = self.cache
+        tokens = [int(cache.counts[False][cache.plan[shard]].sum()) for shard, _ in todo]
+        began, done = time.perf_counter(), 0
+        with progress_of(console, shown) as progress:
+            bar = progress.add_task("features", total=sum(tokens), speed="")
+            for (shard, kinds), count in zip(todo, tokens, strict=True):
+                made = self.make([cache.rows[i] for i in cache.plan[shard]], kinds)
+                for kind in kinds:
+                    cache.write(kind, shard, made[kind.name])
+                done += count
+                speed = f"{done / (time.perf_counter() - began):,.0f} tok/s"
+                progress.update(bar, advance=count, speed=speed)
 
     def token_bytes(self) -> float:
         """Of the tensors on disk, for each token of the samples."""

@@ -8,18 +8,22 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.distributed.tensor import DTensor
 
 from decode.settings import UserError
 from train import batches, checkpoint
 from train.batches import Batch
+from train.checkpoint import State
+from train.meter import Meter, enough_memory
 from train.shards import Row
+from train.together import Stop
 from train.tracking import NullTracker, Tracker
 
 
@@ -29,10 +33,14 @@ class LoopSettings:
 
     steps: int = 1000
     """Optimiser steps."""
+    epochs: float = 0.0
+    """Passes over the samples, in place of `steps`; 0: `steps` counts."""
     batch_size: int = 16
     """Samples a step, over all processes and micro-batches."""
     micro_batch: int = 16
     """Samples a forward pass, each process; lower it when memory runs out (same result)."""
+    pack: bool = False
+    """Samples of a forward pass share lines instead of being padded to the longest (same result)."""
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
     muon_lr: float = 0.0
@@ -51,7 +59,26 @@ class LoopSettings:
     save_every: int = 100
     """Steps between checkpoints."""
     keep: int = 2
-    """Checkpoints to keep."""
+    """Checkpoints to keep, the last ones."""
+    keep_best: bool = False
+    """The saved draft is the one whose measured τ was best, not the last; that checkpoint is kept too. Differences mean
+    something if check.prompts is large."""
+
+    def __post_init__(self) -> None:
+        counts = ("batch_size", "micro_batch", "max_length", "log_every", "save_every", "keep")
+        for name in counts:
+            if vars(self)[name] < 1:
+                raise UserError(f"loop.{name} is {vars(self)[name]}: need at least 1")
+        if min(self.steps, self.epochs, self.eval_every, self.warmup) < 0:
+            raise UserError("loop: need steps, epochs, eval_every and warmup >= 0")
+        if self.keep_best and self.eval_every == 0:
+            raise UserError("loop.keep_best needs measurements of τ: give loop.eval_every")
+
+    def over(self, samples: int) -> "LoopSettings":
+        """The same with `steps` counted, should `epochs` be given."""
+        if self.epochs == 0:
+            return self
+        return replace(self, steps=math.ceil(self.epochs * samples / self.batch_size), epochs=0.0)
 
 
 class Sums(Protocol):
@@ -91,86 +118,100 @@ def optimizers_of(
     return made
 
 
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and on what."""
+
+    accelerator: Accelerator
+    model: torch.nn.Module
+    """As `prepare` wrapped it."""
+    optimizers: Sequence[torch.optim.Optimizer]
+    objective: Sums
+    choose: Callable[[int], Sequence[Row]]
+    """The global batch of a step (from 0), the same in every process."""
+    flops: Callable[[Sequence[Row]], float]
+    """Operations of a step over these samples, by the shapes of the models."""
+
+
 def train(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    objective: Sums,
-    rows: Sequence[Row],
+    job: Training,
     s: LoopSettings,
+    state: State,
     out: Path,
-    seed: int,
-    start: int,
     tracker: Tracker | NullTracker,
     measure: Callable[[], dict[str, float]],
     progress: Progress,
-) -> None:
-    """Steps `start` to `s.steps` in place; batches are a function of (seed, step) alone.
+) -> bool:
+    """Steps on from `state`, in place, to `s.steps`, each on the batch that `job.choose` gives for it.
 
-    `measure` decodes with the draft as it is and returns what to log. UserError when the loss is not finite: the
-    last checkpoint stands.
+    `measure` decodes with the draft as it is and returns what to log. False if SIGTERM came first: the step was
+    finished and saved. UserError when loss or gradient is not finite, the last good checkpoint stands; or when memory
+    runs out.
     """
-    world = accelerator.num_processes
+    accelerator = job.accelerator
+    main, world = accelerator.is_main_process, accelerator.num_processes
+    meter = Meter(accelerator.device, world, job.flops)
     bar = progress.add_task(
-        "distilling", total=s.steps, completed=start, loss="", alpha="", speed=""
+        "distilling", total=s.steps, completed=state.step, loss="", alpha="", speed=""
     )
-    began, seen, waited = time.perf_counter(), 0, 0.0
-    window: dict[str, float] = {}
-    for step in range(start, s.steps):
-        for optimizer, peak in zip(optimizers, (s.lr, s.muon_lr), strict=False):
-            for group in optimizer.param_groups:
-                group["lr"] = peak * schedule(step, s) * group.get("scale", 1.0)
-        fetch = time.perf_counter()
-        chosen = [rows[i] for i in batches.step_indices(len(rows), s.batch_size, seed, step)]
-        tokens = batches.token_count(chosen)
-        mine = batches.split_for(accelerator.process_index, world, chosen)
-        waited += time.perf_counter() - fetch
-        sums = _accumulate(accelerator, model, objective, mine, s.micro_batch, world / tokens)
-        norm = accelerator.clip_grad_norm_(model.parameters(), s.clip)
-        totals = accelerator.reduce(
-            torch.stack([sums[name] for name in sorted(sums)]), reduction="sum"
-        )
-        values = dict(zip(sorted(sums), totals.tolist(), strict=True))
-        if not math.isfinite(values["loss"]):
-            if accelerator.is_main_process:
-                checkpoint.disown(out, step)
-            raise UserError(
-                f"the loss is {values['loss']} at step {step + 1}: lower loop.lr or raise loop.warmup; "
-                f"the last good checkpoint in {out / 'checkpoints'} stands"
-            )
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        seen += tokens
-        for name, value in [*values.items(), ("tokens", tokens)]:
-            window[name] = window.get(name, 0.0) + value
-        done = step + 1
-        last = done == s.steps
-        if done % s.log_every == 0 or done % s.save_every == 0 or last:
-            seconds = time.perf_counter() - began
-            means = means_of(window)
-            tracker.log(
-                done,
-                {
-                    **{f"train/{name}": value for name, value in means.items()},
-                    "train/grad_norm": float(norm),
-                    "train/lr": s.lr * schedule(step, s),
-                    "train/tokens_per_second": seen / seconds,
-                    "train/data_wait_share": waited / seconds,
-                },
-            )
-            progress.update(
-                bar, loss=f"loss {means['loss']:.3f}", speed=f"{seen / seconds:,.0f} tok/s"
-            )
-            window = {}
-        if s.eval_every and (done % s.eval_every == 0 or last):
-            measured = measure()
-            tracker.log(done, measured)
-            if "accept/alpha" in measured:
-                progress.update(bar, alpha=f"α {measured['accept/alpha']:.3f}")
-        if done % s.save_every == 0 or last:
-            checkpoint.save(accelerator, out, done, s.keep)
-        progress.update(bar, completed=done)
+    with Stop() as stop, enough_memory(advice(s)):
+        for step in range(state.step, s.steps):
+            for optimizer, peak in zip(job.optimizers, (s.lr, s.muon_lr), strict=False):
+                for group in optimizer.param_groups:
+                    group["lr"] = peak * schedule(step, s) * group.get("scale", 1.0)
+            began = time.perf_counter()
+            chosen = job.choose(step)
+            tokens = batches.token_count(chosen)
+            mine = batches.split_for(accelerator.process_index, world, chosen)
+            waited = time.perf_counter() - began
+            sums = _accumulate(job, mine, s.micro_batch, world / tokens, s.pack)
+            norm = accelerator.clip_grad_norm_(job.model.parameters(), s.clip)
+            values = _agree(accelerator, {**sums, "stop": float(stop.asked)}, norm)
+            stopping = values.pop("stop") > 0
+            norm = values.pop("norm")
+            _refuse_ruined(values["loss"], norm, step, out, main)
+            for optimizer in job.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            meter.add(chosen, time.perf_counter() - began, waited)
+            values["tokens"] = tokens
+            for name, value in values.items():
+                state.sums[name] = state.sums.get(name, 0.0) + value
+            state.step = done = step + 1
+            last = done == s.steps
+            if done % s.log_every == 0 or done % s.save_every == 0 or last:
+                means, speed = means_of(state.sums), meter.take()
+                lines = {**means, "grad_norm": norm, "lr": s.lr * schedule(step, s), **speed}
+                tracker.log(done, {f"train/{name}": value for name, value in lines.items()})
+                rate = f"{speed['tokens_per_second']:,.0f} tok/s"
+                progress.update(bar, loss=f"loss {means['loss']:.3f}", speed=rate)
+                state.sums = {}
+            if s.eval_every and (done % s.eval_every == 0 or last):
+                measured = measure()
+                tracker.log(done, measured)
+                best = state.measured.get("accept/tau", 0.0)
+                if not s.keep_best or measured["accept/tau"] > best:
+                    state.measured, state.measured_at = measured, done
+                if "accept/alpha" in measured:
+                    progress.update(bar, alpha=f"α {measured['accept/alpha']:.3f}")
+            best_now = s.keep_best and state.measured_at == done
+            if done % s.save_every == 0 or last or stopping or best_now:
+                best = state.measured_at if s.keep_best else 0
+                checkpoint.save(accelerator, out, state, s.keep, best)
+            progress.update(bar, completed=done)
+            if stopping and not last:
+                return False
+    return True
+
+
+def advice(s: LoopSettings) -> str:
+    """What to lower when a step does not fit in memory."""
+    if s.micro_batch > 1:
+        return f"lower loop.micro_batch from {s.micro_batch} to {s.micro_batch // 2}, the result is the same"
+    return (
+        f"loop.micro_batch is 1, so lower loop.max_length from {s.max_length}, train fewer weights "
+        "(draft.lora_rank, fewer layers or heads), or give the target target_dtype bfloat16 or --features"
+    )
 
 
 def means_of(window: dict[str, float]) -> dict[str, float]:
@@ -182,28 +223,52 @@ def means_of(window: dict[str, float]) -> dict[str, float]:
     }
 
 
+def _agree(accelerator: Accelerator, sums: dict[str, Any], norm: Any) -> dict[str, float]:
+    """Sums over all processes, and the norm, which is theirs already: one wait for the device."""
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    names = sorted(sums)
+    device = accelerator.device
+    mine = torch.stack([torch.as_tensor(sums[name], device=device).float() for name in names])
+    total = accelerator.reduce(mine, reduction="sum")
+    every = torch.cat([total, torch.as_tensor(norm, device=device).float().reshape(1)])
+    return dict(zip([*names, "norm"], every.tolist(), strict=True))
+
+
+def _refuse_ruined(loss: float, norm: float, step: int, out: Path, main: bool) -> None:
+    """UserError if loss or gradient are not finite. Weights that give no loss are ruined: their checkpoint goes."""
+    if math.isfinite(loss) and math.isfinite(norm):
+        return
+    what = f"the gradient's norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
+    if main and not math.isfinite(loss):
+        checkpoint.disown(out, step)
+    left = checkpoint.newest(out)
+    raise UserError(
+        f"{what} at step {step + 1}: lower loop.lr or raise loop.warmup; "
+        + (f"the last good checkpoint, {left}, stands" if left else "there is no good checkpoint")
+    )
+
+
 def _accumulate(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    objective: Sums,
-    rows: Sequence[Row],
-    micro_batch: int,
-    scale: float,
+    job: Training, rows: Sequence[Row], micro_batch: int, scale: float, pack: bool
 ) -> dict[str, torch.Tensor]:
     """Backward through every micro-batch; returns this process's detached sums.
 
     `scale` is processes ÷ global tokens: data parallelism averages gradients over processes.
     """
+    accelerator, model = job.accelerator, job.model
     totals: dict[str, torch.Tensor] = {}
     rows = sorted(
         rows, key=lambda row: len(row["input_ids"])
     )  # those of one length pad each other least
+    lay = batches.pack if pack else batches.collate
     for at in range(0, len(rows), micro_batch):
-        batch = batches.collate(rows[at : at + micro_batch], pad_id=0).to(accelerator.device)
+        batch = lay(rows[at : at + micro_batch], pad_id=0).to(accelerator.device)
         last = at + micro_batch >= len(rows)
         # processes exchange gradients once a step, with the last micro-batch
+        accelerator.sync_gradients = last  # DeepSpeed updates the weights where this is set
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            sums = objective(batch)
+            sums = job.objective(batch)
             accelerator.backward(sums["loss"] * scale)
         for name, value in sums.items():
             totals[name] = totals.get(name, torch.zeros_like(value)) + value.detach()

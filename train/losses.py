@@ -40,9 +40,11 @@ def log_probs(p_logits: Tensor, q_logits: Tensor, ids: Tensor | None = None) -> 
 
 
 @torch.no_grad()
-def target_law(p_logits: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def target_law(
+    p_logits: Tensor, ids: Tensor | None = None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor | None]:
     """`Pair.p` and `Pair.mass`: what several drafts compared with the same p need only once."""
-    p = _log_softmax(p_logits)
+    p = _log_softmax(p_logits, temperature)
     if ids is None:
         return p.clamp_(min=FLOOR), None
     p = p.index_select(-1, ids)
@@ -51,20 +53,37 @@ def target_law(p_logits: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Ten
     return p.sub_(mass).clamp_(min=FLOOR), mass
 
 
-def paired(law: tuple[Tensor, Tensor | None], q_logits: Tensor) -> Pair:
+def paired(law: tuple[Tensor, Tensor | None], q_logits: Tensor, temperature: float = 1.0) -> Pair:
     """The `Pair` of a `target_law` and q_logits [N, Vd]."""
     p, mass = law
-    return Pair(p, _log_softmax(q_logits).clamp(min=FLOOR), mass)
+    return Pair(p, _log_softmax(q_logits, temperature).clamp(min=FLOOR), mass)
+
+
+def few(pair: Pair, best: Tensor) -> Pair:
+    """The `Pair` over the columns best [N, K] and one more, which stands for all others together.
+
+    What p says of the others by name is not looked at, so a stored teacher that keeps `best` alone is no worse
+    than the whole. Divergences between few are never larger than between all, and 0 wherever those are.
+    """
+    if best.shape[-1] == pair.p.shape[-1]:
+        return pair
+
+    def lump(logs: Tensor) -> Tensor:
+        rest = logs.scatter(-1, best, -math.inf).logsumexp(-1, keepdim=True)
+        return torch.cat([logs.gather(-1, best), rest.clamp(min=FLOOR)], -1)
+
+    return Pair(lump(pair.p), lump(pair.q), pair.mass)
 
 
 class Divergence:
     """A formula on a `Pair`, called with logits: `f(p_logits, q_logits, ids=None) -> [N]`.
 
     Loss and metrics of the same logits share the costly part, a softmax over the vocabulary each:
-    `pair = log_probs(p_logits, q_logits, ids)`, then `f.of(pair)` for each of them.
+    `pair = log_probs(p_logits, q_logits, ids)`, then `f.of(pair)` for each of them. What some formulas leave open
+    (jsd's beta, top_k's count) is asked for there.
     """
 
-    def __init__(self, formula: Callable[[Pair], Tensor]) -> None:
+    def __init__(self, formula: Callable[..., Tensor]) -> None:
         self.of = formula
         functools.update_wrapper(self, formula)
 
@@ -88,11 +107,15 @@ def reverse_kl(pair: Pair) -> Tensor:
 
 
 @Divergence
-def jsd(pair: Pair) -> Tensor:
-    """Jensen-Shannon divergence [N], beta 0.5: between forward and reverse KL, at most log 2."""
+def jsd(pair: Pair, beta: float = 0.5) -> Tensor:
+    """b KL(p || m) + (1 - b) KL(q || m) [N], m = b p + (1 - b) q: between forward and reverse KL, at most log 2.
+
+    0 < b < 1. Divided by b it nears forward KL as b falls to 0, divided by 1 - b reverse KL as b rises to 1.
+    """
     p, q, _ = pair
-    middle = torch.logaddexp(p, q) - math.log(2)
-    return 0.5 * ((p.exp() * (p - middle)).sum(-1) + (q.exp() * (q - middle)).sum(-1))
+    middle = torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))
+    forward, reverse = (p.exp() * (p - middle)).sum(-1), (q.exp() * (q - middle)).sum(-1)
+    return beta * forward + (1 - beta) * reverse
 
 
 @Divergence
@@ -105,12 +128,12 @@ def soft_ce(pair: Pair) -> Tensor:
 
 
 @Divergence
-def top_k(pair: Pair) -> Tensor:
-    """-sum p log q over the 10 likeliest tokens of p [N]: HASS (arXiv 2408.15766), added to soft_ce.
+def top_k(pair: Pair, count: int = TOP) -> Tensor:
+    """-sum p log q over the `count` likeliest tokens of p [N]: HASS (arXiv 2408.15766), added to soft_ce.
 
     Alone it leaves the rest of q untaught, and its least value is not at q = p.
     """
-    p, best = pair.p.topk(min(TOP, pair.p.shape[-1]), dim=-1)
+    p, best = pair.p.topk(min(count, pair.p.shape[-1]), dim=-1)
     return -(p.exp() * pair.q.gather(-1, best)).sum(-1)
 
 
@@ -244,5 +267,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _log_softmax(logits: Tensor) -> Tensor:
+def _log_softmax(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    if temperature != 1:
+        logits = logits.to(_wide(logits)) / temperature
     return torch.log_softmax(logits, dim=-1, dtype=_wide(logits))

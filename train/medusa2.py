@@ -13,14 +13,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from decode.drafts.medusa import MedusaNet
-from decode.taps import Catch, Taps, head_of
-from decode.target import Target, logits_only_at
+from decode.taps import Taps, head_of, layer_stack
+from decode.target import Target
 from train import losses
 from train.batches import Batch
+from train.criterion import Criterion
 from train.heads import MedusaTrainer, Weights
-from train.teacher import Look
+from train.teacher import Look, states_of
 
 
 class Adapted:
@@ -28,7 +30,9 @@ class Adapted:
 
     def __init__(self, target: Target, rank: int):
         self.target = target
-        config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
+        config = LoraConfig(
+            r=rank, lora_alpha=rank, target_modules=linear_layers(target.decoder.model)
+        )
         self.peft = get_peft_model(target.decoder.model, config)
         self.head = head_of(target.decoder.model)
 
@@ -48,17 +52,9 @@ class Adapted:
             for layer in layers:
                 layer.enable_adapters(True)  # type: ignore[attr-defined]
 
-    def states(self, ids: Tensor) -> Tensor:
-        """[B, T, H] what the LM head reads, over right-padded rows."""
-        model = self.target.decoder.model
-        position = torch.arange(ids.shape[1], device=ids.device)[None]
-        catch = Catch(model, Taps(final=True))
-        try:
-            with logits_only_at(model, lambda hidden: hidden[:, :0]):
-                model(input_ids=ids, position_ids=position, use_cache=False)
-            return catch.states()
-        finally:
-            catch.remove()
+    def states(self, batch: Batch) -> Tensor:
+        """[B, T, H] what the LM head reads."""
+        return states_of(self.target.decoder.model, batch, Taps(final=True))
 
     def save(self, folder: Path) -> None:
         """The new target as a plain model, adapters merged in, with its tokenizer."""
@@ -68,20 +64,27 @@ class Adapted:
             self.target.tokenizer.save_pretrained(folder)
 
 
+def linear_layers(model: Any) -> list[str]:
+    """Names of the linear modules inside the decoder's layers: not the LM head, nor anything that sees pictures."""
+    stack = layer_stack(model)
+    inside = {id(module) for module in stack.modules() if isinstance(module, nn.Linear | Conv1D)}
+    return [name for name, module in model.named_modules() if id(module) in inside]
+
+
 class Medusa2Trainer(nn.Module):
     """KL of the new target from the old at supervised rows, plus the heads' loss against the new one."""
 
-    def __init__(self, net: MedusaNet, adapted: Adapted, divergence: str, weights: Weights):
+    def __init__(self, net: MedusaNet, adapted: Adapted, criterion: Criterion, weights: Weights):
         super().__init__()
-        self.heads = MedusaTrainer(net, adapted.head, divergence, weights)
+        self.heads = MedusaTrainer(net, adapted.head, criterion, weights)
         self.adapters = nn.ParameterList(adapted.parameters())
         self.adapted = adapted  # no module: its frozen weights are not this trainer's
         self.share = weights.heads
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        new = self.adapted.states(batch.input_ids)
+        new = self.adapted.states(batch)
         with torch.no_grad(), self.adapted.off():
-            old = self.adapted.states(batch.input_ids)
+            old = self.adapted.states(batch)
         found = self.heads(batch, Look(new, new.detach()))
         drift = self.drift(old[batch.loss_mask], new[batch.loss_mask])
         return {

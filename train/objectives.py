@@ -1,52 +1,21 @@
 """What a draft family minimises, and how its acceptance is measured while it trains."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from decode.drafts.base import Draft
 from decode.sampling import Sampling
 from decode.speculate import decode
-from decode.target import Target, logits_only_at
+from decode.target import Target
 from eval import metrics
-from train.batches import Batch
 from train.features import Stored
 from train.loop import Sums
-from train.losses import LOSSES, acceptance
 from train.teacher import Teacher
 
 
-def causal_objective(teacher: Teacher | Stored, draft: torch.nn.Module, lm: Any, loss: str) -> Sums:
-    """Divergence from the target at every supervised position.
-
-    `draft` is what runs forward (perhaps wrapped for several processes), `lm` the bare model inside, whose
-    output projection is asked for supervised positions only.
-    """
-    divergence = LOSSES[loss]
-
-    def sums(batch: Batch) -> dict[str, torch.Tensor]:
-        position = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)[None]
-        inputs = {"input_ids": batch.input_ids, "position_ids": position, "use_cache": False}
-
-        def pick(values: torch.Tensor) -> torch.Tensor:
-            return values[batch.loss_mask]  # [N, ...]
-
-        with torch.no_grad():
-            p_logits = teacher.head(pick(teacher.look(batch).teacher))
-        with logits_only_at(lm, pick):
-            q_logits = draft(**inputs).logits
-        values = divergence(p_logits, q_logits)  # [N]
-        with torch.no_grad():
-            overlap = acceptance(p_logits, q_logits)
-            agree = (p_logits.argmax(-1) == q_logits.argmax(-1)).float()
-        return {"loss": values.sum(), "overlap": overlap.sum(), "top1": agree.sum()}
-
-    return sums
-
-
-def head_objective(teacher: Teacher | Stored, trainer: torch.nn.Module) -> Sums:
-    """The loss of heads over the target's states; `trainer` is of train/heads.py, perhaps wrapped."""
+def objective(teacher: Teacher | Stored, trainer: torch.nn.Module) -> Sums:
+    """The loss of a draft; `trainer` is of train/causal.py or train/heads.py, perhaps wrapped."""
     return lambda batch: trainer(batch, teacher.look(batch))
 
 

@@ -5,9 +5,9 @@ the longest samples (memory) and one on a batch like any other (time), and the d
 and loaded as the finished one will be.
 """
 
+import contextlib
+import functools
 import json
-import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -26,10 +25,12 @@ from decode import formats, support
 from decode.drafts.base import FACTS, load_draft
 from decode.settings import UserError
 from decode.target import DTYPES, Target, check_path
-from train import batches, estimate, shards
+from train import batches, drafts, estimate, mixture
+from train.checkpoint import State
 from train.estimate import gigabytes
 from train.families import Trainee
-from train.loop import LoopSettings, train
+from train.loop import LoopSettings, Training, train
+from train.meter import peak_memory
 from train.shards import Row
 from train.tracking import NullTracker
 
@@ -70,27 +71,46 @@ def load_of(rows: Sequence[Row], s: LoopSettings, processes: int) -> estimate.Lo
     )
 
 
-def forecast(s: Any, processes: int, mixed: bool) -> tuple[Table, dict[str, float]]:
-    """The table of estimates for the settings of train/distill.py, and its sums; loads no weight."""
+def shapes(s: Any) -> tuple[estimate.Shape, estimate.DraftShape]:
+    """Of target and draft for the settings of train/distill.py, from their configs; loads no weight."""
     config = _config(s.target, "target", s.revision)
     text = config.get_text_config(decoder=True)
-    length = min(s.loop.max_length, support.context(text))
-    rows, _ = batches.fit(shards.read_shards(Path(s.data)), length)
-    load, size = load_of(rows, s.loop, processes), DTYPES[s.target_dtype].itemsize
     target = estimate.target_shape(config)
-    family = s.draft.family
-    if s.draft.init and family != "causal":
+    family, chosen, small = s.draft.family, s.draft, None
+    if family == "causal" and s.draft.init:
+        small = _config(s.draft.init, "draft")
+        small.get_text_config(decoder=True).vocab_size = target.vocab  # as it will be resized
+    elif family == "causal" and s.draft.scratch:
+        small = drafts.scratch_config(s.draft.scratch, text, target.vocab)
+    elif s.draft.init:
         fields = formats.read_config(s.draft.init)
         old = {"heads": fields.get("num_heads"), "head_layers": fields.get("num_hidden_layers")}
         old |= {"vocab": fields.get("draft_vocab_size"), "width": fields.get("hidden_size")}
         old["taps"] = list(fields.get("eagle_aux_hidden_state_layer_ids") or [])
-        draft_settings = replace(s.draft, **{k: v for k, v in old.items() if v is not None})
-    else:
-        draft_settings = s.draft
-    small = _config(s.draft.init, "draft") if family == "causal" and s.draft.init else None
-    draft = estimate.draft_shape(
-        draft_settings, text if small is None else text, target.vocab, small
-    )
+        chosen = replace(s.draft, **{k: v for k, v in old.items() if v is not None})
+    own = text if small is None else small
+    return target, estimate.draft_shape(chosen, own, target.vocab, small)
+
+
+def work_of(s: Any) -> Callable[[Sequence[Row]], float]:
+    """Operations of a step over some samples, without what is computed a second time to save memory."""
+    sizes = functools.cache(lambda: shapes(s))
+
+    def work(rows: Sequence[Row]) -> float:
+        target, draft = sizes()
+        load = load_of(rows, replace(s.loop, batch_size=len(rows)), 1)
+        return estimate.flops(target, draft, load, again=False, live=not s.features)
+
+    return work
+
+
+def forecast(s: Any, processes: int, mixed: bool) -> tuple[Table, dict[str, float]]:
+    """The table of estimates for the settings of train/distill.py, and its sums; loads no weight."""
+    text = _config(s.target, "target", s.revision).get_text_config(decoder=True)
+    rows, _ = mixture.load(s.data, min(s.loop.max_length, support.context(text)))
+    load, size = load_of(rows, s.loop, processes), DTYPES[s.target_dtype].itemsize
+    family = s.draft.family
+    target, draft = shapes(s)
     memory = estimate.memory(target, draft, load, size, mixed)
     disk = estimate.disk(target, draft, size, s.loop.keep)
     flops = estimate.flops(target, draft, load)
@@ -137,53 +157,35 @@ def try_export(
     return {**found, "draft_bytes": float(size)}
 
 
-def try_steps(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizers: Any,
-    objective: Any,
-    rows: Sequence[Row],
-    s: LoopSettings,
-    seed: int,
-) -> dict[str, float]:
-    """Two steps of the real loop: seconds and tokens of the second, and the most memory that was in use."""
-    long = sorted(rows, key=lambda row: (len(row["input_ids"]), batches.token_count([row])))
-    once = replace(s, steps=max(2, s.steps), log_every=1, eval_every=0)
-    if accelerator.device.type == "cuda":
+def try_steps(training: Training, rows: Sequence[Row], s: LoopSettings) -> dict[str, float]:
+    """Two steps of the real loop, the first on the longest of `rows`: seconds and tokens of the second, and memory."""
+    device = training.accelerator.device
+    sizes = [(len(row["input_ids"]), batches.token_count([row]), i) for i, row in enumerate(rows)]
+    long = [rows[i] for *_, i in sorted(sizes)[-s.batch_size :]]
+    once = replace(s, steps=max(2, s.steps), log_every=1, eval_every=0, keep_best=False)
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
-        for step, chosen in enumerate((long[-s.batch_size :], rows)):
-            watch = Watch()
-            try:
+        for step, choose in enumerate((lambda _: long, training.choose)):
+            watch, state = Watch(), State("", step)
+            with contextlib.suppress(_Enough):
                 train(
-                    accelerator,
-                    model,
-                    optimizers,
-                    objective,
-                    chosen,
+                    replace(training, choose=choose),
                     once,
+                    state,
                     Path(folder),
-                    seed,
-                    step,
                     watch,
                     dict,
                     Progress(disable=True),
                 )
-            except _Enough:
-                pass
-            except torch.OutOfMemoryError as error:
-                raise UserError(
-                    f"out of memory in a step with loop.micro_batch {s.micro_batch} and loop.max_length "
-                    f"{s.max_length}: lower the first (same result) or the second"
-                ) from error
-    batch = [rows[i] for i in batches.step_indices(len(rows), s.batch_size, seed, 1)]
+    batch = training.choose(1)
     return {
         "seconds": watch.seconds,
         "loss": watch.values["train/loss"],
         "tokens_per_second": sum(len(row["input_ids"]) for row in batch) / watch.seconds,
         "learned_per_second": batches.token_count(batch) / watch.seconds,
         "hours": watch.seconds * s.steps / 3600,
-        "peak_bytes": float(_peak(accelerator.device)),
+        "peak_bytes": float(peak_memory(device)),
     }
 
 
@@ -204,13 +206,6 @@ def report(console: Console, found: dict[str, float], steps: int, cuda: bool) ->
     table.add_row(f"{steps:,} steps at that rate", f"{found['hours']:,.2f} h")
     console.print(table)
     console.print("Measurements and checkpoints come on top. Nothing was kept.")
-
-
-def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024  # macOS counts bytes
 
 
 def _config(name: str, what: str, revision: str | None = None) -> Any:

@@ -1,18 +1,23 @@
 """The sampled set on disk: what the target answered, as token ids, and how it was asked.
 
 `<folder>/shards/*.parquet` hold the rows, `<folder>/manifest.json` tells how they were made. A file
-is there whole or not at all, so sampling can be killed at any moment and goes on by the ids.
+is there whole or not at all, so sampling can be killed at any moment and goes on by the ids. Rows stay
+on disk until they are asked for, so a set may be larger than memory.
 """
 
 import dataclasses
+import functools
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast, overload
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from decode.settings import UserError
@@ -28,6 +33,9 @@ SCHEMA = pa.schema(
     ]
 )
 
+GROUP = 64  # rows that are read together: one of them costs no more than these
+FILES, GROUPS = 64, 16  # kept open, and kept in memory
+
 
 class Row(TypedDict):
     """One answered prompt. `loss_spans` are [start, end) of the tokens in input_ids to learn."""
@@ -40,9 +48,78 @@ class Row(TypedDict):
     finish_reason: str
 
 
+class Samples(Sequence[Row]):
+    """The rows of a set, shards in name order, read from disk one group of rows at a time.
+
+    What is held is a few bytes a group and the groups read last. `read_shards` says what is refused.
+    """
+
+    def __init__(self, folder: Path):
+        self.paths = _shard_paths(folder)
+        self._file = functools.lru_cache(FILES)(_open)
+        self._group = functools.lru_cache(GROUPS)(self._read_group)
+        places: list[tuple[int, int]] = []  # (shard, group in it) of each group
+        counts, ids = [0], []
+        for number, path in enumerate(self.paths):
+            for group in range(self._file(path).num_row_groups):
+                batch = self._read_group(number, group)
+                for row in _rows(batch):
+                    _check_spans(row, path)
+                if batch.num_rows > 0:
+                    places.append((number, group))
+                    counts.append(batch.num_rows)
+                    ids.append(batch.column("id"))
+        _refuse_repeats(pa.chunked_array(ids, pa.string()), folder)
+        self.places = np.array(places, dtype=np.int32).reshape(-1, 2)
+        self.start = np.cumsum(counts)  # rows before each group, and in all
+
+    def __len__(self) -> int:
+        return int(self.start[-1])
+
+    def __iter__(self) -> Iterator[Row]:
+        for number, group in self.places.tolist():
+            yield from _rows(self._read_group(number, group))
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]  # counts from the end, and refuses what is outside
+        at = int(np.searchsorted(self.start, index, side="right")) - 1
+        batch = self._group(*self.places[at].tolist())
+        return _rows(batch.slice(index - int(self.start[at]), 1))[0]
+
+    def _read_group(self, number: int, group: int) -> pa.RecordBatch:
+        path = self.paths[number]
+        return _read(self._file(path), path, group, SCHEMA.names)
+
+
+class Picked(Sequence[Row]):
+    """The rows of those `numbers`, in that order, each passed through `change` when it is read."""
+
+    def __init__(self, rows: Sequence[Row], numbers: Sequence[int], change: Callable[[Row], Row]):
+        self.rows, self.change = rows, change
+        self.numbers = np.asarray(numbers, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return self.change(self.rows[int(self.numbers[index])])
+
+
 @dataclass
 class Manifest:
-    """How a sampled set was made. `counts` holds asked, answered and failed prompts."""
+    """How a sampled set was made. `counts`: asked = answered + failed + answers_too_short."""
 
     target: str
     revision: str | None
@@ -65,24 +142,24 @@ def write_shard(folder: Path, rows: list[Row], name: str) -> Path:
         raise FileExistsError(f"{path} holds samples: writing over it would lose them")
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, write_page_checksum=True)
+    pq.write_table(table, sink, row_group_size=GROUP, write_page_checksum=True)
     write_atomically(path, sink.getvalue().to_pybytes())
     return path
 
 
-def read_shards(folder: Path) -> list[Row]:
-    """Every row of the set, shards in name order.
+def add_shard(folder: Path, rows: list[Row]) -> Path:
+    """A shard named by its ids: processes and attempts cannot collide."""
+    digest = hashlib.sha256(" ".join(row["id"] for row in rows).encode()).hexdigest()[:16]
+    return write_shard(folder, rows, digest)
+
+
+def read_shards(folder: Path) -> Samples:
+    """Every row of the set, shards in name order; all of it is read once, to be sure of it.
 
     Raises UserError, naming the file, for an empty set, a damaged shard, missing columns, spans
     outside their tokens, or an id that occurs twice.
     """
-    rows: list[Row] = []
-    for path in _shard_paths(folder):
-        found = _rows(_read(path, SCHEMA.names))
-        for row in found:
-            _check_spans(row, path)
-        rows += found
-    _refuse_repeats([row["id"] for row in rows], folder)
+    rows = Samples(folder)
     if len(rows) == 0:
         raise UserError(
             f"no samples in {folder / 'shards'}: run train/sample.py with this folder first"
@@ -90,11 +167,25 @@ def read_shards(folder: Path) -> list[Row]:
     return rows
 
 
+def learned_of(folder: Path) -> dict[str, bool]:
+    """{id: whether the row has anything to learn} of every row, none of which needs further sampling.
+
+    Raises UserError for a damaged shard or a repeated id.
+    """
+    found: dict[str, bool] = {}
+    ids = []
+    for path in _shard_paths(folder):
+        batch = _read(_open(path), path, None, ["id", "loss_spans"])
+        ids.append(batch.column("id"))
+        spans = pc.list_value_length(batch.column("loss_spans"))
+        found |= zip(batch.column("id").to_pylist(), pc.greater(spans, 0).to_pylist(), strict=True)
+    _refuse_repeats(pa.chunked_array(ids, pa.string()), folder)
+    return found
+
+
 def done_ids(folder: Path) -> set[str]:
-    """Ids that need no further sampling. Raises UserError for a damaged shard or a repeated id."""
-    ids = [name for path in _shard_paths(folder) for name in _read(path, ["id"])["id"].to_pylist()]
-    _refuse_repeats(ids, folder)
-    return set(ids)
+    """Ids that need no further sampling; raises what `learned_of` does."""
+    return set(learned_of(folder))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -139,39 +230,60 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
+def sweep(folder: Path) -> None:
+    """Deletes the shards below `folder` that a kill left half written. For one process, before any writes."""
+    for left in folder.rglob("shards/*.tmp"):
+        left.unlink()
+
+
 def _shard_paths(folder: Path) -> list[Path]:
     return sorted((folder / "shards").glob("*.parquet"))
 
 
-def _read(path: Path, columns: list[str]) -> pa.Table:
-    """The columns, in our types, with checksums verified."""
+def _open(path: Path) -> pq.ParquetFile:
+    """The shard, with checksums verified as it is read."""
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            missing = [name for name in columns if name not in file.schema_arrow.names]
-            if len(missing) > 0:
-                raise UserError(
-                    f"shard {path} has no column {', '.join(missing)}: it is no sampled shard of "
-                    "this version; move it away and run train/sample.py again"
-                )
-            table = file.read(columns=columns).select(columns)
-            return table.cast(pa.schema([SCHEMA.field(name) for name in columns]))
+        file = pq.ParquetFile(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+    missing = [name for name in SCHEMA.names if name not in file.schema_arrow.names]
+    if len(missing) > 0:
         raise UserError(
-            f"shard {path} cannot be read ({str(error).strip().splitlines()[0]:.80}): delete it "
-            "and run train/sample.py again, which only re-does the prompts that were in it"
-        ) from error
+            f"shard {path} has no column {', '.join(missing)}: it is no sampled shard of "
+            "this version; move it away and run train/sample.py again"
+        )
+    return file
 
 
-def _rows(table: pa.Table) -> list[Row]:
+def _read(
+    file: pq.ParquetFile, path: Path, group: int | None, columns: list[str]
+) -> pa.RecordBatch:
+    """The columns of one group of rows, or of all (None), in our types and in one piece."""
+    schema = pa.schema([SCHEMA.field(name) for name in columns])
+    try:
+        table = file.read(columns) if group is None else file.read_row_group(group, columns)
+        batches = table.select(columns).cast(schema).combine_chunks().to_batches()
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema)
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"shard {path} cannot be read ({str(error).strip().splitlines()[0]:.80}): delete it "
+        "and run train/sample.py again, which only re-does the prompts that were in it"
+    )
+
+
+def _rows(batch: pa.RecordBatch) -> list[Row]:
     """Rows whose token ids are views: a Python int each would take ten times the memory."""
-    rows: list[Row] = []
-    for batch in table.to_batches():
-        ids = batch.column("input_ids")
-        values, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
-        others = batch.drop_columns(["input_ids"]).to_pylist()
-        for other, start, end in zip(others, offsets, offsets[1:], strict=False):
-            rows.append(cast(Row, {**other, "input_ids": values[start:end]}))
-    return rows
+    ids = batch.column("input_ids")
+    values, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
+    others = batch.drop_columns(["input_ids"]).to_pylist()
+    return [
+        cast(Row, {**other, "input_ids": values[start:end]})
+        for other, start, end in zip(others, offsets, offsets[1:], strict=False)
+    ]
 
 
 def _check_spans(row: Row, path: Path) -> None:
@@ -184,12 +296,12 @@ def _check_spans(row: Row, path: Path) -> None:
             )
 
 
-def _refuse_repeats(ids: list[str], folder: Path) -> None:
-    seen: set[str] = set()
-    for name in ids:
-        if name in seen:
-            raise UserError(
-                f"id {name} occurs twice in {folder / 'shards'}: delete one of the shards that "
-                "hold it and run train/sample.py again"
-            )
-        seen.add(name)
+def _refuse_repeats(ids: pa.ChunkedArray, folder: Path) -> None:
+    if pc.count_distinct(ids).as_py() == len(ids):
+        return
+    counts = pc.value_counts(ids)
+    twice = counts.filter(pc.greater(counts.field("counts"), 1))[0]["values"]
+    raise UserError(
+        f"id {twice} occurs twice in {folder / 'shards'}: delete one of the shards that "
+        "hold it and run train/sample.py again"
+    )

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from decode import published
 from decode.cache import Nodes, Slots
 from decode.sampling import Choose, Sampling
 from decode.settings import UserError
@@ -112,9 +114,10 @@ def load_draft(
     dtype: str = "float32",
     shape: Shape = None,
 ) -> Draft:
-    """The draft saved in `path` (folder or hub name), on `device` (None: the target's), drafting in `shape`.
+    """The draft in `path` (folder or hub name), on `device` (None: the target's), drafting in `shape`.
 
-    UserError if its tokenizer is not the target's.
+    Any that is saved here, and published ones in the layouts of decode/published.py. UserError if its tokenizer is
+    not the target's; a warning where heads do not say which theirs is.
     """
     from decode.drafts import causal, eagle, medusa  # families import this module
     from decode.drafts.elsewhere import ElsewhereDraft
@@ -125,7 +128,7 @@ def load_draft(
         "eagle1": eagle.load,
         "eagle3": eagle.load,
     }
-    family = read_facts(path).get("family", "causal")
+    family = family_of(path)
     if family not in families:
         raise UserError(f"draft {path!r} is of family {family!r}; known: {', '.join(families)}")
     home = target.decoder.device
@@ -146,6 +149,15 @@ def pick_draft(name: str, target: Target, dtype: str = "float32") -> Draft | Non
     if name == "none":
         return None
     return NgramDraft() if name == "ngram" else load_draft(name, target, dtype=dtype)
+
+
+def family_of(path: str) -> str:
+    """The family of a draft: as draftsmith.json says, else as its tensors tell."""
+    folder = published.local(path)
+    family = read_facts(folder).get("family")
+    if family is None and (Path(folder) / "config.json").is_file():
+        return published.family_of(published.names_of(folder))
+    return family or "causal"  # whose loader says what is missing
 
 
 def read_facts(path: str) -> dict[str, Any]:
@@ -171,8 +183,15 @@ def draft_sha256(path: str) -> str | None:
 
 
 def check_target(path: str, target: Target) -> None:
-    """UserError for heads that were trained on a target with another tokenizer."""
+    """UserError for heads that were trained on a target with another tokenizer; a warning if they do not say."""
     facts = read_facts(path)
+    if not facts:
+        warnings.warn(
+            f"draft {path!r} was not made here: it names no tokenizer to compare with that of {target.name!r}, only "
+            "the sizes of the vocabularies are compared",
+            stacklevel=2,
+        )
+        return
     if "tokenizer_hash" not in facts:
         raise UserError(
             f"{path}/{FACTS} names no tokenizer_hash: train the draft again or restore the file"

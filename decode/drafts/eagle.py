@@ -7,7 +7,7 @@ committed anew, from the target's. EAGLE-2 is EAGLE-1 or -3 with a DynamicTree.
 
 import torch
 
-from decode import formats
+from decode import formats, published
 from decode.attention import attention, over
 from decode.cache import Nodes, Slots, Store
 from decode.drafts.base import Draft, Proposal, Request, check_target, read_facts
@@ -123,24 +123,42 @@ class EagleDraft(Draft):
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
-    """A head from config.json and model.safetensors. UserError if it is not this target's, or not whole."""
+    """A head from a folder or from the Hub. UserError if it is not this target's, or not whole."""
+    path = published.local(path)
     check_target(path, target)
-    config = formats.read_config(path)
+    found = published.read(path)
+    config, tensors = found.config, dict(found.tensors)
+    facts = read_facts(path)
+    formats.expect_family(path, found.family, facts.get("family", found.family))
     hidden = target.decoder.config.hidden_size
     formats.expect(path, config, {"vocab_size": target.decoder.vocab_size})
-    family = read_facts(path)["family"]
+    own = "embed_tokens.weight"
+    if own in tensors and _same(tensors[own], target.decoder.model.get_input_embeddings().weight):
+        tensors.pop(own)  # a copy of the target's, which other trainers save along
     net: EagleNet
-    if family == "eagle1":
+    if found.family == "eagle1":
         formats.expect(path, config, {"hidden_size": hidden})
-        net = Eagle1(llama_config(config), head_of(target.decoder.model, device, DTYPES[dtype]))
+        head = head_of(target.decoder.model, device, DTYPES[dtype])
+        tensors.setdefault("fc.bias", torch.zeros(hidden))
+        net = Eagle1(llama_config(config), head, own in tensors)
     else:
         formats.expect(path, config, {"target_hidden_size": hidden})
         for flag in formats.NORM_FLAGS:
-            if config.get(flag):  # it adds no tensor, so nothing else would tell
+            if (
+                config[flag] and facts
+            ):  # of those trained here none is; most add no tensor that would tell
                 raise UserError(
-                    f"draft {path!r} has {flag} true: heads with that are not known here"
+                    f"draft {path!r} has {flag} true, and was trained here without: get it anew"
                 )
         taps = Taps(formats.tapped_layers(config, target.decoder.config.num_hidden_layers))
-        net = Eagle3(llama_config(config), taps, formats.draft_ids(path, config))
-    formats.fill(net, path)
-    return EagleDraft(net.to(device, DTYPES[dtype]), target, family)
+        ids = formats.draft_ids(path, config, tensors)
+        if ids is None and "lm_head.weight" not in tensors:  # then it is the target's
+            tensors["lm_head.weight"] = target.decoder.model.get_output_embeddings().weight.detach()
+        net = Eagle3(llama_config(config), taps, ids, own in tensors)
+    formats.fill(net, path, tensors)
+    return EagleDraft(net.to(device, DTYPES[dtype]), target, found.family)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two matrices hold equal values, in whatever dtype."""
+    return a.shape == b.shape and torch.equal(a.float(), b.detach().cpu().float())

@@ -80,11 +80,15 @@ class Mlp(nn.Module):
 
 
 class Layer3(nn.Module):
-    """EAGLE-3's layer: attention reads [norm(e); norm(state)], the residual carries the bare state."""
+    """EAGLE-3's layer: attention reads [norm(e); norm(state)], the residual carries the bare state.
+
+    With `norm_before_residual` it carries norm(state), as speculators trains it.
+    """
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
+        self.normed_residual: bool = config.to_dict().get("norm_before_residual") or False
         self.input_layernorm = nn.RMSNorm(width, eps)
         self.hidden_norm = nn.RMSNorm(width, eps)
         self.self_attn = Attention(config, 2 * width)
@@ -94,7 +98,8 @@ class Layer3(nn.Module):
     def forward(
         self, state: torch.Tensor, embeds: torch.Tensor, rotary: Rotary, attend: Attend
     ) -> torch.Tensor:
-        state = state + self.self_attn(self._both(state, embeds), rotary, attend)
+        carried = self.hidden_norm(state) if self.normed_residual else state
+        state = carried + self.self_attn(self._both(state, embeds), rotary, attend)
         return state + self.mlp(self.post_attention_layernorm(state))
 
     def keys(
@@ -110,21 +115,39 @@ class Eagle3(nn.Module):
     """Three tapped states fused by `fc`, one layer, and a head of its own over `ids` of the target's vocabulary.
 
     `ids` [Vd] is None for the whole vocabulary; saved as the offsets d2t. A net narrower than its target has an
-    embedding of its own, else it reads the target's.
+    embedding of its own, else it reads the target's unless `own_embedding`. What published drafts do besides is
+    said by four flags of their config, all false in ours: `norm_before_residual` (Layer3), `norm_before_fc` (the tapped
+    states are normed together), `fc_norm` (each is), `norm_output` (what goes on to the next step is normed).
     """
 
-    def __init__(self, config: LlamaConfig, taps: Taps, ids: torch.Tensor | None):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        taps: Taps,
+        ids: torch.Tensor | None,
+        own_embedding: bool = False,
+    ):
         super().__init__()
+        flags = config.to_dict()
         self.config, self.taps = config, taps
         width, target_width = config.hidden_size, config.target_hidden_size
         size = config.vocab_size if ids is None else len(ids)
-        self.fc = nn.Linear(len(taps.layers) * target_width, width, bias=False)
+        tapped, eps = len(taps.layers), config.rms_norm_eps
+        self.fc = nn.Linear(tapped * target_width, width, bias=False)
+        self.input_norm = (
+            nn.RMSNorm(tapped * target_width, eps) if flags.get("norm_before_fc") else None
+        )
+        self.fc_norm = (
+            nn.ModuleList(nn.RMSNorm(target_width, eps) for _ in range(tapped))
+            if flags.get("fc_norm")
+            else None
+        )
+        self.normed_output: bool = flags.get("norm_output") or False
         self.layers = nn.ModuleList([Layer3(config)])
         self.norm = nn.RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, size, bias=False)
-        self.embed_tokens = (
-            None if width == target_width else nn.Embedding(config.vocab_size, width)
-        )
+        own_embedding = own_embedding or width != target_width
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if own_embedding else None
         self.rotary = Rope(config)
         self.ids: torch.Tensor | None
         self.register_buffer("ids", ids, persistent=False)
@@ -142,13 +165,21 @@ class Eagle3(nn.Module):
 
     def start(self, features: torch.Tensor) -> torch.Tensor:
         """[..., h] from tapped states [..., 3H]: the state that a true feature stands for."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            pieces = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat(
+                [norm(piece) for norm, piece in zip(self.fc_norm, pieces, strict=True)], -1
+            )
         return self.fc(features)
 
     def step(
         self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """States and embeddings [B, T, h] at `position` [B, T] -> the next states, before the norm."""
-        return self.layer(state, embeds, self.rotary(state, position), attend)
+        """States and embeddings [B, T, h] at `position` [B, T] -> the next states, before the norm or after it."""
+        state = self.layer(state, embeds, self.rotary(state, position), attend)
+        return self.norm(state) if self.normed_output else state
 
     def keys(
         self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor
@@ -158,7 +189,7 @@ class Eagle3(nn.Module):
 
     def outcome(self, state: torch.Tensor) -> torch.Tensor:
         """[..., h]: what the head projects."""
-        return self.norm(state)
+        return state if self.normed_output else self.norm(state)
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
         """[..., Vd] from a state that `step` gave."""
@@ -185,12 +216,17 @@ class Layer1(nn.Module):
 class Eagle1(nn.Module):
     """[e; f] through `fc` and one layer gives the next feature, which the target's own head turns into logits.
 
-    `head` is that of the target, frozen and not part of this net.
+    `head` is that of the target, frozen and not part of this net; so is the embedding, unless `own_embedding`.
     """
 
     ids: None = None
 
-    def __init__(self, config: LlamaConfig, head: Callable[[torch.Tensor], torch.Tensor]):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        head: Callable[[torch.Tensor], torch.Tensor],
+        own_embedding: bool = False,
+    ):
         super().__init__()
         width = config.hidden_size
         self.config, self.taps, self.head = config, Taps(final=True), head
@@ -198,6 +234,7 @@ class Eagle1(nn.Module):
         self.fc = nn.Linear(2 * width, width)
         nn.init.zeros_(self.fc.bias).requires_grad_(False)
         self.layers = nn.ModuleList([Layer1(config)])
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if own_embedding else None
         self.rotary = Rope(config)
 
     @property
@@ -207,7 +244,9 @@ class Eagle1(nn.Module):
 
     def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[..., H] of token ids; `weight` is the target's embedding."""
-        return F.embedding(tokens, weight)
+        return F.embedding(
+            tokens, weight if self.embed_tokens is None else self.embed_tokens.weight
+        )
 
     def start(self, features: torch.Tensor) -> torch.Tensor:
         """The features [..., H] themselves."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from decode import formats
+from decode import formats, published
 from decode.cache import Nodes
 from decode.drafts.base import Draft, Proposal, Request, check_target
 from decode.drafts.grow import grow, levels, prepare, reach
@@ -19,9 +19,9 @@ from decode.target import DTYPES, Target
 class Block(nn.Module):
     """h + SiLU(W h + b), `layers` times over. Starts as the identity: W and b are zero."""
 
-    def __init__(self, width: int, layers: int):
+    def __init__(self, width: int, layers: int, bias: bool = True):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias) for _ in range(layers))
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
@@ -34,7 +34,8 @@ class Block(nn.Module):
 class MedusaNet(nn.Module):
     """K heads. Head j (from 0) reads the final state at t and gives the law of token t + 2 + j.
 
-    Parameters are named as vLLM (up to 0.32) names them.
+    Parameters are named as vLLM (up to 0.32) names them. With `original_lm_head` in config.json all heads project by
+    one matrix, the target's own.
     """
 
     def __init__(self, config: dict[str, Any]):
@@ -42,8 +43,10 @@ class MedusaNet(nn.Module):
         width, vocab, heads = config["hidden_size"], config["vocab_size"], config["num_heads"]
         self.config = config
         self.taps = Taps(final=True)
-        self.blocks = nn.ModuleList(Block(width, config["num_hidden_layers"]) for _ in range(heads))
-        self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False) for _ in range(heads))
+        layers, bias = config["num_hidden_layers"], config["medusa_fc_bias"]
+        self.blocks = nn.ModuleList(Block(width, layers, bias) for _ in range(heads))
+        matrices = 1 if config["original_lm_head"] else heads
+        self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False) for _ in range(matrices))
 
     def states(self, features: torch.Tensor, head: int) -> torch.Tensor:
         """[..., H] from final states [..., H]: what that head projects to the vocabulary."""
@@ -51,7 +54,7 @@ class MedusaNet(nn.Module):
 
     def logits(self, features: torch.Tensor, head: int) -> torch.Tensor:
         """[..., V] from final states [..., H]."""
-        return self.lm_heads[head](self.states(features, head))
+        return self.lm_heads[head % len(self.lm_heads)](self.states(features, head))
 
 
 class MedusaDraft(Draft):
@@ -107,14 +110,18 @@ class MedusaDraft(Draft):
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> MedusaDraft:
-    """Heads from config.json and model.safetensors. UserError if they are not this target's, or not whole."""
+    """Heads from a folder or from the Hub. UserError if they are not this target's, or not whole."""
+    path = published.local(path)
     check_target(path, target)
-    config = formats.read_config(path)
-    formats.expect(
-        path,
-        config,
-        {"hidden_size": target.decoder.config.hidden_size, "vocab_size": target.decoder.vocab_size},
-    )
+    found = published.read(path)
+    formats.expect_family(path, found.family, "medusa")
+    config, tensors = found.config, found.tensors
+    head = target.decoder.model.get_output_embeddings().weight.detach()
+    if config["original_lm_head"] and "lm_heads.0.weight" not in tensors:
+        tensors = tensors | {"lm_heads.0.weight": head}
+        config = config | {"vocab_size": head.shape[0]}
+    hidden = target.decoder.config.hidden_size
+    formats.expect(path, config, {"hidden_size": hidden, "vocab_size": target.decoder.vocab_size})
     net = MedusaNet(config)
-    formats.fill(net, path)
+    formats.fill(net, path, tensors)
     return MedusaDraft(net.to(device, DTYPES[dtype]), target)

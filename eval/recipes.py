@@ -1,0 +1,211 @@
+"""assets/tasks/*.yaml: how the rows of a data set become prompts; and the readers of the files that hold rows."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from decode.settings import UserError
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+BUNDLED = ASSETS / "prompts"
+RECIPES = ASSETS / "tasks"
+ENVIRONMENT = ImmutableSandboxedEnvironment(
+    undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
+)
+SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
+
+
+@dataclass
+class Recipe:
+    """How one data set is read. `prompt`, `reference` and `prefix` are Jinja templates over a row's fields; `id`,
+    `turns` and `domain_from` are Jinja expressions."""
+
+    name: str
+    version: int
+    about: str = ""
+    """What the set is and whose."""
+    bundled: str = ""
+    """File below assets/prompts."""
+    hub: str = ""
+    """Hugging Face data set, read when there is no local file."""
+    config: str | None = None
+    split: str = "test"
+    revision: str | None = None
+    id: str = "id"
+    prompt: str = "{{ prompt }}"
+    chat_prompt: str = ""
+    """The prompt for a target with a chat template; empty: the same."""
+    turns: str = ""
+    """What the user says, one after the other; empty: the prompt is all."""
+    domain: str = ""
+    domain_from: str = ""
+    """The domain of each row, where rows differ."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer, besides EOS and the run's max_new_tokens, of a target without a chat template: a chat
+    model ends its turns itself."""
+    metric: str = ""
+    """number (the last one of an answer), rouge-l, code (does it pass its tests), or none."""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """{domain: metric} where rows differ."""
+    reference: str = ""
+    prefix: str = ""
+
+    def metric_for(self, domain: str) -> str:
+        return self.metrics.get(domain, self.metric)
+
+    def file(self, task: str, path: str) -> Path:
+        """Where the rows are on disk; UserError when there is no such file."""
+        found = Path(path) if path else BUNDLED / self.bundled
+        if not found.is_file():
+            raise UserError(f"task {task!r}: no file {found}: correct its path")
+        return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row, and where it stands, for messages."""
+
+    fields: dict[str, Any]
+    where: str
+
+
+OWN = Recipe("own", 1, prompt="", turns="turns", domain_from="domain")
+"""Files without a recipe."""
+
+
+@cache
+def recipes() -> dict[str, Recipe]:
+    """{name: recipe} of every file in assets/tasks. UserError names the file that is wrong."""
+    known = {f.name for f in fields(Recipe)}
+    found = {}
+    for file in sorted(RECIPES.glob("*.yaml")):
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or not set(values) <= known or "version" not in values:
+            unknown = ", ".join(sorted(set(values or {}) - known)) or "no version"
+            raise UserError(f"{file}: {unknown}; fields are {', '.join(sorted(known))}")
+        found[file.stem] = Recipe(name=file.stem, **values)
+    return found
+
+
+def recipe_of(kind: str) -> Recipe:
+    """The recipe of that name, OWN if there is none."""
+    return recipes().get(kind, OWN)
+
+
+def value_of(expression: str, row: Row) -> Any:
+    """What a Jinja expression over the row's fields gives; None for a field that is not there."""
+    if not expression:
+        return None
+    try:
+        return ENVIRONMENT.compile_expression(expression)(**row.fields)
+    except jinja2.TemplateError:  # StrictUndefined inside an expression
+        return None
+
+
+def render(template: str, row: Row) -> str:
+    """The template filled in. UserError for a field that the row does not have."""
+    try:
+        return ENVIRONMENT.from_string(template).render(**row.fields)
+    except jinja2.TemplateError as error:
+        raise UserError(f"{row.where}: {error}: is it a file of this task?") from error
+
+
+def domain_of(recipe: Recipe, row: Row) -> str:
+    """The row's domain, the recipe's where the row has none, else empty."""
+    own = value_of(recipe.domain_from, row)
+    return str(own) if own else recipe.domain
+
+
+def rows_of(task: str, path: str, recipe: Recipe, limit: int) -> list[Row]:
+    """The first `limit` rows (0: all) of the task's file, or of the recipe's Hub data set. UserError for none."""
+    if not path and not recipe.bundled:
+        if not recipe.hub:
+            known = ", ".join(sorted(recipes()))
+            raise UserError(f"task {task!r} needs a path; known without one: {known}")
+        rows = _hub(task, recipe)
+    else:
+        rows = _file(recipe.file(task, path))
+    taken: list[Row] = []
+    for row in rows:
+        if limit and len(taken) == limit:
+            break
+        taken.append(row)
+    if len(taken) == 0:
+        raise UserError(f"{path or recipe.name} holds no prompts")
+    return taken
+
+
+def _file(path: Path) -> Iterator[Row]:
+    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if kind == ".parquet":
+        import pyarrow.parquet
+
+        for number, values in enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1):
+            yield Row(values, f"{path}, row {number}")
+        return
+    if kind not in SUFFIXES:
+        raise UserError(f"{path}: a task's file ends in {', '.join(SUFFIXES)}, or .gz behind it")
+    text = _text(path)
+    if kind == ".jsonl":
+        for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): U+2028
+            if line.strip():
+                yield Row(_object(line, f"{path}:{number}"), f"{path}:{number}")
+    elif kind == ".txt":
+        paragraphs = [part.strip("\n") for part in text.split("\n\n") if part.strip()]
+        for number, part in enumerate(paragraphs, 1):
+            yield Row({"prompt": part}, f"{path}, paragraph {number}")
+    else:
+        yield from _json_list(path, text)
+
+
+def _text(path: Path) -> str:
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return raw.decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _json_list(path: Path, text: str) -> Iterator[Row]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON") from error
+    if not isinstance(values, list) or not all(isinstance(row, dict) for row in values):
+        raise UserError(f"{path} is not a list of JSON objects")
+    for number, row in enumerate(values, 1):
+        yield Row(row, f"{path}, row {number}")
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not valid JSON") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is not a JSON object")
+    return row
+
+
+def _hub(task: str, recipe: Recipe) -> Iterator[Row]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(
+            recipe.hub, recipe.config, split=recipe.split, revision=recipe.revision
+        )
+    except Exception as error:  # datasets and the Hub raise many kinds
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"task {task!r}: no data set {recipe.hub!r} from the Hub ({reason}): give its file as `path`"
+        ) from error
+    for number, values in enumerate(rows):
+        yield Row(dict(values), f"{recipe.hub}, row {number}")

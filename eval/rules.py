@@ -1,0 +1,254 @@
+"""The decision: whether to switch speculation on, by what was measured and by rules of thumb beside it.
+
+The rules are those that guides to production repeat: switch on below 50 % GPU use for replies above 100 tokens with a
+draft that fits, batch instead above 80 % or when memory is short; aim for 60 % acceptance, below 50 % it may harm; a
+draft of 1/50 to 1/10 of the target. A measured speed-up overrules them: it already contains what they guess at.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from eval import roofline
+from eval.wording import NONE, Entry, Report, number, percent, size, with_interval
+
+IDLE, BUSY = 0.5, 0.8
+LONG_REPLY = 100
+AIM, HARM = 0.6, 0.5
+SMALLEST, LARGEST = 1 / 50, 1 / 10
+
+Thumb = Literal["on", "batch", "between", "missing"]
+Seen = Literal["on", "off", "unclear", "missing"]
+Verdict = Literal["on", "off", "batch", "measure"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the decision rests on; None where it was not measured or not said."""
+
+    speedup: float | None
+    ci: tuple[float, float] | None
+    utilisation: float | None
+    """Share of time that the GPU was busy during plain decoding, 0 to 1."""
+    reply: float | None
+    """Tokens of a reply, on average."""
+    needed: float | None
+    """Bytes of both models and their caches at the planned load."""
+    available: float | None
+    """Bytes of memory."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the draft fits beside the target."""
+        if self.needed is None or self.available is None:
+            return None
+        return self.needed <= self.available
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of thumb beside the measured value."""
+
+    name: str
+    wants: str
+    value: str
+    holds: str
+    """yes, no, missing, or – where it does not apply."""
+
+
+def thumb(facts: Facts) -> Thumb:
+    """The rule of thumb alone."""
+    if facts.fits is False or (facts.utilisation is not None and facts.utilisation > BUSY):
+        return "batch"
+    if None in (facts.utilisation, facts.reply, facts.fits):
+        return "missing"
+    idle = facts.utilisation is not None and facts.utilisation < IDLE
+    long = facts.reply is not None and facts.reply > LONG_REPLY
+    return "on" if idle and long else "between"
+
+
+def seen(ci: tuple[float, float] | None) -> Seen:
+    """The measurement alone: the interval of the speed-up lies above 1, below 1, or around it."""
+    if ci is None:
+        return "missing"
+    return "on" if ci[0] > 1 else "off" if ci[1] < 1 else "unclear"
+
+
+def decide(facts: Facts) -> tuple[Verdict, list[str]]:
+    """The verdict and why. Memory that does not suffice decides alone, then the measurement, then the rule."""
+    by_rule, by_measurement = thumb(facts), seen(facts.ci)
+    value = with_interval(facts.speedup, facts.ci, 2, "×")
+    if facts.fits is False:
+        short = f"{size(facts.needed or 0)} are needed and {size(facts.available or 0)} are there"
+        return "batch", [f"Both models and their caches do not fit: {short}."]
+    if by_measurement in ("on", "off"):
+        reasons = [f"Measured: {value} the speed of plain decoding."]
+        against = {"on": ("batch", "between"), "off": ("on",)}[by_measurement]
+        if by_rule in against:
+            use, reply = percent(facts.utilisation), number(facts.reply, 0)
+            reasons.append(
+                f"The rule of thumb says {SAYS[by_rule]} (GPU use {use}, {reply} tokens a reply); the measurement "
+                "contradicts it and wins."
+            )
+        return ("on" if by_measurement == "on" else "off"), reasons
+    why = (
+        f"The measured {value} may be above or below 1: more prompts would tell."
+        if by_measurement == "unclear"
+        else "No interval of the speed-up was measured."
+    )
+    if by_rule == "missing":
+        lacking = [name for name, x in _asked(facts).items() if x is None]
+        return "measure", [why, f"The rule of thumb lacks {', '.join(lacking)}."]
+    if by_rule == "between":
+        return "measure", [why, "The rule of thumb does not decide here either."]
+    return by_rule, [why, f"The rule of thumb says {SAYS[by_rule]}."]
+
+
+SAYS = {"on": "to switch it on", "batch": "to batch instead", "between": "neither on nor off"}
+
+
+def facts_of(
+    report: Report, entry: Entry, memory: float | None, rows: int | None, length: int | None
+) -> Facts:
+    """The facts about one entry; memory by the data sheet where the GPU is a known one."""
+    known = roofline.GPUS.get(report["hardware"].get("device"))
+    parts = memory_of(report, entry, rows, length)
+    return Facts(
+        speedup=entry["speedup"],
+        ci=None
+        if entry["speedup_ci"] is None
+        else (entry["speedup_ci"][0], entry["speedup_ci"][1]),
+        utilisation=utilisation(report),
+        reply=reply_tokens(entry),
+        needed=None if parts is None else sum(parts.values()),
+        available=memory if memory is not None or known is None else known.memory,
+    )
+
+
+def utilisation(report: Report) -> float | None:
+    """Share of time that the GPU was busy during plain decoding, 0 to 1; None where it was not measured."""
+    value = report.get("gpu_utilisation")
+    return None if value is None else value / 100
+
+
+def reply_tokens(entry: Entry) -> float | None:
+    """Mean tokens of a reply; None where most were cut at the run's limit, unless even so they are long."""
+    mean = mean_reply(entry)
+    finish = entry.get("finish") or {}
+    cut = finish.get("length", 0) > sum(finish.values()) / 2 or "finish" not in entry
+    return None if mean is None or (cut and mean <= LONG_REPLY) else mean
+
+
+def mean_reply(entry: Entry) -> float | None:
+    """Mean tokens of a reply as measured, cut or not."""
+    if entry.get("mean_output_tokens") is not None:
+        return float(entry["mean_output_tokens"])
+    total = entry["counts"].get("output_tokens")
+    return total / entry["prompts"] if total is not None and entry["prompts"] else None
+
+
+def memory_of(
+    report: Report, entry: Entry, rows: int | None, length: int | None
+) -> dict[str, int] | None:
+    """Bytes by what holds them at the planned load (default: the measured batch, replies alone); None if unknown."""
+    models, reply = report.get("models") or {}, mean_reply(entry)
+    target, width = models.get("target"), roofline.DTYPE_BYTES.get(entry["dtype"])
+    draft = models.get("drafts", {}).get(entry["name"])
+    if target is None or width is None or (entry["draft"] is not None and draft is None):
+        return None
+    tokens = length if length is not None else round(reply or 0)
+    sizes = [None if x is None else roofline.Sizes(**x) for x in (target, draft)]
+    assert sizes[0] is not None
+    return roofline.memory(sizes[0], sizes[1], rows or entry["batch_size"], tokens, width)
+
+
+def rules(report: Report, entry: Entry, facts: Facts) -> list[Rule]:
+    """The rules of thumb with the report's values in them."""
+    ratio = size_ratio(report, entry)
+    alpha, rate = entry["alpha"], entry["acceptance_rate"]
+    accepts = f"α {number(alpha, 3)}; accepted ÷ drafted {number(rate, 3)}"
+    harmful = None if alpha is None else alpha >= HARM
+    share = "no weights of its own" if entry["draft"] is None else one_in(ratio)
+    inside_ratio = None if ratio is None else SMALLEST <= ratio <= LARGEST
+    known = {
+        "GPU use below 50 %": None if facts.utilisation is None else facts.utilisation < IDLE,
+        "replies above 100 tokens": None if facts.reply is None else facts.reply > LONG_REPLY,
+        "the draft fits": facts.fits,
+    }
+    values = {
+        "GPU use below 50 %": percent(facts.utilisation),
+        "replies above 100 tokens": reply_words(facts, entry),
+        "the draft fits": room(facts),
+    }
+    found = [Rule(name, "yes", values[name], _said(holds)) for name, holds in known.items()]
+    found += [
+        Rule("acceptance to aim for", "at least 60 %", accepts, _said(_at_least(alpha, AIM))),
+        Rule("acceptance that harms", "not below 50 %", accepts, _said(harmful)),
+        Rule(
+            "size of the draft",
+            "1/50 to 1/10 of the target",
+            share,
+            NONE if entry["draft"] is None else _said(inside_ratio),
+        ),
+    ]
+    return found
+
+
+def contradictions(entry: Entry, ratio: float | None) -> list[str]:
+    """Where acceptance or size say one thing and the measured speed-up another: the measurement wins."""
+    measured, alpha = seen(entry["speedup_ci"]), entry["alpha"]
+    value = with_interval(entry["speedup"], entry["speedup_ci"], 2, "×")
+    found = []
+    if alpha is not None and alpha < HARM and measured == "on":
+        found.append(f"α {alpha:.2f} is below 50 %, said to harm, yet {value} was measured.")
+    if alpha is not None and alpha >= AIM and measured == "off":
+        found.append(
+            f"α {alpha:.2f} reaches the 60 % to aim for, yet {value} was measured: drafting costs more than it saves."
+        )
+    if ratio is not None and not SMALLEST <= ratio <= LARGEST and measured == "on":
+        found.append(
+            f"The draft is {one_in(ratio)} of the target, outside the rule, yet {value} was measured."
+        )
+    return [f"{text} The measurement wins." for text in found]
+
+
+def size_ratio(report: Report, entry: Entry) -> float | None:
+    """Parameters of the draft ÷ those of the target; None where either is unknown or there is no draft."""
+    models = report.get("models") or {}
+    draft, target = models.get("drafts", {}).get(entry["name"]), models.get("target")
+    if draft is None or target is None:
+        return None
+    return float(draft["parameters"] / target["parameters"])
+
+
+def reply_words(facts: Facts, entry: Entry) -> str:
+    """The mean length of a reply, and whether the run cut it; – where nothing is known."""
+    mean = mean_reply(entry)
+    if mean is None or facts.reply is not None:
+        return number(mean, 0)
+    return f"{mean:.0f}, cut at the run's limit"
+
+
+def _asked(facts: Facts) -> dict[str, Any]:
+    return {
+        "GPU use": facts.utilisation,
+        "the length of replies": facts.reply,
+        "memory (give --memory_gb)": facts.fits,
+    }
+
+
+def room(facts: Facts) -> str:
+    needed = "sizes unknown" if facts.needed is None else f"{size(facts.needed)} needed"
+    there = "memory not known" if facts.available is None else f"{size(facts.available)} there"
+    return f"{needed}, {there}"
+
+
+def one_in(ratio: float | None) -> str:
+    return NONE if ratio is None else f"1/{1 / ratio:.0f}" if ratio <= 0.5 else f"{ratio:.2f}"
+
+
+def _at_least(value: float | None, least: float) -> bool | None:
+    return None if value is None else value >= least
+
+
+def _said(holds: bool | None) -> str:
+    return "missing" if holds is None else "yes" if holds else "no"

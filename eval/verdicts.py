@@ -1,0 +1,103 @@
+"""What a report comes down to, a sentence each: what is fastest, whether output is unchanged, what failed."""
+
+from eval.tables import drafting, sections, unique
+from eval.wording import Report, identical, inside, number, with_interval
+
+
+def verdicts(report: Report) -> list[str]:
+    """Most important first; a line only for what was measured or went wrong."""
+    plain = report["baseline"]
+    lines = [
+        fastest(report),
+        lossless_verdict(report),
+        f"Plain decoding: {number(plain['tokens_per_second'], 1)} tokens/s, "
+        f"{number(plain['ms_per_token'], 2)} ms per token.",
+        law_verdict(report),
+        failures(report),
+        simulated(report),
+    ]
+    return [line for line in lines if line]
+
+
+def fastest(report: Report) -> str:
+    """The fastest method of the first section, or that none is clearly faster than plain."""
+    for section in sections(report)[:1]:
+        real = drafting(section)
+        if len(real) > 0:
+            best = real[0]
+            sure = best["speedup_ci"] is not None and best["speedup_ci"][0] > 1
+            claim = "Fastest:" if sure else "No method is clearly faster than plain; the best is"
+            value = with_interval(best["speedup"], best["speedup_ci"], 2, "×")
+            scope = f"n = {best['prompts']}, {section.title}"
+            return f"{claim} {best['name']}, {value} the speed of plain decoding ({scope})."
+    return "No speed-up was measured."
+
+
+def lossless_verdict(report: Report) -> str:
+    """Whether greedy output equals transformers' own, and which methods change it by choice."""
+    drafts = [m for m in report["methods"] if m["name"] != "plain" and not m.get("simulated")]
+    lossy = unique([m["name"] for m in drafts if m["lossy"]])
+    checked = [
+        m
+        for m in drafts
+        if not m["lossy"] and inside(m, "lossless", "greedy_identical") is not None
+    ]
+    broken = [m for m in checked if not m["lossless"]["greedy_identical"]]
+    if len(checked) == 0:
+        text = "Lossless: not checked."
+    elif len(broken) == 0:
+        names = ", ".join(unique([m["name"] for m in checked]))
+        most = max(m["lossless"]["prompts"] for m in checked)
+        ties = {(t["task"], t["id"], t["position"]) for m in checked for t in m["lossless"]["ties"]}
+        claim = "Lossless: greedy output equals transformers' own generate, token by token"
+        text = f"{claim} ({names}; n = {most}; {len(ties)} ties of logits)."
+    else:
+        cases = ", ".join(f"{m['name']} on {m['task']} {identical(m['lossless'])}" for m in broken)
+        text = (
+            f"NOT identical to transformers' generate: {cases}. In fp32 this is a bug; in lower precision "
+            "near-ties of logits can flip."
+        )
+    return text + (f" Lossy by choice: {', '.join(lossy)}." if len(lossy) > 0 else "")
+
+
+def law_verdict(report: Report) -> str:
+    """Whether sampled output follows the target's law, by the statistical tests; empty if they were not run."""
+    law = report.get("law")
+    if law is None:
+        return ""
+    exact = [m for m in law["methods"] if not m["lossy"]]
+    wrong = [m["name"] for m in exact if not m["passed"]]
+    blind = [m["name"] for m in exact if m["control_caught"] is False]
+    setting = f"at temperature {law['temperature']:g}, level {law['level']:g}"
+    if wrong:
+        return f"Sampled output does NOT follow the target's law: {', '.join(wrong)} ({setting})."
+    if blind:
+        return (
+            f"The test of the target's law is blind for {', '.join(blind)}: a lossy rule passed it too ({setting}); "
+            "give check_law more tokens."
+        )
+    names = ", ".join(m["name"] for m in exact)
+    return f"Sampled output follows the target's law ({names}; {setting}; a lossy rule was caught each time)."
+
+
+def failures(report: Report) -> str:
+    """How many prompts failed, of which methods; empty if none did."""
+    pooled = [m for m in report["methods"] if m["task"] == "all"]
+    failed = {m["name"]: len(m["failed"]) for m in pooled if m.get("failed")}
+    if not failed:
+        return ""
+    counts = ", ".join(f"{name} {count}" for name, count in failed.items())
+    return f"Failed prompts, left out of that method's numbers and named below: {counts}."
+
+
+def simulated(report: Report) -> str:
+    """Which methods accept what they were told to; empty if none does."""
+    names = unique([m["name"] for m in report["methods"] if m.get("simulated")])
+    if not names:
+        return ""
+    return f"Simulated acceptance, no real draft: {', '.join(names)}. It says what the engine is worth."
+
+
+def is_broken(report: Report) -> bool:
+    """Whether some method that claims to be lossless was seen to change the output."""
+    return "NOT" in lossless_verdict(report) + law_verdict(report)

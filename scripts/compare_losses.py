@@ -1,0 +1,237 @@
+"""Which divergence and which data raise a small draft's acceptance: equal supervised tokens, several seeds, one table.
+
+    python scripts/compare_losses.py --config configs/compare/losses.yaml
+
+Every cell is trained by train/distill.py as a user would train it, then decoded with on the bundled evaluation prompts,
+sampled and greedy. Stopped at any point, it goes on with what is missing. Intervals: 95 % bootstrap over prompts, each
+prompt's counts summed over the seeds; the spread of the seeds stands beside them.
+"""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from decode import runs
+from decode.drafts.base import FACTS, load_draft
+from decode.sampling import Sampling
+from decode.settings import UserError, run_command
+from decode.speculate import decode
+from decode.target import load_target
+from eval import bootstrap, metrics
+from eval.samples import Sample
+from eval.tasks import Task, load_items
+from train import mixture
+from train.batches import token_count
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = "before"
+
+
+@dataclass
+class Source:
+    """One kind of training data, and the divergences that are tried on it."""
+
+    data: str
+    """Folder of samples."""
+    losses: list[str]
+    words: list[str] = field(default_factory=list)
+    """Further words of train/distill.py's command line."""
+
+
+@dataclass
+class Settings:
+    sources: dict[str, Source]
+    target: str = "assets/target"
+    init: str = "assets/draft"
+    """The small LM that all begin with."""
+    tokens: int = 100000
+    """Supervised tokens of each run; steps follow from how many a sample has."""
+    batch_size: int = 16
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    k: int = 4
+    max_new_tokens: int = 64
+    """Longest answer in evaluation."""
+    limit: int = 0
+    """Evaluation prompts of each task; 0 takes all."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    workers: int = 1
+    """Cells at work at a time, each on its share of the cores."""
+    words: list[str] = field(default_factory=list)
+    """Words of train/distill.py's command line for all."""
+    drafts: str = "outputs/losses"
+    """Folder of the drafts and of what is left to do."""
+    out: str = "docs/results/losses.json"
+
+
+def train(s: Settings, name: str, loss: str, seed: int, steps: int) -> Path:
+    """The folder of a draft, trained there unless it is already."""
+    source, out = s.sources[name], Path(s.drafts) / f"{name}-{loss}-{seed}"
+    if (out / FACTS).is_file():
+        return out
+    command = [sys.executable, "train/distill.py", "--target", s.target, "--data", source.data]
+    command += ["--draft.init", s.init, "--loss", loss, "--seed", str(seed), "--out", str(out)]
+    command += ["--loop.steps", str(steps), "--loop.batch_size", str(s.batch_size)]
+    command += ["--loop.eval_every", "0", "--wandb", "disabled", *s.words, *source.words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise UserError(f"{out}: {done.stderr.strip().splitlines()[-1]} (from {' '.join(command)})")
+    return out
+
+
+def judge(s: Settings, folder: Path) -> dict[str, list[list[Any]]]:
+    """{temperature: [[task, output tokens, rounds], …]} of every evaluation prompt, kept beside the draft's name."""
+    kept = Path(s.drafts) / f"{folder.name}.json"
+    if kept.is_file():
+        found: dict[str, list[list[Any]]] = json.loads(kept.read_text())
+        return found
+    target = load_target(s.target, "auto")
+    draft = load_draft(str(folder), target)
+    tasks = [Task(name, limit=s.limit) for name in ("code", "prose", "arithmetic")]
+    items = [item for task in tasks for item in load_items(task, target)]
+    result = {}
+    for temperature in s.temperatures:
+        outputs = decode(
+            target,
+            draft,
+            [item.prompt_ids for item in items],
+            k=s.k,
+            sampling=Sampling(temperature),
+            max_new_tokens=s.max_new_tokens,
+            rows=16,
+        )
+        result[str(temperature)] = [
+            [item.task, len(o.output_ids), o.rounds] for item, o in zip(items, outputs, strict=True)
+        ]
+    runs.write_atomically(kept, json.dumps(result))
+    return result
+
+
+def work(s: Settings, name: str, loss: str, seed: int, steps: int, threads: int) -> None:
+    """One cell of the table, in a process of its own."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # of the training process
+    torch.set_num_threads(threads)
+    judge(s, Path(s.init) if name == BASE else train(s, name, loss, seed, steps))
+
+
+def samples_of(found: dict[str, list[list[Any]]], temperature: float) -> list[Sample]:
+    """One prompt each; their clocks say nothing, so they are left out."""
+    return [
+        Sample(task, str(i), 0, length, [tuple(r) for r in rounds], 0.0, 0.0, [])
+        for i, (task, length, rounds) in enumerate(found[str(temperature)])
+    ]
+
+
+def pooled(s: Settings, seeds: Sequence[list[Sample]], before: list[Sample]) -> dict[str, Any]:
+    """τ and α of a cell over its seeds, and α beside that of the draft before training."""
+
+    def sums(count: Any) -> Any:
+        return sum(count(samples) for samples in seeds)
+
+    def accepted(samples: Sequence[Sample]) -> Any:
+        return metrics.accepted_by_position(samples, s.k).sum(1)
+
+    def reached(samples: Sequence[Sample]) -> Any:
+        return metrics.reached_by_position(samples, s.k).sum(1)
+
+    emitted, rounds = sums(metrics.emitted), sums(metrics.rounds)
+    taken, asked = sums(accepted), sums(reached)
+    base = accepted(before), reached(before)
+    alpha, was = taken.sum() / asked.sum(), base[0].sum() / base[1].sum()
+    return {
+        "tau": emitted.sum() / rounds.sum(),
+        "tau_ci": bootstrap.ratio_interval(emitted, rounds, 0),
+        "alpha": alpha,
+        "alpha_ci": bootstrap.ratio_interval(taken, asked, 0),
+        "alpha_seeds": [metrics.alpha(samples, s.k) for samples in seeds],
+        "gain": alpha - was,
+        "gain_ci": bootstrap.paired_difference_interval(taken, asked, *base, 0),
+        "relative_gain": alpha / was - 1,
+    }
+
+
+def table(s: Settings, steps: dict[str, int]) -> list[dict[str, Any]]:
+    """One entry for each source, divergence, task and temperature."""
+    before = judge(s, Path(s.init))
+    rows = []
+    for temperature in s.temperatures:
+        base = samples_of(before, temperature)
+        arms = [(BASE, "", [base])]
+        for name, source in s.sources.items():
+            for loss in source.losses:
+                folders = [Path(s.drafts) / f"{name}-{loss}-{seed}" for seed in s.seeds]
+                arms.append((name, loss, [samples_of(judge(s, f), temperature) for f in folders]))
+        for name, loss, seeds in arms:
+            for task in ("all", *sorted({x.task for x in base})):
+                mine = [[x for x in samples if task in ("all", x.task)] for samples in seeds]
+                own = [x for x in base if task in ("all", x.task)]
+                cell = {"data": name, "loss": loss, "task": task, "temperature": temperature}
+                cell |= {"steps": steps.get(name), "prompts": len(own)}
+                rows.append(cell | pooled(s, mine, own))
+    return rows
+
+
+def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """The pooled rows as a table."""
+    sheet = Table("T", "data", "loss", "steps", "τ", "α", "seeds", "α − before")
+    for row in (row for row in rows if row["task"] == "all"):
+        low, high = row["gain_ci"] or (float("nan"),) * 2
+        seeds = " ".join(f"{x:.3f}" for x in row["alpha_seeds"])
+        gain = f"{row['gain']:+.3f} [{low:+.3f}, {high:+.3f}]"
+        numbers = [f"{row['tau']:.2f}", f"{row['alpha']:.3f}", seeds, gain]
+        sheet.add_row(
+            f"{row['temperature']:g}", row["data"], row["loss"], str(row["steps"]), *numbers
+        )
+    console.print(sheet)
+
+
+def main(s: Settings) -> None:
+    console = Console(stderr=True)
+    steps = {BASE: 0}
+    for name, source in s.sources.items():
+        samples, _ = mixture.load(source.data, 512)
+        steps[name] = round(s.tokens * len(samples) / (s.batch_size * token_count(samples)))
+    cells = [
+        (name, loss, seed)
+        for seed in s.seeds
+        for name, source in s.sources.items()
+        for loss in source.losses
+    ]
+    first = [(name, source.losses[0], s.seeds[0]) for name, source in s.sources.items()]
+    waves = [
+        [(BASE, "", 0)],
+        *([cell] for cell in first),
+    ]  # a folder of features is made by one alone
+    waves.append([cell for cell in cells if cell not in first])
+    threads = max(1, (os.cpu_count() or 1) // s.workers)
+    fresh = multiprocessing.get_context("spawn")
+    for number, wave in enumerate(waves, 1):
+        with ProcessPoolExecutor(s.workers, mp_context=fresh, max_tasks_per_child=1) as pool:
+            share = threads if len(wave) > 1 else threads * s.workers
+            jobs = [pool.submit(work, s, *cell, steps[cell[0]], share) for cell in wave]
+            label = f"cells, wave {number} of {len(waves)}"
+            for job in track(as_completed(jobs), label, total=len(jobs), console=console):
+                job.result()
+    rows = table(s, steps)
+    facts = {"tokens": s.tokens, "seeds": s.seeds, "k": s.k, "max_new_tokens": s.max_new_tokens}
+    facts |= {"command": " ".join(["python", *sys.argv]), **runs.provenance(), "cells": rows}
+    runs.write_atomically(Path(s.out), json.dumps(facts, indent=1) + "\n")
+    show(console, rows)
+
+
+if __name__ == "__main__":
+    run_command(main, Settings, __doc__)

@@ -1,0 +1,3 @@
+trtllm-serve org/target \
+  --backend pytorch \
+  --extra_llm_api_options serving/trtllm.yml

@@ -1,0 +1,3 @@
+text-generation-launcher \
+  --model-id me/draft \
+  --speculate 4

@@ -1,0 +1,85 @@
+"""scripts/compare_trainers.py: the trainers that it compares do the same work."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.target import load_model, load_target
+from scripts import compare_trainers
+from tests import worlds
+from tests.tiny import tiny_prompts
+from train import batches
+from train.distill import Settings
+from train.drafts import DraftSettings
+from train.families import FAMILIES, Job
+from train.shards import Row
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> worlds.World:
+    return worlds.build(tmp_path_factory.mktemp("world"))
+
+
+def rows_of(*lengths: int) -> list[Row]:
+    """Prompts of different lengths, and one answer of two spans."""
+    rows = [
+        Row(
+            id=str(i), source="x", origin="target", input_ids=torch.tensor(ids).numpy(),
+            loss_spans=[[2 + i, len(ids)]], finish_reason="eos",
+        )
+        for i, ids in enumerate(tiny_prompts(*lengths))
+    ]  # fmt: skip
+    rows[0]["loss_spans"] = [[3, 5], [7, 11]]
+    return rows
+
+
+def test_the_loss_beside_ours_is_the_same(world: worlds.World) -> None:
+    """Catches a comparison with a trainer that learns other positions, shifted labels or padding."""
+    rows = rows_of(20, 9, 15)
+    own = load_target(str(world.target), "cpu")
+    settings = Settings(draft=DraftSettings(init=str(world.draft)))
+    trainee = FAMILIES["causal"](Job(settings, own, rows))
+    with torch.no_grad():
+        sums = trainee.objective(trainee.model)(batches.collate(rows, pad_id=0))
+        draft, teacher = (
+            load_model(str(p), "m", "cpu", "float32") for p in (world.draft, world.target)
+        )
+        theirs = compare_trainers._kl(draft, teacher, compare_trainers._padded(rows))
+    assert float(theirs) == pytest.approx(float(sums["loss"]) / batches.token_count(rows), rel=1e-4)
+
+
+def test_prompts_for_generation_end_where_the_answer_begins() -> None:
+    """Catches prompts padded on the right, behind which a model would go on from padding."""
+    rows = rows_of(20, 9)
+    made = compare_trainers._padded(rows)
+    ends = [3, 3]
+    for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
+        assert made["prompts"][i, -end:].tolist() == row["input_ids"][:end].tolist()
+        assert made["prompt_attention_mask"][i].sum() == end
+
+
+@pytest.mark.slow
+def test_all_arms_read_the_same_samples(world: worlds.World, tmp_path: Path) -> None:
+    """Catches an arm that reads shorter texts, or fewer of them, in the time that is measured."""
+    data = tmp_path / "samples"
+    sources = json.dumps([{"kind": "file", "path": str(world.prompts)}])
+    done = worlds.call(
+        "train/sample.py", "--target", world.target, "--sources", sources, "--out", data,
+        "--max_new_tokens", 40,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    done = worlds.run(
+        "scripts/compare_trainers.py", "--target", world.target, "--draft", world.draft,
+        "--data", data, "--steps", 2, "--warm", 1, "--rounds", 1, "--out", tmp_path / "out.json",
+        "--arms", "[ours, trainer, ours-on-policy]",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    result: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
+    arms = {name: arm["median"] for name, arm in result["arms"].items()}
+    assert arms.keys() == {"ours", "trainer", "ours-on-policy"}
+    read = {name: x["tokens_per_second"] * x["seconds_per_step"] for name, x in arms.items()}
+    assert read["ours"] == pytest.approx(read["trainer"])
+    assert all(x["peak_bytes_in_all"] >= x["peak_bytes"] >= 0 for x in arms.values())

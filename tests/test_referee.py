@@ -1,0 +1,156 @@
+"""The served check: what it makes of vLLM's answers; and, where vLLM is installed, the answers themselves."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode.settings import UserError
+from scripts import referee
+from scripts.damage_drafts import Damage, damages, outcome
+
+ROOT = Path(__file__).resolve().parents[1]
+VLLM = os.environ.get("VLLM_PYTHON", "")
+needs_vllm = pytest.mark.skipif(
+    not VLLM, reason="VLLM_PYTHON names no interpreter with vLLM (scripts/install_vllm_cpu.sh)"
+)
+
+
+def stand_in(folder: Path, answers: str) -> str:
+    """An interpreter that answers as vLLM would: it runs `answers` for each job, and notes what it was asked."""
+    script = folder / "python"
+    script.write_text(
+        f"#!{sys.executable}\nimport json, sys\nfor job in json.load(sys.stdin)['jobs']:\n"
+        f"    open({str(folder / 'asked')!r}, 'a').write(json.dumps(job) + chr(10))\n    {answers}\n"
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return str(script)
+
+
+@pytest.fixture(scope="module")
+def mine() -> list[dict[str, Any]]:
+    """What our decoder does on one prompt."""
+    asked = settings("")
+    from dataclasses import replace
+
+    from decode.target import load_target
+    from eval.tasks import load_items
+
+    target = replace(load_target(asked.target, "cpu"), eos=frozenset())
+    prompts = [item.prompt_ids for task in asked.tasks for item in load_items(task, target)]
+    return referee.ours(asked, target, prompts)
+
+
+def settings(python: str, **changes: Any) -> referee.Settings:
+    tasks = [referee.Task("code", limit=1)]
+    base: dict[str, Any] = {"draft": str(ROOT / "assets/draft"), "target": str(ROOT / "assets/target")}  # fmt: skip
+    base |= {"python": python, "tasks": tasks, "k": 3, "max_new_tokens": 8}
+    return referee.Settings(**(base | changes))
+
+
+def test_equal_answers_agree(
+    mine: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a check that never agrees, or that asks vLLM for another method, length or number of drafts."""
+    answer = {"vllm": "9.9", "prompts": mine}
+    referee.main(settings(stand_in(tmp_path, f"print(json.dumps({answer}))")))
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["same"], result["prompts"], result["differ"], result["vllm"]) == (
+        1,
+        1,
+        [],
+        "9.9",
+    )
+    assert result["totals"]["ours"] == result["totals"]["vllm"]
+    asked = json.loads((tmp_path / "asked").read_text())
+    wanted = {"model": str(ROOT / "assets/draft"), "method": "draft_model", "num_speculative_tokens": 3}  # fmt: skip
+    assert asked["speculative"] == wanted
+    assert asked["max_new_tokens"] == 8
+
+
+@pytest.mark.parametrize("key", ["output_ids", "rounds", "accepted", "by_position"])
+def test_a_difference_ends_with_1(
+    key: str, mine: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a difference in tokens, rounds or accepted counts that passes: each alone must not."""
+    other = json.loads(json.dumps(mine))
+    value = other[0][key]
+    if isinstance(value, list):
+        value[0] += 1
+    else:
+        other[0][key] = value + 1
+    answer = {"vllm": "9.9", "prompts": other}
+    with pytest.raises(SystemExit) as end:
+        referee.main(settings(stand_in(tmp_path, f"print(json.dumps({answer}))"), margin=0.0))
+    assert end.value.code == 1
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["differ"]) == 1
+
+
+def test_what_vllm_says_reaches_the_user(tmp_path: Path) -> None:
+    """Catches a draft that vLLM refuses, or a vLLM that does not start, taken for agreement or lost in a trace."""
+    refusing = stand_in(tmp_path, "print(json.dumps({'error': 'ValueError: no such layer'}))")
+    with pytest.raises(UserError, match="no such layer"):
+        referee.main(settings(refusing))
+    with pytest.raises(UserError, match=r"(?s)vLLM failed.*out of luck"):
+        referee.main(settings(stand_in(tmp_path, "raise SystemExit('out of luck')")))
+
+
+def test_no_interpreter_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a trace where the user has to install something."""
+    monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"install_vllm_cpu.sh makes one"):
+        referee.main(settings(""))
+
+
+def test_a_refusal_and_an_acceptance_are_told_apart() -> None:
+    """Catches a damaged draft that vLLM refused counted as one that accepted nothing."""
+    assert outcome({"error": "ValueError: bad\n  names"}) == {
+        "vllm": "refused",
+        "says": "ValueError: bad names",
+    }
+    row = {"rounds": 4, "drafted": 8, "accepted": 2, "by_position": [2, 0], "output_ids": [1]}
+    served = outcome({"vllm": "9.9", "prompts": [row, row]})
+    assert (served["vllm"], served["tau"], served["acceptance_rate"]) == ("served", 1.5, 0.25)
+    assert served["by_position"] == [4, 0]
+
+
+def test_results_list_what_was_served_in_silence() -> None:
+    """Catches a damage in the committed results that the checker did not see, or whose baseline is not beside it."""
+    rows = json.loads((ROOT / "docs/results/served_damage.json").read_text())["rows"]
+    good = {row["family"]: row for row in rows if row["damage"] == "none"}
+    known: dict[str, Damage] = damages(12)
+    for row in rows:
+        assert row["family"] in good
+        if row["damage"] == "none":
+            assert (row["checker"], row["vllm"]) == ([], "served")
+        else:
+            rules = [rule for rule, _, _ in row["checker"]]
+            assert known[row["damage"]].seen["vllm"] in rules
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["causal", "eagle3", "medusa", "eagle1"])
+def test_vllm_accepts_what_we_accept(family: str, tmp_path: Path) -> None:
+    """Catches a draft that decodes here and is served badly: the bundled LM, and random heads of each family.
+
+    Random heads accept little, but any departure from the format changes which tokens they draft.
+    """
+    draft = str(ROOT / "assets/draft")
+    if family != "causal":
+        from decode.target import load_target
+        from tests.heads import net_of, save
+
+        target = load_target(str(ROOT / "assets/target"), "cpu")
+        draft = save(tmp_path / family, family, net_of(family, target), target, target.decoder.model.dtype)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "scripts/referee.py", draft, "--target", "assets/target", "--k", "3",
+         "--max_new_tokens", "16", "--tasks", "[{name: code, limit: 2}]"],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
