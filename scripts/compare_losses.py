@@ -201,6 +201,7 @@ def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 def main(s: Settings) -> None:
     console = Console(stderr=True)
+    Path(s.drafts).mkdir(parents=True, exist_ok=True)
     steps = {BASE: 0}
     for name, source in s.sources.items():
         samples, _ = mixture.load(source.data, 512)

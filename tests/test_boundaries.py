@@ -107,3 +107,27 @@ def test_bad_configs_are_seen(tmp_path: Path) -> None:
     file.write_text("distributed_type: MULTI_GPU\nno_such_setting: 1\n")
     with pytest.raises(ValueError, match="no_such_setting"):
         load_config_from_file(str(file))
+
+
+def listed(text: str) -> set[str]:
+    """The files that the tables at the end of docs/architecture.md name, with their folders."""
+    found, folder = set(), ""
+    for line in text.partition("## Every file")[2].splitlines():
+        name = line.split("`")[1] if line.startswith("| `") else ""
+        if name.endswith("/"):
+            folder = name
+        elif name:
+            found.add(folder + name)
+    return found
+
+
+def test_every_file_is_listed() -> None:
+    """Catches a file that came or went and a page that still tells of another house."""
+    there = {
+        str(file.relative_to(ROOT))
+        for package in BELOW
+        for pattern in ("*.py", "*.sh")
+        for file in (ROOT / package).rglob(pattern)
+        if file.name != "__init__.py"
+    }
+    assert listed((ROOT / "docs" / "architecture.md").read_text()) == there

@@ -104,6 +104,9 @@ def test_sigterm_saves_after_the_step_and_the_same_command_goes_on(
     for names in (["train/loss", "train/overlap"], ["accept/tau"]):
         assert metrics_of(tmp_path / "out", *names) == metrics_of(whole, *names)
     assert facts_of(tmp_path / "out")["measured_in_training"] == metrics_last(whole)
+    here, there = (facts_of(out)["cost"] for out in (tmp_path / "out", whole))
+    assert here["tokens"] == there["tokens"] > 0  # those before the stop are counted
+    assert here["wall_seconds"] > 0
 
 
 def metrics_last(out: Path) -> dict[str, float]:

@@ -39,6 +39,10 @@ class State:
     """The last measurement of τ and α; with loop.keep_best the best."""
     measured_at: int = 0
     """The step of that measurement; 0: there is none."""
+    learned: int = 0
+    """Supervised tokens so far."""
+    seconds: float = 0.0
+    """Of the steps so far, on the wall: what lies between them (measuring, saving) does not count."""
 
 
 def name_of(step: int) -> str:

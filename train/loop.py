@@ -173,7 +173,10 @@ def train(
             for optimizer in job.optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-            meter.add(chosen, time.perf_counter() - began, waited)
+            took = time.perf_counter() - began
+            meter.add(chosen, took, waited)
+            state.learned += tokens
+            state.seconds += took
             values["tokens"] = tokens
             for name, value in values.items():
                 state.sums[name] = state.sums.get(name, 0.0) + value

@@ -28,6 +28,7 @@ def facts_of(
         "processes": processes,
         "data_manifest": mixture.manifests(s.data),
         "measured_in_training": state.measured,
+        "cost": {"wall_seconds": round(state.seconds, 1), "tokens": state.learned},
         **trainee.facts,
         **runs.provenance(),
     }
