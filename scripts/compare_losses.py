@@ -222,8 +222,7 @@ def main(s: Settings) -> None:
     fresh = multiprocessing.get_context("spawn")
     for number, wave in enumerate(waves, 1):
         with ProcessPoolExecutor(s.workers, mp_context=fresh, max_tasks_per_child=1) as pool:
-            share = threads if len(wave) > 1 else threads * s.workers
-            jobs = [pool.submit(work, s, *cell, steps[cell[0]], share) for cell in wave]
+            jobs = [pool.submit(work, s, *cell, steps[cell[0]], threads) for cell in wave]
             label = f"cells, wave {number} of {len(waves)}"
             for job in track(as_completed(jobs), label, total=len(jobs), console=console):
                 job.result()
