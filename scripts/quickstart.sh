@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole job on the bundled models: sample the target, distill three drafts, decode with them, report.
+# The whole job on the bundled models: sample the target, distill three drafts, decode with them, report, make the folder for the Hub.
 # Two CPU cores, no GPU, no network past the package index: about 13 minutes after installation where a core does 50 GFLOP/s.
 # Run again, it goes on where it stopped; `rm -r outputs/quickstart` starts over.
 set -euo pipefail
@@ -9,17 +9,21 @@ begun=$SECONDS
 
 stage() { printf '\n\033[1m[%s] %s\033[0m\n' "$(date +%T)" "$*"; }
 
-stage "1/4 the target answers prompts"
+stage "1/5 the target answers prompts"
 $launch train/sample.py --config configs/quickstart/sample.yaml
-stage "2/4 three drafts learn from the answers: a small LM, Medusa heads, an EAGLE-3 head"
+stage "2/5 three drafts learn from the answers: a small LM, Medusa heads, an EAGLE-3 head"
 for draft in causal medusa eagle3; do
   $launch train/distill.py --config configs/quickstart/$draft.yaml
 done
-stage "3/4 the draft at work: green accepted, red rejected, blue the target's own"
+stage "3/5 the draft at work: green accepted, red rejected, blue the target's own"
 python decode/generate.py --draft outputs/quickstart/drafts/causal --max_new_tokens 80 \
   --prompt $'def read_config(path):\n    """Return the settings in the file at path."""\n    with'
-stage "4/4 what it is worth"
+stage "4/5 what it is worth"
 python eval/run.py --config configs/quickstart/eval.yaml
 python scripts/track_report.py --run outputs/quickstart/drafts/causal --report outputs/quickstart/report
+stage "5/5 the folder for the Hugging Face Hub (nothing is sent)"
+python scripts/publish.py --draft outputs/quickstart/drafts/causal --report outputs/quickstart/report/report.json \
+  --repo you/tiny-draft --out outputs/quickstart/published > outputs/quickstart/published.txt
+sed -n 1,20p outputs/quickstart/published.txt
 
 printf '\ndone in %d s: open outputs/quickstart/report/report.html\n' $((SECONDS - begun))
