@@ -17,6 +17,7 @@ from decode.cache import Slots
 from decode.settings import UserError
 
 NAME = "draftsmith"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Running:
@@ -34,7 +35,7 @@ def use_split_kv(on: bool) -> None:
     UserError without Triton. Which is faster depends on the GPU and on how long the buffers are:
     scripts/gpu_bench.py measures both.
     """
-    if on and importlib.util.find_spec("triton") is None:
+    if on and not HAS_TRITON:
         raise UserError("split_kv needs Triton, which comes with torch for CUDA: leave it off here")
     Running.split_kv = on
 

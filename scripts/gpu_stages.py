@@ -77,7 +77,7 @@ def verify(lab: Lab) -> Iterator[Row]:
     On a GPU with both kinds of attention: SDPA with a dense mask, and the split-KV kernel.
     """
     lab.put("random")
-    kinds = {"dense": False} | ({"split": True} if lab.cuda else {})
+    kinds = {"dense": False} | ({"split": True} if lab.cuda and attention.HAS_TRITON else {})
     for context in lab.sizes.contexts:
         rig = seated(lab.target, None, 1, context, 1, slots(context, 0, 0, max(lab.sizes.widths)))
         for kind, split in kinds.items():

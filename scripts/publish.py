@@ -29,7 +29,7 @@ from decode.drafts.base import read_facts
 from decode.settings import UserError, run_command
 from scripts.check_draft import findings
 from train import publish, upload
-from train.card import Labels
+from train.upload import Labels
 
 CHECKED = {
     "vLLM": "vllm",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole job on the bundled models: sample the target, distill three drafts, decode with them, report, make the folder for the Hub.
-# Two CPU cores, no GPU, no network past the package index: about 13 minutes after installation where a core does 50 GFLOP/s.
+# Two CPU cores, no GPU, no network past the package index: 14 minutes after installation where a core does 50 GFLOP/s.
 # Run again, it goes on where it stopped; `rm -r outputs/quickstart` starts over.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -13,7 +13,8 @@ from decode.formats import read_config
 from decode.runs import read_json
 from tests import drafts
 from train import card, serving
-from train.card import Facts, Labels
+from train.card import Facts
+from train.upload import Labels
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 

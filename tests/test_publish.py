@@ -24,7 +24,7 @@ from tests import drafts, heads, hub, worlds
 from tests.hub import Hub
 from tests.worlds import Done, World
 from train import publish, serving, shards, upload
-from train.card import Labels
+from train.upload import Labels
 
 COMMAND = "scripts/publish.py"
 

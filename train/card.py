@@ -29,6 +29,7 @@ from train.card_tables import (
     training,
 )
 from train.serving import Job, Way
+from train.upload import Labels
 
 KINDS = {
     "causal": "a small language model",
@@ -60,16 +61,6 @@ class Facts:
         """Entries of the report that were measured with just these weights."""
         entries = [] if self.report is None else self.report["methods"]
         return [m for m in entries if m["draft_sha256"] == self.draft["draft_sha256"]]
-
-
-@dataclass
-class Labels:
-    """What the Hub wants to know and no file says; empty: unknown."""
-
-    base_model: str = ""
-    """The target, by its name there."""
-    license: str = ""
-    dataset: str = ""
 
 
 def render(

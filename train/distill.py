@@ -48,10 +48,9 @@ from train.loop import LoopSettings, Training, bar_of, optimizers_of, train
 from train.meter import enough_memory
 from train.mixture import Data
 from train.onpolicy import OnPolicy, OwnTexts
-from train.publish import PublishSettings, publish_trained
 from train.tracking import NullTracker, Tracker
 from train.trial import CheckSettings, trial
-from train.upload import ready
+from train.upload import PublishSettings, ready
 
 STOPPED = 128 + 15  # the exit code of a process that SIGTERM ended
 TOO_LARGE = "the models alone do not fit: set target_dtype to bfloat16, or take a smaller draft"
@@ -268,6 +267,10 @@ def distill(s: Settings, accelerator: Accelerator, parts: Parts, console: Consol
             print(json.dumps({"draft": s.out, "steps": s.loop.steps, **state.measured}))
         with together.agreed(accelerator):
             if is_main and s.publish.repo:
+                from train.publish import (
+                    publish_trained,  # draws: slow to import, and writes a cache
+                )
+
                 console.print(f"published: {publish_trained(s.publish, out)}")
         accelerator.wait_for_everyone()
     finally:

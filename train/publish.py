@@ -7,7 +7,6 @@ What holds a token, a local path, or numbers of other weights is refused before 
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from decode import formats, runs
 from decode.drafts.base import FACTS, draft_sha256
 from decode.settings import UserError
 from train import card, samples_card, scrub, serving
-from train.card import Facts, Labels
+from train.card import Facts
 from train.card_tables import images
-from train.upload import MARKS, Folder, check_name, is_name, push
+from train.upload import MARKS, Folder, Labels, PublishSettings, check_name, is_name, push
 
 KEPT = (
     "config.json",
@@ -37,17 +36,6 @@ KEPT = (
     "chat_template.jinja",
 )
 """Files of a draft that are published as they are; `target/`, which Medusa-2 leaves, by the same names."""
-
-
-@dataclass
-class PublishSettings:
-    """Where a draft goes when its training ends."""
-
-    repo: str = ""
-    """Repository on the Hub, as me/my-draft; empty: the draft is not published."""
-    private: bool = False
-    """Only you and your organisation see it."""
-    labels: Labels = field(default_factory=Labels)
 
 
 def draft_folder(

@@ -14,8 +14,9 @@ from decode import runs
 from decode.settings import UserError
 from eval.wording import markdown
 from train import scrub, shards
-from train.card import Labels, fill
+from train.card import fill
 from train.card_tables import flat
+from train.upload import Labels
 
 SIZES = (
     (10**3, "n<1K"),

@@ -1,6 +1,6 @@
 """A folder that is ready to be published goes to the Hugging Face Hub, as a version with its tag."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
@@ -13,6 +13,27 @@ from train import scrub
 
 MARKS = {"model": FACTS, "dataset": "manifest.json"}
 """What a repository of ours holds; another one is not written into."""
+
+
+@dataclass
+class Labels:
+    """What the Hub wants to know and no file says; empty: unknown."""
+
+    base_model: str = ""
+    """The target, by its name there."""
+    license: str = ""
+    dataset: str = ""
+
+
+@dataclass
+class PublishSettings:
+    """Where a draft goes when its training ends."""
+
+    repo: str = ""
+    """Repository on the Hub, as me/my-draft; empty: the draft is not published."""
+    private: bool = False
+    """Only you and your organisation see it."""
+    labels: Labels = field(default_factory=Labels)
 
 
 @dataclass(frozen=True)
