@@ -17,6 +17,9 @@ from decode.settings import UserError
 from decode.support import ropes
 
 WEIGHTS = "model.safetensors"
+VLLM_METHODS = {"causal": "draft_model", "medusa": "medusa", "eagle1": "eagle", "eagle3": "eagle3"}
+"""What vLLM calls our families, in the `method` of its --speculative-config. It guesses from the path otherwise, and
+wrongly."""
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Variants of EAGLE-3, all false in what is trained here."""
 

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from decode.drafts.base import read_facts
 from decode.drafts.causal import CausalDraft
+from decode.formats import VLLM_METHODS
 from decode.sampling import Sampling
 from decode.settings import UserError
 from decode.target import Target, load_model
@@ -29,8 +30,6 @@ from eval.speed import Method, Run
 from eval.stops import cut, trimmed
 from eval.tasks import Item
 
-VLLM_METHODS = {"causal": "draft_model", "medusa": "medusa", "eagle1": "eagle", "eagle3": "eagle3"}
-"""What vLLM calls our families."""
 Answer = dict[str, Any]
 """{ids, seconds, rounds, accepted}, or {error}; rounds and accepted are None where an engine does not tell."""
 

@@ -29,13 +29,11 @@ from rich.table import Table
 
 from decode import runs
 from decode.drafts.base import draft_sha256, family_of, load_draft
+from decode.formats import VLLM_METHODS
 from decode.settings import UserError, run_command
 from decode.speculate import decode
 from decode.target import Target, load_target
 from eval.tasks import Task, load_items
-
-METHODS = {"causal": "draft_model", "medusa": "medusa", "eagle1": "eagle", "eagle3": "eagle3"}
-"""What vLLM calls our families."""
 
 
 @dataclass
@@ -98,7 +96,7 @@ def theirs(
             "target": str(Path(s.target).resolve()) if Path(s.target).exists() else s.target,
             "speculative": {
                 "model": str(Path(draft).resolve()) if Path(draft).exists() else draft,
-                "method": METHODS[family_of(draft)],
+                "method": VLLM_METHODS[family_of(draft)],
                 "num_speculative_tokens": s.k,
             },
             "prompts": prompts,

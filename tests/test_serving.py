@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from decode.formats import VLLM_METHODS
 from decode.settings import UserError
 from tests.drafts import entry
-from train.serving import VLLM, Job, speculative, tuned_k, ways
+from train.serving import Job, speculative, tuned_k, ways
 
 GOLDEN = Path(__file__).parent / "golden" / "serving"
 JOBS = {
@@ -43,7 +44,9 @@ def test_every_file_says_the_same(name: str) -> None:
     given = files["vllm.sh"].split("--speculative-config '")[1].split("'")[0]
     model = json.loads(files[f"triton/draftsmith_{job.family}/1/model.json"])
     assert json.loads(given) == model["speculative_config"] == speculative(job)
-    assert json.loads(given)["method"] == VLLM[job.family]  # never left to be guessed from the path
+    assert (
+        json.loads(given)["method"] == VLLM_METHODS[job.family]
+    )  # never left to be guessed from the path
     if "sglang.sh" in files:
         assert f"--speculative-num-steps {job.k} " in files["sglang.sh"]
         assert f"--speculative-num-draft-tokens {job.k + 1}\n" in files["sglang.sh"]

@@ -117,8 +117,10 @@ def checked(
         raise UserError(
             f"{draft / FACTS} names no {missing[0]}: train the draft again or restore the file"
         )
-    if facts["family"] not in serving.VLLM:
-        raise UserError(f"draft of family {facts['family']!r}; known: {', '.join(serving.VLLM)}")
+    if facts["family"] not in formats.VLLM_METHODS:
+        raise UserError(
+            f"draft of family {facts['family']!r}; known: {', '.join(formats.VLLM_METHODS)}"
+        )
     sha = draft_sha256(str(draft)) or ""
     if sha != facts["draft_sha256"]:
         raise UserError(

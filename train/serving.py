@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from decode import formats
+from decode.formats import VLLM_METHODS
 from decode.settings import UserError
 
 Entry = Mapping[str, Any]
 
-VLLM = {"causal": "draft_model", "medusa": "medusa", "eagle1": "eagle", "eagle3": "eagle3"}
-"""What vLLM calls our families. It guesses from the path otherwise, and wrongly."""
 SGLANG = {"causal": "STANDALONE", "eagle1": "EAGLE", "eagle3": "EAGLE3"}
 TRTLLM = {"causal": "DraftTarget", "eagle3": "Eagle3"}
 EMBEDDING = (
@@ -54,7 +53,11 @@ def ways(job: Job) -> list[Way]:
 
 def speculative(job: Job) -> dict[str, Any]:
     """vLLM's speculative_config."""
-    config = {"model": job.repo, "method": VLLM[job.family], "num_speculative_tokens": job.k}
+    config = {
+        "model": job.repo,
+        "method": VLLM_METHODS[job.family],
+        "num_speculative_tokens": job.k,
+    }
     if job.family.startswith("eagle"):
         config["draft_tensor_parallel_size"] = 1
     return config
