@@ -51,14 +51,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="module")
 def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("data") / "samples"
-    sources = json.dumps([{"kind": "file", "path": str(world.prompts)}])
-    done = worlds.call(
-        "train/sample.py", "--target", world.target, "--sources", sources, "--out", out,
-        "--max_new_tokens", 40,
-    )  # fmt: skip
-    assert done.code == 0, done.err
-    return out
+    return worlds.sampled(world, tmp_path_factory.mktemp("data"), "--max_new_tokens", 40)
 
 
 @pytest.fixture

@@ -213,3 +213,14 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def sampled(world: World, folder: Path, *more: object) -> Path:
+    """A sampled set in `folder`, made by the real command: the target's answers to the world's prompts."""
+    out = folder / "samples"
+    sources = json.dumps([{"kind": "file", "path": str(world.prompts)}])
+    done = call(
+        "train/sample.py", "--target", world.target, "--sources", sources, "--out", out, *more
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    return out
