@@ -59,8 +59,10 @@ class Settings:
     target: str = "assets/target"
     init: str = "assets/draft"
     """The small LM that all begin with."""
+    recipe: str = ""
+    """A config of train/distill.py that every run begins from; the words of the command line come after it."""
     tokens: int = 100000
-    """Supervised tokens of each run; steps follow from how many a sample has."""
+    """Supervised tokens of each run; steps follow from how many a sample has. 0: as long as the recipe says."""
     batch_size: int = 16
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     k: int = 4
@@ -78,14 +80,17 @@ class Settings:
     out: str = "docs/results/losses.json"
 
 
-def train(s: Settings, name: str, loss: str, seed: int, steps: int) -> Path:
+def train(s: Settings, name: str, loss: str, seed: int, steps: int | None) -> Path:
     """The folder of a draft, trained there unless it is already."""
     source, out = s.sources[name], Path(s.drafts) / f"{name}-{loss}-{seed}"
     if (out / FACTS).is_file():
         return out
-    command = [sys.executable, "train/distill.py", "--target", s.target, "--data", source.data]
+    command = [sys.executable, "train/distill.py"]
+    command += ["--config", s.recipe] if s.recipe else []
+    command += ["--target", s.target, "--data", source.data]
     command += ["--draft.init", s.init, "--loss", loss, "--seed", str(seed), "--out", str(out)]
-    command += ["--loop.steps", str(steps), "--loop.batch_size", str(s.batch_size)]
+    if steps:
+        command += ["--loop.steps", str(steps), "--loop.batch_size", str(s.batch_size)]
     command += ["--loop.eval_every", "0", "--wandb", "disabled", *s.words, *source.words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -121,7 +126,7 @@ def judge(s: Settings, folder: Path) -> dict[str, list[list[Any]]]:
     return result
 
 
-def work(s: Settings, name: str, loss: str, seed: int, steps: int, threads: int) -> None:
+def work(s: Settings, name: str, loss: str, seed: int, steps: int | None, threads: int) -> None:
     """One cell of the table, in a process of its own."""
     os.environ["OMP_NUM_THREADS"] = str(threads)  # of the training process
     torch.set_num_threads(threads)
@@ -164,7 +169,7 @@ def pooled(s: Settings, seeds: Sequence[list[Sample]], before: list[Sample]) -> 
     }
 
 
-def table(s: Settings, steps: dict[str, int]) -> list[dict[str, Any]]:
+def table(s: Settings, steps: dict[str, int | None]) -> list[dict[str, Any]]:
     """One entry for each source, divergence, task and temperature."""
     before = judge(s, Path(s.init))
     rows = []
@@ -194,7 +199,7 @@ def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         gain = f"{row['gain']:+.3f} [{low:+.3f}, {high:+.3f}]"
         numbers = [f"{row['tau']:.2f}", f"{row['alpha']:.3f}", seeds, gain]
         sheet.add_row(
-            f"{row['temperature']:g}", row["data"], row["loss"], str(row["steps"]), *numbers
+            f"{row['temperature']:g}", row["data"], row["loss"], str(row["steps"] or "–"), *numbers
         )
     console.print(sheet)
 
@@ -202,8 +207,8 @@ def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 def main(s: Settings) -> None:
     console = Console(stderr=True)
     Path(s.drafts).mkdir(parents=True, exist_ok=True)
-    steps = {BASE: 0}
-    for name, source in s.sources.items():
+    steps: dict[str, int | None] = dict.fromkeys((BASE, *s.sources))
+    for name, source in s.sources.items() if s.tokens else ():
         samples, _ = mixture.load(source.data, 512)
         steps[name] = round(s.tokens * len(samples) / (s.batch_size * token_count(samples)))
     cells = [
