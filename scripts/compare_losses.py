@@ -101,8 +101,11 @@ def train(s: Settings, name: str, loss: str, seed: int, steps: int | None) -> Pa
 def judge(s: Settings, folder: Path) -> dict[str, list[list[Any]]]:
     """{temperature: [[task, output tokens, rounds], …]} of every evaluation prompt, kept beside the draft's name."""
     kept = Path(s.drafts) / f"{folder.name}.json"
+    how = {"k": s.k, "max_new_tokens": s.max_new_tokens, "limit": s.limit}
     if kept.is_file():
-        found: dict[str, list[list[Any]]] = json.loads(kept.read_text())
+        found: dict[str, Any] = json.loads(kept.read_text())
+        if found.pop("settings", None) != how:
+            raise UserError(f"{kept} was judged at other settings than {how}: delete it")
         return found
     target = load_target(s.target, "auto")
     draft = load_draft(str(folder), target)
@@ -122,7 +125,7 @@ def judge(s: Settings, folder: Path) -> dict[str, list[list[Any]]]:
         result[str(temperature)] = [
             [item.task, len(o.output_ids), o.rounds] for item, o in zip(items, outputs, strict=True)
         ]
-    runs.write_atomically(kept, json.dumps(result))
+    runs.write_atomically(kept, json.dumps({"settings": how} | result))
     return result
 
 
