@@ -119,36 +119,47 @@ def attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
         )
         return out.transpose(1, 2).contiguous(), None
+    packed = query.reshape(rows, kv_heads, groups * count, width)  # no repeated keys
     if Running.split_kv and slots is not None and slots.row is None and not slots.fresh:
         from decode import splitkv  # imports Triton
 
-        packed = query.reshape(rows, kv_heads, groups * count, width)
         view, scale = slots.view(sliding_window), width**-0.5 if scaling is None else scaling
         out = splitkv.attend(packed, key, value, view, scale, softcap, s_aux)
-        out = out.reshape(rows, heads, count, value.shape[-1])
-        return out.transpose(1, 2).contiguous(), None
-    if documents is not None:
-        mask = documents.mask(sliding_window, groups)
-    elif slots is None or slots.fresh:
-        mask = _causal(count, sliding_window, query.device).repeat(groups, 1)[None, None]
     else:
-        mask = slots.mask(sliding_window, groups)
-    packed = query.reshape(rows, kv_heads, groups * count, width)  # no repeated keys
-    if plain:
-        out = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-    else:
-        scores = (packed @ key.transpose(-1, -2)) * (
-            scaling if scaling is not None else width**-0.5
-        )
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.float().masked_fill(~mask, float("-inf"))
-        if s_aux is not None:  # gpt-oss: one extra logit a head that takes mass and gives nothing
-            sink = s_aux.float().reshape(1, kv_heads, groups, 1, 1).expand(rows, -1, -1, count, 1)
-            scores = torch.cat([scores, sink.reshape(rows, kv_heads, groups * count, 1)], -1)
-        out = torch.softmax(scores, -1)[..., : key.shape[2]].to(value.dtype) @ value
+        if documents is not None:
+            mask = documents.mask(sliding_window, groups)
+        elif slots is None or slots.fresh:
+            mask = _causal(count, sliding_window, query.device).repeat(groups, 1)[None, None]
+        else:
+            mask = slots.mask(sliding_window, groups)
+        out = _masked(packed, key, value, mask, scaling, softcap, s_aux)
     out = out.reshape(rows, heads, count, value.shape[-1])
     return out.transpose(1, 2).contiguous(), None
+
+
+def _masked(
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """packed [B, Hkv, groups T, D] over key and value [B, Hkv, S, D] where `mask` is True -> [B, Hkv, groups T, Dv]."""
+    if softcap is None and s_aux is None:
+        return F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    rows, kv_heads, queries, width = packed.shape
+    scores = (packed @ key.transpose(-1, -2)) * (scaling if scaling is not None else width**-0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.float().masked_fill(~mask, float("-inf"))
+    if s_aux is not None:  # gpt-oss: one extra logit a head that takes mass and gives nothing
+        sink = s_aux.float().reshape(1, kv_heads, -1, 1)
+        count = queries // sink.shape[2]
+        sink = sink.repeat_interleave(count, 2).expand(rows, -1, -1, -1)
+        scores = torch.cat([scores, sink], -1)
+    return torch.softmax(scores, -1)[..., : key.shape[2]].to(value.dtype) @ value
 
 
 AttentionInterface.register(NAME, attention)

@@ -188,3 +188,31 @@ def held_out(options: Sequence[tuple[Arm, Samples]]) -> float | None:
             scored.append((here, there))
         results.append(max(scored)[1])
     return statistics.fmean(results)
+
+
+def fastest_chains(tuned: Mapping[str, Any], sha: str) -> list[dict[str, Any]]:
+    """Of tuned.json: the fastest lossless chain of the draft with this checksum, by temperature and domain.
+
+    At the smallest batch size, all domains together first. A tree that is faster still is left out, since serving
+    engines draft chains. `tried` are the draft lengths that were compared.
+    """
+    lossy = {c["method"] for c in tuned["chosen"] if c["rule"] == "typical"}
+    names = {name for name, own in tuned["drafts"].items() if own == sha} - lossy
+    cells = [
+        c
+        for c in tuned["cells"]
+        if c["method"] in names and c["tree"] is None and c["speedup"] is not None
+    ]
+    smallest = min((c["batch_size"] for c in cells), default=0)
+    cells = [c for c in cells if c["batch_size"] == smallest]
+    found = []
+    for temperature in sorted({c["temperature"] for c in cells}):
+        for task in dict.fromkeys(c["task"] for c in cells):
+            own = [c for c in cells if (c["temperature"], c["task"]) == (temperature, task)]
+            best = max(own, key=lambda c: c["speedup"])
+            place = ("temperature", "batch_size", "task", "method", "k", "tree")
+            chosen = [c for c in tuned["chosen"] if all(c[key] == best[key] for key in place)]
+            kept = {key: best[key] for key in (*place[:-1], "prompts", "speedup", "ci")}
+            held = chosen[0]["held_out"] if chosen else None
+            found.append({**kept, "held_out": held, "tried": sorted({c["k"] for c in own})})
+    return found

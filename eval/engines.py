@@ -1,78 +1,107 @@
 """Other engines on the same prompts: transformers' generate, its assisted generation, and vLLM.
 
-Each decodes one prompt at a time, prompt ids in, ids out, ended at the same EOS, limit and stop strings. They run after
-our own methods and not between them: `speedup` is only as good as the machine is quiet. Token ids, τ and counts are not
-touched by that.
+Each decodes one prompt at a time, prompt ids in, ids out, ended at the same EOS, limit and stop strings.
+
+transformers takes turns with our own methods, prompt by prompt (eval/speed.py), so what slows the machine slows all
+alike. vLLM runs apart, when all of them are through: it is another process, and two engines would share one device. Its
+`speedup` is only as good as the machine is quiet; token ids, τ and counts are not touched by that.
+
+`speedup` compares with our plain decoding, one prompt at a time. Where ours decodes batches the others still take turns
+but have none: a batch's seconds are no prompt's.
 """
 
-import json
-import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from decode.drafts.base import read_facts
 from decode.drafts.causal import CausalDraft
-from decode.formats import VLLM_METHODS
 from decode.sampling import Sampling
 from decode.settings import UserError
 from decode.target import Target, load_model
+from eval import vllm_engine
+from eval.bootstrap import paired_ratio_interval
 from eval.entries import POOLED
 from eval.journal import Journal
 from eval.options import Settings, engines_of
 from eval.samples import MS_PER_SECOND, ratio
-from eval.speed import Method, Run
+from eval.speed import Answer, Method, Run
 from eval.stops import cut, trimmed
 from eval.tasks import Item
 
-Answer = dict[str, Any]
-"""{ids, seconds, rounds, accepted}, or {error}; rounds and accepted are None where an engine does not tell."""
+UNDRAFTED = {"hf-assisted": "hf", "vllm": "vllm"}
+"""The engine that decodes without a draft as this one does with one."""
+
+
+def label(engine: str, method: Method | None) -> str:
+    """Engine and draft as one name, unique in a report."""
+    return f"{engine} {method.name if method else 'plain'}"
 
 
 def check(s: Settings, methods: Sequence[Method]) -> None:
     """UserError if an engine that is asked for is missing, or has nothing to run."""
     wanted = engines_of(s)
-    if "hf-assisted" in wanted and not any(isinstance(m.draft, CausalDraft) for m in methods):
-        raise UserError("compare hf-assisted: give a method whose draft is a causal LM")
-    if "vllm" in wanted:
-        seek = "import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)"
-        try:
-            found = subprocess.run([s.vllm_python, "-c", seek], capture_output=True).returncode == 0
-        except OSError:
-            found = False
-        if not found:
-            raise UserError(
-                f"compare vllm: {s.vllm_python!r} has no vLLM: install it there or drop vllm from --compare"
-            )
+    if "hf-assisted" in wanted and not _fitting("hf-assisted", methods, s):
+        raise UserError("compare hf-assisted: give a method whose draft is a causal LM, no tree")
+    if "vllm" in wanted and not vllm_engine.has_vllm(s.vllm_python):
+        raise UserError(
+            f"compare vllm: {s.vllm_python!r} has no vLLM: install it there or drop vllm from --compare"
+        )
+
+
+def arms(
+    s: Settings, target: Target, model: Any, methods: Sequence[Method], sampling: Sampling
+) -> dict[str, Callable[[Item], Answer]]:
+    """{label: what answers a prompt} of the engines that take turns with our methods; none of them raises.
+
+    An answer is {ids, seconds, rounds, accepted}, or {error}; rounds and accepted are None where an engine does not
+    tell.
+    """
+    return {
+        label(engine, method): _transformers(s, target, model, method, sampling)
+        for engine in engines_of(s)
+        if engine != "vllm"
+        for method in _fitting(engine, methods, s)
+    }
 
 
 def compare(
     s: Settings,
     target: Target,
-    model: Any,
     methods: Sequence[Method],
     items: Sequence[Item],
-    lines: Sequence[tuple[str, float, Run]],
+    plain: Mapping[float, Sequence[Run]],
+    answers: Mapping[float, Mapping[str, Sequence[Answer]]],
     journal: Journal,
 ) -> list[dict[str, Any]]:
-    """The `engines` field of a report: one element for each engine × draft × temperature × task, and pooled."""
+    """The `engines` field of a report: one element for each engine × draft × temperature × task, and pooled.
+
+    By temperature: our `plain` runs, and the `answers` of those that took turns; vLLM decodes now, unless the journal
+    has it.
+    """
     found = []
-    for engine in engines_of(s):
-        for method in _fitting(engine, methods, s):
-            for temperature in s.temperatures:
-                sampling = Sampling(temperature, s.top_k, s.top_p)
-                answers = _answers(engine, s, target, model, method, items, sampling, journal)
-                ours = {
-                    (r.item.task, r.item.id): r
-                    for name, t, r in lines
-                    if (name, t) == ("plain", temperature)
-                }
-                found += _elements(s, engine, method, temperature, items, answers, ours)
+    for temperature in s.temperatures:
+        sampling = Sampling(temperature, s.top_k, s.top_p)
+        said = dict(answers[temperature])
+        ours = {(r.item.task, r.item.id): r for r in plain[temperature]}
+        for engine in engines_of(s):
+            for method in _fitting(engine, methods, s):
+                if engine == "vllm":
+                    key = ["engine", engine, method.name if method else "", temperature]
+                    ask = partial(_vllm, s, target, method, items, sampling)
+                    said[label(engine, method)] = journal.once(key, ask)
+        for engine in engines_of(s):
+            for method in _fitting(engine, methods, s):
+                base = said.get(label(UNDRAFTED[engine], None)) if method else None
+                found += _elements(
+                    s, engine, method, temperature, items, said[label(engine, method)], base, ours
+                )
     return found
 
 
@@ -85,24 +114,6 @@ def _fitting(engine: str, methods: Sequence[Method], s: Settings) -> list[Method
     paths = {m.name: m.draft for m in s.methods if m.draft and not m.alpha}
     local = [m for m in methods if (Path(paths.get(m.name, "")) / "config.json").is_file()]
     return [None, *(m for m in local if m.draft is not None and m.draft.shape is None)]
-
-
-def _answers(
-    engine: str,
-    s: Settings,
-    target: Target,
-    model: Any,
-    method: Method | None,
-    items: Sequence[Item],
-    sampling: Sampling,
-    journal: Journal,
-) -> list[Answer]:
-    key = ["engine", engine, method.name if method else "", sampling.temperature]
-    if engine == "vllm":
-        return journal.once(key, lambda: _vllm(s, target, method, items, sampling))
-    run = _transformers(s, target, model, method, sampling)
-    run(items[0])  # warm-up
-    return [journal.once([*key, x.task, x.id], lambda x=x: run(x)) for x in items]  # type: ignore[misc]
 
 
 def _transformers(
@@ -155,7 +166,8 @@ def _transformers(
         _finish(ids.device)
         seconds = time.perf_counter() - start
         answer = trimmed(out[0, ids.shape[1] :].tolist(), item.stop, target.tokenizer)
-        return {"ids": answer, "seconds": seconds, "rounds": passes[0] - 1, "accepted": None}
+        rounds = passes[0] - (method is None)  # assisted, the first pass verifies drafts as well
+        return {"ids": answer, "seconds": seconds, "rounds": rounds, "accepted": None}
 
     return run
 
@@ -176,41 +188,33 @@ class Stop(StoppingCriteria):
 def _vllm(
     s: Settings, target: Target, method: Method | None, items: Sequence[Item], sampling: Sampling
 ) -> list[Answer]:
-    """What vLLM does, in a process of its own. UserError with the end of its log when it fails."""
+    """What vLLM does, in a process of its own. UserError with what it says when it fails."""
     longest = max(len(item.prompt_ids) for item in items) + s.max_new_tokens
-    speculative = None
+    speculative, k = None, 0
     if method is not None:
-        path = next(m.draft for m in s.methods if m.name == method.name)
-        family = read_facts(path).get("family", "causal")
-        speculative = {
-            "model": str(Path(path).resolve()),
-            "method": VLLM_METHODS[family],
-            "num_speculative_tokens": method.k,
-        }
-    job = {
-        "target": str(Path(s.target).resolve()) if Path(s.target).exists() else s.target,
-        "dtype": s.dtype,
-        "speculative": speculative,
-        "prompts": [item.prompt_ids for item in items],
-        "stops": [list(item.stop) for item in items],
-        "max_new_tokens": s.max_new_tokens,
-        "max_model_len": min(target.decoder.context, longest + s.k + 1),
-        "eos": sorted(target.eos),
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "seed": s.seed,
-        "eager": s.mode == "eager",
-    }
-    script = Path(__file__).with_name("vllm_job.py")
-    done = subprocess.run(
-        [s.vllm_python, str(script)], input=json.dumps(job), capture_output=True, text=True, cwd="/"
+        path, k = next(m.draft for m in s.methods if m.name == method.name), method.k
+        speculative = vllm_engine.speculative(path, k)
+    job = vllm_engine.job(
+        s.target,
+        [item.prompt_ids for item in items],
+        dtype=s.dtype,
+        speculative=speculative,
+        stops=[item.stop for item in items],
+        max_new_tokens=s.max_new_tokens,
+        max_model_len=min(target.decoder.context, longest + k + 1),
+        eos=sorted(target.eos),
+        sampling=sampling,
+        seed=s.seed,
+        eager=s.mode == "eager",
+        repair=not sampling.greedy,
     )
-    if done.returncode != 0:
-        raise UserError(f"vLLM failed:\n{done.stderr[-3000:]}")
-    answers = json.loads(done.stdout.strip().splitlines()[-1])["answers"]
+    (done,) = vllm_engine.answers(s.vllm_python, [job])
+    if "error" in done:
+        raise UserError(f"vLLM failed: {done['error'][:3000]}")
+    answers: list[Answer] = done["answers"]
     for item, answer in zip(items, answers, strict=True):
-        answer["ids"] = trimmed(answer["ids"], item.stop, target.tokenizer)
+        answer["ids"] = trimmed(answer["ids"][0], item.stop, target.tokenizer)
+        answer["repaired"] = done["repaired"]
     return answers
 
 
@@ -221,21 +225,28 @@ def _elements(
     temperature: float,
     items: Sequence[Item],
     answers: Sequence[Answer],
-    ours: dict[tuple[str, str], Run],
+    base: Sequence[Answer] | None,
+    ours: Mapping[tuple[str, str], Run],
 ) -> list[dict[str, Any]]:
+    """`base` are the engine's own answers without a draft, if it gave any."""
     found = []
     for task in [POOLED, *(task.name for task in s.tasks)]:
-        pairs = [(x, a) for x, a in zip(items, answers, strict=True) if task in (POOLED, x.task)]
-        done = [(x, a) for x, a in pairs if "error" not in a and (x.task, x.id) in ours]
-        seconds = sum(a["seconds"] for _, a in done)
-        tokens = sum(len(a["ids"]) for _, a in done)
-        plain = [ours[x.task, x.id] for x, _ in done]
-        plain_rate = ratio(
-            sum(r.seconds for r in plain), sum(len(r.output.output_ids) for r in plain)
-        )
-        rounds = [a["rounds"] for _, a in done]
-        own_rate = ratio(seconds, tokens)
-        same = [a["ids"] == ours[x.task, x.id].output.output_ids for x, a in done]
+        at = [i for i, x in enumerate(items) if task in (POOLED, x.task)]
+        done = [i for i in at if "error" not in answers[i] and (items[i].task, items[i].id) in ours]
+        own = [_cost(answers[i]) for i in done]
+        plain = [ours[items[i].task, items[i].id] for i in done]
+        rounds = [answers[i]["rounds"] for i in done]
+        seconds, tokens = sum(x for x, _ in own), sum(n for _, n in own)
+        prefilled = 0 if engine == "hf-assisted" else len(done)
+        beside = [(r.seconds, len(r.output.output_ids)) for r in plain]
+        pairs = list(zip(beside, own, strict=True)) if s.batch_size == 1 else []
+        undrafted = [
+            (_cost(base[i]), _cost(answers[i])) for i in done if base and "error" not in base[i]
+        ]
+        same = [answers[i]["ids"] == r.output.output_ids for i, r in zip(done, plain, strict=True)]
+        speedup, interval = _faster(pairs, s.seed)
+        gain, gain_interval = _faster(undrafted, s.seed)
+        rate = ratio(seconds, tokens)
         found.append(
             {
                 "engine": engine,
@@ -243,27 +254,43 @@ def _elements(
                 "k": method.k if method else 0,
                 "temperature": temperature,
                 "batch_size": 1,
+                "in_turn": engine != "vllm",
                 "task": task,
                 "prompts": len(done),
                 "output_tokens": tokens,
-                "tau": None if None in rounds else ratio(tokens - len(done), sum(rounds)),
+                "tau": None if None in rounds else ratio(tokens - prefilled, sum(rounds)),
                 "tokens_per_second": ratio(tokens, seconds),
-                "ms_per_token": None if own_rate is None else MS_PER_SECOND * own_rate,
-                "speedup": (  # against our plain decoding, batch 1 as well
-                    ratio(plain_rate, own_rate)
-                    if s.batch_size == 1 and plain_rate is not None and own_rate
-                    else None
-                ),
+                "ms_per_token": None if rate is None else MS_PER_SECOND * rate,
+                "speedup": speedup,  # against our plain decoding, batch 1 as well
+                "speedup_ci": interval,
+                "gain": gain,  # against the same engine without a draft
+                "gain_ci": gain_interval,
                 "same_as_ours": sum(same) if temperature == 0 else None,
                 "failed": [
-                    {"task": x.task, "id": x.id, "error": a["error"]}
-                    for x, a in pairs
-                    if "error" in a
+                    {"task": items[i].task, "id": items[i].id, "error": answers[i]["error"]}
+                    for i in at
+                    if "error" in answers[i]
                 ],
                 "transformers": transformers.__version__ if engine != "vllm" else None,
+                "repaired": answers[0].get("repaired", []),  # what of vLLM's was mended first
             }
         )
     return found
+
+
+def _cost(answer: Answer) -> tuple[float, int]:
+    return answer["seconds"], len(answer["ids"])
+
+
+def _faster(
+    pairs: Sequence[tuple[tuple[float, int], tuple[float, int]]], seed: int
+) -> tuple[float | None, tuple[float, float] | None]:
+    """(how many times fewer seconds a token, its paired interval) of (seconds, tokens) slow and fast, by prompt."""
+    slow, slow_tokens, fast, fast_tokens = np.array([[*a, *b] for a, b in pairs]).reshape(-1, 4).T
+    slow_rate, rate = ratio(slow.sum(), slow_tokens.sum()), ratio(fast.sum(), fast_tokens.sum())
+    if slow_rate is None or not rate:
+        return None, None
+    return slow_rate / rate, paired_ratio_interval(slow, slow_tokens, fast, fast_tokens, seed)
 
 
 def _finish(device: torch.device) -> None:

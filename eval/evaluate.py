@@ -15,8 +15,8 @@ from decode.target import Target, load_model, load_target
 from eval import chats, engines, law, lossless, metrics, roofline, scoring, speed, tasks
 from eval.entries import POOLED, Group, entry, of_group
 from eval.journal import Journal
-from eval.methods import build_methods, simulated, teach
-from eval.options import Settings
+from eval.methods import build_methods, checksums, simulated, teach
+from eval.options import MethodSettings, Settings
 from eval.quality import compare_targets
 from eval.samples import Sample
 from eval.speed import Failure, Measured, Method, Run
@@ -77,8 +77,9 @@ def evaluate(
         "domains": [],
     }
     lines = []
+    measured = {}
     for temperature in s.temperatures:
-        found = _measure(work, temperature)
+        found = measured[temperature] = _measure(work, temperature)
         _add_entries(work, report, temperature, found, references)
         for method in methods:
             lines += [(method.name, temperature, run) for run in found.runs[method.name]]
@@ -88,7 +89,12 @@ def evaluate(
     use = partial(speed.gpu_utilisation, target, items[:8], greedy, s.max_new_tokens, s.batch_size)
     report["gpu_utilisation"] = journal.once(["gpu"], lambda: {"percent": use()})["percent"]
     report["comparisons"] = _comparisons(work)
-    report["engines"] = engines.compare(work.s, target, model, methods, items, lines, journal)
+    report["engines"] = engines.compare(
+        s, target, methods, items,
+        {t: found.runs["plain"] for t, found in measured.items()},
+        {t: found.answers for t, found in measured.items()},
+        journal,
+    )  # fmt: skip
     report["law"] = law.check_methods(s, target, model, methods, items, journal)
     if s.original:
         original = load_target(s.original, s.device, s.dtype)
@@ -118,9 +124,11 @@ def _measure(work: Work, temperature: float) -> Measured:
     bar = work.progress.add_task(
         f"temperature {temperature:g}", total=-(-len(work.items) // s.batch_size)
     )
+    sampling = work.sampling(temperature)
     found = speed.measure(
-        work.target, work.methods[1:], work.items, work.sampling(temperature), s.max_new_tokens,
-        s.batch_size, s.seed, work.journal, partial(work.progress.advance, bar),
+        work.target, work.methods[1:], work.items, sampling, s.max_new_tokens, s.batch_size, s.seed,
+        work.journal, partial(work.progress.advance, bar),
+        engines.arms(s, work.target, work.model, work.methods[1:], sampling),
     )  # fmt: skip
     for name, own in found.runs.items():
         if not own:
@@ -230,6 +238,15 @@ def _comparisons(work: Work) -> list[dict[str, Any]]:
     return found
 
 
-def open_journal(out: Path) -> Journal:
-    """The journal of the run in this folder."""
-    return Journal(out / "journal.jsonl", runs.hardware())
+def open_journal(out: Path, methods: Sequence[MethodSettings]) -> Journal:
+    """The journal of the run in this folder. UserError if a draft was trained anew since it began."""
+    journal = Journal(out / "journal.jsonl", runs.hardware())
+    now = checksums(methods)
+    then = journal.once(["drafts"], lambda: now)
+    changed = [name for name in now if then.get(name) != now[name]]
+    if changed:
+        raise UserError(
+            f"{out} was measured with other weights of {', '.join(changed)}: --overwrite true begins anew, --out "
+            "names another folder"
+        )
+    return journal

@@ -14,24 +14,26 @@ def evidence(report: Report) -> list[Table]:
         _law_table(report.get("law")),
         _parity_table(report["methods"]),
         _quality_table(report.get("target_quality")),
-        _failure_table(report["methods"]),
+        _failure_table(report["methods"], report.get("engines") or []),
         _setup_table(report["methods"]),
         _environment_table(report),
     ]
 
 
 def _engine_table(engines: Sequence[Entry]) -> Table:
-    """Other engines on the same prompts, all tasks pooled."""
+    """Other engines on the same prompts, all tasks pooled, and how they were timed."""
     rows = [
         [
-            e["engine"],
+            e["engine"] + (f", {' '.join(e['repaired'])} repaired" if e.get("repaired") else ""),
             e["name"],
             number(e["k"], 0),
             f"{e['temperature']:g}",
             number(e["prompts"], 0),
             number(e["tau"], 2),
             number(e["tokens_per_second"], 1),
-            number(e["speedup"], 2, "×"),
+            with_interval(e["speedup"], e.get("speedup_ci"), 2, "×"),
+            with_interval(e.get("gain"), e.get("gain_ci"), 2, "×"),
+            "in turn with ours" if e.get("in_turn") else "apart, after ours",
             "–" if e["same_as_ours"] is None else f"{e['same_as_ours']}/{e['prompts']}",
             number(len(e["failed"]), 0),
         ]
@@ -39,7 +41,7 @@ def _engine_table(engines: Sequence[Entry]) -> Table:
         if e["task"] == "all"
     ]
     header = ["engine", "draft", "K", "temperature", "n", "τ", "tokens/s", "× our plain"]
-    header += ["texts as ours", "failed"]
+    header += ["× itself undrafted", "timed", "texts as ours", "failed"]
     return Table("Other engines on the same prompts", header, rows)
 
 
@@ -85,10 +87,11 @@ def _parity_table(methods: Sequence[Entry]) -> Table:
     return Table("Quality beside plain decoding", header, rows, detail=True)
 
 
-def _failure_table(methods: Sequence[Entry]) -> Table:
+def _failure_table(methods: Sequence[Entry], engines: Sequence[Entry]) -> Table:
+    named = [(m["name"], m) for m in methods] + [(f"{e['engine']} {e['name']}", e) for e in engines]
     rows = [
-        [m["name"], f"{m['temperature']:g}", f["task"], f["id"], f["error"]]
-        for m in methods
+        [name, f"{m['temperature']:g}", f["task"], f["id"], f["error"]]
+        for name, m in named
         if m["task"] == "all"
         for f in m.get("failed") or []
     ]

@@ -29,7 +29,12 @@ def charts(report: Report, tuned: Tuned | None) -> list[Chart]:
     """Every figure that has a panel, most important first."""
     methods = report["methods"]
     found = [
-        _by_task(methods, "speedup", "Speed-up by method and task", "× plain decoding (dashed)"),
+        _by_task(
+            [*methods, *_engines(report)],
+            "speedup",
+            "Speed-up by method and task",
+            "× plain decoding (dashed)",
+        ),
         _by_task(methods, "tau", "τ by method and task", "tokens a target pass (dashed: plain)"),
         _positions(methods),
         _lengths(methods),
@@ -39,6 +44,12 @@ def charts(report: Report, tuned: Tuned | None) -> list[Chart]:
         _roofline(report, tuned),
     ]
     return [chart for chart in found if len(chart.panels) > 0]
+
+
+def _engines(report: Report) -> list[Entry]:
+    """Other engines beside our methods, under names that no method has; older reports give them no interval."""
+    found = report.get("engines") or []
+    return [{**e, "name": f"{e['engine']} {e['name']}"} for e in found if e.get("speedup_ci")]
 
 
 def _by_task(methods: Sequence[Entry], what: str, caption: str, label: str) -> Chart:

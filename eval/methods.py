@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from decode.drafts.base import Draft, load_draft
+from decode.drafts.base import Draft, draft_sha256, load_draft
 from decode.drafts.layerskip import EarlyExitDraft
 from decode.drafts.lookup import NgramDraft
 from decode.drafts.suffix import SuffixDraft
@@ -65,6 +65,11 @@ def teach(methods: Sequence[Method], target: Target, items: Sequence[Item], toke
         if isinstance(method.draft, SimulatedDraft):
             prompts = [item.prompt_ids for item in items]
             method.draft.learn(target, prompts, tokens + method.k + 1, rows=16)
+
+
+def checksums(methods: Sequence[MethodSettings]) -> dict[str, str | None]:
+    """{method: checksum of its weights} of those with a draft on disk; None for one from the hub."""
+    return {m.name: draft_sha256(m.draft) for m in methods if m.draft}
 
 
 def simulated(method: Method) -> list[float] | None:

@@ -26,26 +26,37 @@ class Gpu:
     """Bytes a second."""
     memory: float
     """Bytes."""
-    flops: float
-    """Dense bf16 operations a second, fp32 accumulation."""
+    bf16: float
+    """Dense operations a second, fp32 accumulation; those of fp16 as well."""
+    fp32: float
+    """The same without tensor cores: torch's default for fp32, which is no TF32."""
+
+    def flops(self, dtype: str) -> float:
+        """Operations a second at best in a dtype of DTYPE_BYTES."""
+        return self.fp32 if dtype == "float32" else self.bf16
 
 
 GPUS = {
-    # NVIDIA's data sheets of each product (SXM, PCIe and NVL differ), half of a figure "with sparsity"; GeForce: the
-    # Ada and Ampere GA102 white papers. Names are those that CUDA reports.
-    "NVIDIA B200": Gpu(8.0e12, 180e9, 2250e12),
-    "NVIDIA H200": Gpu(4.8e12, 141e9, 989e12),
-    "NVIDIA H100 80GB HBM3": Gpu(3.35e12, 80e9, 989e12),
-    "NVIDIA H100 NVL": Gpu(3.9e12, 94e9, 835e12),
-    "NVIDIA H100 PCIe": Gpu(2.0e12, 80e9, 756e12),
-    "NVIDIA A100-SXM4-80GB": Gpu(2.039e12, 80e9, 312e12),
-    "NVIDIA A100 80GB PCIe": Gpu(1.935e12, 80e9, 312e12),
-    "NVIDIA A100-SXM4-40GB": Gpu(1.555e12, 40e9, 312e12),
-    "NVIDIA L40S": Gpu(0.864e12, 48e9, 362e12),
-    "NVIDIA L4": Gpu(0.3e12, 24e9, 121e12),
-    "NVIDIA A10": Gpu(0.6e12, 24e9, 125e12),
-    "NVIDIA GeForce RTX 4090": Gpu(1.008e12, 24e9, 165e12),
-    "NVIDIA GeForce RTX 3090": Gpu(0.936e12, 24e9, 71e12),
+    # NVIDIA's data sheets of each product (SXM, PCIe and NVL differ), of tensor cores half of a figure "with sparsity";
+    # B200: the HGX sheet; GeForce: the Ada and Ampere GA102 white papers. Names are those that CUDA reports.
+    "NVIDIA B200": Gpu(7.7e12, 180e9, 2250e12, 75e12),
+    "NVIDIA GH200 480GB": Gpu(4.0e12, 96e9, 989e12, 67e12),
+    "NVIDIA H200": Gpu(4.8e12, 141e9, 989e12, 67e12),
+    "NVIDIA H200 NVL": Gpu(4.8e12, 141e9, 835e12, 60e12),
+    "NVIDIA H100 80GB HBM3": Gpu(3.35e12, 80e9, 989e12, 67e12),
+    "NVIDIA H100 NVL": Gpu(3.9e12, 94e9, 835e12, 60e12),
+    "NVIDIA H100 PCIe": Gpu(2.0e12, 80e9, 756e12, 51e12),
+    "NVIDIA A100-SXM4-80GB": Gpu(2.039e12, 80e9, 312e12, 19.5e12),
+    "NVIDIA A100 80GB PCIe": Gpu(1.935e12, 80e9, 312e12, 19.5e12),
+    "NVIDIA A100-SXM4-40GB": Gpu(1.555e12, 40e9, 312e12, 19.5e12),
+    "NVIDIA A100-PCIE-40GB": Gpu(1.555e12, 40e9, 312e12, 19.5e12),
+    "NVIDIA L40S": Gpu(0.864e12, 48e9, 362e12, 91.6e12),
+    "NVIDIA L40": Gpu(0.864e12, 48e9, 181e12, 90.5e12),
+    "NVIDIA L4": Gpu(0.3e12, 24e9, 121e12, 30.3e12),
+    "NVIDIA A10G": Gpu(0.6e12, 24e9, 70e12, 35e12),
+    "NVIDIA A10": Gpu(0.6e12, 24e9, 125e12, 31.2e12),
+    "NVIDIA GeForce RTX 4090": Gpu(1.008e12, 24e9, 165e12, 82.6e12),
+    "NVIDIA GeForce RTX 3090": Gpu(0.936e12, 24e9, 71e12, 35.6e12),
 }
 
 
@@ -124,11 +135,11 @@ def draft_ceiling(
 
 
 def ridge(gpu: Gpu, bytes_a_weight: float) -> float:
-    """Tokens in one pass at which arithmetic takes as long as reading the weights: 2 operations a weight and token.
+    """Tokens in one pass at which bf16 takes as long as reading the weights: 2 operations a weight and token.
 
     Drafted tokens are almost free while batch × (K + 1) stays well below; above, they cost what they compute.
     """
-    return gpu.flops * bytes_a_weight / (2 * gpu.bandwidth)
+    return gpu.bf16 * bytes_a_weight / (2 * gpu.bandwidth)
 
 
 def memory(

@@ -84,7 +84,7 @@ def main(s: Settings) -> None:
         tasks.load_items(task, target)
     runs.claim(s.out, s)
     out = Path(s.out)
-    journal = open_journal(out)
+    journal = open_journal(out, s.methods)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     try:
         with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:

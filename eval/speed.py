@@ -1,7 +1,7 @@
 """Times methods against plain decoding on the same prompts, interleaved so that drift hits all alike."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,12 +72,18 @@ class Failure:
     error: str
 
 
+Answer = dict[str, Any]
+"""What another engine made of one prompt, as JSON holds it: {ids, seconds, …}, or {error}."""
+
+
 @dataclass
 class Measured:
     """What each method did: {name: runs}, {name: failures}. Together they are all prompts, for every method."""
 
     runs: dict[str, list[Run]] = field(default_factory=dict)
     failures: dict[str, list[Failure]] = field(default_factory=dict)
+    answers: dict[str, list[Answer]] = field(default_factory=dict)
+    """Of other engines: one for each prompt, in their order."""
 
 
 def measure(
@@ -90,32 +96,45 @@ def measure(
     seed: int,
     journal: Journal,
     progress: Callable[[], None],
+    others: Mapping[str, Callable[[Item], Answer]] | None = None,
 ) -> Measured:
-    """Every item by every method. Plain runs before and after the others; its seconds are the mean.
+    """Every item by every method, then by the other engines. Plain runs before and after them all; its seconds are the
+    mean.
 
-    Every method is warmed up first. Rows are seeded by their place in `items`, whatever the batch. What an error
+    Everything is warmed up first. Rows are seeded by their place in `items`, whatever the batch. What an error
     interrupts is a Failure, and plain decoding's failure is that of all, since nothing can be compared then. Batches
     without one are kept in the journal.
+
+    `others` answer a batch's prompts one by one, and raise nothing. Their errors are kept in the journal as well: asked
+    again later, they would not stand beside runs of the same minutes.
     """
+    others = others or {}
     plain = Method("plain", None, 0, "exact", methods[0].mode if methods else "eager")
     every = [plain, *methods]
-    found = Measured({m.name: [] for m in every}, {m.name: [] for m in every})
+    found = Measured(
+        {m.name: [] for m in every}, {m.name: [] for m in every}, {name: [] for name in others}
+    )
     engines: dict[str, Engine] = {}
     for start in range(0, len(items), batch_size):
         batch = items[start : start + batch_size]
         key = ["runs", sampling.temperature, start, *([item.task, item.id] for item in batch)]
-        kept = journal.get(key)
-        if kept is not None:
+        kept, said = journal.get(key), journal.get(["others", *key[1:]])
+        if kept is not None and (said is not None or not others):
             for name in found.runs:
                 found.runs[name] += [_restore(*x) for x in zip(batch, kept[name], strict=True)]
+            for name in others:
+                found.answers[name] += said[name]
             progress()
             continue
         if not engines:
             engines = {m.name: m.engine(target, sampling) for m in every}
             for engine in engines.values():
                 _try(engine, batch, min(max_new_tokens, 8), seed, 0)
+            for answer in others.values():
+                answer(batch[0])
         before = _try(engines["plain"], batch, max_new_tokens, seed, start)
         done = {m.name: _try(engines[m.name], batch, max_new_tokens, seed, start) for m in methods}
+        said = {name: [answer(item) for item in batch] for name, answer in others.items()}
         after = _try(engines["plain"], batch, max_new_tokens, seed, start)
         done["plain"] = _mean(before, after)
         for method in every:
@@ -126,7 +145,11 @@ def measure(
                 found.failures[method.name] += [Failure(x.task, x.id, failed) for x in batch]
             elif not isinstance(one, str):
                 found.runs[method.name] += one
+        for name in others:
+            found.answers[name] += said[name]
         if not any(isinstance(one, str) for one in done.values()):
+            if others:
+                journal.put(["others", *key[1:]], said)
             journal.put(key, {name: [_plain_values(run) for run in done[name]] for name in done})  # type: ignore[arg-type]
         progress()
     return found

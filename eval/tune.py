@@ -30,8 +30,10 @@ from decode.target import load_target
 from eval import options, tasks
 from eval.checklist import tuned_table
 from eval.choose import ALL, cells, chosen, half, predictions, summary
+from eval.evaluate import open_journal
 from eval.grid import as_markdown
 from eval.journal import Journal
+from eval.methods import checksums
 from eval.metrics import tau
 from eval.options import TreeSettings
 from eval.roofline import measured_bandwidth
@@ -69,6 +71,7 @@ def tune(s: Settings, load: Load, journal: Journal, progress: Progress) -> dict[
         "schema": SCHEMA,
         "target": {"name": load.target.name, "tokenizer": load.target.fingerprint},
         "tasks": [tasks.version(task) for task in s.tasks],
+        "drafts": checksums(s.methods),
         **runs.provenance(),
         "seed": s.seed,
         "bandwidth": journal.once(
@@ -186,7 +189,7 @@ def main(s: Settings) -> None:
     load = load_of(s, target)  # every mistake shows before the folder is touched
     runs.claim(s.out, s)
     out = Path(s.out)
-    journal = Journal(out / "journal.jsonl", runs.hardware())
+    journal = open_journal(out, s.methods)
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     try:

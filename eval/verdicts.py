@@ -1,7 +1,11 @@
 """What a report comes down to, a sentence each: what is fastest, whether output is unchanged, what failed."""
 
+import math
+from collections.abc import Sequence
+
+from eval.samples import ratio
 from eval.tables import drafting, sections, unique
-from eval.wording import Report, identical, inside, number, with_interval
+from eval.wording import Entry, Report, identical, inside, number, with_interval
 
 
 def verdicts(report: Report) -> list[str]:
@@ -13,6 +17,7 @@ def verdicts(report: Report) -> list[str]:
         f"Plain decoding: {number(plain['tokens_per_second'], 1)} tokens/s, "
         f"{number(plain['ms_per_token'], 2)} ms per token.",
         law_verdict(report),
+        *assistance(report),
         failures(report),
         simulated(report),
     ]
@@ -82,12 +87,70 @@ def law_verdict(report: Report) -> str:
 
 def failures(report: Report) -> str:
     """How many prompts failed, of which methods; empty if none did."""
-    pooled = [m for m in report["methods"] if m["task"] == "all"]
-    failed = {m["name"]: len(m["failed"]) for m in pooled if m.get("failed")}
+    named = [(m["name"], m) for m in report["methods"]]
+    named += [(f"{e['engine']} {e['name']}", e) for e in report.get("engines") or []]
+    failed = {name: len(m["failed"]) for name, m in named if m["task"] == "all" and m.get("failed")}
     if not failed:
         return ""
     counts = ", ".join(f"{name} {count}" for name, count in failed.items())
     return f"Failed prompts, left out of that method's numbers and named below: {counts}."
+
+
+def assistance(report: Report, names: Sequence[str] | None = None) -> list[str]:
+    """Whether these drafts (None: all) make transformers' own `generate` faster, and if not why: a line for each.
+
+    What was to be expected is τ ÷ (1 + K c), c being a draft step over a target step, both as our engine measured them.
+    Only of reports that compared with hf and hf-assisted.
+    """
+    return [
+        f"transformers with assistant_model = {e['name']} (K = {e['k']}, temperature {e['temperature']:g}): "
+        f"{with_interval(e['gain'], e['gain_ci'], 2, '×')} the speed of its own generate, n = {e['prompts']}. "
+        + _why(report, e)
+        for e in report.get("engines") or []
+        if e["engine"] == "hf-assisted"
+        and e["task"] == "all"
+        and e.get("gain") is not None
+        and (names is None or e["name"] in names)
+    ]
+
+
+def _why(report: Report, e: Entry) -> str:
+    """The speed-up of an assisted element by its parts: tokens a round, and what a round costs in target steps."""
+    low, high = e["gain_ci"] or (0.0, math.inf)
+    claim = "It is faster" if low > 1 else "It is slower" if high < 1 else "No clear difference"
+    text = (
+        f"{claim}: a round accepts {e['tau'] - 1:.2f} drafted tokens (τ {e['tau']:.2f}) and takes as long as "
+        f"{e['tau'] / e['gain']:.2f} steps of generate."
+    )
+    cost = draft_cost(report, e["name"], e["temperature"])
+    if cost is None:
+        return text
+    expected = e["tau"] / (1 + e["k"] * cost)
+    text += (
+        f" A draft step costs {cost:.2f} of a target step in our engine, so τ ÷ (1 + K c) = {expected:.2f}× was to be "
+        "expected"
+    )
+    if max(expected, e["gain"]) <= 1:
+        return f"{text}: the draft is too dear for what is accepted."
+    if expected > e["gain"]:
+        text += "; the rest goes to verifying K + 1 tokens and to transformers' own work a round"
+    return f"{text}."
+
+
+def draft_cost(report: Report, name: str, temperature: float) -> float | None:
+    """Time of a draft step over that of a target step, from the phases of this chain and of plain decoding.
+
+    None where phases were not timed.
+    """
+    found = {
+        m["name"]: m
+        for m in report["methods"]
+        if (m["task"], m["temperature"]) == ("all", temperature) and m.get("phase_ms")
+    }
+    if name not in found or "plain" not in found:
+        return None
+    step = sum(found["plain"]["phase_ms"].values())
+    return ratio(found[name]["phase_ms"]["draft"] / found[name]["k"], step)
 
 
 def simulated(report: Report) -> str:

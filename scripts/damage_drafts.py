@@ -28,6 +28,7 @@ from decode import formats, published, runs
 from decode.drafts.base import FACTS, family_of, read_facts
 from decode.settings import UserError, run_command
 from decode.target import load_target
+from eval import vllm_engine
 from eval.tasks import Task, load_items
 from scripts import export, referee
 from scripts.check_draft import findings
@@ -433,7 +434,7 @@ def outcome(judge: dict[str, Any]) -> dict[str, Any]:
     """What vLLM accepts, or what it says instead."""
     if "error" in judge:
         return {"vllm": "refused", "says": " ".join(judge["error"].split())[:300]}
-    total = referee.total(judge["prompts"])
+    total = referee.total(judge["answers"])
     return {
         "vllm": "served",
         "version": judge["vllm"],
@@ -460,7 +461,7 @@ def record(file: str, sizes: dict[str, Any], rows: list[dict[str, Any]]) -> None
 def main(s: Settings) -> None:
     target = load_target(s.target, "cpu")
     prompts = [item.prompt_ids for task in s.tasks for item in load_items(task, target)]
-    context = min(target.decoder.context, max(map(len, prompts)) + s.max_new_tokens + s.k + 1)
+    context = referee.room(target, prompts, s.k, s.max_new_tokens)
     known = damages(target.decoder.config.num_hidden_layers)
     names = s.only or [name for name, damage in known.items() if damage.served]
     strange = [name for name in names if name not in known]
@@ -477,11 +478,17 @@ def main(s: Settings) -> None:
             copy_of(f"{s.drafts}/{family}", folder)
             if name != "none":
                 known[name].edit(folder)
-        asked = referee.Settings(
-            target=s.target, python=s.python, k=s.k, max_new_tokens=s.max_new_tokens
-        )
-        served = [str(folder) for folder in folders]
-        judged = referee.theirs(asked, served, prompts, context) if served else iter(())
+        jobs = [
+            vllm_engine.job(
+                s.target,
+                prompts,
+                speculative=vllm_engine.speculative(str(folder), s.k),
+                max_new_tokens=s.max_new_tokens,
+                max_model_len=context,
+            )
+            for folder in folders
+        ]
+        judged = vllm_engine.answers(s.python, jobs) if jobs else iter(())
         for folder, (family, name), judge in zip(folders, todo, judged, strict=True):
             seen = findings(str(folder), "vllm", target=s.target)
             said = [[f.rule, f.effect, f.what] for f in seen if f.rule != "changed-since-training"]

@@ -15,8 +15,14 @@ fi
 "$python" -m venv "$folder"
 pip() { "$folder/bin/python" -m pip --quiet "$@"; }
 pip install --upgrade pip packaging
-# The index of torch's CPU builds, where it can be reached, spares gigabytes of CUDA libraries.
-pip install "torch==$torch" --extra-index-url https://download.pytorch.org/whl/cpu
+# The index of torch's CPU builds spares gigabytes of CUDA libraries. Where it cannot be reached, pip would ask it again
+# and again for each package.
+index=https://download.pytorch.org/whl/cpu
+reach="import urllib.request as u; u.urlopen('$index/torch/', timeout=10)"
+extra=
+if "$folder/bin/python" -c "$reach" 2> /dev/null; then extra="--extra-index-url=$index"; fi
+# shellcheck disable=SC2086  # one word or none
+pip install "torch==$torch" $extra
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT

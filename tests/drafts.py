@@ -120,6 +120,41 @@ def report(sha: str, *more: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def tuned(sha: str, ks: dict[str, int]) -> dict[str, Any]:
+    """tuned.json of the draft and of n-grams: {domain: its fastest K}, 2 to 6 tried, greedy and at temperature 1."""
+    cells, chosen = [], []
+    for temperature in (0.0, 1.0):
+        for task, best in ks.items():
+            for k in range(2, 7):
+                fields = {
+                    "method": "eagle3", "tree": None, "k": k, "temperature": temperature, "batch_size": 1,
+                    "task": task, "prompts": 31, "speedup": 1.7317 - abs(k - best) / 10, "ci": [1.6191, 1.8428],
+                }  # fmt: skip
+                cells += [fields, fields | {"method": "ngram", "speedup": 9.0}]
+                cells += [fields | {"batch_size": 8, "speedup": 9.0}]
+                if k == best:
+                    chosen.append(fields | {"held_out": 1.6888, "rule": "exact"})
+    return {
+        "schema": 1,
+        "tasks": ["code@1", "prose@1"],
+        "drafts": {"eagle3": sha},
+        "git": "ccbfa456bfe89422e53c87af09f467dd2deb39c2",
+        "hardware": {"device": "AMD EPYC", "gpus": 0, "threads": 2},
+        "chosen": chosen,
+        "cells": cells,
+    }
+
+
+def assisted(name: str, **changes: Any) -> dict[str, Any]:
+    """The pooled element of transformers' assisted generation with this draft in a report's `engines`."""
+    fields = {
+        "engine": "hf-assisted", "name": name, "k": 4, "temperature": 0.0, "batch_size": 1, "task": "all",
+        "prompts": 33, "in_turn": True, "tau": 2.4, "tokens_per_second": 99.5, "speedup": 1.11,
+        "speedup_ci": [1.01, 1.22], "gain": 1.25, "gain_ci": [1.13, 1.37], "same_as_ours": 33, "failed": [],
+    }  # fmt: skip
+    return fields | changes
+
+
 def referee(sha: str, **changes: Any) -> dict[str, Any]:
     """What scripts/referee.py says of a draft that vLLM decodes as we do."""
     fields = {

@@ -19,7 +19,9 @@ from train.upload import Labels
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-def facts(folder: Path, report: bool = True, referee: bool = False, **changes: Any) -> Facts:
+def facts(
+    folder: Path, report: bool = True, referee: bool = False, tuned: bool = False, **changes: Any
+) -> Facts:
     drafts.draft(folder, **changes)
     sha = drafts.sha_of(folder)
     return Facts(
@@ -28,11 +30,12 @@ def facts(folder: Path, report: bool = True, referee: bool = False, **changes: A
         drafts.report(sha) if report else None,
         drafts.referee(sha) if referee else None,
         {"SGLang": ["refused: no such architecture"], "vLLM": []},
+        drafts.tuned(sha, {"all": 3, "code": 6}) if tuned else None,
     )
 
 
 def rendered(known: Facts, labels: Labels = Labels()) -> str:  # noqa: B008
-    k, source = serving.tuned_k(known.own, known.draft, known.config)
+    k, source = serving.tuned_k(known.own, known.draft, known.config, known.chains)
     job = serving.Job(known.draft["family"], "me/my-draft", "org/target", None, k)
     return str(card.render(known, job, source, serving.ways(job), labels))
 
@@ -73,11 +76,11 @@ def unfounded(text: str, *sources: Any) -> list[str]:
 
 def test_every_number_comes_from_the_files(tmp_path: Path) -> None:
     """Catches a figure typed by hand, or worked out on the way; a planted one is found."""
-    known = facts(tmp_path / "d", referee=True)
+    known = facts(tmp_path / "d", referee=True, tuned=True)
     text = rendered(known)
     tables = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(tables) > 30
-    sources = (known.draft, known.config, known.report, known.referee)
+    sources = (known.draft, known.config, known.report, known.referee, known.tuned)
     assert unfounded(text, *sources) == []
     planted = text.replace("2.38 [2.14, 2.60]", "9.87 [2.14, 2.60]", 1)
     assert planted != text
@@ -155,6 +158,20 @@ def test_what_was_served_is_told_from_what_was_checked(tmp_path: Path) -> None:
     assert "Not run, and not checked" in of["TensorRT-LLM"]
     assert "cannot serve it" in of["TGI"]
     assert "for real" not in rendered(facts(tmp_path / "b"))
+
+
+def test_assistance_in_transformers_is_told(tmp_path: Path) -> None:
+    """Catches a card that offers assistant_model and hides what it did, or tells of another draft's."""
+    known = facts(tmp_path / "d", family="causal")
+    assert known.report is not None
+    known.report["engines"] = [
+        drafts.assisted("eagle3", gain=0.93, gain_ci=[0.88, 0.98]),
+        drafts.assisted("stranger", gain=1.77),
+    ]
+    line = next(x for x in rendered(known).splitlines() if x.startswith("- **transformers**"))
+    assert "Run for real: transformers with assistant_model = eagle3 (K = 4" in line
+    assert "0.93× [0.88, 0.98] the speed of its own generate, n = 33. It is slower" in line
+    assert "stranger" not in line
 
 
 def test_slow_is_called_slow(tmp_path: Path) -> None:

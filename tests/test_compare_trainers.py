@@ -64,13 +64,7 @@ def test_prompts_for_generation_end_where_the_answer_begins() -> None:
 @pytest.mark.slow
 def test_all_arms_read_the_same_samples(world: worlds.World, tmp_path: Path) -> None:
     """Catches an arm that reads shorter texts, or fewer of them, in the time that is measured."""
-    data = tmp_path / "samples"
-    sources = json.dumps([{"kind": "file", "path": str(world.prompts)}])
-    done = worlds.call(
-        "train/sample.py", "--target", world.target, "--sources", sources, "--out", data,
-        "--max_new_tokens", 40,
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    data = worlds.sampled(world, tmp_path, "--max_new_tokens", 40)
     done = worlds.run(
         "scripts/compare_trainers.py", "--target", world.target, "--draft", world.draft,
         "--data", data, "--steps", 2, "--warm", 1, "--rounds", 1, "--out", tmp_path / "out.json",

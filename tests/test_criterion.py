@@ -10,8 +10,8 @@ from decode.settings import UserError, parse
 from tests.test_losses import IDS, logits
 from train.criterion import Comparison, Criterion
 from train.distill import Settings
-from train.features import law_logits, packed_law
 from train.losses import LOSSES, acceptance, few, forward_kl, log_probs, reverse_kl, tv
+from train.packed import law_logits, packed_law
 
 every_name = pytest.mark.parametrize("name", LOSSES)
 CONVEX = ["forward_kl", "reverse_kl", "jsd", "tv", "lk_alpha"]

@@ -20,15 +20,17 @@ from torch import Tensor
 from decode.settings import UserError
 from decode.taps import Taps
 from decode.target import Target, load_target
+from eval import wording
 from tests import worlds
 from tests.tiny import VOCAB, tiny_model, tiny_prompts, tiny_target
 from tests.worlds import Done, contents
-from train import batches, features, shards
+from train import batches, feature_cache, feature_pass, packed, shards
 from train.batches import Batch
 from train.distill import Settings
 from train.drafts import DraftSettings
 from train.families import FAMILIES, Job, Trainee
-from train.features import Cache, Folder, Stored
+from train.feature_cache import Cache
+from train.features import Folder, Stored
 from train.shards import Row
 from train.teacher import Look, Teacher
 
@@ -131,14 +133,14 @@ def test_every_byte_of_fp8_is_read_as_torch_reads_it() -> None:
     bits = bits[(bits & 0x7F) != 0x7F].view(127, 1, 2)  # without NaN, which is never written
     values = bits.view(torch.float8_e4m3fn)
     scale = torch.full((127, 1), 0.5, dtype=torch.bfloat16)
-    assert torch.equal(features.unpacked_states(bits, scale), values.float() / 2)
+    assert torch.equal(packed.unpacked_states(bits, scale), values.float() / 2)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1.0, 1e30])
 def test_states_of_any_size_survive(size: float) -> None:
     """Bug: all zeros become NaN; small or large states are lost to the range of fp8 or of the scale."""
     states = size * torch.randn(50, 3, 64)
-    found = features.unpacked_states(**features.packed_states(states))
+    found = packed.unpacked_states(**packed.packed_states(states))
     torch.testing.assert_close(found, states, rtol=0.1, atol=size * 2**-12)
 
 
@@ -147,8 +149,8 @@ def test_a_broken_target_is_not_hidden() -> None:
     for value in (float("nan"), float("inf")):
         states = torch.ones(1, 1, 8)
         states[0, 0, 3] = value
-        packed = features.packed_states(states)
-        assert not bool(torch.isfinite(features.unpacked_states(**packed)).all())
+        found = packed.packed_states(states)
+        assert not bool(torch.isfinite(packed.unpacked_states(**found)).all())
 
 
 def laws(tmp_path: Path, target: Target, top: int) -> Laws:
@@ -210,9 +212,9 @@ def test_a_law_sums_to_one_and_has_no_impossible_token() -> None:
     """
     logits = torch.zeros(3, 1000)
     logits[0, 5], logits[1, 7], logits[2, :30] = 100.0, 15.0, 3.0
-    packed = features.packed_law(logits, 20)
-    payload = torch.cat([packed["ids"].float(), packed["probabilities"].float()], -1)
-    law = features.law_logits(payload, 20, 1000)
+    found = packed.packed_law(logits, 20)
+    payload = torch.cat([found["ids"].float(), found["probabilities"].float()], -1)
+    law = packed.law_logits(payload, 20, 1000)
     assert bool(torch.isfinite(law).all())
     torch.testing.assert_close(law.exp().sum(-1), torch.ones(3))
     p = logits.softmax(-1)
@@ -225,10 +227,10 @@ def test_ids_beyond_16_bits_survive() -> None:
     """Bug: a vocabulary of 150,000 is stored in 16 bits, and ids wrap around."""
     logits = torch.zeros(2, 150_000)
     logits[0, 149_999], logits[1, 2**16] = 30.0, 30.0
-    packed = features.packed_law(logits, 4)
-    assert packed["ids"][:, 0].tolist() == [149_999, 2**16]
-    payload = torch.cat([packed["ids"].float(), packed["probabilities"].float()], -1)
-    assert features.law_logits(payload, 4, 150_000).argmax(-1).tolist() == [149_999, 2**16]
+    found = packed.packed_law(logits, 4)
+    assert found["ids"][:, 0].tolist() == [149_999, 2**16]
+    payload = torch.cat([found["ids"].float(), found["probabilities"].float()], -1)
+    assert packed.law_logits(payload, 4, 150_000).argmax(-1).tolist() == [149_999, 2**16]
 
 
 def trainee_of(family: str, target: Target, where: Folder | None) -> Trainee:
@@ -275,7 +277,7 @@ def test_bytes_a_token_are_less_than_half_of_bf16(tmp_path: Path, length: int) -
     tokens = sum(len(row["input_ids"]) for row in rows)
     assert files / tokens <= 8 * 256 / 2
     headers = 32 * 600  # 16 shards of 2 kinds
-    assert made.token_bytes() * tokens <= files <= made.token_bytes() * tokens + headers
+    assert made.cache.token_bytes() * tokens <= files <= made.cache.token_bytes() * tokens + headers
 
 
 def test_killed_and_started_again_the_files_are_the_same(
@@ -306,7 +308,8 @@ FILLER = """
 import sys, time
 from pathlib import Path
 from rich.console import Console
-from train.features import Cache, states_kind
+from train.feature_cache import Cache
+from train.packed import states_kind
 from decode.taps import Taps
 sys.path.insert(0, ".")
 from tests.test_features import ROWS
@@ -344,7 +347,7 @@ def test_two_processes_make_the_files_of_one(
     stored(tmp_path / "one", tiny_target(model))
     write, wrote = Cache.write, []
 
-    def noted(self: Cache, kind: features.Kind, shard: int, tensors: dict[str, Tensor]) -> None:
+    def noted(self: Cache, kind: packed.Kind, shard: int, tensors: dict[str, Tensor]) -> None:
         wrote.append((threading.current_thread().name, kind.name, shard))
         write(self, kind, shard, tensors)
 
@@ -445,10 +448,10 @@ def test_reading_a_sample_does_not_read_its_shard(tmp_path: Path) -> None:
     The shard has 128 MB; a sample of it 128 kB.
     """
     rows = rows_of(*[64] * 1024)
-    kind = features.states_kind(TAPS, 683)
+    kind = packed.states_kind(TAPS, 683)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(features, "SHARD_TOKENS", 2**30)
-        patch.setattr(features, "SHARDS", 1)
+        patch.setattr(feature_cache, "SHARD_TOKENS", 2**30)
+        patch.setattr(feature_cache, "SHARDS", 1)
         cache = Cache(tmp_path, [kind], rows, {})
     assert len(cache.plan) == 1
     states = torch.zeros(2**16, 3, 683, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -473,13 +476,13 @@ def test_a_disk_without_room_is_refused_before_the_pass(
     made = Stored(target, TAPS, ROWS, folder_of(tmp_path / "new"))
     size = sum(map(made.cache.size, made.cache.kinds))
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage(size - 1))
+    monkeypatch.setattr(feature_pass.shutil, "disk_usage", lambda path: usage(size - 1))
     with pytest.raises(UserError, match="features_top"):
         made.fill(Console(quiet=True))
     assert not (tmp_path / "new").exists()
-    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage(size))
+    monkeypatch.setattr(feature_pass.shutil, "disk_usage", lambda path: usage(size))
     made.fill(Console(quiet=True))
-    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: usage(0))
+    monkeypatch.setattr(feature_pass.shutil, "disk_usage", lambda path: usage(0))
     stored(tmp_path / "new", target)
 
 
@@ -489,8 +492,8 @@ def test_it_says_what_it_will_take(tmp_path: Path, target: Target) -> None:
     made = Stored(target, TAPS, ROWS, folder_of(tmp_path))
     made.fill(Console(file=text, width=300))
     said = text.getvalue()
-    assert features.amount(sum(map(made.cache.size, made.cache.kinds))) in said
-    assert f"{made.token_bytes():,.0f} bytes a token" in said
+    assert wording.size(sum(map(made.cache.size, made.cache.kinds))) in said
+    assert f"{made.cache.token_bytes():,.0f} bytes a token" in said
     assert f"8 H = {8 * 32}" in said
     made.fill(Console(file=text, width=300))
     assert text.getvalue() == said  # nothing to do, nothing to say
@@ -499,11 +502,11 @@ def test_it_says_what_it_will_take(tmp_path: Path, target: Target) -> None:
 def test_samples_of_one_length_lie_together_and_all_lie_somewhere() -> None:
     """Bug: a sample is in no shard or in two, or a pass is mostly padding."""
     tokens = torch.randint(1, 400, (1000,), generator=torch.Generator().manual_seed(0)).numpy()
-    plan = features.plan_of(tokens)
+    plan = feature_cache.plan_of(tokens)
     assert sorted(int(i) for shard in plan for i in shard) == list(range(1000))
     assert 15 <= len(plan) <= 17
     assert [int(tokens[i]) for shard in plan for i in shard] == sorted(tokens.tolist())
-    assert len(features.plan_of(tokens[:1])) == 1
+    assert len(feature_cache.plan_of(tokens[:1])) == 1
 
 
 # ---- the real command ----
@@ -561,7 +564,7 @@ def test_drafts_share_a_folder_and_the_target_rests(
     after = contents(store)
     assert {name: after[name] for name in before} == before
     made = {name.split("/")[0] for name in after.keys() - before.keys()}
-    assert made - {features.LOCK} == ADDS[family]
+    assert made - {feature_cache.LOCK} == ADDS[family]
     assert ("bytes a token" in done.err) == bool(ADDS[family])
 
     real, left = (

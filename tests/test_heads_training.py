@@ -698,13 +698,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> worlds.World:
 @pytest.fixture(scope="module")
 def data(place: worlds.World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Samples of that target, of 1 to 40 tokens."""
-    out = tmp_path_factory.mktemp("data") / "samples"
-    sources = json.dumps([{"kind": "file", "path": str(place.prompts)}])
-    done = worlds.call(
-        "train/sample.py", "--target", place.target, "--sources", sources, "--out", out,
-        "--max_new_tokens", 40,
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    out = worlds.sampled(place, tmp_path_factory.mktemp("data"), "--max_new_tokens", 40)
     lengths = [end - start for row in shards.read_shards(out) for start, end in row["loss_spans"]]
     assert min(lengths) < 5 < 30 < max(lengths)
     return out

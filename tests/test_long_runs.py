@@ -1,12 +1,13 @@
 """What happens to a training while it runs for days: signals, kills, full memory, several processes, the best draft."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from eval.roofline import Gpu
 from tests import hub, worlds
 from tests.test_distill_command import (
     COMMAND,
@@ -419,10 +421,18 @@ def test_speed_and_memory_are_logged(train: Train, tmp_path: Path) -> None:
 
 
 def test_the_meter_divides_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a share of one GPU that eight have earned, and steps that are counted again at the next line."""
-    monkeypatch.setattr(meter, "peak_of", lambda device: 1e6)
+    """Catches a share of one GPU that eight have earned, steps that count again at the next line, and fp32 that is
+    measured against bf16.
+    """
+    monkeypatch.setattr(meter, "peaks_of", lambda device: Gpu(1.0, 1.0, bf16=2e6, fp32=1e6))
     rows: list[Any] = [{"input_ids": range(10), "loss_spans": [[4, 10]]}]
-    measured = Meter(torch.device("cpu"), 8, lambda rows: 4e6 * len(rows))
+    asked = []
+
+    def work(rows: Sequence[Any]) -> dict[str, float]:
+        asked.append(len(rows))
+        return {"bfloat16": 4e6, "float32": 2e6}
+
+    measured = Meter(torch.device("cpu"), 8, work)
     for _ in range(2):
         measured.add(rows, 0.5, 0.1)
         measured.add(rows, 1.5, 0.3)
@@ -430,7 +440,8 @@ def test_the_meter_divides_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None
         assert found["tokens_per_second"] == 10.0
         assert found["learned_per_second"] == 6.0
         assert found["data_wait_share"] == pytest.approx(0.2)
-        assert found["mfu"] == pytest.approx(8e6 / 2.0 / 8e6)
+        assert found["mfu"] == pytest.approx(2 * (4 / 2 + 2 / 1) / 2.0 / 8)
+    assert asked == [1] * 4  # once a step: what was written since then is told once
 
 
 @pytest.mark.parametrize("lora", [0, 8])
@@ -439,6 +450,7 @@ def test_arithmetic_for_mfu_is_that_of_the_models(lora: int, data: Path) -> None
     target, draft = str(worlds.ROOT / "assets" / "target"), str(worlds.ROOT / "assets" / "draft")
     settings = Settings(target=target, draft=DraftSettings(init=draft, lora_rank=lora))
     rows: list[Any] = [{"input_ids": range(100), "loss_spans": [[1, 100]]}] * 4
+    head = math.prod(load_file(Path(target) / WEIGHTS)["model.embed_tokens.weight"].shape)
     sizes = []
     for name in (target, draft):
         weights = load_file(Path(name) / WEIGHTS)
@@ -446,21 +458,41 @@ def test_arithmetic_for_mfu_is_that_of_the_models(lora: int, data: Path) -> None
             weights.pop("model.embed_tokens.weight")  # which is read, not multiplied
         sizes.append(sum(value.numel() for value in weights.values()))
     of_weights = 2 * sizes[0] + (4 if lora else 6) * sizes[1]
-    assert work_of(settings)(rows) == pytest.approx(400 * of_weights, rel=0.25)
-    stored = work_of(replace(settings, features="somewhere"))(rows)
-    assert stored == pytest.approx(400 * (of_weights - 2 * sizes[0]), rel=0.25)
+
+    def work(**changes: Any) -> dict[str, float]:
+        return work_of(replace(settings, **changes), mixed=True, fresh=list)(rows)
+
+    assert sum(work().values()) == pytest.approx(400 * of_weights, rel=0.25)
+    assert work()["float32"] == pytest.approx(400 * 2 * (sizes[0] - head), rel=0.25)
+    assert work(target_dtype="bfloat16") == {
+        "bfloat16": pytest.approx(sum(work().values())),
+        "float32": 0.0,
+    }
+    # Stored states spare the target's layers, and stored laws its head as well.
+    half = work(features="somewhere")
+    assert half["float32"] == 0
+    assert half["bfloat16"] == work()["bfloat16"]
+    none = work(features="somewhere", features_top=8)
+    assert half["bfloat16"] - none["bfloat16"] == 4 * 99 * 2 * head
 
 
 def test_every_gpu_is_found_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an L40S that counts as an L4, an A100 as an A10, and a card of which nothing is known."""
     names = {"NVIDIA L40S": 362e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA L4": 121e12}
-    names |= {"NVIDIA H100 PCIe": 756e12, "NVIDIA H100 80GB HBM3": 989e12}
+    names |= {
+        "NVIDIA A10G": 70e12,
+        "NVIDIA H200 NVL": 835e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+    }
     for name, peak in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert meter.peak_of(torch.device("cuda")) == peak
+        found = meter.peaks_of(torch.device("cuda"))
+        assert found is not None
+        assert found.bf16 == peak
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Voodoo 2")
-    assert meter.peak_of(torch.device("cuda")) is None
-    assert meter.peak_of(torch.device("cpu")) is None
+    assert meter.peaks_of(torch.device("cuda")) is None
+    assert meter.peaks_of(torch.device("cpu")) is None
 
 
 def test_keeping_one_epoch_apart_from_steps() -> None:

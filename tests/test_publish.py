@@ -155,6 +155,47 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, what: str, message: str) -
     assert not (tmp_path / "out.tmp").exists()
 
 
+def test_tuned_lengths_are_served(tmp_path: Path) -> None:
+    """Catches serving files and a card with the report's K where another was tuned, pictures that are lost with it, and
+    a table that says nothing."""
+    folder = drafts.draft(tmp_path / "d")
+    sha = drafts.sha_of(folder)
+    cards = []
+    for ks in ({"all": 3, "code": 6, "prose": 2}, {"all": 3, "code": 3, "prose": 3}):
+        out = publish.draft_folder(
+            folder, drafts.report(sha), None, "me/x", Labels(), tmp_path / "out", tuned=drafts.tuned(sha, ks)
+        ).path  # fmt: skip
+        assert '"num_speculative_tokens": 3' in (out / "serving" / "vllm.sh").read_text()
+        assert "max_draft_len: 3" in (out / "serving" / "trtllm.yml").read_text()
+        assert {"tuned.json", "images/acceptance-t0-b1.svg"} <= files_of(out)
+        cards.append((out / "README.md").read_text())
+    assert "K = 3 drafted tokens a round: the fastest of [2, 3, 4, 5, 6]" in cards[0]
+    assert "Tuned on AMD EPYC, prompts of code@1, prose@1." in cards[0]
+    for row in ("| all | 0 | 3 | 31 |", "| code | 0 | 6 | 31 |", "| prose | 1 | 2 | 31 |"):
+        assert row in cards[0]
+    assert "By domain another K" not in cards[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drafts": {"eagle3": "0" * 64}}, "settings are of drafts 000000000000 and not"),
+        ({"drafts": {}}, "settings are of drafts unnamed"),
+        ({"cells": None}, "tuned.json that eval/tune.py writes"),
+    ],
+)
+def test_settings_of_another_draft_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """Catches a draft served with the length that was tuned for another, and a report given for tuned.json."""
+    folder = drafts.draft(tmp_path / "d")
+    tuned = drafts.tuned(drafts.sha_of(folder), {"all": 3}) | changes
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({k: v for k, v in tuned.items() if v is not None}))
+    done = worlds.call(COMMAND, "--draft", folder, "--tuned", path, "--repo", "me/x")
+    assert message in done.error()
+
+
 def test_a_draft_may_be_lossy_by_choice(tmp_path: Path) -> None:
     """Catches a refusal of typical acceptance, which says that it changes the output."""
     folder = drafts.draft(tmp_path / "d")

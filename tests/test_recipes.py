@@ -29,14 +29,15 @@ from decode.speculate import decode
 from decode.target import DTYPES, Decoder, Target, load_target
 from tests import worlds
 from tests.test_speculate import hf_text
-from train import batches, estimate, families, losses, sample, shards
+from train import batches, estimate, families, losses, sample, shards, sizes
 from train.dialogue import Script
 from train.distill import Settings
 from train.drafts import DraftSettings
-from train.estimate import DraftShape, Load, Shape, gigabytes
+from train.estimate import Load, gigabytes
 from train.gather import Reader
 from train.prompts import Prompt
 from train.prompts import encode as encode_prompt
+from train.sizes import DraftShape, Shape
 
 RECIPES = worlds.ROOT / "configs" / "distill"
 PEAK = 989e12  # bf16 operations a second of an H100 or H200
@@ -490,10 +491,10 @@ def shapes(name: str, draft: str) -> tuple[Shape, DraftShape]:
     """Of a published target and a draft given as the JSON of its settings."""
     s = DraftSettings(**json.loads(draft))
     config = config_of(name)
-    target = estimate.target_shape(config)
+    target = sizes.target_shape(config)
     small = config_of(s.init) if s.init else None
     text = config.get_text_config(decoder=True)
-    return target, estimate.draft_shape(s, text, target.vocab, small)
+    return target, sizes.draft_shape(s, text, target.vocab, small)
 
 
 def shapes_of(s: Settings) -> tuple[Shape, DraftShape]:
@@ -503,7 +504,7 @@ def shapes_of(s: Settings) -> tuple[Shape, DraftShape]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_published_size(name: str) -> None:
     """Guards the entries above and the count: a wrong config would make every estimate wrong."""
-    shape = estimate.target_shape(config_of(name))
+    shape = sizes.target_shape(config_of(name))
     assert shape.parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
     assert shape.body < shape.parameters
 
@@ -517,7 +518,7 @@ def test_parameters_are_those_of_the_reference() -> None:
     assert draft.vocab * draft.hidden == pytest.approx(131e6, rel=0.01)
     assert draft.body == 3 * 4096**2 + 2 * 8 * 128 * 8192  # fc, keys and values
     config = AutoConfig.for_model("llama", hidden_size=4096, vocab_size=32000)
-    medusa = estimate.draft_shape(DraftSettings("medusa", heads=5), config, 32000)
+    medusa = sizes.draft_shape(DraftSettings("medusa", heads=5), config, 32000)
     assert medusa.trained / 5 == pytest.approx(148e6, rel=0.01)
     _, eagle1 = shapes(llama, '{"family": "eagle1"}')
     # 0.24 B with fc of a 7B (methods.md 5); Llama-3's layer has fewer keys and a wider MLP
@@ -561,7 +562,7 @@ def test_experts_that_are_not_asked_cost_nothing() -> None:
     """Catches a mixture of experts whose arithmetic counts all of them."""
     moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = AutoConfig.for_model("qwen3_moe", **SMALL, **moe, vocab_size=97)
-    shape = estimate.target_shape(config)
+    shape = sizes.target_shape(config)
     experts = 8 * 8 * 3 * 64 * 32
     rest = shape.parameters - 2 * 97 * 64 - 64 - experts
     assert shape.body == pytest.approx(rest + experts / 4, rel=1e-3)
@@ -608,7 +609,7 @@ def kept_bytes(family: str, config: Any, length: int) -> tuple[int, Shape, Draft
     casts = {"medusa": 0, "eagle1": draft.trained}.get(family, draft.trained - head)
     if family == "causal":  # the logits of its every row
         count -= length * 256 * 12
-    return count - 2 * casts, estimate.target_shape(config), draft
+    return count - 2 * casts, sizes.target_shape(config), draft
 
 
 def full_row(length: int) -> shards.Row:
@@ -631,7 +632,7 @@ def made(family: str, config: Any, row: shards.Row) -> tuple[Target, Any, DraftS
     draft = DraftSettings(family, layers=layers, steps=4, vocab=64)  # type: ignore[arg-type]
     trainee = families.FAMILIES[family](families.Job(Settings(draft=draft), target, [row]))
     text = config.get_text_config(decoder=True)
-    return target, trainee, estimate.draft_shape(draft, text, target.decoder.vocab_size)
+    return target, trainee, sizes.draft_shape(draft, text, target.decoder.vocab_size)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "google/gemma-3-12b-it"])

@@ -5,12 +5,15 @@ import os
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from decode.settings import UserError
+from decode.target import load_target
+from eval.tasks import load_items
 from scripts import referee
 from scripts.damage_drafts import Damage, damages, outcome
 
@@ -32,15 +35,18 @@ def stand_in(folder: Path, answers: str) -> str:
     return str(script)
 
 
+def reply(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What eval/vllm_job.py prints."""
+    return {"vllm": "9.9", "repaired": [], "answers": answers}
+
+
 @pytest.fixture(scope="module")
 def mine() -> list[dict[str, Any]]:
     """What our decoder does on one prompt."""
-    asked = settings("")
-    from dataclasses import replace
+    return decoded(settings(""))
 
-    from decode.target import load_target
-    from eval.tasks import load_items
 
+def decoded(asked: referee.Settings) -> list[dict[str, Any]]:
     target = replace(load_target(asked.target, "cpu"), eos=frozenset())
     prompts = [item.prompt_ids for task in asked.tasks for item in load_items(task, target)]
     return referee.ours(asked, target, prompts)
@@ -57,7 +63,7 @@ def test_equal_answers_agree(
     mine: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a check that never agrees, or that asks vLLM for another method, length or number of drafts."""
-    answer = {"vllm": "9.9", "prompts": mine}
+    answer = reply(mine)
     referee.main(settings(stand_in(tmp_path, f"print(json.dumps({answer}))")))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["same"], result["prompts"], result["differ"], result["vllm"]) == (
@@ -73,22 +79,81 @@ def test_equal_answers_agree(
     assert asked["max_new_tokens"] == 8
 
 
-@pytest.mark.parametrize("key", ["output_ids", "rounds", "accepted", "by_position"])
+@pytest.mark.parametrize("key", ["ids", "rounds", "accepted", "by_position"])
 def test_a_difference_ends_with_1(
     key: str, mine: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a difference in tokens, rounds or accepted counts that passes: each alone must not."""
     other = json.loads(json.dumps(mine))
-    value = other[0][key]
+    value = other[0][key][0] if key == "ids" else other[0][key]
     if isinstance(value, list):
         value[0] += 1
     else:
         other[0][key] = value + 1
-    answer = {"vllm": "9.9", "prompts": other}
+    answer = reply(other)
     with pytest.raises(SystemExit) as end:
         referee.main(settings(stand_in(tmp_path, f"print(json.dumps({answer}))"), margin=0.0))
     assert end.value.code == 1
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["differ"]) == 1
+
+
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "tasks": [referee.Task("code", limit=24)], "draws": 2}  # fmt: skip
+
+
+def test_sampled_engines_that_accept_alike_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a test at a temperature that rejects other seeds, passes another draft, or mixes up prompts and draws.
+
+    First our own decoder by another seed stands for vLLM, then one that accepts a token less in every second round.
+    """
+    asked = settings("", **SAMPLED)
+    other = decoded(replace(asked, seed=5))
+    answers = tmp_path / "answers.json"
+    answers.write_text(json.dumps(reply(other)))
+    python = stand_in(tmp_path, f"print(open({str(answers)!r}).read())")
+    referee.main(replace(asked, python=python))
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["passed"]
+    assert (result["prompts"], result["draws"], result["permutations"]) == (24, 2, 20001)
+    assert [part["name"] for part in result["parts"]] == ["alpha_1", "alpha_2", "alpha_3", "tau"]
+    job = json.loads((tmp_path / "asked").read_text())
+    assert (job["temperature"], job["repair"]) == (1.0, True)
+    assert job["speculative"]["draft_sample_method"] == "probabilistic"
+    assert {len(seeds) for seeds in job["seeds"]} == {2}
+    assert len({0, *sum(job["seeds"], [])}) == 49
+
+    for row in other:
+        row["by_position"] = [n // 2 for n in row["by_position"]]
+    answers.write_text(json.dumps(reply(other)))
+    with pytest.raises(SystemExit) as end:
+        referee.main(replace(asked, python=python))
+    assert end.value.code == 1
+    assert not json.loads(capsys.readouterr().out.splitlines()[-1])["passed"]
+
+
+def test_both_draft_by_the_same_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches Medusa drafts that we draw while vLLM takes the likeliest: its acceptance would differ for a reason."""
+    asked = settings("", temperature=1.0)
+    assert referee.drafts_of(asked) == {"ours": "drawn", "vllm": "drawn"}
+    assert referee.drafts_of(replace(asked, control=True)) == {"ours": "drawn", "vllm": "likeliest"}
+    monkeypatch.setattr(referee, "family_of", lambda path: "medusa")
+    assert referee.drafts_of(asked) == {"ours": "likeliest", "vllm": "likeliest"}
+    assert referee.drafts_of(replace(asked, control=True)) == {"ours": "drawn", "vllm": "likeliest"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tasks": [referee.Task("code", limit=23)]}, "24 prompts"),
+        ({"draws": 0}, "draws"),
+        ({"temperature": 0.0, "control": True}, "--temperature"),
+    ],
+)
+def test_a_test_that_cannot_fail_is_refused(changes: dict[str, Any], says: str) -> None:
+    """Catches a pass that no disagreement could have prevented: few prompts can be swapped in few ways."""
+    with pytest.raises(UserError, match=says):
+        referee.main(settings(sys.executable, **(SAMPLED | changes)))
 
 
 def test_what_vllm_says_reaches_the_user(tmp_path: Path) -> None:
@@ -113,8 +178,8 @@ def test_a_refusal_and_an_acceptance_are_told_apart() -> None:
         "vllm": "refused",
         "says": "ValueError: bad names",
     }
-    row = {"rounds": 4, "drafted": 8, "accepted": 2, "by_position": [2, 0], "output_ids": [1]}
-    served = outcome({"vllm": "9.9", "prompts": [row, row]})
+    row = {"rounds": 4, "drafted": 8, "accepted": 2, "by_position": [2, 0], "ids": [[1]]}
+    served = outcome(reply([row, row]))
     assert (served["vllm"], served["tau"], served["acceptance_rate"]) == ("served", 1.5, 0.25)
     assert served["by_position"] == [4, 0]
 
@@ -143,7 +208,6 @@ def test_vllm_accepts_what_we_accept(family: str, tmp_path: Path) -> None:
     """
     draft = str(ROOT / "assets/draft")
     if family != "causal":
-        from decode.target import load_target
         from tests.heads import net_of, save
 
         target = load_target(str(ROOT / "assets/target"), "cpu")
@@ -154,3 +218,26 @@ def test_vllm_accepts_what_we_accept(family: str, tmp_path: Path) -> None:
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_vllm_accepts_as_often_as_we_do_when_sampling() -> None:
+    """Catches a law of acceptance that is not vLLM's, and a comparison that is blind.
+
+    vLLM 0.32's CPU build samples from wrong laws when it speculates: as it is, it must be told from ours.
+    """
+
+    def run(*more: str) -> tuple[int, dict[str, Any]]:
+        done = subprocess.run(
+            [sys.executable, "scripts/referee.py", "assets/draft", "--target", "assets/target", "--k", "3",
+             "--temperature", "1", "--max_new_tokens", "24", "--draws", "1", "--tasks", "[{name: code, limit: 24}]",
+             *more],
+            capture_output=True, text=True, cwd=ROOT,
+        )  # fmt: skip
+        return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+    code, found = run()
+    assert (code, found["passed"]) == (0, True), found
+    if found["repaired"]:
+        assert run("--repair", "false")[0] == 1

@@ -14,7 +14,7 @@ from rich.console import Console
 from eval import report as reports
 from eval import tables, verdicts
 from eval.wording import identical
-from tests import worlds
+from tests import drafts, worlds
 
 
 def entry(name: str, task: str, speedup: float | None, **changes: Any) -> dict[str, Any]:
@@ -354,13 +354,11 @@ def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:
         "temperature": 1.0, "level": 1e-4, "passed": False, "tests": [test],
         "methods": [{"name": "eagle3", "lossy": False, "passed": False, "control_caught": True}],
     }  # fmt: skip
+    error = {"task": "code", "id": "p9", "error": "RuntimeError: no room"}
     report["engines"] = [
-        {
-            "engine": "hf-assisted", "name": "causal", "k": 3, "temperature": 0.0, "task": "all",
-            "prompts": 40, "tau": 2.2, "tokens_per_second": 99.5, "speedup": 1.11,
-            "same_as_ours": 39, "failed": [],
-        }
-    ]  # fmt: skip
+        drafts.assisted("causal", prompts=40, same_as_ours=39, failed=[error]),
+        drafts.assisted("plain", engine="vllm", in_turn=False, gain=None, gain_ci=None),
+    ]
     broken["quality"] = [
         {
             "metric": "exact match", "prompts": 12, "value": 0.25, "ci": [0.0, 0.5], "plain": 0.5,
@@ -372,11 +370,16 @@ def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:
         assert "Failed prompts, left out of that method" in text
         assert "too long by 3 &lt;tokens" in text
         assert "does NOT follow the target" in text
-        assert "hf-assisted" in text
+        assert "1.11× [1.01, 1.22]" in text
+        assert "in turn with ours" in text
+        assert "apart, after ours" in text
         assert "39/40" in text
+        assert "hf-assisted causal 1." in text
+        assert "RuntimeError: no room" in text
         assert "-0.250 [-0.500, +0.000]" in text
         assert "87 %" in text
     assert verdicts.is_broken(report)
+    assert any("hf-assisted causal" in "".join(svg.itertext()) for svg in svgs(both(report)[1]))
     assert 'class="verdict bad"' in both(report)[1]
     report["law"]["methods"][0] |= {"passed": True, "control_caught": False}
     assert "blind for eagle3" in verdicts.law_verdict(report)
@@ -384,6 +387,40 @@ def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:
     assert verdicts.law_verdict(report).startswith(
         "Sampled output follows the target's law (eagle3"
     )
+
+
+@pytest.mark.parametrize(
+    ("gain", "interval", "draft_ms", "said"),
+    [
+        (1.25, [1.13, 1.37], 4.0, ["It is faster", "1.40 drafted", "τ 2.40", "1.92 steps", "0.10 of", "1.71×"]),
+        (0.80, [0.75, 0.85], 24.0, ["It is slower", "3.00 steps", "0.60 of", "0.71×", "too dear"]),
+        (0.80, [0.75, 0.85], 4.0, ["It is slower", "1.71×", "transformers' own work"]),
+        (1.25, [1.13, 1.37], 24.0, ["It is faster", "0.71× was to be expected."]),
+        (1.01, [0.95, 1.07], None, ["No clear difference", "2.38 steps of generate."]),
+    ],
+)  # fmt: skip
+def test_assistance_is_told_with_its_reason(
+    report: dict[str, Any],
+    gain: float,
+    interval: list[float],
+    draft_ms: float | None,
+    said: list[str],
+) -> None:
+    """Catches a verdict that the interval does not bear out, and a reason from another method, K or temperature."""
+    for m in report["methods"]:
+        m["phase_ms"] = (
+            {"draft": 0.01, "verify": 9.0, "overhead": 0.99} if m["name"] == "plain" else None
+        )
+        if (m["name"], m["temperature"]) == ("eagle3", 0.0) and draft_ms is not None:
+            m["phase_ms"] = {"draft": draft_ms, "verify": 12.0, "overhead": 1.0}
+            m["k"] = 4
+    report["engines"] = [drafts.assisted("eagle3", gain=gain, gain_ci=interval)]
+    (line,) = verdicts.assistance(report)
+    assert line.startswith("transformers with assistant_model = eagle3 (K = 4, temperature 0): ")
+    for words in said:
+        assert words in line
+    assert ("expected" in line) == (draft_ms is not None)
+    assert verdicts.assistance(report, ["causal"]) == []
 
 
 def test_simulated_drafts_win_nothing(report: dict[str, Any]) -> None:

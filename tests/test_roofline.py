@@ -27,8 +27,14 @@ def test_worked_examples() -> None:
 
 
 def test_gpus_are_plausible() -> None:
-    """Catches a figure off by a thousand, or one "with sparsity": none has a ridge above 450 tokens in bf16."""
+    """Catches a figure off by a thousand, or one "with sparsity": none has a ridge above 450 tokens in bf16.
+
+    And fp32 with tensor cores (TF32 has half of bf16) for fp32 without.
+    """
     for name, gpu in GPUS.items():
+        assert gpu.flops("float32") == gpu.fp32
+        assert gpu.flops("bfloat16") == gpu.flops("float16") == gpu.bf16
+        assert 1.9 < gpu.bf16 / gpu.fp32 < 31, name
         assert 0.2e12 < gpu.bandwidth < 10e12, name
         assert 20e9 < gpu.memory < 200e9, name
         assert 50 < roofline.ridge(gpu, 2) < 450, name

@@ -10,7 +10,8 @@ import yaml
 
 from decode.formats import VLLM_METHODS
 from decode.settings import UserError
-from tests.drafts import entry
+from eval.choose import fastest_chains
+from tests.drafts import entry, tuned
 from train.serving import Job, speculative, tuned_k, ways
 
 GOLDEN = Path(__file__).parent / "golden" / "serving"
@@ -102,3 +103,12 @@ def test_k_is_the_fastest_measured() -> None:
     assert tuned_k([], recipe(9), {"num_heads": 3})[0] == 3
     with pytest.raises(UserError, match="give --report"):
         tuned_k([], recipe(None), {})
+
+
+def test_a_tuned_k_is_served() -> None:
+    """Catches a K of the report, which measures one, where ten were tuned."""
+    chains = fastest_chains(tuned("a", {"all": 3, "code": 6}), "a")
+    k, why = tuned_k([entry("x", "a", k=4, speedup=1.5)], recipe(9), {}, chains)
+    assert k == 3
+    assert "the fastest of [2, 3, 4, 5, 6] that eval/tune.py tried (1.73× [1.62, 1.84]" in why
+    assert "temperature 0, batch 1, n = 31" in why

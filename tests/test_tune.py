@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from decode.drafts.base import draft_sha256
 from decode.drafts.causal import CausalDraft
 from decode.settings import UserError
 from decode.speculate import RoundRecord
 from decode.target import Decoder
 from decode.tree import DynamicTree, StaticTree, best_static, from_paths
 from eval.checklist import guide
-from eval.choose import best_of, chosen, held_out, predictions, summary
+from eval.choose import best_of, cells, chosen, fastest_chains, held_out, predictions, summary
 from eval.journal import Journal
 from eval.samples import Sample
 from eval.shapes import described, paths_of
@@ -153,6 +154,39 @@ def test_the_choice_is_the_fastest_of_each_domain() -> None:
     assert found["all"]["prompts"] == 8
 
 
+def test_served_lengths_are_those_of_chains() -> None:
+    """Catches a K that is a tree's depth, of another draft, of a lossy rule, of a large batch, or of one domain."""
+
+    def own(k: int, gain: int, ms: float = 10) -> list[Sample]:
+        return [sample(i, [(k, gain)] * 50, ms, t) for i in range(4) for t in ("code", "prose")]
+
+    def stage(batch: int, temperature: float, gains: dict[Arm, int]) -> tuple[Stage, Swept]:
+        arms = {arm: own(2 if arm.shape else arm.k, gain) for arm, gain in gains.items()}
+        return Stage("chains", (), temperature, batch), swept({PLAIN: own(0, 0), **arms})
+
+    tree = Arm("d", 4, from_paths([[0], [1], [0, 0]]))
+    lossy = Arm("lossy", 7, rule="typical")
+    stages = [
+        stage(1, 1.0, {Arm("d", 2): 0, Arm("d", 5): 1}),
+        stage(1, 0.0, {Arm("d", 3): 1, Arm("d", 2): 0, tree: 2, Arm("ngram", 6): 5, lossy: 6}),
+        stage(8, 0.0, {Arm("d", 8): 7}),
+    ]
+    tuned = {
+        "drafts": {"d": "ab", "lossy": "ab", "other": "cd"},
+        "chosen": chosen(stages, 0),
+        "cells": [cell for one in stages for cell in cells(*one, 0)],
+    }
+    found = fastest_chains(tuned, "ab")
+    assert [(c["temperature"], c["task"], c["k"]) for c in found] == [
+        (0.0, "all", 3), (0.0, "code", 3), (0.0, "prose", 3), (1.0, "all", 5), (1.0, "code", 5), (1.0, "prose", 5),
+    ]  # fmt: skip
+    assert found[0]["tried"] == [2, 3]
+    assert found[0]["speedup"] == pytest.approx(2.0)
+    assert found[0]["held_out"] is None  # the tree was chosen
+    assert found[3]["held_out"] == pytest.approx(2.0)
+    assert fastest_chains(tuned, "cd") == []
+
+
 def test_the_held_out_speedup_is_not_flattered() -> None:
     """Catches the luck of the best of many: 20 arms that are all worth 1.0 must not look faster when held out."""
     rng = random.Random(1)
@@ -286,7 +320,7 @@ def tune(world: World, tmp_path: Path) -> Callable[..., Done]:
     return lambda *more: worlds.call(COMMAND, *fixed, *more)
 
 
-def test_command(tune: Callable[..., Done], tmp_path: Path) -> None:
+def test_command(tune: Callable[..., Done], world: World, tmp_path: Path) -> None:
     """Catches a sweep that leaves a setting out, and a rerun that measures twice."""
     done = tune()
     assert done.code == 0, done.err
@@ -307,6 +341,7 @@ def test_command(tune: Callable[..., Done], tmp_path: Path) -> None:
     assert {c["k"] for c in tuned["predictions"]["cells"]} == {1, 2, 4}
     assert tuned["trees"][0]["predicted_tau"] >= 1
     assert tuned["bandwidth"] > 0
+    assert tuned["drafts"] == {"causal-base": draft_sha256(str(world.draft))}
     assert json.loads(done.out.splitlines()[-1])["tuned"] == str(out / "tuned.json")
     assert len(list((out / "settings").iterdir())) == 6  # one temperature × two batch sizes × three
 

@@ -12,9 +12,10 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from eval.choose import fastest_chains
 from eval.report import DEFINITIONS
 from eval.tables import Table, setting_title
-from eval.verdicts import lossless_verdict
+from eval.verdicts import assistance, lossless_verdict
 from eval.wording import markdown, with_interval, words
 from train.card_tables import (
     MISSING,
@@ -27,6 +28,7 @@ from train.card_tables import (
     slower,
     speed,
     training,
+    tuned_lengths,
 )
 from train.serving import Job, Way
 from train.upload import Labels
@@ -55,12 +57,20 @@ class Facts:
     """Result of scripts/referee.py."""
     checks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """What rules of an engine find wrong, for each engine that was checked."""
+    tuned: Mapping[str, Any] | None = None
+    """tuned.json of eval/tune.py, already without local paths."""
 
     @property
     def own(self) -> list[Entry]:
         """Entries of the report that were measured with just these weights."""
         entries = [] if self.report is None else self.report["methods"]
         return [m for m in entries if m["draft_sha256"] == self.draft["draft_sha256"]]
+
+    @property
+    def chains(self) -> list[Entry]:
+        """The tuned draft length of these weights by temperature and domain; none if they were not tuned."""
+        sha = self.draft["draft_sha256"]
+        return [] if self.tuned is None else fastest_chains(self.tuned, sha)
 
 
 def render(
@@ -73,6 +83,8 @@ def render(
         "summary": summary(facts, job),
         "headlines": headlines(facts),
         "k_line": f"K = {job.k} drafted tokens a round: {k_source}.",
+        "tuned": tuned_lengths(facts.chains),
+        "tuned_on": tuned_on(facts),
         "command": found[0].files["vllm.sh"].strip(),
         "engines": engines(facts, found),
         "acceptance": acceptance(facts.own),
@@ -91,7 +103,7 @@ def render(
         "limits": limits(facts, job, labels),
         "provenance": provenance(facts),
         "definitions": [f"**{word}**: {DEFINITIONS[word]}" for word in WORDS],
-        "sources": " and `report.json`" if facts.report is not None else "; there was no report",
+        "sources": sources(facts),
     }
     kept = ("command", "images", "keys")
     body = fill("card.md.j2", {k: v if k in kept else escaped(v) for k, v in fields.items()})
@@ -197,6 +209,10 @@ def served(facts: Facts, way: Way) -> str:
             f"accepted counts of draftsmith's own decoder (K = {done['k']}; differing: {len(done['differ'])}, ties of "
             f"logits: {len(done['ties'])})."
         )
+    if way.engine == "transformers" and facts.report is not None:
+        seen = assistance(dict(facts.report), [m["name"] for m in facts.own])
+        if len(seen) > 0:
+            return f"Run for real: {' '.join(seen)}"
     found = facts.checks.get("vLLM" if way.engine == "Triton" else way.engine)
     if found is None:
         return "Not run, and not checked."
@@ -257,6 +273,26 @@ def limits(facts: Facts, job: Job, labels: Labels) -> list[str]:
     return lines
 
 
+def tuned_on(facts: Facts) -> str:
+    """Where the draft lengths were tuned, for the line above their table."""
+    made = facts.tuned or {}
+    tasks = ", ".join(made.get("tasks", [])) or MISSING
+    return f"Tuned on {words(made.get('hardware', {}).get('device', MISSING))}, prompts of {tasks}."
+
+
+def sources(facts: Facts) -> str:
+    """The files behind the card besides draftsmith.json."""
+    measured = {
+        "report.json": facts.report,
+        "referee.json": facts.referee,
+        "tuned.json": facts.tuned,
+    }
+    names = [f"`{name}`" for name, content in measured.items() if content is not None]
+    return (f", {', '.join(names)}" if names else "") + (
+        "; there was no report" if facts.report is None else ""
+    )
+
+
 def provenance(facts: Facts) -> Table:
     """Which weights, which code, which report."""
     rows = [["draft_sha256 (model.safetensors + config.json)", facts.draft["draft_sha256"]]]
@@ -269,6 +305,9 @@ def provenance(facts: Facts) -> Table:
         rows.append(["seed of the measurement", words(facts.report.get("seed", MISSING))])
         rows.append(["measured on", words(facts.report.get("hardware") or MISSING)])
         rows.append(["measured with", words(facts.report.get("versions") or MISSING)])
+    if facts.tuned is not None:
+        rows.append(["tuned by commit", words(facts.tuned.get("git") or MISSING)])
+        rows.append(["tuned on", words(facts.tuned.get("hardware") or MISSING)])
     return Table("Provenance", ["what", "value"], rows)
 
 

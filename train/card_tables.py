@@ -76,13 +76,38 @@ def speed(own: Sequence[Entry]) -> list[Table]:
     return tables
 
 
+def tuned_lengths(chains: Sequence[Entry]) -> Table | None:
+    """The fastest draft length of each domain, as eval/tune.py chose it; None where all are the same."""
+    if len({c["k"] for c in chains}) < 2:
+        return None
+    rows = [
+        [
+            c["task"],
+            f"{c['temperature']:g}",
+            number(c["k"], 0),
+            number(c["prompts"], 0),
+            with_interval(c["speedup"], c["ci"], 2, "×"),
+            number(c["held_out"], 2, "×"),
+        ]
+        for c in chains
+    ]
+    header = ["domain", "temperature", "fastest K", "n", "speed-up in rounds", "held out"]
+    return Table("Tuned draft lengths", header, rows)
+
+
 def images(own: Sequence[Entry], k: int) -> list[Image]:
-    """Of what was measured: α by position with a line for each task, speed-ups with a row for each method."""
+    """Of what was measured: α by position with a line for each task, speed-ups with a row for each method.
+
+    Positions are those of chains with K = `k`; where a report has none, as when K was tuned after it, of its longest.
+    """
     found = []
     for (temperature, batch), entries in by_setting(own):
         title, name = setting_title(temperature, batch), f"t{temperature:g}-b{batch}.svg"
         tasks = unique([m["task"] for m in entries])
-        chain = [m for m in entries if m["tree"] is None and m["k"] == k and m["alpha"] is not None]
+        chain = [m for m in entries if m["tree"] is None and m["alpha"] is not None]
+        lengths = {m["k"] for m in chain}
+        shown = k if k in lengths else max(lengths, default=0)
+        chain = [m for m in chain if m["k"] == shown]
         one = [m for m in chain if m["name"] == chain[0]["name"]]
         if len(one) > 0:
             series = [plots.Series(m["task"], positions(m)) for m in one]

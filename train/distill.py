@@ -172,27 +172,28 @@ def prepared(s: Settings, accelerator: Accelerator, parts: Parts) -> Training:
     trainee, rows = parts.trainee, parts.rows
     optimizers = optimizers_of(trainee.model, trainee.matrices, trainee.slow, s.loop)
     model, *optimizers = accelerator.prepare(trainee.model, *optimizers)
-    training = Training(
+    longest, plain = length_of(s, parts.target), s.on_policy.share == 0
+    own = None if plain else OwnTexts(s, rows, trainee, parts.target, accelerator, longest)
+    in_bf16 = accelerator.mixed_precision == "bf16"
+    return Training(
         accelerator=accelerator,
         model=model,
         optimizers=optimizers,
         objective=trainee.objective(model),
-        choose=partial(rows.step, s.loop.batch_size, s.seed),
-        flops=rehearsal.work_of(s),
+        choose=own.step if own else partial(rows.step, s.loop.batch_size, s.seed),
+        work=rehearsal.work_of(s, in_bf16, own.fresh if own else list),
     )
-    if s.on_policy.share == 0 or s.dry_run:
-        return training
-    longest = length_of(s, parts.target)
-    own = OwnTexts(s, rows, trainee, parts.target, accelerator, longest)
-    return replace(training, choose=own.step)
 
 
 def rehearse(
     s: Settings, accelerator: Accelerator, parts: Parts, console: Console
 ) -> dict[str, float]:
-    """Two steps and what they took, then the draft saved and loaded elsewhere."""
-    training = prepared(s, accelerator, parts)
-    found = rehearsal.try_steps(training, parts.rows, s.loop)
+    """Two steps, a round of the draft's own texts if it writes any, and what they took; the draft saved elsewhere."""
+    loop = replace(s.loop, steps=max(2, s.loop.steps))
+    every = s.on_policy.every if s.on_policy.share > 0 else 0
+    with rehearsal.shared_folder(accelerator.wait_for_everyone) as folder:
+        training = prepared(replace(s, out=folder, loop=loop), accelerator, parts)
+        found = rehearsal.try_steps(training, parts.rows, s.loop, every)
     draft = whole_draft(s, training, parts)()
     with together.agreed(accelerator):
         if accelerator.is_main_process:

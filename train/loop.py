@@ -21,7 +21,7 @@ from decode.settings import UserError
 from train import batches, checkpoint
 from train.batches import Batch
 from train.checkpoint import State
-from train.meter import Meter, enough_memory
+from train.meter import Meter, Work, enough_memory
 from train.shards import Row
 from train.together import Stop
 from train.tracking import NullTracker, Tracker
@@ -129,7 +129,7 @@ class Training:
     objective: Sums
     choose: Callable[[int], Sequence[Row]]
     """The global batch of a step (from 0), the same in every process."""
-    flops: Callable[[Sequence[Row]], float]
+    work: Callable[[Sequence[Row]], Work]
     """Operations of a step over these samples, by the shapes of the models."""
 
 
@@ -150,7 +150,7 @@ def train(
     """
     accelerator = job.accelerator
     main, world = accelerator.is_main_process, accelerator.num_processes
-    meter = Meter(accelerator.device, world, job.flops)
+    meter = Meter(accelerator.device, world, job.work)
     bar = progress.add_task(
         "distilling", total=s.steps, completed=state.step, loss="", alpha="", speed=""
     )

@@ -7,33 +7,18 @@ from contextlib import contextmanager
 
 import torch
 
+from eval.roofline import GPUS, Gpu
 from train import batches
 from train.shards import Row
 from train.together import Alone
 
-PEAKS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
-"""Dense bf16 operations a second by the makers' data sheets; the first name that occurs in the device's counts."""
+Work = dict[str, float]
+"""Operations by the dtype that they are done in."""
 
 
-def peak_of(device: torch.device) -> float | None:
-    """Operations a second that the device can do at best in bf16; None where that is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+def peaks_of(device: torch.device) -> Gpu | None:
+    """What the device can do at best; None where that is not known."""
+    return GPUS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_memory(device: torch.device) -> int:
@@ -47,15 +32,14 @@ def peak_memory(device: torch.device) -> int:
 class Meter:
     """Adds up steps between two lines of the log; what lies between steps (measuring, saving) does not count.
 
-    `flops` gives the operations that a step over some samples takes by the model's shapes. Memory is this process's.
+    `work` gives the operations that a step over some samples takes by the models' shapes, and is asked once a step.
+    `mfu` is the share of the time in which the device at its best would have done them, each in its dtype; it is left
+    out where nobody knows what the device can do. Memory is this process's.
     """
 
-    def __init__(
-        self, device: torch.device, processes: int, flops: Callable[[Sequence[Row]], float]
-    ):
-        self.device, self.flops = device, flops
-        peak = peak_of(device)
-        self.peak = None if peak is None else peak * processes
+    def __init__(self, device: torch.device, processes: int, work: Callable[[Sequence[Row]], Work]):
+        self.device, self.processes, self.work = device, processes, work
+        self.gpu = peaks_of(device)
         self._forget()
 
     def add(self, rows: Sequence[Row], seconds: float, waited: float) -> None:
@@ -64,7 +48,9 @@ class Meter:
         self.learned += batches.token_count(rows)
         self.seconds += seconds
         self.waited += waited
-        self.work += 0.0 if self.peak is None else self.flops(rows)
+        if self.gpu is not None:
+            parts = self.work(rows).items()
+            self.needed += sum(count / self.gpu.flops(dtype) for dtype, count in parts)
 
     def take(self) -> dict[str, float]:
         """What to log of the steps since the last call. Tokens are those of samples, without padding."""
@@ -74,14 +60,14 @@ class Meter:
             "data_wait_share": self.waited / self.seconds,
             "peak_memory_gb": peak_memory(self.device) / 1e9,
         }
-        if self.peak is not None:
-            found["mfu"] = self.work / self.seconds / self.peak
+        if self.gpu is not None:
+            found["mfu"] = self.needed / self.seconds / self.processes
         self._forget()
         return found
 
     def _forget(self) -> None:
         self.tokens = self.learned = 0
-        self.seconds = self.waited = self.work = 0.0
+        self.seconds = self.waited = self.needed = 0.0
 
 
 @contextmanager

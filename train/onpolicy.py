@@ -17,13 +17,14 @@ from accelerate import Accelerator
 
 from decode.sampling import Sampling
 from decode.settings import UserError
-from decode.speculate import decode
-from decode.target import Target
-from train import batches, shards
+from decode.speculate import BUCKET, decode
+from decode.target import PREFILL_CHUNK, Target
+from train import batches, estimate, shards
 from train.families import Trainee
 from train.loop import LoopSettings
 from train.mixture import Mixture, seat
 from train.shards import Row
+from train.sizes import Shape
 
 OTHER_ORDER = 1_000_003  # added to the seed: prompts are met in another order than rows
 
@@ -99,6 +100,7 @@ class OwnTexts:
         self.shares = [1 - share, share]
         self.round = -1
         self.written: dict[str, Row] = {}
+        self.new: list[Row] = []
 
     def step(self, step: int) -> list[Row]:
         """The global batch of `step`; with the first one of a round the draft writes, all processes together."""
@@ -113,6 +115,11 @@ class OwnTexts:
             own = source == 1
             chosen.append(self.written[id_of(number)] if own else self.rows.at(number, self.seed))
         return chosen
+
+    def fresh(self) -> list[Row]:
+        """Rows that this run's processes have written in this round, once: asked again, none."""
+        new, self.new = self.new, []
+        return new
 
     def _forget_after(self, step: int) -> None:
         """Rounds of steps that are trained again go: other settings may lead to another draft there."""
@@ -138,7 +145,9 @@ class OwnTexts:
         if len(mine) > 0:
             shards.add_shard(folder, self._continued(mine))
         self.accelerator.wait_for_everyone()
-        return {row["id"]: batches.cut(row, self.max_length) for row in shards.read_shards(folder)}
+        rows = {row["id"]: batches.cut(row, self.max_length) for row in shards.read_shards(folder)}
+        self.new = [rows[id_of(number)] for number in todo]
+        return rows
 
     def _continued(self, numbers: Sequence[int]) -> list[Row]:
         """What the draft as it is makes of the prompts of these numbers."""
@@ -173,6 +182,43 @@ class OwnTexts:
             }
             for number, row, output in zip(numbers, sources, outputs, strict=True)
         ]
+
+
+def memory(s: OnPolicy, draft: Shape, load: estimate.Load, max_length: int) -> dict[str, int]:
+    """Bytes on each device while the draft writes, weights apart. It writes alone: the target has no cache then.
+
+    `max_length`: to which samples are cut. Weights, and with them all else, are in fp32 then.
+    """
+    rows = min(s.batch_size, rows_a_round(s, load.samples) // load.processes or 1)
+    text = min(load.longest + s.max_new_tokens, max_length)
+    slots = -(-(text + 5) // BUCKET) * BUCKET  # the engine looks a few ahead
+    read = rows * min(text - s.max_new_tokens, PREFILL_CHUNK) if text > s.max_new_tokens else rows
+    return {
+        "draft's K/V cache": 4 * rows * slots * draft.layers * draft.kv,
+        "states of the draft": 4 * read * (4 * draft.hidden + 3 * draft.inner),
+        "logits and probabilities": 2 * 4 * rows * draft.vocab,
+    }
+
+
+def beyond(needs: dict[str, int], step: dict[str, int]) -> int:
+    """Bytes of `needs` that go beyond what a step takes, by `estimate.memory`: between steps only weights stay."""
+    kept = ("target's weights", "draft's weights, fp32", "AdamW's moments, fp32")
+    passing = sum(count for name, count in step.items() if name not in kept)
+    return max(0, sum(needs.values()) - passing)
+
+
+def rows_a_round(s: OnPolicy, batch: int) -> int:
+    """Most rows that the draft writes at once, all processes together, for steps of `batch` rows."""
+    return int(s.every * batch * Fraction(str(s.share)))
+
+
+def work(draft: Shape, rows: Sequence[Row]) -> float:
+    """Operations of writing these rows: each token is read once, and only those that were written are projected."""
+    return sum(
+        len(row["input_ids"]) * estimate.forward(draft, len(row["input_ids"]))
+        + batches.token_count([row]) * 2 * draft.vocab * draft.hidden
+        for row in rows
+    )
 
 
 def id_of(number: int) -> str:

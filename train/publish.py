@@ -46,14 +46,15 @@ def draft_folder(
     labels: Labels,
     out: Path,
     checks: Mapping[str, Sequence[str]] | None = None,
+    tuned: Mapping[str, Any] | None = None,
 ) -> Folder:
-    """Writes `out`, replacing an earlier one. UserError if the draft, the report or the referee's result do not fit.
+    """Writes `out`, replacing an earlier one. UserError if the draft and what was measured of it do not fit.
 
-    `checks` says what the rules of each engine that was checked find wrong.
+    `checks` says what the rules of each engine that was checked find wrong, `tuned` is tuned.json of eval/tune.py.
     """
     check_name(repo)
     check_out(out, draft)
-    facts = checked(draft, report, referee)
+    facts = checked(draft, report, referee, tuned)
     original = facts.get("original_target") or facts["target"]
     name = labels.base_model or ("" if Path(original["name"]).exists() else original["name"])
     labels = Labels(name if is_name(name) else "", labels.license, labels.dataset)
@@ -62,8 +63,15 @@ def draft_folder(
         "./target" if facts.get("original_target") else labels.base_model or facts["target"]["name"]
     )
     facts["target"] = {**facts["target"], "name": target}
-    known = Facts(facts, config, scrub.public(report), scrub.public(referee), checks or {})
-    k, source = serving.tuned_k(known.own, facts, config)
+    known = Facts(
+        facts,
+        config,
+        scrub.public(report),
+        scrub.public(referee),
+        checks or {},
+        scrub.public(tuned),
+    )
+    k, source = serving.tuned_k(known.own, facts, config, known.chains)
     layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
     job = serving.Job(facts["family"], repo, target, facts["target"].get("revision"), k, layers)
     found = serving.ways(job)
@@ -71,7 +79,12 @@ def draft_folder(
     fresh = _empty(out)
     left_out = _copy(draft, fresh)
     _write(fresh / FACTS, json.dumps(facts, indent=1) + "\n")
-    for file, content in (("report.json", known.report), ("referee.json", known.referee)):
+    measured = {
+        "report.json": known.report,
+        "referee.json": known.referee,
+        "tuned.json": known.tuned,
+    }
+    for file, content in measured.items():
         if content is not None:
             _write(fresh / file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     _write(fresh / "run.yaml", yaml.safe_dump(facts.get("training", {}), sort_keys=False))
@@ -97,9 +110,12 @@ def samples_folder(samples: Path, repo: str, labels: Labels, out: Path) -> Folde
 
 
 def checked(
-    draft: Path, report: Mapping[str, Any] | None, referee: Mapping[str, Any] | None
+    draft: Path,
+    report: Mapping[str, Any] | None,
+    referee: Mapping[str, Any] | None,
+    tuned: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """draftsmith.json. UserError if weights, report and referee are not about the same draft, or it is not lossless."""
+    """draftsmith.json. UserError if what was measured is not of these very weights, or not lossless."""
     if not (draft / FACTS).is_file():
         raise UserError(
             f"{draft} holds no {FACTS}: give --draft, a folder written by train/distill.py"
@@ -134,11 +150,27 @@ def checked(
             f"the referee's result is of draft {_short(referee.get('draft_sha256'))} and {draft} of {_short(sha)}: run "
             "scripts/referee.py on this draft"
         )
+    if referee is not None and "differ" not in referee:
+        raise UserError("give the greedy result of scripts/referee.py, not that of --temperature")
     if referee is not None and len(referee["differ"]) > 0:
         raise UserError(
             f"vLLM decoded {len(referee['differ'])} prompts otherwise than we: find out why first"
         )
+    if tuned is not None:
+        check_tuned(tuned, sha)
     return facts
+
+
+def check_tuned(tuned: Mapping[str, Any], sha: str) -> None:
+    """UserError if it is no tuned.json, or one of other drafts."""
+    if not {"chosen", "cells"} <= tuned.keys():
+        raise UserError("--tuned takes the tuned.json that eval/tune.py writes")
+    others = sorted({_short(own) for own in tuned.get("drafts", {}).values()})
+    if sha not in tuned.get("drafts", {}).values():
+        raise UserError(
+            f"the tuned settings are of drafts {', '.join(others) or 'unnamed'} and not {_short(sha)}: run "
+            "eval/tune.py on it"
+        )
 
 
 def check_report(report: Mapping[str, Any], sha: str) -> None:

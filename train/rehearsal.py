@@ -10,7 +10,7 @@ import functools
 import json
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from decode import formats, support
 from decode.drafts.base import FACTS, load_draft
 from decode.settings import UserError
 from decode.target import DTYPES, Target, check_path
-from train import batches, drafts, estimate, mixture
+from train import batches, drafts, estimate, mixture, onpolicy, sizes, together
 from train.checkpoint import State
 from train.estimate import gigabytes
 from train.families import Trainee
 from train.loop import LoopSettings, Training, train
-from train.meter import peak_memory
+from train.meter import Work, peak_memory
 from train.shards import Row
 from train.tracking import NullTracker
 
@@ -71,11 +71,11 @@ def load_of(rows: Sequence[Row], s: LoopSettings, processes: int) -> estimate.Lo
     )
 
 
-def shapes(s: Any) -> tuple[estimate.Shape, estimate.DraftShape]:
+def shapes(s: Any) -> tuple[sizes.Shape, sizes.DraftShape]:
     """Of target and draft for the settings of train/distill.py, from their configs; loads no weight."""
     config = _config(s.target, "target", s.revision)
     text = config.get_text_config(decoder=True)
-    target = estimate.target_shape(config)
+    target = sizes.target_shape(config)
     family, chosen, small = s.draft.family, s.draft, None
     if family == "causal" and s.draft.init:
         small = _config(s.draft.init, "draft")
@@ -89,17 +89,30 @@ def shapes(s: Any) -> tuple[estimate.Shape, estimate.DraftShape]:
         old["taps"] = list(fields.get("eagle_aux_hidden_state_layer_ids") or [])
         chosen = replace(s.draft, **{k: v for k, v in old.items() if v is not None})
     own = text if small is None else small
-    return target, estimate.draft_shape(chosen, own, target.vocab, small)
+    return target, sizes.draft_shape(chosen, own, target.vocab, small)
 
 
-def work_of(s: Any) -> Callable[[Sequence[Row]], float]:
-    """Operations of a step over some samples, without what is computed a second time to save memory."""
-    sizes = functools.cache(lambda: shapes(s))
+def work_of(
+    s: Any, mixed: bool, fresh: Callable[[], Sequence[Row]]
+) -> Callable[[Sequence[Row]], Work]:
+    """Operations of a step over some samples, without what is computed a second time to save memory.
 
-    def work(rows: Sequence[Row]) -> float:
-        target, draft = sizes()
+    Of the target only what it runs itself: with stored features nothing, or its head alone. `fresh` gives the rows
+    that the draft wrote since it was last asked: they took time as well. It writes in fp32, as its weights are.
+    """
+    shapes_of = functools.cache(lambda: shapes(s))
+
+    def work(rows: Sequence[Row]) -> Work:
+        target, draft = shapes_of()
         load = load_of(rows, replace(s.loop, batch_size=len(rows)), 1)
-        return estimate.flops(target, draft, load, again=False, live=not s.features)
+        live = not s.features
+        labels = live or s.features_top == 0
+        read, own = estimate.work(target, draft, load, again=False, live=live, labels=labels)
+        found = {s.target_dtype: read}
+        own_dtype, wrote = "bfloat16" if mixed else "float32", onpolicy.work(draft, fresh())
+        for dtype, count in ((own_dtype, own), ("float32", wrote)):
+            found[dtype] = found.get(dtype, 0.0) + count
+        return found
 
     return work
 
@@ -112,6 +125,10 @@ def forecast(s: Any, processes: int, mixed: bool) -> tuple[Table, dict[str, floa
     family = s.draft.family
     target, draft = shapes(s)
     memory = estimate.memory(target, draft, load, size, mixed)
+    writing = {}
+    if s.on_policy.share > 0:
+        writing = onpolicy.memory(s.on_policy, draft, load, s.loop.max_length)
+        memory["writing beyond a step"] = onpolicy.beyond(writing, memory)
     disk = estimate.disk(target, draft, size, s.loop.keep)
     flops = estimate.flops(target, draft, load)
     table = Table(
@@ -129,6 +146,13 @@ def forecast(s: Any, processes: int, mixed: bool) -> tuple[Table, dict[str, floa
             if count > 0:
                 table.add_row(f"{part}: {name}", gigabytes(count))
         table.add_row(f"[bold]{part}, sum[/]", f"[bold]{gigabytes(sum(parts.values()))}[/]")
+        table.add_section()
+    for name, count in writing.items():
+        table.add_row(f"while it writes: {name}", gigabytes(count))
+    if writing:
+        table.add_row("while it writes: target's K/V cache", "none: it reads the texts in steps")
+        rows_a_round = onpolicy.rows_a_round(s.on_policy, load.samples)
+        table.add_row(f"texts written every {s.on_policy.every} steps", f"{rows_a_round:,}")
         table.add_section()
     table.add_row("tokens a step", f"{load.samples * load.tokens:,.0f}")
     table.add_row("learned of them", f"{load.samples * load.learned:,.0f}")
@@ -157,16 +181,25 @@ def try_export(
     return {**found, "draft_bytes": float(size)}
 
 
-def try_steps(training: Training, rows: Sequence[Row], s: LoopSettings) -> dict[str, float]:
-    """Two steps of the real loop, the first on the longest of `rows`: seconds and tokens of the second, and memory."""
+def try_steps(
+    training: Training, rows: Sequence[Row], s: LoopSettings, every: int = 0
+) -> dict[str, float]:
+    """Two steps of the real loop, the first on the longest of `rows`: seconds and tokens of the second, and memory.
+
+    `every`: steps for which a draft writes at a time; it does so between the two, once.
+    """
     device = training.accelerator.device
-    sizes = [(len(row["input_ids"]), batches.token_count([row]), i) for i, row in enumerate(rows)]
-    long = [rows[i] for *_, i in sorted(sizes)[-s.batch_size :]]
+    lengths = [(len(row["input_ids"]), batches.token_count([row]), i) for i, row in enumerate(rows)]
+    long = [rows[i] for *_, i in sorted(lengths)[-s.batch_size :]]
     once = replace(s, steps=max(2, s.steps), log_every=1, eval_every=0, keep_best=False)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
         for step, choose in enumerate((lambda _: long, training.choose)):
+            if every:  # the draft writes here, and has ready what the loop then asks for
+                began = time.perf_counter()
+                choose(step)
+                writing = time.perf_counter() - began
             watch, state = Watch(), State("", step)
             with contextlib.suppress(_Enough):
                 train(
@@ -179,14 +212,25 @@ def try_steps(training: Training, rows: Sequence[Row], s: LoopSettings) -> dict[
                     Progress(disable=True),
                 )
     batch = training.choose(1)
+    each = writing / min(every, once.steps) if every else 0.0
+    wrote = {"writing_seconds": writing} if every else {}
     return {
+        **wrote,
         "seconds": watch.seconds,
         "loss": watch.values["train/loss"],
         "tokens_per_second": sum(len(row["input_ids"]) for row in batch) / watch.seconds,
         "learned_per_second": batches.token_count(batch) / watch.seconds,
-        "hours": watch.seconds * s.steps / 3600,
+        "hours": (watch.seconds + each) * s.steps / 3600,
         "peak_bytes": float(peak_memory(device)),
     }
+
+
+@contextlib.contextmanager
+def shared_folder(wait: Callable[[], None]) -> Iterator[str]:
+    """A folder for all processes of this machine that is gone behind it; `wait` lets them catch up."""
+    with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
+        yield together.told(folder)
+        wait()
 
 
 def report(console: Console, found: dict[str, float], steps: int, cuda: bool) -> None:
@@ -197,6 +241,8 @@ def report(console: Console, found: dict[str, float], steps: int, cuda: bool) ->
     table.add_row("the second step", f"{found['seconds']:,.2f} s")
     table.add_row("tokens a second", f"{found['tokens_per_second']:,.0f}")
     table.add_row("learned tokens a second", f"{found['learned_per_second']:,.0f}")
+    if "writing_seconds" in found:
+        table.add_row("the draft writing one round", f"{found['writing_seconds']:,.2f} s")
     name = "peak memory of the GPU" if cuda else "peak memory of the process"
     table.add_row(name, gigabytes(found["peak_bytes"]))
     table.add_row("draft on disk", gigabytes(found["draft_bytes"]))

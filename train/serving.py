@@ -13,6 +13,8 @@ from typing import Any
 from decode import formats
 from decode.formats import VLLM_METHODS
 from decode.settings import UserError
+from eval.tables import setting_title
+from eval.wording import with_interval
 
 Entry = Mapping[str, Any]
 
@@ -149,13 +151,23 @@ print(tokenizer.decode(output[0]))
 
 
 def tuned_k(
-    own: Sequence[Entry], facts: Mapping[str, Any], config: Mapping[str, Any]
+    own: Sequence[Entry],
+    facts: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tuned: Sequence[Entry] = (),
 ) -> tuple[int, str]:
-    """(K to serve with, where it comes from): of the measured chains the fastest, else what the recipe was checked at.
+    """(K to serve with, where it comes from): the tuned one, else of the measured chains the fastest, else what the
+    recipe was checked at.
 
     Compared are entries of task "all" in one setting, the lowest temperature and the smallest batch; `own` are those
-    of this draft.
+    of this draft. `tuned` are eval.choose.fastest_chains, in which this setting is the first.
     """
+    if len(tuned) > 0:
+        best = tuned[0]
+        speedup = with_interval(best["speedup"], best["ci"], 2, "×")
+        where = setting_title(best["temperature"], best["batch_size"])
+        measured = f"{speedup} in rounds, {where}, n = {best['prompts']}"
+        return best["k"], f"the fastest of {best['tried']} that eval/tune.py tried ({measured})"
     chains = [
         m
         for m in own
