@@ -18,7 +18,7 @@ from decode.taps import Taps
 from decode.target import fingerprint, load_tokenizer
 from scripts import export
 from scripts.check_draft import ENGINES, findings
-from scripts.damage_drafts import damages
+from scripts.damages import damages
 from scripts.rules.draft import IGNORED, REFUSED, SILENT
 from tests.heads import fields, ids_of, net_of, randomise
 from tests.test_formats import LAYERS, V, small_target

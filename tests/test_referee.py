@@ -15,7 +15,8 @@ from decode.settings import UserError
 from decode.target import load_target
 from eval.tasks import load_items
 from scripts import referee
-from scripts.damage_drafts import Damage, damages, outcome
+from scripts.damage_drafts import outcome
+from scripts.damages import Damage, damages
 
 ROOT = Path(__file__).resolve().parents[1]
 VLLM = os.environ.get("VLLM_PYTHON", "")
