@@ -3,11 +3,12 @@
     python scripts/compare_trainers.py --out docs/results/trainers.json
     python scripts/compare_trainers.py --arms '[ours-on-policy, gkd-on-policy]'
 
-ours: train/loop.py with a causal draft. trainer: transformers' Trainer, whose loss is the KL at the supervised
+ours: train/loop.py with a causal draft. ours-features: the same with what the target says from disk, where an earlier
+pass put it (--features of train/distill.py). trainer: transformers' Trainer, whose loss is the KL at the supervised
 positions. gkd: TRL's GKDTrainer at lmbda 0 and beta 0, the same KL; left out, with a word, unless `pip install trl` was
-run. All three train every weight of the same draft on the same samples in the same order, against the live target. In
-the on-policy arms the draft writes what it reads: GKD before every step (lmbda 1), ours for on_policy_every steps at
-once.
+run. All train every weight of the same draft on the same samples in the same order, all but ours-features against the
+live target. In the on-policy arms the draft writes what it reads: GKD before every step (lmbda 1), ours for
+on_policy_every steps at once.
 
 Each run is a process of its own; arms take turns. Memory is what training adds to what lies there before its first
 step. The last line is JSON.
@@ -20,11 +21,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -36,16 +36,17 @@ from rich.table import Table
 
 from decode import runs
 from decode.settings import UserError, run_command
-from decode.target import load_model, load_target, load_tokenizer
-from train import distill, meter, mixture, onpolicy
-from train.batches import learned
+from decode.target import load_target
+from scripts import usual_trainers
+from scripts.stopwatch import Clock
+from train import distill, onpolicy
 from train.checkpoint import State
 from train.drafts import DraftSettings
 from train.loop import LoopSettings, train
 from train.shards import Row
 from train.tracking import NullTracker
 
-Arm = Literal["ours", "trainer", "gkd", "ours-on-policy", "gkd-on-policy"]
+Arm = Literal["ours", "ours-features", "trainer", "gkd", "ours-on-policy", "gkd-on-policy"]
 
 
 @dataclass
@@ -67,6 +68,8 @@ class Settings:
     """Longer samples are cut."""
     max_new_tokens: int = 64
     """On policy: longest continuation."""
+    features: str = "outputs/features"
+    """ours-features: folder of what the target says, made at the arm's first run."""
     on_policy_every: int = 10
     """On policy, ours: steps whose texts are written together."""
     dtype: str = "float32"
@@ -77,45 +80,7 @@ class Settings:
     """Run the first arm here and print its JSON."""
 
 
-@dataclass
-class Clock:
-    """Stamps behind the steps of one run."""
-
-    device: torch.device
-    warm: int
-    steps: int
-    stamps: list[float] = field(default_factory=list)
-    before: int = 0
-    """Bytes in use when training began."""
-
-    def start(self) -> None:
-        self.before = _in_use(self.device)
-
-    def step(self) -> None:
-        """Behind each step, the device's work included."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.stamps.append(time.perf_counter())
-
-    def found(self, tokens: Callable[[int], int]) -> dict[str, float]:
-        """`tokens` says how many a step (from 0) read."""
-        timed = range(self.warm, self.warm + self.steps)
-        seconds = self.stamps[timed[-1]] - self.stamps[self.warm - 1]
-        return {
-            "tokens_per_second": sum(map(tokens, timed)) / seconds,
-            "seconds_per_step": seconds / self.steps,
-            "peak_bytes": meter.peak_memory(self.device) - self.before,
-            "peak_bytes_in_all": meter.peak_memory(self.device),
-        }
-
-
-def _in_use(device: torch.device) -> int:
-    return (
-        torch.cuda.memory_allocated(device) if device.type == "cuda" else meter.peak_memory(device)
-    )
-
-
-def ours(s: Settings, on_policy: bool) -> dict[str, float]:
+def ours(s: Settings, on_policy: bool, features: str) -> dict[str, float]:
     """Our loop, as train/distill.py runs it."""
     steps = s.warm + s.steps
     loop = LoopSettings(
@@ -131,10 +96,11 @@ def ours(s: Settings, on_policy: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
         settings = distill.Settings(
             target=s.target, data=s.data, draft=DraftSettings(init=s.draft), loop=loop,
-            on_policy=own, target_dtype=s.dtype, out=folder,
+            on_policy=own, features=features, target_dtype=s.dtype, out=folder,
         )  # fmt: skip
         accelerator = distill.started(settings)
         settings, parts = distill.fitted(settings, accelerator)
+        distill.fill(accelerator, parts, Console(stderr=True))
         training = distill.prepared(settings, accelerator, parts)
         read: list[int] = []
 
@@ -158,106 +124,6 @@ def ours(s: Settings, on_policy: bool) -> dict[str, float]:
         return clock.found(lambda step: read[step])
 
 
-def theirs(s: Settings, kind: str) -> dict[str, float]:
-    """Trainer or GKDTrainer on the batches of our order."""
-    from datasets import Dataset
-    from torch.utils.data import SequentialSampler
-    from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows, _ = mixture.load(s.data, s.max_length)
-    order = [row for step in range(s.warm + s.steps) for row in rows.step(s.batch_size, 0, step)]
-    teacher = load_model(s.target, "target", str(device), s.dtype)
-    student = load_model(s.draft, "draft", str(device), "float32")
-    clock = Clock(device, s.warm, s.steps)
-    read: list[int] = []
-
-    class Stamps(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            clock.step()
-
-    def collate(some: list[dict[str, int]]) -> dict[str, torch.Tensor]:
-        return _padded([order[item["number"]] for item in some])
-
-    with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
-        common: dict[str, Any] = {
-            "output_dir": folder, "per_device_train_batch_size": s.batch_size,
-            "max_steps": s.warm + s.steps, "learning_rate": 1e-5, "optim": "adamw_torch",
-            "max_grad_norm": 1.0, "bf16": device.type == "cuda", "use_cpu": device.type == "cpu",
-            "save_strategy": "no", "logging_strategy": "no", "report_to": "none",
-            "remove_unused_columns": False, "disable_tqdm": True, "seed": 0,
-        }  # fmt: skip
-        if kind == "trainer":
-            base: Any = Trainer
-            arguments: Any = TrainingArguments(**common)
-            more: dict[str, Any] = {}
-        else:
-            from trl.experimental.gkd import GKDConfig, GKDTrainer
-
-            base = GKDTrainer
-            arguments = GKDConfig(
-                **common, lmbda=1.0 if kind == "gkd-on-policy" else 0.0, beta=0.0, temperature=1.0,
-                max_new_tokens=s.max_new_tokens, max_length=s.max_length,
-                gradient_checkpointing=False,  # on by default, to save memory for time
-            )  # fmt: skip
-            tokenizer = load_tokenizer(s.target)
-            if tokenizer.pad_token is None:
-                tokenizer.pad_token = tokenizer.eos_token
-            more = {"teacher_model": teacher, "processing_class": tokenizer}
-
-        class Arm(base):
-            def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-                return SequentialSampler(self.train_dataset)
-
-            def compute_loss(
-                self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
-            ) -> Any:
-                read.append(int(inputs["attention_mask"].sum()))
-                if kind != "trainer":
-                    return super().compute_loss(model, inputs, *args, **kwargs)
-                return _kl(model, teacher, inputs)
-
-        trainer = Arm(
-            model=student, args=arguments, data_collator=collate,
-            train_dataset=Dataset.from_dict({"number": list(range(len(order)))}), callbacks=[Stamps()], **more,
-        )  # fmt: skip
-        clock.start()
-        trainer.train()
-    return clock.found(lambda step: read[step])
-
-
-def _kl(model: Any, teacher: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """The mean KL(p || q) of the supervised positions, which are taken before any softmax."""
-    inside = inputs["labels"][:, 1:] != -100
-    asked = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    q = model(**asked, use_cache=False).logits[:, :-1][inside].float()
-    with torch.no_grad():
-        p = teacher(**asked, use_cache=False).logits[:, :-1][inside].float()
-    return torch.nn.functional.kl_div(
-        q.log_softmax(-1), p.log_softmax(-1), reduction="batchmean", log_target=True
-    )
-
-
-def _padded(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Samples padded on the right with labels where they are learned; and their prompts padded on the left, for GKD."""
-    length = max(len(row["input_ids"]) for row in rows)
-    ids = torch.zeros(len(rows), length, dtype=torch.long)
-    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-    ends = [max(1, row["loss_spans"][0][0]) for row in rows]
-    prompts = torch.zeros(len(rows), max(ends), dtype=torch.long)
-    seen = torch.zeros_like(prompts)
-    for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
-        text = torch.tensor(row["input_ids"], dtype=torch.long)
-        ids[i, : len(text)], mask[i, : len(text)] = text, 1
-        at = learned(row) + 1
-        labels[i, at] = text[at]
-        prompts[i, -end:], seen[i, -end:] = text[:end], 1
-    return {
-        "input_ids": ids, "attention_mask": mask, "labels": labels,
-        "prompts": prompts, "prompt_attention_mask": seen,
-    }  # fmt: skip
-
-
 def run(arm: str, s: Settings) -> dict[str, float]:
     """One run of an arm in a process of its own."""
     flags = {name: value for name, value in vars(s).items() if name not in ("arms", "one", "out")}
@@ -277,8 +143,11 @@ def main(s: Settings) -> None:
         torch.manual_seed(0)
         arm = s.arms[0]
         with contextlib.redirect_stdout(sys.stderr):
-            own = arm.startswith("ours")
-            found = ours(s, arm == "ours-on-policy") if own else theirs(s, arm)
+            if arm.startswith("ours"):
+                features = s.features if arm == "ours-features" else ""
+                found = ours(s, arm == "ours-on-policy", features)
+            else:
+                found = usual_trainers.train(s, arm)
         print(json.dumps(found))
         return
     load_target(s.target, "cpu")  # refuses early what no arm could use

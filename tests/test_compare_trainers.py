@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decode.target import load_model, load_target
-from scripts import compare_trainers
+from scripts import usual_trainers
 from tests import worlds
 from tests.tiny import tiny_prompts
 from train import batches
@@ -47,14 +47,14 @@ def test_the_loss_beside_ours_is_the_same(world: worlds.World) -> None:
         draft, teacher = (
             load_model(str(p), "m", "cpu", "float32") for p in (world.draft, world.target)
         )
-        theirs = compare_trainers._kl(draft, teacher, compare_trainers._padded(rows))
+        theirs = usual_trainers.kl(draft, teacher, usual_trainers.padded(rows))
     assert float(theirs) == pytest.approx(float(sums["loss"]) / batches.token_count(rows), rel=1e-4)
 
 
 def test_prompts_for_generation_end_where_the_answer_begins() -> None:
     """Catches prompts padded on the right, behind which a model would go on from padding."""
     rows = rows_of(20, 9)
-    made = compare_trainers._padded(rows)
+    made = usual_trainers.padded(rows)
     ends = [3, 3]
     for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
         assert made["prompts"][i, -end:].tolist() == row["input_ids"][:end].tolist()
@@ -68,12 +68,14 @@ def test_all_arms_read_the_same_samples(world: worlds.World, tmp_path: Path) -> 
     done = worlds.run(
         "scripts/compare_trainers.py", "--target", world.target, "--draft", world.draft,
         "--data", data, "--steps", 2, "--warm", 1, "--rounds", 1, "--out", tmp_path / "out.json",
-        "--arms", "[ours, trainer, ours-on-policy]",
+        "--arms", "[ours, ours-features, trainer, ours-on-policy]", "--features", tmp_path / "features",
     )  # fmt: skip
     assert done.code == 0, done.err
     result: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
     arms = {name: arm["median"] for name, arm in result["arms"].items()}
-    assert arms.keys() == {"ours", "trainer", "ours-on-policy"}
+    assert arms.keys() == {"ours", "ours-features", "trainer", "ours-on-policy"}
     read = {name: x["tokens_per_second"] * x["seconds_per_step"] for name, x in arms.items()}
     assert read["ours"] == pytest.approx(read["trainer"])
+    assert read["ours-features"] == pytest.approx(read["trainer"])
+    assert (tmp_path / "features").is_dir()
     assert all(x["peak_bytes_in_all"] >= x["peak_bytes"] >= 0 for x in arms.values())

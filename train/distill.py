@@ -219,14 +219,19 @@ def claimed(s: Settings, accelerator: Accelerator) -> bool:
     return goes_on
 
 
+def fill(accelerator: Accelerator, parts: Parts, console: Console) -> None:
+    """What the target says is on disk behind it, if the run reads it from there."""
+    if isinstance(parts.trainee.teacher, Stored):
+        rank, wait = accelerator.process_index, accelerator.wait_for_everyone
+        parts.trainee.teacher.fill(console, rank, accelerator.num_processes, wait)
+
+
 def distill(s: Settings, accelerator: Accelerator, parts: Parts, console: Console) -> None:
     """The run itself: from the last checkpoint, if there is one, to the draft directory."""
     out, trainee, is_main = Path(s.out), parts.trainee, accelerator.is_main_process
     samples, processes = len(parts.rows), accelerator.num_processes
     goes_on = claimed(s, accelerator)
-    if isinstance(trainee.teacher, Stored):
-        rank, wait = accelerator.process_index, accelerator.wait_for_everyone
-        trainee.teacher.fill(console, rank, processes, wait)
+    fill(accelerator, parts, console)
     training = prepared(s, accelerator, parts)
     whole = whole_draft(s, training, parts)
     with together.agreed(accelerator):
