@@ -25,6 +25,7 @@ from train.card_tables import (
     data,
     images,
     manifests,
+    provenance,
     slower,
     speed,
     training,
@@ -101,7 +102,7 @@ def render(
         "cost": cost(facts.draft),
         "data": data(facts.draft),
         "limits": limits(facts, job, labels),
-        "provenance": provenance(facts),
+        "provenance": provenance(facts.draft, facts.report, facts.tuned),
         "definitions": [f"**{word}**: {DEFINITIONS[word]}" for word in WORDS],
         "sources": sources(facts),
     }
@@ -291,24 +292,6 @@ def sources(facts: Facts) -> str:
     return (f", {', '.join(names)}" if names else "") + (
         "; there was no report" if facts.report is None else ""
     )
-
-
-def provenance(facts: Facts) -> Table:
-    """Which weights, which code, which report."""
-    rows = [["draft_sha256 (model.safetensors + config.json)", facts.draft["draft_sha256"]]]
-    rows.append(["trained by commit", words(facts.draft.get("git") or MISSING)])
-    rows.append(["trained with", words(facts.draft.get("versions") or MISSING)])
-    if facts.report is None:
-        rows.append(["report", "none given"])
-    else:
-        rows.append(["measured by commit", words(facts.report.get("git") or MISSING)])
-        rows.append(["seed of the measurement", words(facts.report.get("seed", MISSING))])
-        rows.append(["measured on", words(facts.report.get("hardware") or MISSING)])
-        rows.append(["measured with", words(facts.report.get("versions") or MISSING)])
-    if facts.tuned is not None:
-        rows.append(["tuned by commit", words(facts.tuned.get("git") or MISSING)])
-        rows.append(["tuned on", words(facts.tuned.get("hardware") or MISSING)])
-    return Table("Provenance", ["what", "value"], rows)
 
 
 def escaped(value: Any) -> Any:

@@ -213,3 +213,21 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> list[list[str]]:
         elif item not in (None, "", []):
             rows.append([f"{prefix}{key}", words(item)])
     return rows
+
+
+def provenance(draft: Entry, report: Entry | None, tuned: Entry | None) -> Table:
+    """Which weights, which code, which report."""
+    rows = [["draft_sha256 (model.safetensors + config.json)", draft["draft_sha256"]]]
+    rows.append(["trained by commit", words(draft.get("git") or MISSING)])
+    rows.append(["trained with", words(draft.get("versions") or MISSING)])
+    if report is None:
+        rows.append(["report", "none given"])
+    else:
+        rows.append(["measured by commit", words(report.get("git") or MISSING)])
+        rows.append(["seed of the measurement", words(report.get("seed", MISSING))])
+        rows.append(["measured on", words(report.get("hardware") or MISSING)])
+        rows.append(["measured with", words(report.get("versions") or MISSING)])
+    if tuned is not None:
+        rows.append(["tuned by commit", words(tuned.get("git") or MISSING)])
+        rows.append(["tuned on", words(tuned.get("hardware") or MISSING)])
+    return Table("Provenance", ["what", "value"], rows)
