@@ -215,7 +215,9 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> list[list[str]]:
     return rows
 
 
-def provenance(draft: Entry, report: Entry | None, tuned: Entry | None) -> Table:
+def provenance(
+    draft: Mapping[str, Any], report: Mapping[str, Any] | None, tuned: Mapping[str, Any] | None
+) -> Table:
     """Which weights, which code, which report."""
     rows = [["draft_sha256 (model.safetensors + config.json)", draft["draft_sha256"]]]
     rows.append(["trained by commit", words(draft.get("git") or MISSING)])
