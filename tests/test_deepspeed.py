@@ -7,12 +7,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests import worlds
-from tests.test_distill_command import COMMAND, WEIGHTS, arguments, facts_of, losses_of, norms_of
-from tests.test_fsdp2 import FAMILIES, RUN, data, world
+from tests.test_distill_command import COMMAND, arguments
+from tests.test_fsdp2 import FAMILIES, RUN, data, resumes_to_the_byte, trains_as_one, world
 from tests.worlds import Done, World
 
 pytestmark = [
@@ -33,21 +31,6 @@ def under_zero2(world: World, data: Path, out: Path, *more: object) -> Done:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_processes_are_one(family: str, world: World, data: Path, tmp_path: Path) -> None:
     """Catches gradients that are averaged, not summed, clipped twice, or moments that a resume loses."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    done = worlds.call(COMMAND, *arguments(world, data, one), *RUN, *FAMILIES[family])
-    assert done.code == 0, done.err
-    done = under_zero2(world, data, two, *FAMILIES[family])
-    assert done.code == 0, done.err
+    _, two = trains_as_one(under_zero2, family, world, data, tmp_path)
     assert (two / "checkpoints/step-000002/pytorch_model").is_dir()  # DeepSpeed's own layout
-    assert losses_of(two) == pytest.approx(losses_of(one), abs=1e-4)
-    assert norms_of(two) == pytest.approx(norms_of(one), rel=1e-3)
-    assert facts_of(two)["processes"] == 2
-    found, wanted = load_file(two / WEIGHTS), load_file(one / WEIGHTS)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, atol=2e-3, rtol=0)
-    whole = (two / WEIGHTS).read_bytes()
-    (two / "checkpoints" / "latest").write_text("step-000002\n")  # as if killed there
-    done = under_zero2(world, data, two, *FAMILIES[family])
-    assert "from step 2" in done.err, done.err
-    assert (two / WEIGHTS).read_bytes() == whole
+    resumes_to_the_byte(under_zero2, family, world, data, two)

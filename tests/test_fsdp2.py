@@ -1,6 +1,7 @@
 """train/distill.py under FSDP2: two processes that each hold half of the draft, over gloo."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,15 +62,15 @@ def sharded(world: World, data: Path, out: Path, *more: object) -> Done:
     return worlds.run(SHARDED, command, *arguments(world, data, out), *RUN, *more, processes=2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_halves_are_one(family: str, world: World, data: Path, tmp_path: Path) -> None:
-    """Catches losses that touch weights outside of a forward pass, norms of a half, and a half draft that is saved."""
-    one, two = tmp_path / "one", tmp_path / "two"
+def trains_as_one(
+    launch: Callable[..., Done], family: str, world: World, data: Path, folder: Path
+) -> tuple[Path, Path]:
+    """Drafts of one process and of the two that `launch` starts, after the same training to the same weights."""
+    one, two = folder / "one", folder / "two"
     done = worlds.call(COMMAND, *arguments(world, data, one), *RUN, *FAMILIES[family])
     assert done.code == 0, done.err
-    done = sharded(world, data, two, *FAMILIES[family])
+    done = launch(world, data, two, *FAMILIES[family])
     assert done.code == 0, done.err
-    assert list(two.glob("checkpoints/step-*/optimizer_0/__1_0.distcp"))  # in pieces indeed
     assert losses_of(two) == pytest.approx(losses_of(one), abs=1e-4)
     assert norms_of(two) == pytest.approx(norms_of(one), rel=1e-3)
     assert facts_of(two)["processes"] == 2
@@ -77,6 +78,24 @@ def test_two_halves_are_one(family: str, world: World, data: Path, tmp_path: Pat
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, atol=2e-3, rtol=0)
+    return one, two
+
+
+def resumes_to_the_byte(
+    launch: Callable[..., Done], family: str, world: World, data: Path, out: Path
+) -> None:
+    whole = (out / WEIGHTS).read_bytes()
+    (out / "checkpoints" / "latest").write_text("step-000002\n")  # as if killed there
+    done = launch(world, data, out, *FAMILIES[family])
+    assert "from step 2" in done.err, done.err
+    assert (out / WEIGHTS).read_bytes() == whole
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_halves_are_one(family: str, world: World, data: Path, tmp_path: Path) -> None:
+    """Catches losses that touch weights outside of a forward pass, norms of a half, and a half draft that is saved."""
+    one, two = trains_as_one(sharded, family, world, data, tmp_path)
+    assert list(two.glob("checkpoints/step-*/optimizer_0/__1_0.distcp"))  # in pieces indeed
     measured = [dict(metrics_of(out, "accept/tau")) for out in (one, two)]
     assert measured[0] == pytest.approx(measured[1], abs=0.2)
     own = load_target(str(world.target), "cpu")
@@ -85,11 +104,7 @@ def test_two_halves_are_one(family: str, world: World, data: Path, tmp_path: Pat
     assert [o.output_ids for o in drafted] == [
         o.output_ids for o in decode(own, None, prompts, max_new_tokens=12)
     ]
-    whole = (two / WEIGHTS).read_bytes()
-    (two / "checkpoints" / "latest").write_text("step-000002\n")  # as if killed there
-    done = sharded(world, data, two, *FAMILIES[family])
-    assert "from step 2" in done.err, done.err
-    assert (two / WEIGHTS).read_bytes() == whole
+    resumes_to_the_byte(sharded, family, world, data, two)
 
 
 def test_in_bf16_the_loss_is_near(world: World, data: Path, tmp_path: Path) -> None:
