@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from decode import compiled
 from decode import round as rounds
@@ -82,11 +83,18 @@ def test_compiled_rounds_say_the_same_and_compile_once(
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_real_compilation_says_the_same() -> None:
-    """Catches wrong code from freezing, packing or in-place writes: the generated C++ itself runs."""
+    """Catches wrong code from freezing, packing or in-place writes: the generated C++ itself runs. And weights that are
+    inputs after all, which makes products of few rows slow, and code that every process makes anew."""
     target = tiny_target(tiny_model("llama"))
     draft = make("causal", target)
     want = decode(target, draft, PROMPTS, k=3, max_new_tokens=24)
     torch._dynamo.reset()
     compiled.fast.cache_clear()
+    counters.clear()
     got = decode(target, draft, PROMPTS, k=3, max_new_tokens=24, mode="compiled")
     assert texts(got) == texts(want)
+    assert counters["inductor"]["fxgraph_cache_bypass"] == 0
+    target.decoder.model.get_output_embeddings().weight.data.neg_()
+    live = decode(target, draft, PROMPTS, k=3, max_new_tokens=24)
+    kept = decode(target, draft, PROMPTS, k=3, max_new_tokens=24, mode="compiled")
+    assert texts(kept) != texts(live)
