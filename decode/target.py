@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from decode import attention
+from decode import attention, few_rows
 from decode.cache import Nodes, Store
 from decode.settings import UserError
 from decode.support import batch_experts, context, refuse
@@ -35,6 +35,7 @@ class Decoder:
         self.model = model.eval()
         self.model.set_attn_implementation(attention.NAME)
         batch_experts(self.model)
+        few_rows.speed_up(self.model)
         self.config = model.config.get_text_config(decoder=True)
         self.device: torch.device = model.device
         self.context: int = context(self.config)
