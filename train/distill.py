@@ -261,6 +261,7 @@ def distill(s: Settings, accelerator: Accelerator, parts: Parts, console: Consol
         if not done:
             stopped = f"stopped by SIGTERM: step {state.step} is saved, the same command goes on"
             console.print(stopped)
+            accelerator.end_training()
             sys.exit(STOPPED)
         if s.loop.keep_best and state.measured_at != state.step:
             checkpoint.load(accelerator, checkpoint.home_of(out, state.measured_at))
@@ -293,12 +294,13 @@ def main(s: Settings) -> None:
             table, needs = rehearsal.forecast(s, accelerator.num_processes, mixed)
             console.print(table)
         s, parts = fitted(s, accelerator)
-    if not s.dry_run:
+    if s.dry_run:
+        found = rehearse(s, accelerator, parts, console)
+        if accelerator.is_main_process:
+            print(json.dumps({"dry_run": True, "estimated": needs, "measured": found}))
+    else:
         distill(s, accelerator, parts, console)
-        return
-    found = rehearse(s, accelerator, parts, console)
-    if accelerator.is_main_process:
-        print(json.dumps({"dry_run": True, "estimated": needs, "measured": found}))
+    accelerator.end_training()  # threads of the group that outlive it may abort a process that has finished
 
 
 if __name__ == "__main__":

@@ -276,6 +276,7 @@ def main(s: Settings) -> None:
             f"{counts['answered']} answered, {counts['failed']} failed (too long for the context), "
             f"{counts['answers_too_short']} with too short an answer: {s.out}"
         )
+    state.destroy_process_group()
 
 
 if __name__ == "__main__":
