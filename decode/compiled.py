@@ -20,7 +20,7 @@ SHAPES = 64
 
 @cache
 def fast(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """`function` compiled whole for fixed shapes: the first call of each shape takes about a minute.
+    """`function` compiled whole for fixed shapes: the first call of each shape takes a minute or two.
 
     Lengths may change without compiling anew. Inductor keeps its results on disk (TORCHINDUCTOR_CACHE_DIR), from where
     the next process has them in about a quarter of the time.

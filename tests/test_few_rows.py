@@ -36,8 +36,17 @@ def test_every_linear_layer_of_a_decoder_is_one(monkeypatch: pytest.MonkeyPatch)
     assert kinds == {FewRows}
     decoder.allocate(2, 16)
     tokens, base = torch.tensor([[3, 1, 4], [1, 5, 9]]), torch.tensor([0, 0])
+    product, taken = torch.mm, []
+
+    def counted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        taken.append(a.shape)
+        return product(a, b)
+
+    monkeypatch.setattr(torch, "mm", counted)
     with torch.inference_mode():
         fast = decoder.step(tokens, base)
+        layers = sum(isinstance(m, FewRows) for m in decoder.model.modules())
+        assert len(taken) == layers
         monkeypatch.setattr(few_rows, "MOST", 0)
         usual = decoder.step(tokens, base)
     assert torch.allclose(fast, usual, atol=1e-5)
