@@ -50,7 +50,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     @cache
     def fast(function, device_type):  # type: ignore[no-untyped-def]
-        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+        options = {"guard_filter_fn": compiled.telling}
+        return compiled.frozen(
+            torch.compile(function, fullgraph=True, dynamic=False, backend=backend, options=options)
+        )
 
     torch._dynamo.reset()
     monkeypatch.setattr(rounds, "fast", fast)
@@ -78,6 +81,31 @@ def test_compiled_rounds_say_the_same_and_compile_once(
         # one for the draft, one for the target, one more for rounds in which lookup finds nothing
         assert len(graphs) <= {"plain": 1, "ngram": 3}.get(name, 2)
     assert len(graphs) > 0
+
+
+@pytest.mark.slow
+def test_code_of_one_model_is_not_run_for_another(graphs: list[int]) -> None:
+    """Catches guards left out that told models apart: weights are constants of the code, so it would say another
+    model's text. Also layers left off, and states that a draft reads and another does not."""
+    one = tiny_target(tiny_model("llama"))
+    other = tiny_target(noisy(one.decoder.model, 0.5))
+    settings = {"k": 3, "max_new_tokens": 24}
+    said = {}
+    for target, name in [(one, "one"), (other, "other"), (one, "one again")]:
+        drafts = [
+            None,
+            EarlyExitDraft(target, 2),
+            EarlyExitDraft(target, 1),
+            make("eagle3", target),
+        ]
+        for at, draft in enumerate(drafts):
+            want = decode(target, draft, PROMPTS, **settings)
+            got = decode(target, draft, PROMPTS, mode="compiled", **settings)
+            assert texts(got) == texts(want), (name, at)
+            assert [o.rounds for o in got] == [o.rounds for o in want], (name, at)
+            said[name, at] = texts(want), [o.rounds for o in want]
+    assert said["one", 0] != said["other", 0]
+    assert said["one", 1] != said["one", 2]
 
 
 @pytest.mark.slow
