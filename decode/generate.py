@@ -19,18 +19,18 @@ if not __package__:
 from rich.console import Console
 from rich.text import Text
 
-from decode.chat import encode
-from decode.drafts.base import pick_draft
-from decode.sampling import Sampling
-from decode.settings import UserError, run_command
-from decode.speculate import Output, RoundRecord, add, speculate
-from decode.target import load_target
+from decode.common.chat_template import encode_prompt
+from decode.common.cli import UserError, run_command
+from decode.drafts.registry import pick_draft
+from decode.engine.engine import RequestOutput, RoundRecord, add_record, speculate
+from decode.model.loading import load_target
+from decode.verification.sampling import SamplingParams
 
-ACCEPTED, REJECTED, OWN = "green", "red strike", "bold blue"
+ACCEPTED_STYLE, REJECTED_STYLE, TARGET_STYLE = "green", "red strike", "bold blue"
 
 
 @dataclass
-class Settings:
+class GenerateConfig:
     prompt: str = ""
     """The text to continue (or to answer, if the target has a chat template)."""
     prompt_file: str = ""
@@ -45,7 +45,7 @@ class Settings:
     """Tokens drafted a round."""
     max_new_tokens: int = 128
     """Longest answer."""
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     """Temperature 0 is greedy."""
     seed: int = 0
     device: str = "auto"
@@ -56,19 +56,19 @@ class Settings:
     """Show rejected drafts as well."""
 
 
-def spans(record: RoundRecord, rejected: bool) -> list[tuple[list[int], str]]:
+def styled_spans(record: RoundRecord, rejected: bool) -> list[tuple[list[int], str]]:
     """(ids, style) in the order to print them: accepted drafts, rejected ones, the target's own token."""
     stays = record.tokens[: record.accepted]
     own = record.tokens[record.accepted :]
     falls = record.proposed[record.accepted :] if rejected else []
     return [
         (ids, style)
-        for ids, style in ((stays, ACCEPTED), (falls, REJECTED), (own, OWN))
+        for ids, style in ((stays, ACCEPTED_STYLE), (falls, REJECTED_STYLE), (own, TARGET_STYLE))
         if len(ids) > 0
     ]
 
 
-def statistics(output: Output, seconds: float) -> str:
+def summary_line(output: RequestOutput, seconds: float) -> str:
     """One line: length, speed, τ and the acceptance rate."""
     emitted, rounds = len(output.output_ids) - 1, len(output.rounds)
     drafted = sum(d for d, _ in output.rounds)
@@ -85,7 +85,7 @@ def statistics(output: Output, seconds: float) -> str:
     return ", ".join([*parts, f"ended by {output.finish_reason}"])
 
 
-def show(console: Console, tokenizer: Any, ids: list[int], style: str) -> None:
+def print_tokens(console: Console, tokenizer: Any, ids: list[int], style: str) -> None:
     console.print(
         Text(tokenizer.decode(ids, skip_special_tokens=True), style=style),
         end="",
@@ -94,7 +94,7 @@ def show(console: Console, tokenizer: Any, ids: list[int], style: str) -> None:
     )
 
 
-def main(s: Settings) -> None:
+def main(s: GenerateConfig) -> None:
     if s.prompt_file:
         if not Path(s.prompt_file).is_file():
             raise UserError(f"prompt file {s.prompt_file!r} does not exist")
@@ -103,10 +103,10 @@ def main(s: Settings) -> None:
         raise UserError("give --prompt TEXT or --prompt_file FILE")
     target = load_target(s.target, s.device, s.dtype, s.revision)
     draft = pick_draft(s.draft, target, dtype=s.dtype)
-    ids = encode(target.tokenizer, s.prompt)
+    ids = encode_prompt(target.tokenizer, s.prompt)
     console = Console()
     console.print(Text(s.prompt), end="", soft_wrap=True, highlight=False)
-    output = Output(ids)
+    output = RequestOutput(ids)
     start = time.perf_counter()
     for record in speculate(
         target,
@@ -117,14 +117,14 @@ def main(s: Settings) -> None:
         max_new_tokens=s.max_new_tokens,
         seed=s.seed,
     ):
-        add(output, record)
+        add_record(output, record)
         # without colour, as in a file, rejected drafts could not be told from the text
-        for tokens, style in spans(record, s.rejected and console.is_terminal):
-            show(console, target.tokenizer, tokens, style)
+        for tokens, style in styled_spans(record, s.rejected and console.is_terminal):
+            print_tokens(console, target.tokenizer, tokens, style)
     seconds = time.perf_counter() - start
     console.print()
-    Console(stderr=True).print(statistics(output, seconds), style="dim", highlight=False)
+    Console(stderr=True).print(summary_line(output, seconds), style="dim", highlight=False)
 
 
 if __name__ == "__main__":
-    run_command(main, Settings, __doc__)
+    run_command(main, GenerateConfig, __doc__)

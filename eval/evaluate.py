@@ -8,59 +8,68 @@ from typing import Any
 
 from rich.progress import Progress
 
-from decode import runs
-from decode.sampling import Sampling
-from decode.settings import UserError, dump
-from decode.target import Target, load_model, load_target
-from eval import chats, engines, law, lossless, metrics, roofline, scoring, speed, tasks
-from eval.entries import POOLED, Group, entry, of_group
-from eval.journal import Journal
-from eval.methods import build_methods, checksums, simulated, teach
-from eval.options import MethodSettings, Settings
-from eval.quality import compare_targets
-from eval.samples import Sample
-from eval.speed import Failure, Measured, Method, Run
-from eval.tasks import Item
+from decode.common import run_dir
+from decode.common.cli import UserError, to_yaml
+from decode.model.loading import Target, load_model, load_target
+from decode.verification.sampling import SamplingParams
+from eval.benchmark import baselines, multi_turn, timing
+from eval.benchmark.config import EvalConfig, MethodConfig
+from eval.benchmark.journal import Journal
+from eval.benchmark.methods import (
+    build_methods,
+    draft_checksums,
+    fit_simulated_drafts,
+    simulated_alpha,
+)
+from eval.benchmark.timing import FailedPrompt, Method, TimedOutput, TimingResult
+from eval.checks import answer_quality, greedy_equivalence, sampling_distribution
+from eval.checks.target_drift import measure_target_drift
+from eval.metrics import acceptance as metrics_acceptance
+from eval.metrics import roofline
+from eval.metrics.records import ALL_TASKS, DecodeRecord
+from eval.results import PromptGroup, filter_failures, method_entry
+from eval.tasks import loading
+from eval.tasks.loading import TaskPrompt
 
 SCHEMA = 1
 
 
 @dataclass
-class Work:
+class EvalContext:
     """What every step needs."""
 
-    s: Settings
+    s: EvalConfig
     target: Target
     model: Any  # the same weights as plain transformers runs them
     methods: list[Method]  # plain first
-    items: list[Item]
-    unfit: list[Failure]  # prompts that no method can decode
+    items: list[TaskPrompt]
+    undecodable: list[FailedPrompt]  # prompts that no method can decode
     journal: Journal
     progress: Progress
 
-    def sampling(self, temperature: float) -> Sampling:
-        return Sampling(temperature, self.s.top_k, self.s.top_p)
+    def sampling(self, temperature: float) -> SamplingParams:
+        return SamplingParams(temperature, self.s.top_k, self.s.top_p)
 
-    def groups(self) -> list[Group]:
-        return [Group(), *(Group(task.name) for task in self.s.tasks)]
+    def groups(self) -> list[PromptGroup]:
+        return [PromptGroup(), *(PromptGroup(task.name) for task in self.s.tasks)]
 
-    def domains(self) -> list[Group]:
-        return [Group(domain=name) for name in sorted({item.domain for item in self.items})]
+    def domains(self) -> list[PromptGroup]:
+        return [PromptGroup(domain=name) for name in sorted({item.domain for item in self.items})]
 
 
 def evaluate(
-    s: Settings, target: Target, journal: Journal, progress: Progress
-) -> tuple[dict[str, Any], list[tuple[str, float, Run]]]:
+    s: EvalConfig, target: Target, journal: Journal, progress: Progress
+) -> tuple[dict[str, Any], list[tuple[str, float, TimedOutput]]]:
     """(the report, the runs behind it as (method, temperature, run))."""
-    items, unfit = chats.prompts_of(s.tasks, target, s.max_new_tokens, journal)
+    items, unfit = multi_turn.load_eval_prompts(s.tasks, target, s.max_new_tokens, journal)
     if not items:
         raise UserError(f"no prompt can be decoded; the first {unfit[0].id!r} {unfit[0].error}")
     plain = Method("plain", None, 0, "exact", s.mode)
     methods = [plain, *build_methods(s, target)]
-    teach(methods, target, items, s.max_new_tokens)
+    fit_simulated_drafts(methods, target, items, s.max_new_tokens)
     model = load_model(s.target, "target", str(target.decoder.device), s.dtype, s.revision)
-    work = Work(s, target, model, methods, items, unfit, journal, progress)
-    references = _references(work) if 0.0 in s.temperatures else {}
+    work = EvalContext(s, target, model, methods, items, unfit, journal, progress)
+    references = _reference_outputs(work) if 0.0 in s.temperatures else {}
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "target": {
@@ -68,10 +77,10 @@ def evaluate(
             "revision": target.revision,
             "tokenizer": target.fingerprint,
         },
-        "tasks": [tasks.version(task) for task in s.tasks],
-        **runs.provenance(),
+        "tasks": [loading.task_version(task) for task in s.tasks],
+        **run_dir.provenance(),
         "seed": s.seed,
-        "resumed": journal.kept,
+        "resumed": journal.num_resumed,
         "baseline": {},
         "methods": [],
         "domains": [],
@@ -86,32 +95,36 @@ def evaluate(
     first = report["methods"][0]
     report["baseline"] = {key: first[key] for key in ("tokens_per_second", "ms_per_token")}
     greedy = work.sampling(s.temperatures[0])
-    use = partial(speed.gpu_utilisation, target, items[:8], greedy, s.max_new_tokens, s.batch_size)
+    use = partial(
+        timing.measure_gpu_utilisation, target, items[:8], greedy, s.max_new_tokens, s.batch_size
+    )
     report["gpu_utilisation"] = journal.once(["gpu"], lambda: {"percent": use()})["percent"]
-    report["comparisons"] = _comparisons(work)
-    report["engines"] = engines.compare(
+    report["comparisons"] = _compare_acceptance(work)
+    report["engines"] = baselines.compare_engines(
         s, target, methods, items,
         {t: found.runs["plain"] for t, found in measured.items()},
         {t: found.answers for t, found in measured.items()},
         journal,
     )  # fmt: skip
-    report["law"] = law.check_methods(s, target, model, methods, items, journal)
+    report["law"] = sampling_distribution.check_sampling_distribution(
+        s, target, model, methods, items, journal
+    )
     if s.original:
         original = load_target(s.original, s.device, s.dtype)
-        report["target_quality"] = compare_targets(
+        report["target_quality"] = measure_target_drift(
             original, target, items, s.max_new_tokens, s.acceptance.rows, s.seed
         )
-    report["settings"] = dump(s)
-    return roofline.with_models(report), lines
+    report["settings"] = to_yaml(s)
+    return roofline.with_model_sizes(report), lines
 
 
-def _references(work: Work) -> dict[tuple[str, str], list[int]]:
+def _reference_outputs(work: EvalContext) -> dict[tuple[str, str], list[int]]:
     """What transformers' greedy `generate` answers, by (task, id)."""
     bar = work.progress.add_task("references", total=len(work.items))
     found = {}
     for item in work.items:
         answer = partial(
-            lossless.reference_greedy,
+            greedy_equivalence.reference_greedy_output,
             work.model, item.prompt_ids, work.s.max_new_tokens, work.target, item.stop,
         )  # fmt: skip
         found[item.task, item.id] = work.journal.once(["reference", item.task, item.id], answer)
@@ -119,16 +132,16 @@ def _references(work: Work) -> dict[tuple[str, str], list[int]]:
     return found
 
 
-def _measure(work: Work, temperature: float) -> Measured:
+def _measure(work: EvalContext, temperature: float) -> TimingResult:
     s = work.s
     bar = work.progress.add_task(
         f"temperature {temperature:g}", total=-(-len(work.items) // s.batch_size)
     )
     sampling = work.sampling(temperature)
-    found = speed.measure(
+    found = timing.time_methods(
         work.target, work.methods[1:], work.items, sampling, s.max_new_tokens, s.batch_size, s.seed,
         work.journal, partial(work.progress.advance, bar),
-        engines.arms(s, work.target, work.model, work.methods[1:], sampling),
+        baselines.interleaved_baselines(s, work.target, work.model, work.methods[1:], sampling),
     )  # fmt: skip
     for name, own in found.runs.items():
         if not own:
@@ -138,37 +151,41 @@ def _measure(work: Work, temperature: float) -> Measured:
 
 
 def _add_entries(
-    work: Work,
+    work: EvalContext,
     report: dict[str, Any],
     temperature: float,
-    found: Measured,
+    found: TimingResult,
     references: dict[tuple[str, str], list[int]],
 ) -> None:
     s = work.s
     paths = {m.name: m.draft for m in s.methods}
     domain = {(item.task, item.id): item.domain for item in work.items}
-    domain |= {(failure.task, failure.id): "" for failure in work.unfit}
+    domain |= {(failure.task, failure.id): "" for failure in work.undecodable}
     scores = {
-        id(run): scoring.score(run, work.target.tokenizer, s.run_code)
+        id(run): answer_quality.score_answer(run, work.target.tokenizer, s.run_code)
         for own in found.runs.values()
         for run in own
     }
     plain = found.runs["plain"]
     for method in work.methods:
-        phases = _phases(work, method, temperature)
-        failures = [*work.unfit, *found.failures[method.name]]
+        phases = _measure_phases(work, method, temperature)
+        failures = [*work.undecodable, *found.failures[method.name]]
         for group in [*work.groups(), *work.domains()]:
-            own = [run for run in found.runs[method.name] if group.has(run)]
-            verdict = _verdict(work, own, references, method) if temperature == 0 else None
-            made = entry(
+            own = [run for run in found.runs[method.name] if group.contains(run)]
+            verdict = (
+                _greedy_equivalence(work, own, references, method) if temperature == 0 else None
+            )
+            made = method_entry(
                 s, method, paths.get(method.name, ""), group, temperature, own, plain, scores,
-                of_group(failures, group, domain), verdict, phases if group == Group() else None,
+                filter_failures(failures, group, domain), verdict, phases if group == PromptGroup() else None,
                 work.target.eos,
             )  # fmt: skip
             report["domains" if group.domain else "methods"].append(made)
 
 
-def _phases(work: Work, method: Method, temperature: float) -> dict[str, float] | None:
+def _measure_phases(
+    work: EvalContext, method: Method, temperature: float
+) -> dict[str, float] | None:
     timed = [
         item
         for task in work.s.tasks
@@ -178,22 +195,22 @@ def _phases(work: Work, method: Method, temperature: float) -> dict[str, float] 
         return None
     return work.journal.once(
         ["phases", temperature, method.name],
-        lambda: speed.phase_ms(
+        lambda: timing.measure_phase_ms(
             work.target, method, timed, work.sampling(temperature), work.s.max_new_tokens, work.s.seed
         ),
     )  # fmt: skip
 
 
-def _verdict(
-    work: Work,
-    own: Sequence[Run],
+def _greedy_equivalence(
+    work: EvalContext,
+    own: Sequence[TimedOutput],
     references: dict[tuple[str, str], list[int]],
     method: Method,
 ) -> dict[str, Any] | None:
     """None for a simulated draft: that its output is right says nothing about a method."""
-    if simulated(method) is not None:
+    if simulated_alpha(method) is not None:
         return None
-    return lossless.judge(
+    return greedy_equivalence.check_greedy_equivalence(
         work.target,
         work.model,
         [run.item for run in own],
@@ -203,45 +220,47 @@ def _verdict(
     )
 
 
-def _comparisons(work: Work) -> list[dict[str, Any]]:
+def _compare_acceptance(work: EvalContext) -> list[dict[str, Any]]:
     """Each pair's difference of α, on all tasks together and on each."""
     s, asked = work.s, work.s.acceptance
     wanted = [m for m in work.methods if any(m.name in pair for pair in asked.pairs)]
     if not wanted:
         return []
     every = [replace(task, limit=asked.prompts) for task in s.tasks]
-    items, _ = chats.prompts_of(every, work.target, s.max_new_tokens, work.journal)
+    items, _ = multi_turn.load_eval_prompts(every, work.target, s.max_new_tokens, work.journal)
     bar = work.progress.add_task("comparisons", total=len(wanted) * len(items))
     sampling = work.sampling(asked.temperature)
-    samples: dict[str, list[Sample]] = {}
+    samples: dict[str, list[DecodeRecord]] = {}
     for method in wanted:
 
         def all_samples(method: Method = method) -> list[dict[str, Any]]:
             return [
                 vars(sample)
-                for sample in speed.untimed(
+                for sample in timing.decode_untimed(
                     work.target, method, items, sampling, s.max_new_tokens, asked.rows, s.seed,
                     partial(work.progress.advance, bar),
                 )
             ]  # fmt: skip
 
         kept = work.journal.once(["acceptance", asked.temperature, method.name], all_samples)
-        samples[method.name] = [Sample(**values) for values in kept]
+        samples[method.name] = [DecodeRecord(**values) for values in kept]
     found = []
     for a, b in asked.pairs:
-        for task in [POOLED, *(task.name for task in s.tasks)]:
-            own, other = ([x for x in samples[name] if task in (POOLED, x.task)] for name in (a, b))
-            difference = metrics.compare_alpha(own, other, s.k, s.seed)
+        for task in [ALL_TASKS, *(task.name for task in s.tasks)]:
+            own, other = (
+                [x for x in samples[name] if task in (ALL_TASKS, x.task)] for name in (a, b)
+            )
+            difference = metrics_acceptance.compare_alpha(own, other, s.k, s.seed)
             found.append(
                 {"a": a, "b": b, "task": task, "temperature": asked.temperature, **difference}
             )
     return found
 
 
-def open_journal(out: Path, methods: Sequence[MethodSettings]) -> Journal:
+def open_journal(out: Path, methods: Sequence[MethodConfig]) -> Journal:
     """The journal of the run in this folder. UserError if a draft was trained anew since it began."""
-    journal = Journal(out / "journal.jsonl", runs.hardware())
-    now = checksums(methods)
+    journal = Journal(out / "journal.jsonl", run_dir.hardware())
+    now = draft_checksums(methods)
     then = journal.once(["drafts"], lambda: now)
     changed = [name for name in now if then.get(name) != now[name]]
     if changed:

@@ -18,21 +18,22 @@ if not __package__:
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from decode import runs
-from decode.settings import run_command
-from decode.target import load_target
-from eval import engines, options, tasks
+from decode.common import run_dir
+from decode.common.cli import run_command
+from decode.model.loading import load_target
+from eval.benchmark import baselines, config
+from eval.benchmark.config import EvalConfig
+from eval.benchmark.methods import build_methods
+from eval.benchmark.timing import TimedOutput
 from eval.evaluate import evaluate, open_journal
-from eval.methods import build_methods
-from eval.options import Settings
-from eval.report import terminal_table, write_report
-from eval.speed import Run
-from eval.traces import pick, read_outputs
+from eval.reporting.render import terminal_table, write_report
+from eval.reporting.token_traces import read_outputs, select_traces
+from eval.tasks import loading
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 
 
-def output_line(method: str, temperature: float, run: Run) -> str:
+def format_output_line(method: str, temperature: float, run: TimedOutput) -> str:
     """One line of outputs.jsonl."""
     return json.dumps(
         {
@@ -50,7 +51,7 @@ def output_line(method: str, temperature: float, run: Run) -> str:
     )
 
 
-def summary_line(report: dict[str, Any], out: Path) -> str:
+def format_summary_line(report: dict[str, Any], out: Path) -> str:
     """Compact JSON: the best method of each temperature, pooled over tasks, the greedy verdict, how many failed."""
     pooled = [m for m in report["methods"] if m["task"] == "all"]
     best = {}
@@ -75,14 +76,14 @@ def summary_line(report: dict[str, Any], out: Path) -> str:
     )
 
 
-def main(s: Settings) -> None:
-    options.check(s)
+def main(s: EvalConfig) -> None:
+    config.check(s)
     target = load_target(s.target, s.device, s.dtype, s.revision)
     methods = build_methods(s, target)  # every mistake shows before the folder is touched
-    engines.check(s, methods)
+    baselines.check(s, methods)
     for task in s.tasks:
-        tasks.load_items(task, target)
-    runs.claim(s.out, s)
+        loading.load_task_prompts(task, target)
+    run_dir.claim_run_dir(s.out, s)
     out = Path(s.out)
     journal = open_journal(out, s.methods)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
@@ -93,13 +94,13 @@ def main(s: Settings) -> None:
         print(
             f"stopped; what is finished is kept in {out}: the same command goes on", file=sys.stderr
         )
-        sys.exit(INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
     outputs = out / "outputs.jsonl"
-    runs.write_atomically(outputs, "".join(output_line(*line) + "\n" for line in lines))
-    write_report(report, out, pick(report, read_outputs(outputs), target.tokenizer))
+    run_dir.write_atomically(outputs, "".join(format_output_line(*line) + "\n" for line in lines))
+    write_report(report, out, select_traces(report, read_outputs(outputs), target.tokenizer))
     Console().print(terminal_table(report))
-    print(summary_line(report, out))
+    print(format_summary_line(report, out))
 
 
 if __name__ == "__main__":
-    run_command(main, Settings, __doc__)
+    run_command(main, EvalConfig, __doc__)

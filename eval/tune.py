@@ -24,87 +24,113 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from decode import runs
-from decode.settings import dump, run_command
-from decode.target import load_target
-from eval import options, tasks
-from eval.checklist import tuned_table
-from eval.choose import ALL, cells, chosen, half, predictions, summary
+from decode.common import run_dir
+from decode.common.cli import run_command, to_yaml
+from decode.model.loading import load_target
+from eval.benchmark import config
+from eval.benchmark.config import TreeConfig
+from eval.benchmark.journal import Journal
+from eval.benchmark.methods import draft_checksums
 from eval.evaluate import open_journal
-from eval.grid import as_markdown
-from eval.journal import Journal
-from eval.methods import checksums
-from eval.metrics import tau
-from eval.options import TreeSettings
-from eval.roofline import measured_bandwidth
-from eval.sweep import PLAIN, Arm, Load, Stage, Swept, sweep
-from eval.tuning import Settings, batches, chains, check, load_of, run_settings, trees
-from eval.wording import NONE, markdown, percent
+from eval.metrics.acceptance import tau
+from eval.metrics.roofline import measure_bandwidth
+from eval.reporting.checklist import tuned_table
+from eval.reporting.formatting import NOT_MEASURED, escape_markdown, format_percent, table_markdown
+from eval.tasks import loading
+from eval.tuning.config import (
+    TuneConfig,
+    batch_stage,
+    chain_stage,
+    check_config,
+    load_sweep_context,
+    to_eval_config,
+    tree_stage,
+)
+from eval.tuning.selection import (
+    ALL_TASKS,
+    cross_validated_predictions,
+    every_other_prompt,
+    select_fastest_settings,
+    summarize_predictions,
+    sweep_cells,
+)
+from eval.tuning.sweep import (
+    PLAIN_DECODING,
+    Setting,
+    SweepContext,
+    SweepResult,
+    SweepStage,
+    run_sweep,
+)
 
 SCHEMA = 1
 
 
-def tune(s: Settings, load: Load, journal: Journal, progress: Progress) -> dict[str, Any]:
+def tune(s: TuneConfig, load: SweepContext, journal: Journal, progress: Progress) -> dict[str, Any]:
     """tuned.json."""
-    done: list[tuple[Stage, Swept]] = []
+    done: list[tuple[SweepStage, SweepResult]] = []
     foreseen, fixed = [], []
 
-    def run(stage: Stage) -> Swept:
+    def run(stage: SweepStage) -> SweepResult:
         title = f"{stage.name}, temperature {stage.temperature:g}, batch {stage.batch_size}"
         bar = progress.add_task(title, total=len(load.batches(stage.batch_size)))
-        swept = sweep(load, stage, journal, lambda: progress.advance(bar))
+        swept = run_sweep(load, stage, journal, lambda: progress.advance(bar))
         done.append((stage, swept))
         return swept
 
     for temperature in s.temperatures:
         stages = [
-            chains(s, temperature),
-            *(batches(s, temperature, b) for b in s.batch_sizes if b > 1),
+            chain_stage(s, temperature),
+            *(batch_stage(s, temperature, b) for b in s.batch_sizes if b > 1),
         ]
         for stage in stages:
-            foreseen += foresee(s, stage, run(stage))
+            foreseen += predict_speedups(s, stage, run(stage))
         if s.tree_nodes:
-            stage, expected = trees(s, load, temperature, journal)
+            stage, expected = tree_stage(s, load, temperature, journal)
             if stage.arms:
-                fixed += tree_lengths(stage, run(stage), expected)
+                fixed += compare_tree_lengths(stage, run(stage), expected)
     return {
         "schema": SCHEMA,
         "target": {"name": load.target.name, "tokenizer": load.target.fingerprint},
-        "tasks": [tasks.version(task) for task in s.tasks],
-        "drafts": checksums(s.methods),
-        **runs.provenance(),
+        "tasks": [loading.task_version(task) for task in s.tasks],
+        "drafts": draft_checksums(s.methods),
+        **run_dir.provenance(),
         "seed": s.seed,
         "bandwidth": journal.once(
-            ["bandwidth"], lambda: measured_bandwidth(load.target.decoder.device)
+            ["bandwidth"], lambda: measure_bandwidth(load.target.decoder.device)
         ),
-        "chosen": chosen(done, s.seed),
-        "predictions": summary(foreseen),
+        "chosen": select_fastest_settings(done, s.seed),
+        "predictions": summarize_predictions(foreseen),
         "trees": fixed,
-        "cells": [cell for stage, swept in done for cell in cells(stage, swept, s.seed)],
+        "cells": [cell for stage, swept in done for cell in sweep_cells(stage, swept, s.seed)],
         "refused": {arm.label: why for _, swept in done for arm, why in swept.refused.items()},
-        "settings": dump(s),
+        "settings": to_yaml(s),
     }
 
 
-def foresee(s: Settings, stage: Stage, swept: Swept) -> list[dict[str, Any]]:
+def predict_speedups(s: TuneConfig, stage: SweepStage, swept: SweepResult) -> list[dict[str, Any]]:
     """Predictions of every method's chains in a stage, on all prompts and on each domain."""
     found = []
-    for method in dict.fromkeys(arm.method for arm in swept.samples if arm != PLAIN):
+    for method in dict.fromkeys(arm.method for arm in swept.samples if arm != PLAIN_DECODING):
         by_k = {arm.k: own for arm, own in swept.samples.items() if arm.method == method}
-        by_k[0] = swept.samples[PLAIN]
-        for task in [ALL, *dict.fromkeys(sample.task for sample in by_k[0])]:
-            own = {k: [x for x in xs if task in (ALL, x.task)] for k, xs in by_k.items()}
+        by_k[0] = swept.samples[PLAIN_DECODING]
+        for task in [ALL_TASKS, *dict.fromkeys(sample.task for sample in by_k[0])]:
+            own = {k: [x for x in xs if task in (ALL_TASKS, x.task)] for k, xs in by_k.items()}
             place = {
                 "method": method, "task": task, "temperature": stage.temperature,
                 "batch_size": stage.batch_size,
             }  # fmt: skip
-            found += [{**place, **cell} for cell in predictions(own, s.calibrate, s.seed)]
+            found += [
+                {**place, **cell} for cell in cross_validated_predictions(own, s.calibrate, s.seed)
+            ]
     return found
 
 
-def tree_lengths(stage: Stage, swept: Swept, expected: dict[Arm, float]) -> list[dict[str, Any]]:
+def compare_tree_lengths(
+    stage: SweepStage, swept: SweepResult, expected: dict[Setting, float]
+) -> list[dict[str, Any]]:
     """Tokens a round of fixed trees: foretold from one half of the prompts, measured on the other."""
-    test = half(swept.samples, 1)
+    test = every_other_prompt(swept.samples, 1)
     return [
         {
             "method": arm.method,
@@ -118,7 +144,7 @@ def tree_lengths(stage: Stage, swept: Swept, expected: dict[Arm, float]) -> list
     ]
 
 
-def write_settings(s: Settings, load: Load, tuned: dict[str, Any], out: Path) -> None:
+def write_eval_configs(s: TuneConfig, load: SweepContext, tuned: dict[str, Any], out: Path) -> None:
     """A configuration of eval/run.py for each temperature, batch size and domain: every method at its fastest."""
     folder = out / "settings"
     folder.mkdir(exist_ok=True)
@@ -133,48 +159,52 @@ def write_settings(s: Settings, load: Load, tuned: dict[str, Any], out: Path) ->
             "# command: eval/run.py\n"
             f"# Written by eval/tune.py: {task}, temperature {temperature:g}, batch {batch}. "
             f"Fastest: {best['method']}, {best['setting']}, {best['speedup']:.2f}x in rounds.\n"
-            + dump(tuned_settings(s, load, own, temperature, batch, task))
+            + to_yaml(tuned_eval_config(s, load, own, temperature, batch, task))
         )
         name = f"T{temperature:g}-B{batch}-{task}.yaml"
-        runs.write_atomically(folder / name.replace("/", "_"), text)
-        if place == (s.temperatures[0], 1, ALL) or len(places) == 1:
-            runs.write_atomically(out / "tuned.yaml", text)
+        run_dir.write_atomically(folder / name.replace("/", "_"), text)
+        if place == (s.temperatures[0], 1, ALL_TASKS) or len(places) == 1:
+            run_dir.write_atomically(out / "tuned.yaml", text)
 
 
-def tuned_settings(
-    s: Settings,
-    load: Load,
+def tuned_eval_config(
+    s: TuneConfig,
+    load: SweepContext,
     own: Sequence[dict[str, Any]],
     temperature: float,
     batch: int,
     task: str,
-) -> options.Settings:
+) -> config.EvalConfig:
     """eval/run.py's settings with these choices in them."""
     by_name = {m.name: m for m in s.methods}
     methods = [
-        replace(by_name[c["method"]], k=c["k"], tree=TreeSettings(**(c["tree"] or {}))) for c in own
+        replace(by_name[c["method"]], k=c["k"], tree=TreeConfig(**(c["tree"] or {}))) for c in own
     ]
-    holding = {item.task for item in load.items if task in (ALL, item.domain or item.task)}
+    holding = {item.task for item in load.items if task in (ALL_TASKS, item.domain or item.task)}
     return replace(
-        run_settings(s), methods=methods, tasks=[x for x in s.tasks if x.name in holding], temperatures=[temperature],
+        to_eval_config(s), methods=methods, tasks=[x for x in s.tasks if x.name in holding], temperatures=[temperature],
         batch_size=batch, out=f"{s.out}/report",
     )  # fmt: skip
 
 
-def as_text(tuned: dict[str, Any]) -> str:
+def render_markdown(tuned: dict[str, Any]) -> str:
     """tuned.md: what was chosen, and how well the other half of the prompts foretold it."""
     foretold = tuned["predictions"]
-    error = NONE if foretold["median_error"] is None else percent(foretold["median_error"])
+    error = (
+        NOT_MEASURED
+        if foretold["median_error"] is None
+        else format_percent(foretold["median_error"])
+    )
     parts = [
-        f"# Tuned speculative decoding of {markdown(tuned['target']['name'])}",
-        as_markdown(tuned_table(tuned)),
+        f"# Tuned speculative decoding of {escape_markdown(tuned['target']['name'])}",
+        table_markdown(tuned_table(tuned)),
         "Held out: chosen on one half of the prompts, measured on the other. Median error of predictions from other "
         f"prompts at other draft lengths: {error} (n = {foretold['counted']} that were measured closely enough).",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def shown(tuned: dict[str, Any]) -> RichTable:
+def terminal_table(tuned: dict[str, Any]) -> RichTable:
     """The same table for the console, batch 1 alone."""
     table = tuned_table({"chosen": [c for c in tuned["chosen"] if c["batch_size"] == 1]})
     rich = RichTable(*table.header, title=table.title)
@@ -183,11 +213,11 @@ def shown(tuned: dict[str, Any]) -> RichTable:
     return rich
 
 
-def main(s: Settings) -> None:
-    check(s)
+def main(s: TuneConfig) -> None:
+    check_config(s)
     target = load_target(s.target, s.device, s.dtype, s.revision)
-    load = load_of(s, target)  # every mistake shows before the folder is touched
-    runs.claim(s.out, s)
+    load = load_sweep_context(s, target)  # every mistake shows before the folder is touched
+    run_dir.claim_run_dir(s.out, s)
     out = Path(s.out)
     journal = open_journal(out, s.methods)
     console = Console(stderr=True)
@@ -198,12 +228,12 @@ def main(s: Settings) -> None:
     except KeyboardInterrupt:
         console.print(f"stopped; what is finished is kept in {out}: the same command goes on")
         sys.exit(130)
-    runs.write_atomically(
+    run_dir.write_atomically(
         out / "tuned.json", json.dumps(tuned, indent=1, ensure_ascii=False) + "\n"
     )
-    write_settings(s, load, tuned, out)
-    runs.write_atomically(out / "tuned.md", as_text(tuned))
-    console.print(shown(tuned))
+    write_eval_configs(s, load, tuned, out)
+    run_dir.write_atomically(out / "tuned.md", render_markdown(tuned))
+    console.print(terminal_table(tuned))
     foretold = tuned["predictions"]
     line = {
         "tuned": str(out / "tuned.json"),
@@ -214,4 +244,4 @@ def main(s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, Settings, __doc__)
+    run_command(main, TuneConfig, __doc__)

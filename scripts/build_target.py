@@ -27,8 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from decode.settings import UserError, run_command
-from train import stdlib
+from decode.common.cli import UserError, run_command
+from train.data import python_corpus
 
 EOS = "<|endoftext|>"
 SHAPES: dict[
@@ -38,11 +38,15 @@ SHAPES: dict[
     # One layer: at this size a step costs what its layers cost to launch, not what they compute.
     "draft": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 1, "heads": 4},
 }
-WEIGHTS = {"code": 0.63, "prose": 0.05, "arithmetic": 0.32}  # share of the windows of a batch
+DOMAIN_WEIGHTS = {
+    "code": 0.63,
+    "prose": 0.05,
+    "arithmetic": 0.32,
+}  # share of the windows of a batch
 
 
 @dataclass
-class Settings:
+class BuildTargetConfig:
     model: Literal["target", "draft"] = "target"
     """target: 12 layers of 256; draft: one layer of 256 on the target's tokenizer."""
     gsm8k: str = "openai/gsm8k"
@@ -89,17 +93,17 @@ def gsm8k_documents(source: str) -> list[str]:
     ]
 
 
-def corpus(gsm8k: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+def load_corpus(gsm8k: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """({domain: training documents}, {domain: held-out documents})."""
     questions = gsm8k_documents(gsm8k)
     seen = {
-        "code": list(stdlib.modules(False).values()),
-        "prose": list(stdlib.topics(False).values()),
+        "code": list(python_corpus.read_modules(False).values()),
+        "prose": list(python_corpus.read_help_topics(False).values()),
         "arithmetic": questions[:-400],
     }
     unseen = {
-        "code": list(stdlib.modules(True).values()),
-        "prose": list(stdlib.topics(True).values()),
+        "code": list(python_corpus.read_modules(True).values()),
+        "prose": list(python_corpus.read_help_topics(True).values()),
         "arithmetic": questions[-400:],
     }
     return seen, unseen
@@ -155,30 +159,32 @@ def new_model(name: str, vocab: int, window: int) -> Any:
     return model
 
 
-def batch_at(streams: dict[str, np.ndarray], s: Settings, step: int, window: int) -> torch.Tensor:
+def sample_batch(
+    streams: dict[str, np.ndarray], s: BuildTargetConfig, step: int, window: int
+) -> torch.Tensor:
     """[windows, window + 1] ids: a function of (seed, step) alone, so a resumed run sees the same."""
     rng = np.random.default_rng([s.seed, step])
     rows = []
     for domain in rng.choice(
-        list(WEIGHTS), size=s.batch_tokens // window, p=list(WEIGHTS.values())
+        list(DOMAIN_WEIGHTS), size=s.batch_tokens // window, p=list(DOMAIN_WEIGHTS.values())
     ):
         at = rng.integers(0, len(streams[domain]) - window - 1)
         rows.append(streams[domain][at : at + window + 1])
     return torch.from_numpy(np.stack(rows))
 
 
-def rate(step: int, steps: int, decay: float) -> float:
+def lr_scale(step: int, steps: int, decay: float) -> float:
     """Warm-up, plateau, linear fall to zero."""
     return min(1.0, (step + 1) / 100, (steps - step) / max(1, steps * decay))
 
 
-def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def next_token_loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train(s: Settings, model: Any, streams: dict[str, np.ndarray], device: str) -> dict:
+def train(s: BuildTargetConfig, model: Any, streams: dict[str, np.ndarray], device: str) -> dict:
     """Trains in place; returns {steps, tokens, seconds, loss}."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "layers" not in n]
@@ -197,15 +203,15 @@ def train(s: Settings, model: Any, streams: dict[str, np.ndarray], device: str) 
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         print(f"resumed at step {step} of {steps}")
-    run = torch.compile(loss_of) if s.compile else loss_of
+    run = torch.compile(next_token_loss) if s.compile else next_token_loss
     start = time.perf_counter()
     while step < steps:
         for optimizer, peak in zip(optimizers, peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * rate(step, steps, s.decay)
+            optimizer.param_groups[0]["lr"] = peak * lr_scale(step, steps, s.decay)
         window = s.short_window if step < 0.8 * steps else s.window
         if device == "cpu":  # explicit attention is the faster one on a CPU up to 256 tokens
             model.set_attn_implementation("eager" if window <= 256 else "sdpa")
-        loss = run(model, batch_at(streams, s, step, window).to(device))
+        loss = run(model, sample_batch(streams, s, step, window).to(device))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -262,7 +268,7 @@ def evaluate(model: Any, streams: dict[str, np.ndarray], window: int, device: st
 
 
 def provenance(
-    s: Settings, run: dict, held_out: dict, streams: dict[str, np.ndarray], parameters: int
+    s: BuildTargetConfig, run: dict, held_out: dict, streams: dict[str, np.ndarray], parameters: int
 ) -> dict:
     digest = hashlib.sha256()
     for domain in sorted(streams):
@@ -275,7 +281,7 @@ def provenance(
         "corpus": {
             "python": platform.python_version(),
             "tokens": {domain: len(stream) for domain, stream in streams.items()},
-            "weights": WEIGHTS,
+            "weights": DOMAIN_WEIGHTS,
             "sha256_of_ids": digest.hexdigest(),
         },
         "run": run,
@@ -299,7 +305,7 @@ Rebuild: `{command}`
 {rows}
 
 Tokens seen: {tokens:,} in {minutes} minutes. Held out: the modules and topics listed in
-`train/stdlib.py`, chosen by hand across subjects, and the last 400 questions of GSM8K's training
+`train/data/python_corpus.py`, chosen by hand across subjects, and the last 400 questions of GSM8K's training
 set. Generated tables, code pages and test folders are in neither part.
 
 Licences: the weights are released under this project's Apache-2.0. Python's standard library and
@@ -307,7 +313,9 @@ reference are under the PSF licence (version 2), GSM8K under MIT; neither text i
 """
 
 
-def write(s: Settings, model: Any, tokenizer: PreTrainedTokenizerFast, facts: dict) -> Path:
+def save_model(
+    s: BuildTargetConfig, model: Any, tokenizer: PreTrainedTokenizerFast, facts: dict
+) -> Path:
     out = Path(s.assets) / s.model
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -318,7 +326,7 @@ def write(s: Settings, model: Any, tokenizer: PreTrainedTokenizerFast, facts: di
         "arithmetic": "GSM8K training set",
     }
     rows = "\n".join(
-        f"| {d} | {named[d]} | {facts['corpus']['tokens'][d]:,} | {WEIGHTS[d]:.0%} | {v['loss']:.3f} | "
+        f"| {d} | {named[d]} | {facts['corpus']['tokens'][d]:,} | {DOMAIN_WEIGHTS[d]:.0%} | {v['loss']:.3f} | "
         f"{v['accuracy']:.1%} | {v['tokens']:,} |"
         for d, v in facts["held_out"].items()
     )
@@ -338,12 +346,12 @@ def write(s: Settings, model: Any, tokenizer: PreTrainedTokenizerFast, facts: di
     return out
 
 
-def main(s: Settings) -> None:
+def main(s: BuildTargetConfig) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     work = Path(s.work)
     work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(s.seed)
-    seen, unseen = corpus(s.gsm8k)
+    seen, unseen = load_corpus(s.gsm8k)
     if s.model == "draft":
         home = Path(s.assets) / "target"
         tokenizer = PreTrainedTokenizerFast.from_pretrained(home)
@@ -361,9 +369,9 @@ def main(s: Settings) -> None:
     run = train(s, model, streams, device)
     model = model.to(torch.bfloat16).float().eval()  # judged as it will be stored
     scores = evaluate(model, held_out, s.window, device)
-    out = write(s, model, tokenizer, provenance(s, run, scores, streams, parameters))
+    out = save_model(s, model, tokenizer, provenance(s, run, scores, streams, parameters))
     print(json.dumps({"out": str(out), **run, "held_out": scores}))
 
 
 if __name__ == "__main__":
-    run_command(main, Settings, __doc__)
+    run_command(main, BuildTargetConfig, __doc__)

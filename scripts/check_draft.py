@@ -4,7 +4,7 @@
 
 Each finding says what the engine does: `refused` stops it at the start or at the first request; `silent` serves
 something else than was trained, with few tokens accepted; `ignored` is harmless. Exit code 1 for the first two. The
-rules are tables in scripts/rules/, each with its source. Of them vLLM's were also run (scripts/damage_drafts.py).
+rules are tables in scripts/engine_compat/rules/, each with its source. Of them vLLM's were also run (scripts/engine_compat/corruption_study.py).
 """
 
 import json
@@ -19,15 +19,21 @@ if not __package__:
 from rich.console import Console
 from rich.table import Table
 
-from decode.settings import UserError, run_command
-from scripts.rules import hf, sglang, trtllm, vllm
-from scripts.rules.draft import IGNORED, Finding, check, read_draft, read_target
+from decode.common.cli import UserError, run_command
+from scripts.engine_compat.rules import hf, sglang, trtllm, vllm
+from scripts.engine_compat.rules.checkpoint import (
+    IGNORED,
+    Finding,
+    check_rules,
+    read_draft,
+    read_target,
+)
 
 ENGINES: dict[str, Any] = {"vllm": vllm, "sglang": sglang, "trtllm": trtllm, "transformers": hf}
 
 
 @dataclass
-class Settings:
+class CheckDraftConfig:
     draft: str = ""
     """The draft's folder or hub name; may stand first without --draft."""
     engine: str = ""
@@ -40,7 +46,9 @@ class Settings:
     """Print JSON instead of a table."""
 
 
-def findings(path: str, engine: str, engine_version: str = "", target: str = "") -> list[Finding]:
+def check_draft_files(
+    path: str, engine: str, engine_version: str = "", target: str = ""
+) -> list[Finding]:
     """What this engine would make of a draft's files; [] for a draft that it serves as it was trained."""
     if engine not in ENGINES:
         raise UserError(f"no engine {engine!r}: give one of {', '.join(ENGINES)}")
@@ -49,13 +57,13 @@ def findings(path: str, engine: str, engine_version: str = "", target: str = "")
     if target:
         model = read_target(target, tokenizer=draft.family == "causal")
         draft = read_draft(path, model)
-    return check(draft, rules.RULES, engine_version or rules.NEWEST)
+    return check_rules(draft, rules.RULES, engine_version or rules.NEWEST)
 
 
-def main(s: Settings) -> None:
+def main(s: CheckDraftConfig) -> None:
     if not s.draft or not s.engine:
         raise UserError("give a draft's folder and --engine")
-    found = findings(s.draft, s.engine, s.engine_version, s.target)
+    found = check_draft_files(s.draft, s.engine, s.engine_version, s.target)
     wrong = [finding for finding in found if finding.effect != IGNORED]
     used = s.engine_version or ENGINES[s.engine].NEWEST
     if s.json:
@@ -75,4 +83,4 @@ def main(s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, Settings, __doc__, first="draft")
+    run_command(main, CheckDraftConfig, __doc__, first="draft")

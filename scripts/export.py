@@ -7,7 +7,7 @@ speculators  EAGLE-3 with the nested config that `vllm serve DRAFT` reads and th
 medusa-legacy  Medusa with the numbered tensors of FasterDecoding, TensorRT-LLM and TGI
 hf           a causal draft with the target's tokenizer files, its vocabulary padded with zeros to the target's
 
-Tensors go over bit for bit. DIR may be any draft that loads here: ours, or published ones (decode/published.py).
+Tensors go over bit for bit. DIR may be any draft that loads here: ours, or published ones (decode/checkpoints/importers.py).
 """
 
 import json
@@ -25,19 +25,20 @@ if not __package__:
 import torch
 from transformers import AutoConfig
 
-from decode import formats, published
-from decode.drafts.base import FACTS, check_tokenizer, draft_sha256, family_of, read_facts
-from decode.published import Checkpoint, Tensors
-from decode.settings import UserError, run_command
-from decode.target import fingerprint, load_model, load_target, load_tokenizer
+from decode.checkpoints import importers, layouts
+from decode.checkpoints.importers import DraftCheckpoint, Tensors
+from decode.common.cli import UserError, run_command
+from decode.drafts.base import METADATA_FILE, check_tokenizer, draft_sha256, read_metadata
+from decode.drafts.registry import draft_family
+from decode.model.loading import load_model, load_target, load_tokenizer, tokenizer_fingerprint
 
 FORMATS = ("flat", "speculators", "medusa-legacy", "hf")
-Written = tuple[dict[str, Any], Tensors, str]
+ExportedFiles = tuple[dict[str, Any], Tensors, str]
 """config.json, the tensors and the file they go to."""
 
 
 @dataclass
-class Settings:
+class ExportConfig:
     draft: str = ""
     """The draft's folder or hub name; may stand first without --draft."""
     format: str = ""
@@ -50,7 +51,7 @@ class Settings:
     """Tokens drafted a round, which the speculators format states."""
 
 
-def with_head(found: Checkpoint, target: str) -> Checkpoint:
+def with_lm_head(found: DraftCheckpoint, target: str) -> DraftCheckpoint:
     """Medusa whose files leave the target's own projection to the loader, with it: vLLM refuses heads without."""
     if not found.config.get("original_lm_head") or "lm_heads.0.weight" in found.tensors:
         return found
@@ -60,26 +61,26 @@ def with_head(found: Checkpoint, target: str) -> Checkpoint:
     dtype = found.tensors["blocks.0.layers.0.weight"].dtype
     sizes = {"vocab_size": len(weight), "truncated_vocab_size": len(weight)}
     tensors = found.tensors | {"lm_heads.0.weight": weight.to(dtype)}
-    return Checkpoint(found.family, found.config | sizes, tensors)
+    return DraftCheckpoint(found.family, found.config | sizes, tensors)
 
 
-def flat(found: Checkpoint) -> Written:
+def to_flat(found: DraftCheckpoint) -> ExportedFiles:
     """Our layout. UserError for an EAGLE-3 that one config cannot make right for both vLLM and SGLang."""
     config, tensors = found.config, found.tensors
     if found.family != "eagle3":
         if found.config.get("original_lm_head"):
             names = {"lm_heads.0.weight": "lm_head.weight"}
             tensors = {names.get(name, name): value for name, value in tensors.items()}
-        return config, tensors, formats.WEIGHTS
+        return config, tensors, layouts.WEIGHTS_FILE
     if config["norm_before_residual"]:
         raise UserError(
             "this draft was trained with norm_before_residual, which SGLang does not know: only --format speculators "
             "can hold it"
         )
-    return config, formats.to_midlayer(tensors), formats.WEIGHTS
+    return config, layouts.to_midlayer(tensors), layouts.WEIGHTS_FILE
 
 
-OF_THE_LAYER = (
+LAYER_KEYS = (
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
@@ -104,15 +105,15 @@ OF_THE_LAYER = (
 """What of a flat config goes into `transformer_layer_config`."""
 
 
-def speculators(found: Checkpoint, target: str, k: int) -> Written:
+def to_speculators(found: DraftCheckpoint, target: str, k: int) -> ExportedFiles:
     """The nested config around the same tensors."""
     if found.family != "eagle3":
         raise UserError(f"the speculators format is for EAGLE-3, and this is {found.family}")
     if not target:
         raise UserError("the speculators format names the target: give --target")
     config = found.config
-    layer = {key: config[key] for key in OF_THE_LAYER if key in config}
-    outer = {key: config[key] for key in published.FROM_SPECULATORS if key in config}
+    layer = {key: config[key] for key in LAYER_KEYS if key in config}
+    outer = {key: config[key] for key in importers.SPECULATORS_OUTER_KEYS if key in config}
     method = {"proposal_type": "greedy", "speculative_tokens": k}
     nested = {
         # No model_type: with one vLLM would not look for the rest.
@@ -126,13 +127,13 @@ def speculators(found: Checkpoint, target: str, k: int) -> Written:
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{**method, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": target, "architectures": _architectures(target)},
+            "verifier": {"name_or_path": target, "architectures": _target_architectures(target)},
         },
     }
-    return nested, found.tensors, formats.WEIGHTS
+    return nested, found.tensors, layouts.WEIGHTS_FILE
 
 
-def _architectures(target: str) -> list[str]:
+def _target_architectures(target: str) -> list[str]:
     try:
         return list(AutoConfig.from_pretrained(target).architectures or [])
     except Exception as error:  # any of a dozen kinds, from no network to an unknown model type
@@ -140,7 +141,7 @@ def _architectures(target: str) -> list[str]:
         raise UserError(f"config of target {target!r} cannot be read: {reason}") from error
 
 
-def medusa_legacy(found: Checkpoint, target: str) -> Written:
+def to_medusa_legacy(found: DraftCheckpoint, target: str) -> ExportedFiles:
     """Numbered tensors; the projection stands behind the last layer of its head. Loaders that want a .pt find none."""
     if found.family != "medusa":
         raise UserError(f"medusa-legacy is for Medusa heads, and this is {found.family}")
@@ -161,7 +162,11 @@ def medusa_legacy(found: Checkpoint, target: str) -> Written:
         "base_model_name_or_path": target,
     }
     legacy |= {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
-    return legacy, {numbered(name): value for name, value in tensors.items()}, published.FILES[1]
+    return (
+        legacy,
+        {numbered(name): value for name, value in tensors.items()},
+        importers.WEIGHT_FILES[1],
+    )
 
 
 MODEL_FILES = ("config.json", "generation_config.json")
@@ -175,13 +180,13 @@ TOKENIZER_FILES = (
 )
 
 
-def hf(path: str, name: str, out: Path) -> None:
+def export_hf(path: str, name: str, out: Path) -> None:
     """Writes a causal draft whose vocabulary is the target's. Its tokenizer files are the target's, byte for byte."""
     if not name or not Path(name).is_dir():
         raise UserError("hf copies the target's tokenizer files: give --target, a local folder")
     target = load_target(name, "cpu")
-    check_tokenizer(path, fingerprint(load_tokenizer(path)), target)
-    model = load_model(path, "draft", "cpu", _dtype(path))
+    check_tokenizer(path, tokenizer_fingerprint(load_tokenizer(path)), target)
+    model = load_model(path, "draft", "cpu", _config_dtype(path))
     size, wanted = model.get_output_embeddings().weight.shape[0], target.decoder.vocab_size
     if size > wanted:
         raise UserError(
@@ -204,11 +209,11 @@ def hf(path: str, name: str, out: Path) -> None:
             shutil.copyfile(file, out / file.name)
 
 
-def _dtype(path: str) -> str:
+def _config_dtype(path: str) -> str:
     return str(AutoConfig.from_pretrained(path).dtype or "float32").removeprefix("torch.")
 
 
-def facts_of(path: str, before: Mapping[str, Any], out: Path) -> None:
+def write_metadata(path: str, before: Mapping[str, Any], out: Path) -> None:
     """draftsmith.json beside the copy, with the checksums of what is there and of what it came from."""
     if before:
         facts = {
@@ -216,36 +221,36 @@ def facts_of(path: str, before: Mapping[str, Any], out: Path) -> None:
             "draft_sha256": draft_sha256(str(out)),
             "exported_from": draft_sha256(path),
         }
-        (out / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+        (out / METADATA_FILE).write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def main(s: Settings) -> None:
+def main(s: ExportConfig) -> None:
     if not s.draft or not s.out or s.format not in FORMATS:
         raise UserError(f"give a draft's folder, --out and --format, one of {', '.join(FORMATS)}")
     out = Path(s.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{s.out} holds something already: name a new folder with --out")
-    path = published.local(s.draft)
-    family, facts = family_of(path), read_facts(path)
+    path = importers.resolve_folder(s.draft)
+    family, facts = draft_family(path), read_metadata(path)
     target = s.target or facts.get("target", {}).get("name", "")
     if (family == "causal") != (s.format == "hf"):
         raise UserError(
             f"a draft of family {family} has no layout {s.format!r}: hf is for causal drafts, the others for heads"
         )
     if s.format == "hf":
-        hf(s.draft, target, out)
+        export_hf(s.draft, target, out)
     else:
-        found = published.read(path)
+        found = importers.read_checkpoint(path)
         if s.format == "flat":
-            written = flat(with_head(found, target))
+            written = to_flat(with_lm_head(found, target))
         elif s.format == "speculators":
-            written = speculators(found, target, s.k)
+            written = to_speculators(found, target, s.k)
         else:
-            written = medusa_legacy(found, target)
-        formats.write(out, *written)
-    facts_of(path, facts, out)
+            written = to_medusa_legacy(found, target)
+        layouts.write_checkpoint(out, *written)
+    write_metadata(path, facts, out)
     print(f"{family} in the {s.format} layout: {', '.join(sorted(f.name for f in out.iterdir()))}")
 
 
 if __name__ == "__main__":
-    run_command(main, Settings, __doc__, first="draft")
+    run_command(main, ExportConfig, __doc__, first="draft")

@@ -24,14 +24,14 @@ from rich.markdown import Markdown
 from rich.text import Text
 from rich.tree import Tree
 
-from decode import runs
-from decode.drafts.base import read_facts
-from decode.settings import UserError, run_command
-from scripts.check_draft import findings
-from train import publish, upload
-from train.upload import Labels
+from decode.common import run_dir
+from decode.common.cli import UserError, run_command
+from decode.drafts.base import read_metadata
+from scripts.check_draft import check_draft_files
+from train.hub import publish, upload
+from train.hub.upload import HubLabels
 
-CHECKED = {
+CHECKED_ENGINES = {
     "vLLM": "vllm",
     "SGLang": "sglang",
     "TensorRT-LLM": "trtllm",
@@ -41,7 +41,7 @@ CHECKED = {
 
 
 @dataclass
-class Settings:
+class PublishConfig:
     draft: str = ""
     """A draft's folder, as train/distill.py wrote it."""
     report: str = ""
@@ -58,30 +58,30 @@ class Settings:
     """Only you and your organisation see it."""
     push: bool = False
     """Send it; else only write and show the folder."""
-    labels: Labels = field(default_factory=Labels)
+    labels: HubLabels = field(default_factory=HubLabels)
     out: str = ""
     """The folder to write; outputs/publish/NAME if empty."""
 
 
-def main(s: Settings) -> None:
+def main(s: PublishConfig) -> None:
     if (s.draft == "") == (s.samples == ""):
         raise UserError("give either --draft or --samples, a folder")
-    upload.check_name(s.repo)
+    upload.check_repo_id(s.repo)
     if s.push:
-        upload.ready(s.repo)
+        upload.check_upload_possible(s.repo)
     out = Path(s.out or f"outputs/publish/{s.repo.rpartition('/')[2]}")
     if s.samples:
-        folder = publish.samples_folder(Path(s.samples), s.repo, s.labels, out)
+        folder = publish.build_dataset_folder(Path(s.samples), s.repo, s.labels, out)
     else:
-        report = runs.read_json(Path(s.report)) if s.report else None
-        referee = runs.read_json(Path(s.referee)) if s.referee else None
-        tuned = runs.read_json(Path(s.tuned)) if s.tuned else None
+        report = run_dir.read_json(Path(s.report)) if s.report else None
+        referee = run_dir.read_json(Path(s.referee)) if s.referee else None
+        tuned = run_dir.read_json(Path(s.tuned)) if s.tuned else None
         draft = Path(s.draft)
-        publish.checked(draft, report, referee, tuned)  # before rules are held against it
-        folder = publish.draft_folder(
-            draft, report, referee, s.repo, s.labels, out, checks_of(s.draft), tuned
+        publish.check_draft(draft, report, referee, tuned)  # before rules are held against it
+        folder = publish.build_draft_folder(
+            draft, report, referee, s.repo, s.labels, out, check_engines(s.draft), tuned
         )
-    show(folder)
+    print_folder(folder)
     sent = upload.push(folder, s.repo, s.private) if s.push else None
     print(
         json.dumps(
@@ -90,21 +90,21 @@ def main(s: Settings) -> None:
     )
 
 
-def checks_of(draft: str) -> dict[str, list[str]]:
+def check_engines(draft: str) -> dict[str, list[str]]:
     """What the rules of each engine find wrong with the draft's files, of its target what they say themselves."""
-    target = read_facts(draft).get("target", {}).get("name", "")
+    target = read_metadata(draft).get("target", {}).get("name", "")
     here = target if Path(target, "config.json").is_file() else ""
     return {
-        name: [f"{f.effect}: {f.what}" for f in findings(draft, engine, target=here)]
-        for name, engine in CHECKED.items()
+        name: [f"{f.effect}: {f.what}" for f in check_draft_files(draft, engine, target=here)]
+        for name, engine in CHECKED_ENGINES.items()
     }
 
 
-def show(folder: upload.Folder) -> None:
+def print_folder(folder: upload.PublishFolder) -> None:
     """The folder as a tree with sizes, what was left out, and the card."""
     console = Console()
     tree = Tree(Text(f"{folder.path}/"))
-    _grow(tree, folder.path)
+    _add_to_tree(tree, folder.path)
     console.print(tree)
     if len(folder.left_out) > 0:
         console.print(Text(f"left out: {', '.join(folder.left_out)}", style="dim"))
@@ -112,10 +112,10 @@ def show(folder: upload.Folder) -> None:
     console.print(Markdown(text.split("\n---\n", 1)[1]))
 
 
-def _grow(tree: Tree, folder: Path) -> None:
+def _add_to_tree(tree: Tree, folder: Path) -> None:
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
         if path.is_dir():
-            _grow(tree.add(Text(f"{path.name}/")), path)
+            _add_to_tree(tree.add(Text(f"{path.name}/")), path)
         else:
             tree.add(Text.assemble(path.name, (f"  {decimal(path.stat().st_size)}", "dim")))
 
@@ -124,4 +124,4 @@ if __name__ == "__main__":
     flags = ("--push", "--private")  # may stand without their `true`
     pairs = zip(sys.argv, [*sys.argv[1:], "--"], strict=True)
     sys.argv = [f"{a}=true" if a in flags and b.startswith("--") else a for a, b in pairs]
-    run_command(main, Settings, __doc__)
+    run_command(main, PublishConfig, __doc__)

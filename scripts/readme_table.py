@@ -12,13 +12,13 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from decode.runs import read_json, write_atomically
-from decode.settings import UserError, run_command
+from decode.common.cli import UserError, run_command
+from decode.common.run_dir import read_json, write_atomically
 from eval.report import number, with_interval
 
 
 @dataclass
-class Settings:
+class ReadmeTableConfig:
     report: str = "docs/results/reproduce.json"
     """A report.json of eval/run.py."""
     name: str = "table"
@@ -27,7 +27,7 @@ class Settings:
     """The file that holds it."""
 
 
-def table(report: dict[str, Any]) -> str:
+def render_table(report: dict[str, Any]) -> str:
     """Pooled rows for every temperature, then greedy speed-ups by task, as Markdown."""
     lines = [
         "| T | method | τ | α | tokens/s | speed-up [95 %] |",
@@ -45,12 +45,12 @@ def table(report: dict[str, Any]) -> str:
     lines += [
         "",
         f"{prompts} prompts, K = {max(m['k'] for m in pooled)}, batch 1, fp32, eager; {hardware['device']}, "
-        f"{hardware['threads']} threads; {comparisons(report)}",
+        f"{hardware['threads']} threads; {comparison_text(report)}",
     ]
     return "\n".join(lines)
 
 
-def comparisons(report: dict[str, Any]) -> str:
+def comparison_text(report: dict[str, Any]) -> str:
     """What distilling added to α, and the greedy verdict, as one sentence each."""
     parts = []
     for c in report["comparisons"]:
@@ -70,7 +70,7 @@ def comparisons(report: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def main(s: Settings) -> None:
+def main(s: ReadmeTableConfig) -> None:
     path = Path(s.readme)
     text = path.read_text()
     begin, end = f"<!-- {s.name}: begin -->", f"<!-- {s.name}: end -->"
@@ -79,9 +79,15 @@ def main(s: Settings) -> None:
     head, rest = text.split(begin)
     write_atomically(
         path,
-        head + begin + "\n" + table(read_json(Path(s.report))) + "\n" + end + rest.split(end)[1],
+        head
+        + begin
+        + "\n"
+        + render_table(read_json(Path(s.report)))
+        + "\n"
+        + end
+        + rest.split(end)[1],
     )
 
 
 if __name__ == "__main__":
-    run_command(main, Settings, __doc__)
+    run_command(main, ReadmeTableConfig, __doc__)

@@ -12,28 +12,28 @@ if not __package__:
 
 import yaml
 
-from decode.drafts.base import FACTS
-from decode.runs import SETTINGS, read_json
-from decode.settings import UserError, run_command
-from train.tracking import Tracker
+from decode.common.cli import UserError, run_command
+from decode.common.run_dir import RUN_FILE, read_json
+from decode.drafts.base import METADATA_FILE
+from train.trainer.tracking import Tracker
 
 
 @dataclass
-class Settings:
+class TrackReportConfig:
     run: str
     """Output folder of train/distill.py."""
     report: str
     """Output folder of eval/run.py."""
 
 
-def main(s: Settings) -> None:
+def main(s: TrackReportConfig) -> None:
     run, folder = Path(s.run), Path(s.report)
     report = read_json(folder / "report.json")
-    checksum = read_json(run / FACTS)["draft_sha256"]
+    checksum = read_json(run / METADATA_FILE)["draft_sha256"]
     own = [m for m in report["methods"] if m["draft_sha256"] == checksum and m["task"] == "all"]
     if len(own) == 0:
         raise UserError(f"{folder} measures other weights than {run} holds: run eval/run.py on it")
-    trained = yaml.safe_load((run / SETTINGS).read_text())
+    trained = yaml.safe_load((run / RUN_FILE).read_text())
     step = trained["loop"]["steps"]
     tracker = Tracker(run, trained["project"], trained, trained["wandb"], resumed_step=step)
     names = ("tau", "alpha", "acceptance_rate", "speedup")
@@ -52,4 +52,4 @@ def main(s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, Settings, __doc__)
+    run_command(main, TrackReportConfig, __doc__)

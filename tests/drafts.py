@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from decode.drafts.base import FACTS, draft_sha256
+from decode.drafts.base import METADATA_FILE, draft_sha256
 
 SEED = 0
 
@@ -58,12 +58,12 @@ def draft(folder: Path, family: str = "eagle3", **changes: Any) -> Path:
         "hardware": {"device": "AMD EPYC", "gpus": 0, "threads": 2},
         "draft_sha256": draft_sha256(str(folder)),
     }
-    (folder / FACTS).write_text(json.dumps(facts | changes))
+    (folder / METADATA_FILE).write_text(json.dumps(facts | changes))
     return folder
 
 
 def sha_of(folder: Path) -> str:
-    return json.loads((folder / FACTS).read_text())["draft_sha256"]
+    return json.loads((folder / METADATA_FILE).read_text())["draft_sha256"]
 
 
 def entry(sha: str | None, name: str, task: str = "all", **changes: Any) -> dict[str, Any]:

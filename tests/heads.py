@@ -8,17 +8,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from decode import formats
-from decode.drafts.base import FACTS
+from decode.checkpoints import layouts
+from decode.drafts.base import METADATA_FILE
 from decode.drafts.eagle import EagleDraft
-from decode.drafts.eagle_net import Eagle1, Eagle3, EagleNet, llama_config
-from decode.drafts.medusa import MedusaDraft, MedusaNet
-from decode.taps import Taps, head_of
-from decode.target import Target
-from decode.tree import Shape
+from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
+from decode.drafts.medusa import MedusaDraft, MedusaModel
+from decode.model.hidden_states import HiddenStateSpec, lm_head_function
+from decode.model.loading import Target
+from decode.verification.tree import TreeShape
 from tests.tiny import reference
 
-Net = EagleNet | MedusaNet
+Net = EagleModel | MedusaModel
 FAMILIES = ["medusa", "eagle1", "eagle3", "narrow"]
 """`eagle3` has a reduced vocabulary; `narrow` is an EAGLE-3 half as wide as its target, with the whole one."""
 HEADS = 3
@@ -34,14 +34,14 @@ def fields(family: str, target: Target, **changes: Any) -> dict[str, Any]:
     """config.json of untrained heads for this target."""
     config, vocab = target.decoder.config, target.decoder.vocab_size
     if family == "medusa":
-        return formats.medusa_config(config, HEADS, 1, vocab) | changes
+        return layouts.medusa_config(config, HEADS, 1, vocab) | changes
     if family == "eagle1":
-        return formats.eagle1_config(config, vocab) | changes
+        return layouts.eagle1_config(config, vocab) | changes
     ids = ids_of(family, vocab)
     size = vocab if ids is None else len(ids)
     layers = tuple(range(min(3, config.num_hidden_layers)))
     width = config.hidden_size // 2 if family == "narrow" else 0
-    return formats.eagle3_config(config, vocab, size, layers, width) | changes
+    return layouts.eagle3_config(config, vocab, size, layers, width) | changes
 
 
 def net_of(family: str, target: Target, seed: int = 0, **changes: Any) -> Net:
@@ -49,13 +49,13 @@ def net_of(family: str, target: Target, seed: int = 0, **changes: Any) -> Net:
     config, model = fields(family, target, **changes), target.decoder.model
     net: Net
     if family == "medusa":
-        net = MedusaNet(config)
+        net = MedusaModel(config)
     elif family == "eagle1":
-        net = Eagle1(llama_config(config), head_of(model))
+        net = Eagle1Model(llama_config(config), lm_head_function(model))
     else:
-        layers = formats.tapped_layers(config, target.decoder.config.num_hidden_layers)
+        layers = layouts.aux_layers(config, target.decoder.config.num_hidden_layers)
         ids = ids_of(family, config["vocab_size"])
-        net = Eagle3(llama_config(config), Taps(layers), ids)
+        net = Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids)
     return randomise(net, seed).to(model.dtype)
 
 
@@ -74,19 +74,19 @@ def randomise(net: Net, seed: int) -> Net:
     return net
 
 
-def draft_of(net: Net, target: Target, shape: Shape = None) -> EagleDraft | MedusaDraft:
+def draft_of(net: Net, target: Target, shape: TreeShape = None) -> EagleDraft | MedusaDraft:
     """The draft around a net."""
     draft: EagleDraft | MedusaDraft
-    if isinstance(net, MedusaNet):
+    if isinstance(net, MedusaModel):
         draft = MedusaDraft(net, target)
     else:
-        draft = EagleDraft(net, target, "eagle1" if isinstance(net, Eagle1) else "eagle3")
+        draft = EagleDraft(net, target, "eagle1" if isinstance(net, Eagle1Model) else "eagle3")
     draft.shape = shape
     return draft
 
 
 def random_draft(
-    family: str, target: Target, shape: Shape = None, seed: int = 0, **changes: Any
+    family: str, target: Target, shape: TreeShape = None, seed: int = 0, **changes: Any
 ) -> EagleDraft | MedusaDraft:
     """Heads that know nothing: almost all that they propose is rejected."""
     return draft_of(net_of(family, target, seed, **changes), target, shape)
@@ -96,16 +96,16 @@ def save(
     folder: Path, family: str, net: Net, target: Target, dtype: torch.dtype, **changes: Any
 ) -> str:
     """The draft directory of a net, as training leaves it."""
-    formats.save(
+    layouts.save_heads(
         folder,
         fields(family, target, **changes),
         net,
         dtype,
-        None if isinstance(net, MedusaNet) else net.ids,
+        None if isinstance(net, MedusaModel) else net.ids,
     )
     name = "eagle3" if family == "narrow" else family
     facts = {"family": name, "tokenizer_hash": target.fingerprint}
-    (folder / FACTS).write_text(json.dumps(facts))
+    (folder / METADATA_FILE).write_text(json.dumps(facts))
     return str(folder)
 
 
@@ -126,12 +126,12 @@ def sure(model: Any) -> Any:
     return model
 
 
-def prefilled(target: Target, ids: Sequence[int], taps: Taps) -> torch.Tensor:
+def prefilled(target: Target, ids: Sequence[int], taps: HiddenStateSpec) -> torch.Tensor:
     """[len(ids), F]: the tapped states of a text."""
-    target.decoder.tap(taps)
+    target.decoder.capture_hidden_states(taps)
     target.decoder.allocate(1, len(ids))
     target.decoder.prefill(torch.tensor([list(ids)]), torch.tensor([len(ids)]))
-    target.decoder.tap(None)
+    target.decoder.capture_hidden_states(None)
     return target.decoder.features[0]
 
 
@@ -168,7 +168,7 @@ def knowing_net(
         spans.append((len(prompt) - 1, len(prompt) + len(answer) - 2))
         features.append(states)
     ids = [torch.tensor([*prompt, *answer]) for prompt, answer in texts]
-    if isinstance(net, MedusaNet):
+    if isinstance(net, MedusaModel):
         for j, head in enumerate(net.lm_heads):
             states = [
                 net.states(f[a : b - j], j) for f, (a, b) in zip(features, spans, strict=True)
@@ -179,7 +179,7 @@ def knowing_net(
             head.weight.copy_(solve(known[part], right[part].to(known.dtype)))
         return net
     if isinstance(
-        net, Eagle3
+        net, Eagle3Model
     ):  # true states become the codes of the token that they are paired with
         width = net.config.hidden_size
         codes = F.normalize(
@@ -224,7 +224,7 @@ def knowing_draft(
     family: str,
     target: Target,
     texts: Sequence[Text],
-    shape: Shape = None,
+    shape: TreeShape = None,
     forget: float = 0.0,
     seed: int = 0,
 ) -> EagleDraft | MedusaDraft:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from decode.settings import UserError, parse
+from decode.common.cli import UserError, parse_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 BELOW = {
@@ -51,10 +51,14 @@ def test_imports_point_down(package: str) -> None:
 
 def test_trespasses_are_seen() -> None:
     """The test above is blind if one of these passes, wherever in the file it stands."""
-    assert trespasses("decode", "import os\nfrom decode.target import Target\n") == []
+    assert trespasses("decode", "import os\nfrom decode.model.runner import Target\n") == []
     assert trespasses("eval", "def f():\n    from decode import verify\n") == []
-    assert trespasses("decode", "def f():\n    from eval.metrics import tau\n") == ["eval.metrics"]
-    assert trespasses("eval", "import torch, train.losses as t\n") == ["train.losses"]
+    assert trespasses("decode", "def f():\n    from eval.metrics.acceptance import tau\n") == [
+        "eval.metrics.acceptance"
+    ]
+    assert trespasses("eval", "import torch, train.losses.divergences as t\n") == [
+        "train.losses.divergences"
+    ]
     assert trespasses("train", "from scripts import publish\n") == ["scripts"]
     assert trespasses("train", "from .losses import kl\nfrom . import x\n") == [".losses", "."]
     assert trespasses("scripts", "from tests.tiny import tiny_model\n") == ["tests.tiny"]
@@ -78,7 +82,7 @@ def load_config(file: Path) -> object:
     command = Path(first.removeprefix(prefix).strip())
     assert (ROOT / command).is_file(), f"{file} names {command}, which is not there"
     module = importlib.import_module(".".join(command.with_suffix("").parts))
-    return parse(module.Settings, "", ["--config", str(file)])
+    return parse_settings(module.Settings, "", ["--config", str(file)])
 
 
 def test_every_config_is_accepted() -> None:

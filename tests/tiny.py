@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from decode.target import Decoder, Target
+from decode.model.loading import Target
+from decode.model.runner import ModelRunner
 
 VOCAB, WINDOW = 97, 8
 
@@ -106,7 +107,7 @@ def tiny_model(
 
 def tiny_target(model: Any, eos: tuple[int, ...] = ()) -> Target:
     """A target over a copy of the model, which itself stays a plain HF model to compare with."""
-    decoder = Decoder(copy.deepcopy(model))
+    decoder = ModelRunner(copy.deepcopy(model))
     return Target(decoder, None, "tiny", None, "fingerprint", frozenset(eos))
 
 

@@ -31,22 +31,29 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from decode import runs
-from decode.drafts.base import Draft, pick_draft
-from decode.sampling import Sampling
-from decode.settings import UserError, run_command
-from decode.speculate import Output, add, speculate
-from decode.target import Target, load_target
-from train import shards, together
-from train.dialogue import Script, Turns, followed, joined
-from train.filters import Filters
-from train.gather import Asked, Reader, gathered, reader_of
-from train.prompts import Prompt
-from train.sources import Source
+from decode.common import run_dir
+from decode.common.cli import UserError, run_command
+from decode.drafts.base import Draft
+from decode.drafts.registry import pick_draft
+from decode.engine.engine import RequestOutput, add_record, speculate
+from decode.model.loading import Target, load_target
+from decode.verification.sampling import SamplingParams
+from train.data import sample_store
+from train.data.conversations import Conversation, TurnSelection, join_turns, skip_repeated_turn_end
+from train.data.filters import FilterConfig
+from train.data.prompt_pipeline import (
+    TargetTokenizer,
+    TokenizedPrompt,
+    load_prompts,
+    load_target_tokenizer,
+)
+from train.data.prompts import Prompt
+from train.data.sources import PromptSource
+from train.trainer import collective
 
 
 @dataclass
-class Settings:
+class SampleConfig:
     target: str = "assets/target"
     """The model that answers: folder or hub name."""
     revision: str | None = None
@@ -54,17 +61,17 @@ class Settings:
     origin: Literal["target", "text"] = "target"
     """target: it answers the prompts; text: answers and texts are taken as they stand, and the target only gives its
     tokenizer and chat template."""
-    sources: list[Source] = field(default_factory=lambda: [Source("bundled", "all")])
+    sources: list[PromptSource] = field(default_factory=lambda: [PromptSource("bundled", "all")])
     """Where prompts come from; what overlaps the bundled evaluation prompts is dropped."""
     decontaminate: str | list[str] = ""
     """Files of your own evaluation prompts (jsonl, one or a list): what overlaps them is dropped as well."""
-    filters: Filters = field(default_factory=Filters)
-    turns: Turns = "last"
+    filters: FilterConfig = field(default_factory=FilterConfig)
+    turns: TurnSelection = "last"
     """Of a chat, last: only its last reply is asked for and learned; all: every reply is, the target's own replies
     taking the place of those that are there. For templates that leave earlier turns as they were."""
     window: int = 512
     """text: tokens of the pieces that texts without a prompt are cut into."""
-    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=1.0))
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
     """How answers are drawn; temperature 1 shows the draft the target's own law."""
     max_new_tokens: int = 256
     """Longest answer; a chat ends with one that was cut."""
@@ -90,25 +97,25 @@ class Settings:
     """Delete what another run left in `out`."""
 
 
-def seed_of(prompt_id: str, seed: int) -> int:
+def reply_seed(prompt_id: str, seed: int) -> int:
     """The sample's own randomness: the same in any batch, process or attempt."""
     return int(hashlib.sha256(f"{seed}:{prompt_id}".encode()).hexdigest()[:15], 16)
 
 
-class Talk:
+class ConversationState:
     """A prompt on its way through its turns."""
 
-    def __init__(self, prompt: Prompt, script: Script):
-        self.prompt, self.given = prompt, script.given[:1]
-        self.later = script.given[1:]
+    def __init__(self, prompt: Prompt, script: Conversation):
+        self.prompt, self.prompt_segments = prompt, script.prompt_segments[:1]
+        self.later = script.prompt_segments[1:]
         self.replies: list[list[int]] = []
         self.reason = ""
 
     def ids(self) -> list[int]:
         """What has been given and said, up to where the next reply begins."""
-        return [*joined(self.given, self.replies)[0], *self.given[-1]]
+        return [*join_turns(self.prompt_segments, self.replies)[0], *self.prompt_segments[-1]]
 
-    def hear(self, output: Output, context: int) -> bool:
+    def add_reply(self, output: RequestOutput, context: int) -> bool:
         """Takes a reply; True if another one is to come.
 
         A chat ends early with a reply that did not end by itself, or that left no room for another.
@@ -117,10 +124,10 @@ class Talk:
         self.reason = output.finish_reason
         if not self.later or output.finish_reason != "eos":
             return False
-        self.given.append(followed(output.output_ids, self.later.pop(0)))
+        self.prompt_segments.append(skip_repeated_turn_end(output.output_ids, self.later.pop(0)))
         if len(self.ids()) < context:
             return True
-        self.given.pop()
+        self.prompt_segments.pop()
         return False
 
     def name(self) -> str:
@@ -128,8 +135,12 @@ class Talk:
         return f"{self.prompt.id}/{len(self.replies)}" if self.replies else self.prompt.id
 
 
-def sample(
-    s: Settings, target: Target, draft: Draft | None, mine: Sequence[Asked], bar: Progress
+def generate_answers(
+    s: SampleConfig,
+    target: Target,
+    draft: Draft | None,
+    mine: Sequence[TokenizedPrompt],
+    bar: Progress,
 ) -> None:
     """Answers `mine` and writes a shard whenever `shard_rows` answers are ready.
 
@@ -137,16 +148,23 @@ def sample(
     several turns go `shard_rows` at a time, all first turns before all second ones.
     """
     task = bar.add_task("answering", total=len(mine), speed="")
-    mine = sorted(mine, key=lambda a: (len(a.script.given), len(a.script.given[0]), a.prompt.id))
-    single = [a for a in mine if len(a.script.given) == 1]
+    mine = sorted(
+        mine,
+        key=lambda a: (
+            len(a.conversation.prompt_segments),
+            len(a.conversation.prompt_segments[0]),
+            a.prompt.id,
+        ),
+    )
+    single = [a for a in mine if len(a.conversation.prompt_segments) == 1]
     several = mine[len(single) :]
     groups = [several[i : i + s.shard_rows] for i in range(0, len(several), s.shard_rows)]
-    ready: list[shards.Row] = []
+    ready: list[sample_store.SampleRow] = []
     tokens, start = 0, time.perf_counter()
     for group in filter(None, [single, *groups]):
-        talks = [Talk(asked.prompt, asked.script) for asked in group]
+        talks = [ConversationState(asked.prompt, asked.conversation) for asked in group]
         while talks:
-            outputs, next_turn = [Output(talk.ids()) for talk in talks], []
+            outputs, next_turn = [RequestOutput(talk.ids()) for talk in talks], []
             for record in speculate(
                 target,
                 draft,
@@ -155,40 +173,49 @@ def sample(
                 rows=s.batch_size,
                 sampling=s.sampling,
                 max_new_tokens=s.max_new_tokens,
-                seeds=[seed_of(talk.name(), s.seed) for talk in talks],
+                seeds=[reply_seed(talk.name(), s.seed) for talk in talks],
             ):
-                add(outputs[record.prompt], record)
+                add_record(outputs[record.prompt], record)
                 tokens += len(record.tokens)
                 if record.finished is None:
                     continue
                 talk = talks[record.prompt]
-                if talk.hear(outputs[record.prompt], target.decoder.context):
+                if talk.add_reply(outputs[record.prompt], target.decoder.context):
                     next_turn.append(record.prompt)
                     continue
-                ready.append(row_of(s, talk.prompt, Script(talk.given, talk.replies), talk.reason))
+                ready.append(
+                    make_row(
+                        s,
+                        talk.prompt,
+                        Conversation(talk.prompt_segments, talk.replies),
+                        talk.reason,
+                    )
+                )
                 if len(ready) >= s.shard_rows:
-                    shards.add_shard(Path(s.out), ready)
+                    sample_store.add_shard(Path(s.out), ready)
                     ready = []
                 speed = f"{tokens / (time.perf_counter() - start):,.0f} tokens/s"
                 bar.update(task, advance=1, speed=speed)
             talks = [talks[i] for i in sorted(next_turn)]
     if ready:
-        shards.add_shard(Path(s.out), ready)
+        sample_store.add_shard(Path(s.out), ready)
 
 
-def keep(s: Settings, mine: Sequence[Asked], bar: Progress) -> None:
+def write_texts(s: SampleConfig, mine: Sequence[TokenizedPrompt], bar: Progress) -> None:
     """Writes texts as they stand."""
     task = bar.add_task("writing", total=len(mine), speed="")
     for at in range(0, len(mine), s.shard_rows):
         some = mine[at : at + s.shard_rows]
-        rows = [row_of(s, asked.prompt, asked.script, "") for asked in some]
-        shards.add_shard(Path(s.out), rows)
+        rows = [make_row(s, asked.prompt, asked.conversation, "") for asked in some]
+        sample_store.add_shard(Path(s.out), rows)
         bar.update(task, advance=len(some))
 
 
-def row_of(s: Settings, prompt: Prompt, script: Script, reason: str) -> shards.Row:
+def make_row(
+    s: SampleConfig, prompt: Prompt, script: Conversation, reason: str
+) -> sample_store.SampleRow:
     """A finished script as a row of the sampled set; of replies that are too short nothing is learned."""
-    ids, spans = joined(script.given, script.replies)
+    ids, spans = join_turns(script.prompt_segments, script.replies)
     enough = sum(map(len, script.replies)) >= s.filters.min_answer
     return {
         "id": prompt.id,
@@ -200,12 +227,12 @@ def row_of(s: Settings, prompt: Prompt, script: Script, reason: str) -> shards.R
     }
 
 
-def write_manifest(s: Settings, reader: Reader, counts: dict[str, int]) -> None:
+def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, int]) -> None:
     template = reader.tokenizer.chat_template
     drawn = {**asdict(s.sampling), "max_new_tokens": s.max_new_tokens}
-    shards.write_manifest(
+    sample_store.write_manifest(
         Path(s.out),
-        shards.Manifest(
+        sample_store.Manifest(
             target=reader.name,
             revision=reader.revision,
             tokenizer_hash=reader.fingerprint,
@@ -213,35 +240,35 @@ def write_manifest(s: Settings, reader: Reader, counts: dict[str, int]) -> None:
             sampling=drawn if s.origin == "target" else {},
             seed=s.seed,
             counts=counts,
-            git_sha=runs.git_sha(),
-            versions=runs.versions(),
+            git_sha=run_dir.git_sha(),
+            versions=run_dir.versions(),
         ),
     )
 
 
-def main(s: Settings) -> None:
+def main(s: SampleConfig) -> None:
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     write: Callable[..., None]
     if s.origin == "text":
-        reader = reader_of(s.target, s.revision)
-        write = partial(keep, s)
+        reader = load_target_tokenizer(s.target, s.revision)
+        write = partial(write_texts, s)
     else:
         device = str(state.device) if s.device == "auto" else s.device
         target = load_target(s.target, device, s.dtype, s.revision)
         draft = pick_draft(s.draft, target, dtype=s.dtype)
-        reader = Reader.of(target)
-        write = partial(sample, s, target, draft)
-    asked, dropped = gathered(s, reader)
+        reader = TargetTokenizer.of(target)
+        write = partial(generate_answers, s, target, draft)
+    asked, dropped = load_prompts(s, reader)
     fitting = [a for a in asked if 0 < a.tokens() < reader.context + (s.origin == "text")]
     if len(fitting) == 0:
         raise UserError(
             f"no prompt fits the context of {reader.name}, which holds {reader.context} tokens"
         )
-    with together.agreed(state):
+    with collective.raise_on_all_ranks(state):
         if state.is_main_process:
-            runs.claim(s.out, s)
-            shards.sweep(Path(s.out))
-    done = shards.done_ids(Path(s.out))
+            run_dir.claim_run_dir(s.out, s)
+            sample_store.remove_partial(Path(s.out))
+    done = sample_store.done_ids(Path(s.out))
     todo = [a for a in fitting if a.prompt.id not in done]
     state.wait_for_everyone()  # nobody writes a shard before everybody has read what is done
     mine = todo[state.process_index :: state.num_processes]
@@ -262,7 +289,7 @@ def main(s: Settings) -> None:
             write(mine, bar)
     state.wait_for_everyone()
     if state.is_main_process:
-        learned = shards.learned_of(Path(s.out))
+        learned = sample_store.supervised_by_id(Path(s.out))
         found = [learned[a.prompt.id] for a in asked if a.prompt.id in learned]
         counts = {
             "asked": len(asked),
@@ -280,4 +307,4 @@ def main(s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, Settings, __doc__)
+    run_command(main, SampleConfig, __doc__)

@@ -9,32 +9,31 @@ from typing import Any
 
 import torch
 
-from decode import published
-from decode.cache import Nodes, Slots
-from decode.sampling import Choose, Sampling
-from decode.settings import UserError
-from decode.taps import Taps
-from decode.target import Target
-from decode.tree import Shape
+from decode.common.cli import UserError
+from decode.model.hidden_states import HiddenStateSpec
+from decode.model.kv_cache import SlotMapping, TreeNodes
+from decode.model.loading import Target
+from decode.verification.sampling import Sampler, SamplingParams
+from decode.verification.tree import TreeShape
 
 
 @dataclass(frozen=True)
-class Request:
+class DraftContext:
     """What a draft learns before the first prompt of a batch."""
 
     rows: int
     size: int  # the longest that a row can become, drafts included
     k: int
-    sampling: Sampling
-    choose: Choose
+    sampling: SamplingParams
+    choose: Sampler
 
 
 @dataclass(frozen=True)
-class Tree:
+class TokenTree:
     """The shape of a token tree. Node 0 is the last committed token, node i + 1 the i-th drafted one."""
 
     parents: torch.Tensor  # [N] or [B, N] each drafted node's parent, a lower number than its own
-    nodes: Nodes  # all N + 1 of them, as the target will verify them
+    nodes: TreeNodes  # all N + 1 of them, as the target will verify them
     levels: int  # length of the longest path that can be accepted
 
 
@@ -49,7 +48,7 @@ class Proposal:
 
     tokens: torch.Tensor  # [B, N]
     q: torch.Tensor | None
-    tree: Tree | None = None
+    tree: TokenTree | None = None
 
 
 class Draft:
@@ -61,23 +60,23 @@ class Draft:
     name: str
     on_host: bool = False
     """It proposes from what `observe` tells it, so that the engine must read each round before the next."""
-    taps: Taps | None = None
+    taps: HiddenStateSpec | None = None
     """States of the target that it reads: `admit` and `absorb` bring them."""
-    shape: Shape = None
+    shape: TreeShape = None
     """How it lays out its proposals, where the family leaves a choice."""
 
     def reach(self, k: int) -> int:
         """Slots behind a row's length that a round may write to, in the draft's store or in verification."""
         return k + 1
 
-    def begin(self, request: Request) -> None:
+    def begin_batch(self, request: DraftContext) -> None:
         """Forget earlier batches."""
 
-    def stores(self) -> list[Slots]:
+    def kv_slots(self) -> list[SlotMapping]:
         """What stands for its K/V buffers: other objects whenever these are new or longer."""
         return []
 
-    def admit(
+    def prefill(
         self,
         row: torch.Tensor,
         prompts: torch.Tensor,
@@ -89,10 +88,10 @@ class Draft:
     def reserve(self, size: int) -> None:
         """Rows may become `size` tokens long from now on."""
 
-    def observe(self, row: int, tokens: list[int]) -> None:
+    def on_commit(self, row: int, tokens: list[int]) -> None:
         """These ids were committed to the row, as the host has read them: first its prompt and what follows."""
 
-    def absorb(self, features: torch.Tensor, count: torch.Tensor) -> None:
+    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
         """A round has committed `count` [B] tokens; the first `count` of `features` [B, P, F] are the tapped states of
         the tokens before each of them (the root and the accepted drafts). 0 for rows that stay as they are.
 
@@ -104,65 +103,12 @@ class Draft:
         raise NotImplementedError
 
 
-FACTS = "draftsmith.json"
+METADATA_FILE = "draftsmith.json"
 
 
-def load_draft(
-    path: str,
-    target: Target,
-    device: str | None = None,
-    dtype: str = "float32",
-    shape: Shape = None,
-) -> Draft:
-    """The draft in `path` (folder or hub name), on `device` (None: the target's), drafting in `shape`.
-
-    Any that is saved here, and published ones in the layouts of decode/published.py. UserError if its tokenizer is
-    not the target's; a warning where heads do not say which theirs is.
-    """
-    from decode.drafts import causal, eagle, medusa  # families import this module
-    from decode.drafts.elsewhere import ElsewhereDraft
-
-    families = {
-        "causal": causal.load,
-        "medusa": medusa.load,
-        "eagle1": eagle.load,
-        "eagle3": eagle.load,
-    }
-    family = family_of(path)
-    if family not in families:
-        raise UserError(f"draft {path!r} is of family {family!r}; known: {', '.join(families)}")
-    home = target.decoder.device
-    draft = families[family](path, target, device or str(home), dtype)
-    draft.shape = shape
-    place = torch.device(device or home)
-    return (
-        draft
-        if place.type == home.type and place.index in (None, home.index)
-        else ElsewhereDraft(draft, place, home)
-    )
-
-
-def pick_draft(name: str, target: Target, dtype: str = "float32") -> Draft | None:
-    """`none`, `ngram`, or a draft's folder or hub name, as commands take it."""
-    from decode.drafts.lookup import NgramDraft
-
-    if name == "none":
-        return None
-    return NgramDraft() if name == "ngram" else load_draft(name, target, dtype=dtype)
-
-
-def family_of(path: str) -> str:
-    """The family of a draft: as draftsmith.json says, else as its tensors tell."""
-    folder = published.local(path)
-    family = read_facts(folder).get("family")
-    if family is None and (Path(folder) / "config.json").is_file():
-        return published.family_of(published.names_of(folder))
-    return family or "causal"  # whose loader says what is missing
-
-
-def read_facts(path: str) -> dict[str, Any]:
+def read_metadata(path: str) -> dict[str, Any]:
     """draftsmith.json of a draft directory; {} for a model that was not made here."""
-    file = Path(path) / FACTS
+    file = Path(path) / METADATA_FILE
     if not file.is_file():
         return {}
     try:
@@ -184,7 +130,7 @@ def draft_sha256(path: str) -> str | None:
 
 def check_target(path: str, target: Target) -> None:
     """UserError for heads that were trained on a target with another tokenizer; a warning if they do not say."""
-    facts = read_facts(path)
+    facts = read_metadata(path)
     if not facts:
         warnings.warn(
             f"draft {path!r} was not made here: it names no tokenizer to compare with that of {target.name!r}, only "
@@ -194,7 +140,7 @@ def check_target(path: str, target: Target) -> None:
         return
     if "tokenizer_hash" not in facts:
         raise UserError(
-            f"{path}/{FACTS} names no tokenizer_hash: train the draft again or restore the file"
+            f"{path}/{METADATA_FILE} names no tokenizer_hash: train the draft again or restore the file"
         )
     check_tokenizer(path, facts["tokenizer_hash"], target)
 

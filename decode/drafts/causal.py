@@ -2,34 +2,35 @@
 
 import torch
 
-from decode.cache import Slots
-from decode.drafts.base import Draft, Proposal, Request, check_tokenizer
-from decode.drafts.grow import grow, levels, prepare, reach, step_of
-from decode.settings import UserError
-from decode.target import Decoder, Target, fingerprint, load_model, load_tokenizer
-from decode.tree import Shape
+from decode.common.cli import UserError
+from decode.drafts.base import Draft, DraftContext, Proposal, check_tokenizer
+from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens, max_depth, max_slots
+from decode.model.kv_cache import SlotMapping
+from decode.model.loading import Target, load_model, load_tokenizer, tokenizer_fingerprint
+from decode.model.runner import ModelRunner
+from decode.verification.tree import TreeShape
 
 
 class CausalDraft(Draft):
     """Keeps its own K/V store, rolled back by length like the target's."""
 
-    def __init__(self, decoder: Decoder, name: str = "causal", shape: Shape = None):
+    def __init__(self, decoder: ModelRunner, name: str = "causal", shape: TreeShape = None):
         self.decoder = decoder
         self.name = name
         self.shape = shape
 
     def reach(self, k: int) -> int:
-        return reach(self.shape, k)
+        return max_slots(self.shape, k)
 
-    def begin(self, request: Request) -> None:
+    def begin_batch(self, request: DraftContext) -> None:
         self.request = request
-        self.plan = prepare(self.shape, self.decoder.device)
+        self.plan = build_tree_plan(self.shape, self.decoder.device)
         self.decoder.allocate(request.rows, request.size)
 
-    def stores(self) -> list[Slots]:
+    def kv_slots(self) -> list[SlotMapping]:
         return [self.decoder.cache.slots]
 
-    def admit(
+    def prefill(
         self,
         row: torch.Tensor,
         prompts: torch.Tensor,
@@ -39,7 +40,7 @@ class CausalDraft(Draft):
         self.decoder.prefill(prompts, length, row)
 
     def reserve(self, size: int) -> None:
-        self.decoder.grow(size)
+        self.decoder.reserve(size)
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         """The first step reads all that the round before may have committed, so that no case needs another.
@@ -47,17 +48,17 @@ class CausalDraft(Draft):
         Of a chain only the last drafted token was never fed to this model, besides the bonus. A tree's path lies
         scattered over its slots and is read again whole.
         """
-        count = 2 if self.shape is None else levels(self.shape, k) + 1
+        count = 2 if self.shape is None else max_depth(self.shape, k) + 1
         back = length[:, None] + torch.arange(-count, 0, device=length.device)
         last = history.gather(1, back.clamp_min(0))
         logits = self.decoder.step(last, length - count)[:, -1]
-        return grow(step_of(self.decoder), logits, length, k, self.plan, self.request)
+        return draft_tokens(decoder_step(self.decoder), logits, length, k, self.plan, self.request)
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft:
     """Any HF causal LM with the target's tokenizer and vocabulary size."""
-    check_tokenizer(path, fingerprint(load_tokenizer(path)), target)
-    decoder = Decoder(load_model(path, "draft", device, dtype))
+    check_tokenizer(path, tokenizer_fingerprint(load_tokenizer(path)), target)
+    decoder = ModelRunner(load_model(path, "draft", device, dtype))
     if decoder.vocab_size != target.decoder.vocab_size:
         raise UserError(
             f"draft {path!r} has {decoder.vocab_size} logits and target {target.name!r} "

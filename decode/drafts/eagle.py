@@ -7,22 +7,22 @@ committed anew, from the target's. EAGLE-2 is EAGLE-1 or -3 with a DynamicTree.
 
 import torch
 
-from decode import formats, published
-from decode.attention import attention, over
-from decode.cache import Nodes, Slots, Store
-from decode.drafts.base import Draft, Proposal, Request, check_target, read_facts
-from decode.drafts.eagle_net import Eagle1, Eagle3, EagleNet, llama_config
-from decode.drafts.grow import grow, levels, prepare, reach
-from decode.drafts.recent import Recent
-from decode.settings import UserError
-from decode.taps import Taps, head_of
-from decode.target import DTYPES, PREFILL_CHUNK, Target
+from decode.checkpoints import importers, layouts
+from decode.common.cli import UserError
+from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
+from decode.drafts.drafting import build_tree_plan, draft_tokens, max_depth, max_slots
+from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
+from decode.model.attention import attention_forward, forward_context
+from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, lm_head_function
+from decode.model.kv_cache import SlotMapping, StaticKVCache, TreeNodes
+from decode.model.loading import DTYPES, Target
+from decode.model.runner import PREFILL_CHUNK
 
 
 class EagleDraft(Draft):
     """A net, the target's embedding, and a K/V store of one layer."""
 
-    def __init__(self, net: EagleNet, target: Target, name: str):
+    def __init__(self, net: EagleModel, target: Target, name: str):
         self.net, self.name, self.taps = net.eval(), name, net.taps
         weight = net.fc.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -32,33 +32,37 @@ class EagleDraft(Draft):
         self.context = target.decoder.context
         hidden = target.decoder.config.hidden_size
         self.width = hidden * (len(net.taps.layers) + net.taps.final)
-        self.held = 0, 0, 0
+        self.allocated_shape = 0, 0, 0
 
     def reach(self, k: int) -> int:
-        return reach(self.shape, k)
+        return max_slots(self.shape, k)
 
     @torch.inference_mode()
-    def begin(self, request: Request) -> None:
+    def begin_batch(self, request: DraftContext) -> None:
         self.request = request
-        self.plan = prepare(self.shape, self.device)
+        self.plan = build_tree_plan(self.shape, self.device)
         # A round commits at most its levels and the bonus; each is a pair that must be read from true states.
-        count = levels(self.shape, request.k) + 1
+        count = max_depth(self.shape, request.k) + 1
         held = request.rows, request.size, count
-        if held != self.held:  # equal shapes are used again: graphs know them by their addresses
-            self.store = Store(1, request.rows, request.size, self.device)
-            self.recent = Recent(request.rows, count, self.width, self.device, self.dtype)
-            self.held = held
+        if (
+            held != self.allocated_shape
+        ):  # equal shapes are used again: graphs know them by their addresses
+            self.store = StaticKVCache(1, request.rows, request.size, self.device)
+            self.state_buffer = HiddenStateBuffer(
+                request.rows, count, self.width, self.device, self.dtype
+            )
+            self.allocated_shape = held
 
     def reserve(self, size: int) -> None:
-        rows, held, count = self.held
+        rows, held, count = self.allocated_shape
         if held < size:
-            self.store.grow(size)
-            self.held = rows, size, count
+            self.store.reserve(size)
+            self.allocated_shape = rows, size, count
 
-    def stores(self) -> list[Slots]:
+    def kv_slots(self) -> list[SlotMapping]:
         return [self.store.slots]
 
-    def admit(
+    def prefill(
         self,
         row: torch.Tensor,
         prompts: torch.Tensor,
@@ -67,7 +71,7 @@ class EagleDraft(Draft):
     ) -> None:
         """Fills the store from the prompt's pairs. The last one, whose token is yet to come, `propose` reads."""
         assert features is not None
-        self.recent.seat(row, features, length)
+        self.state_buffer.reset_rows(row, features, length)
         for start in range(0, prompts.shape[1] - 1, PREFILL_CHUNK):
             states = features[:, start : start + PREFILL_CHUNK]
             tokens = prompts[:, start + 1 : start + 1 + PREFILL_CHUNK]
@@ -76,18 +80,18 @@ class EagleDraft(Draft):
             slots.place(base, tokens.shape[1], row=row, fresh=start == 0)
             self._forward(self.net.start(states[:, : tokens.shape[1]].to(self.dtype)), tokens)
 
-    def absorb(self, features: torch.Tensor, count: torch.Tensor) -> None:
-        self.recent.absorb(features, count)
+    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
+        self.state_buffer.update_hidden_states(features, count)
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
-        count = len(self.recent.place)
-        back = length[:, None] - count + self.recent.place
+        count = len(self.state_buffer.place)
+        back = length[:, None] - count + self.state_buffer.place
         tokens = history.gather(1, back.clamp_min(1))
         self.store.slots.place(length - 1 - count, count)
-        state = self._forward(self.net.start(self.recent.states), tokens)[:, -1:]
+        state = self._forward(self.net.start(self.state_buffer.states), tokens)[:, -1:]
 
         def step(
-            tokens: torch.Tensor, length: torch.Tensor, nodes: Nodes | None, above: torch.Tensor
+            tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
         ) -> torch.Tensor:
             nonlocal state
             before = state.gather(1, above[..., None].expand(-1, -1, state.shape[-1]))
@@ -96,16 +100,16 @@ class EagleDraft(Draft):
             state = self._forward(before, tokens)
             return self._logits(state)
 
-        return grow(step, self._logits(state)[:, 0], length, k, self.plan, self.request)
+        return draft_tokens(step, self._logits(state)[:, 0], length, k, self.plan, self.request)
 
     def _forward(self, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """States [b, T, h] and tokens [b, T] -> next states, at the places that were set in the store."""
-        slots, layer = self.store.slots, self.store.static[0]
+        slots, layer = self.store.slots, self.store.kv_layers[0]
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             keys, values = layer.update(k, v)
-            with over(slots):
-                return attention(self.net, q, keys, values, None)[0]
+            with forward_context(slots):
+                return attention_forward(self.net, q, keys, values, None)[0]
 
         embeds = self.net.embed(tokens, self.embedding).to(self.dtype)
         # As the target's: beyond its context longrope would turn all rows by other frequencies.
@@ -124,41 +128,43 @@ class EagleDraft(Draft):
 
 def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
     """A head from a folder or from the Hub. UserError if it is not this target's, or not whole."""
-    path = published.local(path)
+    path = importers.resolve_folder(path)
     check_target(path, target)
-    found = published.read(path)
+    found = importers.read_checkpoint(path)
     config, tensors = found.config, dict(found.tensors)
-    facts = read_facts(path)
-    formats.expect_family(path, found.family, facts.get("family", found.family))
+    facts = read_metadata(path)
+    layouts.check_family(path, found.family, facts.get("family", found.family))
     hidden = target.decoder.config.hidden_size
-    formats.expect(path, config, {"vocab_size": target.decoder.vocab_size})
+    layouts.check_config(path, config, {"vocab_size": target.decoder.vocab_size})
     own = "embed_tokens.weight"
-    if own in tensors and _same(tensors[own], target.decoder.model.get_input_embeddings().weight):
+    if own in tensors and _equal_values(
+        tensors[own], target.decoder.model.get_input_embeddings().weight
+    ):
         tensors.pop(own)  # a copy of the target's, which other trainers save along
-    net: EagleNet
+    net: EagleModel
     if found.family == "eagle1":
-        formats.expect(path, config, {"hidden_size": hidden})
-        head = head_of(target.decoder.model, device, DTYPES[dtype])
+        layouts.check_config(path, config, {"hidden_size": hidden})
+        head = lm_head_function(target.decoder.model, device, DTYPES[dtype])
         tensors.setdefault("fc.bias", torch.zeros(hidden))
-        net = Eagle1(llama_config(config), head, own in tensors)
+        net = Eagle1Model(llama_config(config), head, own in tensors)
     else:
-        formats.expect(path, config, {"target_hidden_size": hidden})
-        for flag in formats.NORM_FLAGS:
+        layouts.check_config(path, config, {"target_hidden_size": hidden})
+        for flag in layouts.NORM_FLAGS:
             if (
                 config[flag] and facts
             ):  # of those trained here none is; most add no tensor that would tell
                 raise UserError(
                     f"draft {path!r} has {flag} true, and was trained here without: get it anew"
                 )
-        taps = Taps(formats.tapped_layers(config, target.decoder.config.num_hidden_layers))
-        ids = formats.draft_ids(path, config, tensors)
+        taps = HiddenStateSpec(layouts.aux_layers(config, target.decoder.config.num_hidden_layers))
+        ids = layouts.draft_to_target_ids(path, config, tensors)
         if ids is None and "lm_head.weight" not in tensors:  # then it is the target's
             tensors["lm_head.weight"] = target.decoder.model.get_output_embeddings().weight.detach()
-        net = Eagle3(llama_config(config), taps, ids, own in tensors)
-    formats.fill(net, path, tensors)
+        net = Eagle3Model(llama_config(config), taps, ids, own in tensors)
+    layouts.load_parameters(net, path, tensors)
     return EagleDraft(net.to(device, DTYPES[dtype]), target, found.family)
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two matrices hold equal values, in whatever dtype."""
     return a.shape == b.shape and torch.equal(a.float(), b.detach().cpu().float())

@@ -6,17 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from decode import formats, published
-from decode.cache import Nodes
-from decode.drafts.base import Draft, Proposal, Request, check_target
-from decode.drafts.grow import grow, levels, prepare, reach
-from decode.drafts.recent import Recent
-from decode.settings import UserError
-from decode.taps import Taps
-from decode.target import DTYPES, Target
+from decode.checkpoints import importers, layouts
+from decode.common.cli import UserError
+from decode.drafts.base import Draft, DraftContext, Proposal, check_target
+from decode.drafts.drafting import build_tree_plan, draft_tokens, max_depth, max_slots
+from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec
+from decode.model.kv_cache import TreeNodes
+from decode.model.loading import DTYPES, Target
 
 
-class Block(nn.Module):
+class MedusaResBlock(nn.Module):
     """h + SiLU(W h + b), `layers` times over. Starts as the identity: W and b are zero."""
 
     def __init__(self, width: int, layers: int, bias: bool = True):
@@ -31,7 +30,7 @@ class Block(nn.Module):
         return state
 
 
-class MedusaNet(nn.Module):
+class MedusaModel(nn.Module):
     """K heads. Head j (from 0) reads the final state at t and gives the law of token t + 2 + j.
 
     Parameters are named as vLLM (up to 0.32) names them. With `original_lm_head` in config.json all heads project by
@@ -42,9 +41,9 @@ class MedusaNet(nn.Module):
         super().__init__()
         width, vocab, heads = config["hidden_size"], config["vocab_size"], config["num_heads"]
         self.config = config
-        self.taps = Taps(final=True)
+        self.taps = HiddenStateSpec(final=True)
         layers, bias = config["num_hidden_layers"], config["medusa_fc_bias"]
-        self.blocks = nn.ModuleList(Block(width, layers, bias) for _ in range(heads))
+        self.blocks = nn.ModuleList(MedusaResBlock(width, layers, bias) for _ in range(heads))
         matrices = 1 if config["original_lm_head"] else heads
         self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False) for _ in range(matrices))
 
@@ -60,29 +59,31 @@ class MedusaNet(nn.Module):
 class MedusaDraft(Draft):
     """All heads look at the last state that the target has computed; none of them sees what another drafted."""
 
-    def __init__(self, net: MedusaNet, target: Target, name: str = "medusa"):
+    def __init__(self, net: MedusaModel, target: Target, name: str = "medusa"):
         self.net, self.name, self.taps = net.eval(), name, net.taps
         self.width = target.decoder.config.hidden_size
         self.place: tuple[int, ...] = ()
 
     def reach(self, k: int) -> int:
-        return reach(self.shape, k)
+        return max_slots(self.shape, k)
 
     @torch.inference_mode()
-    def begin(self, request: Request) -> None:
+    def begin_batch(self, request: DraftContext) -> None:
         heads = len(self.net.blocks)
-        if levels(self.shape, request.k) > heads:
+        if max_depth(self.shape, request.k) > heads:
             raise UserError(
                 f"draft {self.name!r} has {heads} heads: give k (or a tree) of at most {heads}"
             )
         weight = next(self.net.parameters())
         self.request = request
-        self.plan = prepare(self.shape, weight.device)
+        self.plan = build_tree_plan(self.shape, weight.device)
         if self.place != (request.rows,):
-            self.recent = Recent(request.rows, 1, self.width, weight.device, weight.dtype)
+            self.state_buffer = HiddenStateBuffer(
+                request.rows, 1, self.width, weight.device, weight.dtype
+            )
             self.place = (request.rows,)
 
-    def admit(
+    def prefill(
         self,
         row: torch.Tensor,
         prompts: torch.Tensor,
@@ -90,38 +91,40 @@ class MedusaDraft(Draft):
         features: torch.Tensor | None,
     ) -> None:
         assert features is not None
-        self.recent.seat(row, features, length)
+        self.state_buffer.reset_rows(row, features, length)
 
-    def absorb(self, features: torch.Tensor, count: torch.Tensor) -> None:
-        self.recent.absorb(features, count)
+    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
+        self.state_buffer.update_hidden_states(features, count)
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
-        state = self.recent.states[:, 0]
+        state = self.state_buffer.states[:, 0]
         head = 0
 
         def step(
-            tokens: torch.Tensor, length: torch.Tensor, nodes: Nodes | None, above: torch.Tensor
+            tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
         ) -> torch.Tensor:
             nonlocal head
             head += 1
             return self.net.logits(state, head)[:, None].expand(-1, tokens.shape[1], -1)
 
-        return grow(step, self.net.logits(state, 0), length, k, self.plan, self.request)
+        return draft_tokens(step, self.net.logits(state, 0), length, k, self.plan, self.request)
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> MedusaDraft:
     """Heads from a folder or from the Hub. UserError if they are not this target's, or not whole."""
-    path = published.local(path)
+    path = importers.resolve_folder(path)
     check_target(path, target)
-    found = published.read(path)
-    formats.expect_family(path, found.family, "medusa")
+    found = importers.read_checkpoint(path)
+    layouts.check_family(path, found.family, "medusa")
     config, tensors = found.config, found.tensors
     head = target.decoder.model.get_output_embeddings().weight.detach()
     if config["original_lm_head"] and "lm_heads.0.weight" not in tensors:
         tensors = tensors | {"lm_heads.0.weight": head}
         config = config | {"vocab_size": head.shape[0]}
     hidden = target.decoder.config.hidden_size
-    formats.expect(path, config, {"hidden_size": hidden, "vocab_size": target.decoder.vocab_size})
-    net = MedusaNet(config)
-    formats.fill(net, path, tensors)
+    layouts.check_config(
+        path, config, {"hidden_size": hidden, "vocab_size": target.decoder.vocab_size}
+    )
+    net = MedusaModel(config)
+    layouts.load_parameters(net, path, tensors)
     return MedusaDraft(net.to(device, DTYPES[dtype]), target)

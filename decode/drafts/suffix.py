@@ -16,17 +16,17 @@ from typing import Any, TypeAlias
 
 import torch
 
-from decode.drafts.base import Draft, Proposal, Request
-from decode.drafts.grow import tree_of
-from decode.settings import UserError
-from decode.verify import NO_DRAFT
+from decode.common.cli import UserError
+from decode.drafts.base import Draft, DraftContext, Proposal
+from decode.drafts.drafting import build_token_tree
+from decode.verification.rules import NO_DRAFT
 
 _SHIFT = 32
 _INDEX = (1 << _SHIFT) - 1
 _NO_CHILD = -1
 
 
-class _Node:
+class _SuffixNode:
     """A string that has occurred twice or more: how often it does, and what follows it.
 
     The most frequent child (of equal ones the lowest token) is held apart: a chain takes it without a search,
@@ -38,8 +38,8 @@ class _Node:
     def __init__(self, count: int):
         self.count = count
         self.token = _NO_CHILD
-        self.child: Spot = 0  # behind `token`
-        self.others: dict[int, Spot] | None = None
+        self.child: TreePosition = 0  # behind `token`
+        self.others: dict[int, TreePosition] | None = None
 
     def get(self, token: int) -> "Spot | None":
         if token == self.token:
@@ -54,29 +54,29 @@ class _Node:
         if self.others is None:
             self.others = {}
         self.others[token] = child
-        times, most = _times(child), _times(self.child)
+        times, most = _occurrences(child), _occurrences(self.child)
         if times > most or (times == most and token < self.token):
             self._promote(token)
 
     def drop(self, token: int) -> None:
         """Removes a child and all below it."""
         if token == self.token and self.others:
-            self._promote(self._first_other())
+            self._promote(self._most_frequent_other())
         if token == self.token:
             self.token, self.child = _NO_CHILD, 0
         elif self.others:
             del self.others[token]
             self.others = self.others or None
 
-    def lowered(self, token: int) -> None:
+    def on_child_decreased(self, token: int) -> None:
         """To be told of a child that became less frequent."""
         if token == self.token and self.others:
-            other = self._first_other()
+            other = self._most_frequent_other()
             self.put(other, self.others[other])
 
-    def _first_other(self) -> int:
+    def _most_frequent_other(self) -> int:
         others = self.others or {}
-        return min(others, key=lambda token: (-_times(others[token]), token))
+        return min(others, key=lambda token: (-_occurrences(others[token]), token))
 
     def _promote(self, token: int) -> None:
         assert self.others is not None
@@ -85,19 +85,19 @@ class _Node:
         self.token, self.child = token, child
 
 
-Spot: TypeAlias = _Node | int
+TreePosition: TypeAlias = _SuffixNode | int
 """Where a string ends in the tree: its node, or the place of its only occurrence.
 
 A place is (number of the text << _SHIFT) + the index in it of the string's last token; place + 1 is one token on.
 """
 
 
-def _times(spot: Spot) -> int:
+def _occurrences(spot: TreePosition) -> int:
     return 1 if isinstance(spot, int) else spot.count
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class SuffixMatch:
     """What probably follows a pattern, as a tree: a parent comes before its children.
 
     parents[i] is 0 for the pattern's last token and j + 1 for tokens[j]; a chain has parents 0, 1, 2, …
@@ -129,24 +129,30 @@ class SuffixTree:
         if depth < 2:
             raise UserError(f"a suffix tree needs depth >= 2, got {depth}")
         self.depth = depth
-        self._root = _Node(0)
+        self._root = _SuffixNode(0)
         self._texts: dict[int, list[int]] = {}
-        self._numbers: dict[Hashable, int] = {}
-        self._fresh = itertools.count()
-        self._open: tuple[int, list[_Node]] | None = None  # the text that grew last, and its ends
+        self._text_ids: dict[Hashable, int] = {}
+        self._counter = itertools.count()
+        self._open: tuple[int, list[_SuffixNode]] | None = (
+            None  # the text that grew last, and its ends
+        )
 
     def text(self, key: Hashable) -> list[int]:
         """The tokens of a sequence so far, to be read only."""
-        return self._texts[self._numbers[key]]
+        return self._texts[self._text_ids[key]]
 
     def extend(self, key: Hashable, tokens: Iterable[int]) -> None:
         """Appends tokens to the sequence of that name, or begins it."""
-        if key not in self._numbers:
-            self._numbers[key] = next(self._fresh)
-            self._texts[self._numbers[key]] = []
-        number = self._numbers[key]
+        if key not in self._text_ids:
+            self._text_ids[key] = next(self._counter)
+            self._texts[self._text_ids[key]] = []
+        number = self._text_ids[key]
         text = self._texts[number]
-        ends = self._open[1] if self._open and self._open[0] == number else self._ends(text)
+        ends = (
+            self._open[1]
+            if self._open and self._open[0] == number
+            else self._repeated_suffixes(text)
+        )
         for place, token in enumerate(tokens, (number << _SHIFT) + len(text)):
             text.append(token)
             ends = self._append(ends, token, place)
@@ -154,25 +160,25 @@ class SuffixTree:
 
     def remove(self, key: Hashable) -> None:
         """Takes the sequence out of the counts. Strings that still occur keep their nodes."""
-        text = self._texts[self._numbers[key]]
+        text = self._texts[self._text_ids[key]]
         for start in range(len(text)):
             node = self._root
             node.count -= 1
             for token in text[start : start + self.depth]:
                 child = node.get(token)
-                if not isinstance(child, _Node) or child.count == 1:
+                if not isinstance(child, _SuffixNode) or child.count == 1:
                     node.drop(token)  # what lies below is of this suffix alone
                     break
                 child.count -= 1
-                node.lowered(token)
+                node.on_child_decreased(token)
                 node = child
-        del self._texts[self._numbers.pop(key)]
+        del self._texts[self._text_ids.pop(key)]
         self._open = None
 
     def count(self, tokens: Sequence[int]) -> int:
         """How often a string of at most `depth` tokens occurs; for the empty one, how many tokens there are."""
         spot = self._find(tokens)
-        return 0 if spot is None else _times(spot)
+        return 0 if spot is None else _occurrences(spot)
 
     def speculate(
         self,
@@ -182,7 +188,7 @@ class SuffixTree:
         offset: float = 0.0,
         min_probability: float = 0.1,
         tree: bool = False,
-    ) -> Guess:
+    ) -> SuffixMatch:
         """The best continuation of the last m tokens of the pattern, over m = 1 … min(len(pattern), depth) - 1.
 
         Each m that occurs gives a guess of at most min(max_tokens, floor(m * factor + offset)) tokens, as deep as
@@ -191,9 +197,9 @@ class SuffixTree:
         Of equally frequent children the lowest token comes first; of equally probable tokens of a tree, the one
         whose parent was taken first. A pattern that was never continued gives an empty guess.
         """
-        best = Guess([], [], [], 0.0, 0)
+        best = SuffixMatch([], [], [], 0.0, 0)
         lengths = []  # (most it can score, length, spot)
-        for length, spot in enumerate(self._matches(pattern), 1):
+        for length, spot in enumerate(self._suffix_matches(pattern), 1):
             room = math.floor(length * factor + offset + 1e-6)  # 3 * 0.6 + 0.2 < 2
             room = min(room, max_tokens)
             if not tree or isinstance(spot, int):  # no branches: only so deep
@@ -203,22 +209,22 @@ class SuffixTree:
             if room < max(best.score, 1):
                 break
             if tree:
-                found = self._branches(spot, length, room, min_probability)
+                found = self._draft_tree(spot, length, room, min_probability)
             else:
-                found = self._chain(spot, room, min_probability)
+                found = self._draft_chain(spot, room, min_probability)
             tokens, parents, probabilities = found
             score = sum(probabilities)
             if tokens and (score, length) > (best.score, best.match_length):
-                best = Guess(tokens, parents, probabilities, score, length)
+                best = SuffixMatch(tokens, parents, probabilities, score, length)
         return best
 
-    def _matches(self, pattern: Sequence[int]) -> Iterator[Spot]:
+    def _suffix_matches(self, pattern: Sequence[int]) -> Iterator[TreePosition]:
         """The spots of the pattern's last 1, 2, … tokens, less than all of them, while they can be continued."""
-        spot: Spot | None = None
+        spot: TreePosition | None = None
         for length in range(1, min(len(pattern), self.depth)):
             if not isinstance(spot, int):
                 spot = self._find(pattern[len(pattern) - length :])
-                if spot is None or (isinstance(spot, int) and not self._after(spot, 1)):
+                if spot is None or (isinstance(spot, int) and not self._tokens_after(spot, 1)):
                     return
             else:  # the only occurrence: does it reach one token further back?
                 text, start = self._texts[spot >> _SHIFT], (spot & _INDEX) + 1 - length
@@ -226,13 +232,13 @@ class SuffixTree:
                     return
             yield spot
 
-    def _append(self, ends: list[_Node], token: int, place: int) -> list[_Node]:
+    def _append(self, ends: list[_SuffixNode], token: int, place: int) -> list[_SuffixNode]:
         """Counts the suffixes that end at `place`; ends[i] is the node of the i + 1 tokens before it.
 
         Longer suffixes had occurred once: the place that stands for each covers the new token already.
         """
         self._root.count += 1
-        new: list[_Node] = []
+        new: list[_SuffixNode] = []
         for node in (self._root, *ends[: self.depth - 1]):
             child = node.get(token)
             if child is None:  # nor did any longer suffix
@@ -240,7 +246,7 @@ class SuffixTree:
                 continue
             if isinstance(child, int):
                 text, after = self._texts[child >> _SHIFT], (child & _INDEX) + 1
-                shared = _Node(2)
+                shared = _SuffixNode(2)
                 if after < len(text) and len(new) + 1 < self.depth:
                     shared.token, shared.child = text[after], child + 1
                 child = shared
@@ -253,66 +259,66 @@ class SuffixTree:
                 node.put(token, child)
         return new
 
-    def _ends(self, text: list[int]) -> list[_Node]:
+    def _repeated_suffixes(self, text: list[int]) -> list[_SuffixNode]:
         """The nodes of the text's last 1, 2, … tokens, as far as these occur twice."""
-        ends: list[_Node] = []
+        ends: list[_SuffixNode] = []
         for length in range(1, min(len(text), self.depth) + 1):
             spot = self._find(text[-length:])
-            if not isinstance(spot, _Node):
+            if not isinstance(spot, _SuffixNode):
                 break
             ends.append(spot)
         return ends
 
-    def _find(self, tokens: Sequence[int]) -> Spot | None:
+    def _find(self, tokens: Sequence[int]) -> TreePosition | None:
         """Where a string of at most `depth` tokens ends; None if it does not occur."""
         node = self._root
         for i, token in enumerate(tokens, 1):
             spot = node.get(token)
-            if not isinstance(spot, _Node):
+            if not isinstance(spot, _SuffixNode):
                 rest = list(tokens[i:])
-                occurs = spot is not None and self._after(spot, len(rest)) == rest
+                occurs = spot is not None and self._tokens_after(spot, len(rest)) == rest
                 return spot + len(rest) if spot is not None and occurs else None
             node = spot
         return node
 
-    def _after(self, place: int, n: int) -> list[int]:
+    def _tokens_after(self, place: int, n: int) -> list[int]:
         """The up to n tokens behind a place in its text."""
         start = (place & _INDEX) + 1
         return self._texts[place >> _SHIFT][start : start + n]
 
-    def _chain(
-        self, spot: Spot, room: int, least: float
+    def _draft_chain(
+        self, spot: TreePosition, room: int, least: float
     ) -> tuple[list[int], list[int], list[float]]:
         """Guess's first three fields: from a spot on the most frequent children, `room` at most."""
         tokens: list[int] = []
         probabilities: list[float] = []
         probability = 1.0
-        while len(tokens) < room and isinstance(spot, _Node) and spot.token != _NO_CHILD:
-            probability *= _times(spot.child) / spot.count
+        while len(tokens) < room and isinstance(spot, _SuffixNode) and spot.token != _NO_CHILD:
+            probability *= _occurrences(spot.child) / spot.count
             if probability < least:
                 break
             tokens.append(spot.token)
             probabilities.append(probability)
             spot = spot.child
         if isinstance(spot, int):  # one way on, to the end of the text
-            tokens += self._after(spot, room - len(tokens))
+            tokens += self._tokens_after(spot, room - len(tokens))
             probabilities += [probability] * (len(tokens) - len(probabilities))
         return tokens, list(range(len(tokens))), probabilities
 
-    def _branches(
-        self, spot: Spot, length: int, room: int, least: float
+    def _draft_tree(
+        self, spot: TreePosition, length: int, room: int, least: float
     ) -> tuple[list[int], list[int], list[float]]:
         """Guess's first three fields: below a spot of that length the most probable tokens, `room` at most."""
         tokens: list[int] = []
         parents: list[int] = []
         probabilities: list[float] = []
         heap: list[
-            tuple[float, int, int, int, Spot]
+            tuple[float, int, int, int, TreePosition]
         ] = []  # -probability, parent, token, length, spot
         probability = 1.0
         while len(tokens) < room:
-            for token, child in self._below(spot, length):
-                chance = probability * (_times(child) / _times(spot))
+            for token, child in self._children(spot, length):
+                chance = probability * (_occurrences(child) / _occurrences(spot))
                 if chance >= least:
                     heapq.heappush(heap, (-chance, len(tokens), token, length + 1, child))
             if not heap:
@@ -324,10 +330,10 @@ class SuffixTree:
             probabilities.append(probability)
         return tokens, parents, probabilities
 
-    def _below(self, spot: Spot, length: int) -> Iterable[tuple[int, Spot]]:
+    def _children(self, spot: TreePosition, length: int) -> Iterable[tuple[int, TreePosition]]:
         """The children of a spot of that length, the most frequent first."""
         if isinstance(spot, int):
-            after = self._after(spot, 1) if length < self.depth else []
+            after = self._tokens_after(spot, 1) if length < self.depth else []
             return [(token, spot + 1) for token in after]
         if spot.token == _NO_CHILD:
             return []
@@ -335,7 +341,7 @@ class SuffixTree:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _RequestState:
     """A request: its tree, whose only text is prompt and output, and how long the prompt is."""
 
     tree: SuffixTree
@@ -370,19 +376,19 @@ class SuffixDraft(Draft):
         self.factor, self.offset, self.min_probability = factor, offset, min_probability
         self.learn, self.max_corpus_tokens, self.nodes = learn, max_corpus_tokens, nodes
         self._corpus = SuffixTree(depth)
-        self._outputs: deque[int] = deque()  # keys in the corpus, oldest first
-        self._fresh = itertools.count()
-        self._rows: list[_Row] = []
+        self._corpus_keys: deque[int] = deque()  # keys in the corpus, oldest first
+        self._counter = itertools.count()
+        self._rows: list[_RequestState] = []
         for tokens in corpus:
-            self._remember(tokens)
+            self._add_to_corpus(tokens)
 
-    def begin(self, request: Request) -> None:
+    def begin_batch(self, request: DraftContext) -> None:
         """Ends the rows of an earlier batch."""
         for row in self._rows:
-            self._finish(row)
-        self._rows = [self._start(0) for _ in range(request.rows)]
+            self._finish_request(row)
+        self._rows = [self._start_request(0) for _ in range(request.rows)]
 
-    def admit(
+    def prefill(
         self,
         row: torch.Tensor,
         prompts: torch.Tensor,
@@ -391,10 +397,10 @@ class SuffixDraft(Draft):
     ) -> None:
         """Ends these rows and begins them anew; the ids of the prompts are the first to be observed."""
         for at, prompt in torch.stack([row, length], 1).tolist():
-            self._finish(self._rows[at])
-            self._rows[at] = self._start(prompt)
+            self._finish_request(self._rows[at])
+            self._rows[at] = self._start_request(prompt)
 
-    def observe(self, row: int, tokens: list[int]) -> None:
+    def on_commit(self, row: int, tokens: list[int]) -> None:
         """These ids stand in the row, prompt first, after those observed before. O(depth) a token."""
         self._rows[row].tree.extend(0, tokens)
 
@@ -407,37 +413,37 @@ class SuffixDraft(Draft):
         Only the device of `history` matters: the ids were observed.
         """
         width = self.nodes or k
-        guesses = [self._guess(row, width, tree=self.nodes > 0) for row in self._rows]
+        guesses = [self._best_match(row, width, tree=self.nodes > 0) for row in self._rows]
         tokens = _padded([guess.tokens for guess in guesses], width, NO_DRAFT, history.device)
         if self.nodes == 0:
             return Proposal(tokens, None)
         parents = _padded([guess.parents for guess in guesses], width, 0, history.device)
-        return Proposal(tokens, None, tree_of(parents, width))
+        return Proposal(tokens, None, build_token_tree(parents, width))
 
-    def _guess(self, row: _Row, limit: int, tree: bool) -> Guess:
+    def _best_match(self, row: _RequestState, limit: int, tree: bool) -> SuffixMatch:
         pattern = row.tree.text(0)[-row.tree.depth :]
         how = (limit, self.factor, self.offset, self.min_probability, tree)
         own, other = row.tree.speculate(pattern, *how), self._corpus.speculate(pattern, *how)
         return other if other.score > own.score else own
 
-    def _start(self, prompt: int) -> _Row:
-        row = _Row(SuffixTree(self._corpus.depth), prompt)
+    def _start_request(self, prompt: int) -> _RequestState:
+        row = _RequestState(SuffixTree(self._corpus.depth), prompt)
         row.tree.extend(0, [])
         return row
 
-    def _finish(self, row: _Row) -> None:
+    def _finish_request(self, row: _RequestState) -> None:
         if self.learn:
-            self._remember(row.tree.text(0)[row.prompt :])
+            self._add_to_corpus(row.tree.text(0)[row.prompt :])
 
-    def _remember(self, tokens: list[int]) -> None:
+    def _add_to_corpus(self, tokens: list[int]) -> None:
         """Puts an output, or the end of it that fits, into the corpus and forgets the oldest that are too much."""
         if len(tokens) == 0:
             return
-        key = next(self._fresh)
+        key = next(self._counter)
         self._corpus.extend(key, tokens[-self.max_corpus_tokens :])
-        self._outputs.append(key)
+        self._corpus_keys.append(key)
         while self._corpus.count([]) > self.max_corpus_tokens:
-            self._corpus.remove(self._outputs.popleft())
+            self._corpus.remove(self._corpus_keys.popleft())
 
 
 def _padded(rows: list[list[int]], width: int, fill: int, device: torch.device) -> torch.Tensor:

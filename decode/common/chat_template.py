@@ -1,0 +1,39 @@
+"""A prompt as token ids: the chat template where the tokenizer has one, the plain text where not."""
+
+from typing import Any
+
+import jinja2
+
+from decode.common.cli import UserError
+
+Messages = list[dict[str, Any]]
+
+
+def encode_prompt(tokenizer: Any, prompt: str | Messages) -> list[int]:
+    """Ids that end where the model's answer begins, with one BOS at most.
+
+    A plain text becomes one user message if there is a chat template. UserError for messages without a template,
+    or that the template refuses.
+    """
+    if tokenizer.chat_template is None:
+        if not isinstance(prompt, str):
+            raise UserError(
+                "a chat, but the target's tokenizer has no chat template: use an instruction-tuned target or "
+                "plain text prompts"
+            )
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except jinja2.TemplateError as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"the target's chat template refuses its messages ({reason}): change or remove it"
+            ) from error
+    bos = tokenizer.bos_token_id
+    while bos is not None and ids[:2] == [bos, bos]:  # the text or the template brought its own
+        ids = ids[1:]
+    return list(ids)

@@ -1,0 +1,192 @@
+"""How a model that gives one next-token law at a time drafts: a chain, a fixed tree, or a tree by confidence."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from decode.drafts.base import DraftContext, Proposal, TokenTree
+from decode.model.kv_cache import TreeNodes
+from decode.model.runner import ModelRunner
+from decode.verification.sampling import warp
+from decode.verification.tree import (
+    DynamicTree,
+    StaticTree,
+    TreeShape,
+    ancestor_mask,
+    depths,
+    rerank_candidates,
+)
+
+DraftStep = Callable[[torch.Tensor, torch.Tensor, TreeNodes | None, torch.Tensor], torch.Tensor]
+"""(tokens [B, T], length [B], nodes, above [B, T]) -> logits [B, T, V] behind each of the tokens.
+
+`length` counts the text that they continue. Without nodes they are one token that goes on a chain, behind `length` ids.
+With nodes they are nodes of a tree whose root is the last of those ids. Token i follows the above[i]-th token of the
+call before: what a draft carries from token to token, it finds there. The first call follows the proposal's root.
+"""
+
+
+def decoder_step(decoder: ModelRunner) -> DraftStep:
+    """The steps of a language model, which carries nothing from token to token but its K/V."""
+
+    def step(
+        tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
+    ) -> torch.Tensor:
+        return decoder.step(tokens, length if nodes is None else length - 1, nodes)
+
+    return step
+
+
+def max_slots(shape: TreeShape, k: int) -> int:
+    """Slots behind a row's length that drafting or verifying this shape may write to."""
+    if shape is None:
+        return k + 1
+    if isinstance(shape, StaticTree):
+        return len(shape.parents) + 1
+    return max(shape.nodes, shape.width * k) + 1
+
+
+def max_depth(shape: TreeShape, k: int) -> int:
+    """The longest path: a static tree has its own, others take k."""
+    return shape.depth if isinstance(shape, StaticTree) else k
+
+
+@dataclass(frozen=True)
+class TreeLevel:
+    """One level of a static tree: which ranks of which rows of the level above, and its nodes."""
+
+    ranks: torch.Tensor  # [F]
+    above: torch.Tensor  # [F] row of the parent among the nodes of the level above
+    most: int  # ranks needed
+    nodes: TreeNodes  # what to forward for the next level
+
+
+@dataclass(frozen=True)
+class StaticTreePlan:
+    """A static tree laid out on a device, so that a round uploads nothing."""
+
+    tree: TokenTree
+    steps: list[TreeLevel]
+
+
+def build_static_plan(shape: StaticTree, device: torch.device) -> StaticTreePlan:
+    """The tensors that drafting `shape` needs."""
+    depth = [0]
+    for parent in shape.parents:
+        depth.append(depth[parent] + 1)
+    tree = build_token_tree(torch.tensor(shape.parents, device=device), shape.depth)
+    steps, start = [], 0  # number of the first node of the level above
+    for level in range(1, shape.depth + 1):
+        begin, end = depth.index(level), len(depth) - depth[::-1].index(level)
+        ranks, parents = shape.ranks[begin - 1 : end - 1], shape.parents[begin - 1 : end - 1]
+        every = torch.arange(begin, end, device=device)[None]
+        steps.append(
+            TreeLevel(
+                torch.tensor(ranks, device=device),
+                torch.tensor(parents, device=device) - start,
+                max(ranks) + 1,
+                TreeNodes(every, tree.nodes.depth, tree.nodes.ancestor_mask[:, begin:end]),
+            )
+        )
+        start = begin
+    return StaticTreePlan(tree, steps)
+
+
+def build_tree_plan(
+    shape: TreeShape, device: torch.device
+) -> "StaticTreePlan | DynamicTree | None":
+    """What `grow` wants to be given for this shape; made once a batch."""
+    return build_static_plan(shape, device) if isinstance(shape, StaticTree) else shape
+
+
+def draft_tokens(
+    step: DraftStep,
+    logits: torch.Tensor,
+    length: torch.Tensor,
+    k: int,
+    plan: StaticTreePlan | DynamicTree | None,
+    request: DraftContext,
+) -> Proposal:
+    """A proposal behind the last committed token, whose next-token logits [B, V] are at hand."""
+    if plan is None:
+        return draft_chain(step, logits, length, k, request)
+    if isinstance(plan, StaticTreePlan):
+        return draft_static_tree(step, logits, length, plan)
+    return draft_dynamic_tree(step, logits, length, k, plan)
+
+
+def draft_chain(
+    step: DraftStep, logits: torch.Tensor, length: torch.Tensor, k: int, request: DraftContext
+) -> Proposal:
+    """k tokens, each drawn (greedy: the best) from the law behind the one before."""
+    tokens, laws = [], []
+    above = torch.zeros_like(length)[:, None]
+    for i in range(k):
+        if request.sampling.greedy:
+            tokens.append(logits.argmax(-1))
+        else:
+            laws.append(warp(logits, request.sampling))
+            tokens.append(request.choose(laws[-1]))
+        if i + 1 < k:
+            logits = step(tokens[-1][:, None], length + i, None, above)[:, -1]
+    return Proposal(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
+
+
+def draft_static_tree(
+    step: DraftStep, logits: torch.Tensor, length: torch.Tensor, plan: StaticTreePlan
+) -> Proposal:
+    """The most probable tokens by rank, a level of the tree in one forward."""
+    tokens = []
+    ranked = logits[:, None]  # [B, F, V] behind the nodes of the level above
+    for level in plan.steps:
+        best = ranked.topk(level.most, dim=-1).indices
+        tokens.append(best[:, level.above, level.ranks])
+        if level is not plan.steps[-1]:
+            above = level.above.expand(len(length), -1)
+            ranked = step(tokens[-1], length, level.nodes, above)
+    return Proposal(torch.cat(tokens, 1), None, plan.tree)
+
+
+def draft_dynamic_tree(
+    step: DraftStep, logits: torch.Tensor, length: torch.Tensor, k: int, shape: DynamicTree
+) -> Proposal:
+    """k levels: each expands the `width` nodes with the most probable paths; the best `nodes` of all stay.
+
+    Every candidate counts in the end, expanded or not. Expanded ones have slots of their own in the draft's store.
+    """
+    rows, width, device = len(length), shape.width, length.device
+    every = torch.arange(1 + (k - 1) * width, device=device)  # the root and all that are expanded
+    depth = (every[None] + width - 1) // width
+    score, token = torch.log_softmax(logits.float(), -1).topk(width)  # [B, W] the nodes to expand
+    tokens, scores, parents = [token], [score], [torch.zeros_like(token)]
+    candidate = torch.arange(width, device=device).expand(rows, -1)  # which candidates they are
+    seen = torch.zeros(rows, width, len(every), dtype=torch.bool, device=device)
+    seen[:, :, 0] = True
+    above = torch.zeros_like(token)  # which of the tokens stepped before each follows
+    count = width
+    for level in range(1, k):
+        index = torch.arange(1 + (level - 1) * width, 1 + level * width, device=device)
+        seen = seen | (index[:, None] == every)
+        logits = step(token, length, TreeNodes(index[None], depth, seen), above)
+        more, next_token = torch.log_softmax(logits.float(), -1).topk(width)  # [B, W, W]
+        total = (score[:, :, None] + more).flatten(1)
+        next_token = next_token.flatten(1)
+        tokens.append(next_token)
+        scores.append(total)
+        parents.append((candidate + 1).repeat_interleave(width, 1))
+        score, at = total.topk(width)
+        token = next_token.gather(1, at)
+        candidate = count + at
+        count += width * width
+        above = at // width
+        seen = seen.gather(1, above[:, :, None].expand(-1, -1, len(every)))
+    index, kept = rerank_candidates(torch.cat(scores, 1), torch.cat(parents, 1), shape.nodes)
+    return Proposal(torch.cat(tokens, 1).gather(1, index), None, build_token_tree(kept, k))
+
+
+def build_token_tree(parents: torch.Tensor, depth: int) -> TokenTree:
+    """The tree of `parents` [N] or [B, N] as the target verifies it, whole."""
+    batched = parents if parents.ndim == 2 else parents[None]
+    every = torch.arange(batched.shape[1] + 1, device=parents.device)[None]
+    return TokenTree(parents, TreeNodes(every, depths(batched), ancestor_mask(batched)), depth)

@@ -1,0 +1,291 @@
+"""The networks of EAGLE-1 and EAGLE-3: one decoder layer over the target's states. No cache and no loop here.
+
+Li et al., arXiv 2401.15077 (EAGLE-1) and 2503.01840 (EAGLE-3). Parameters are named as serving engines name them
+(decode/checkpoints/layouts.py), so that a state dict is a checkpoint. At slot t a net reads a state, f_t or its own for it, and
+the token x_{t+1}; what it gives is its own state for t + 1, whose logits are the law of x_{t+2}.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from decode.model.hidden_states import HiddenStateSpec
+
+AttendFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""q [B, heads, T, D], k and v [B, kv heads, T, D] of these tokens -> [B, T, heads, D]: the caller keeps the cache."""
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
+
+class EagleAttention(nn.Module):
+    """Llama's, reading vectors of `width_in`."""
+
+    def __init__(self, config: LlamaConfig, width_in: int):
+        super().__init__()
+        self.size: int = config.head_dim  # type: ignore[assignment]
+        heads: int = config.num_attention_heads
+        kv_heads: int = config.num_key_value_heads  # type: ignore[assignment]
+        self.q_proj = nn.Linear(width_in, heads * self.size, bias=False)
+        self.k_proj = nn.Linear(width_in, kv_heads * self.size, bias=False)
+        self.v_proj = nn.Linear(width_in, kv_heads * self.size, bias=False)
+        self.o_proj = nn.Linear(heads * self.size, config.hidden_size, bias=False)
+
+    def keys(self, x: torch.Tensor, rotary: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v [B, kv heads, T, D] of x [B, T, width_in]."""
+        k, v = self._split_heads(self.k_proj(x)), self._split_heads(self.v_proj(x))
+        return apply_rotary(k, rotary), v
+
+    def forward(self, x: torch.Tensor, rotary: CosSin, attend: AttendFn) -> torch.Tensor:
+        q = apply_rotary(self._split_heads(self.q_proj(x)), rotary)
+        return self.o_proj(attend(q, *self.keys(x, rotary)).flatten(2))
+
+    def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(*x.shape[:-1], -1, self.size).transpose(1, 2)
+
+
+def apply_rotary(x: torch.Tensor, rotary: CosSin) -> torch.Tensor:
+    """x [B, heads, T, D] turned by its positions, as Llama does it."""
+    cos, sin = rotary
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+
+
+class Fp32RotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's, with frequencies that stay in fp32 when the net is cast: rounded, they turn far positions at random."""
+
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> "Fp32RotaryEmbedding":
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, value in self.named_buffers():
+            setattr(self, name, exact[name].to(value.device))
+        return self
+
+
+class GatedMLP(nn.Module):
+    """Llama's gated one."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Eagle3Layer(nn.Module):
+    """EAGLE-3's layer: attention reads [norm(e); norm(state)], the residual carries the bare state.
+
+    With `norm_before_residual` it carries norm(state), as speculators trains it.
+    """
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.normed_residual: bool = config.to_dict().get("norm_before_residual") or False
+        self.input_layernorm = nn.RMSNorm(width, eps)
+        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.self_attn = EagleAttention(config, 2 * width)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(
+        self, state: torch.Tensor, embeds: torch.Tensor, rotary: CosSin, attend: AttendFn
+    ) -> torch.Tensor:
+        carried = self.hidden_norm(state) if self.normed_residual else state
+        state = carried + self.self_attn(self._attention_input(state, embeds), rotary, attend)
+        return state + self.mlp(self.post_attention_layernorm(state))
+
+    def keys(
+        self, state: torch.Tensor, embeds: torch.Tensor, rotary: CosSin
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.self_attn.keys(self._attention_input(state, embeds), rotary)
+
+    def _attention_input(self, state: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(state)], -1)
+
+
+class Eagle3Model(nn.Module):
+    """Three tapped states fused by `fc`, one layer, and a head of its own over `ids` of the target's vocabulary.
+
+    `ids` [Vd] is None for the whole vocabulary; saved as the offsets d2t. A net narrower than its target has an
+    embedding of its own, else it reads the target's unless `own_embedding`. What published drafts do besides is
+    said by four flags of their config, all false in ours: `norm_before_residual` (Layer3), `norm_before_fc` (the tapped
+    states are normed together), `fc_norm` (each is), `norm_output` (what goes on to the next step is normed).
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        taps: HiddenStateSpec,
+        ids: torch.Tensor | None,
+        own_embedding: bool = False,
+    ):
+        super().__init__()
+        flags = config.to_dict()
+        self.config, self.taps = config, taps
+        width, target_width = config.hidden_size, config.target_hidden_size
+        size = config.vocab_size if ids is None else len(ids)
+        tapped, eps = len(taps.layers), config.rms_norm_eps
+        self.fc = nn.Linear(tapped * target_width, width, bias=False)
+        self.input_norm = (
+            nn.RMSNorm(tapped * target_width, eps) if flags.get("norm_before_fc") else None
+        )
+        self.fc_norm = (
+            nn.ModuleList(nn.RMSNorm(target_width, eps) for _ in range(tapped))
+            if flags.get("fc_norm")
+            else None
+        )
+        self.normed_output: bool = flags.get("norm_output") or False
+        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        self.norm = nn.RMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, size, bias=False)
+        own_embedding = own_embedding or width != target_width
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if own_embedding else None
+        self.rotary = Fp32RotaryEmbedding(config)
+        self.ids: torch.Tensor | None
+        self.register_buffer("ids", ids, persistent=False)
+
+    @property
+    def layer(self) -> Eagle3Layer:
+        """The one layer, a list of one in the file's names."""
+        return self.layers[0]  # type: ignore[return-value]
+
+    def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[..., h] of token ids; `weight` is the target's embedding."""
+        return F.embedding(
+            tokens, weight if self.embed_tokens is None else self.embed_tokens.weight
+        )
+
+    def start(self, features: torch.Tensor) -> torch.Tensor:
+        """[..., h] from tapped states [..., 3H]: the state that a true feature stands for."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            pieces = features.chunk(len(self.fc_norm), -1)
+            features = torch.cat(
+                [norm(piece) for norm, piece in zip(self.fc_norm, pieces, strict=True)], -1
+            )
+        return self.fc(features)
+
+    def step(
+        self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor, attend: AttendFn
+    ) -> torch.Tensor:
+        """States and embeddings [B, T, h] at `position` [B, T] -> the next states, before the norm or after it."""
+        state = self.layer(state, embeds, self.rotary(state, position), attend)
+        return self.norm(state) if self.normed_output else state
+
+    def keys(
+        self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v [B, kv heads, T, D] of these pairs alone: all that later tokens see of them."""
+        return self.layer.keys(state, embeds, self.rotary(state, position))
+
+    def outcome(self, state: torch.Tensor) -> torch.Tensor:
+        """[..., h]: what the head projects."""
+        return state if self.normed_output else self.norm(state)
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        """[..., Vd] from a state that `step` gave."""
+        return self.lm_head(self.outcome(state))
+
+
+class Eagle1Layer(nn.Module):
+    """A Llama layer without its first norm."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.self_attn = EagleAttention(config, config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def keys(self, x: torch.Tensor, rotary: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.self_attn.keys(x, rotary)
+
+    def forward(self, x: torch.Tensor, rotary: CosSin, attend: AttendFn) -> torch.Tensor:
+        x = x + self.self_attn(x, rotary, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle1Model(nn.Module):
+    """[e; f] through `fc` and one layer gives the next feature, which the target's own head turns into logits.
+
+    `head` is that of the target, frozen and not part of this net; so is the embedding, unless `own_embedding`.
+    """
+
+    ids: None = None
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        head: Callable[[torch.Tensor], torch.Tensor],
+        own_embedding: bool = False,
+    ):
+        super().__init__()
+        width = config.hidden_size
+        self.config, self.taps, self.head = config, HiddenStateSpec(final=True), head
+        # A bias of zeros, never trained: vLLM drops it and SGLang wants it.
+        self.fc = nn.Linear(2 * width, width)
+        nn.init.zeros_(self.fc.bias).requires_grad_(False)
+        self.layers = nn.ModuleList([Eagle1Layer(config)])
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if own_embedding else None
+        self.rotary = Fp32RotaryEmbedding(config)
+
+    @property
+    def layer(self) -> Eagle1Layer:
+        """The one layer, a list of one in the file's names."""
+        return self.layers[0]  # type: ignore[return-value]
+
+    def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[..., H] of token ids; `weight` is the target's embedding."""
+        return F.embedding(
+            tokens, weight if self.embed_tokens is None else self.embed_tokens.weight
+        )
+
+    def start(self, features: torch.Tensor) -> torch.Tensor:
+        """The features [..., H] themselves."""
+        return features
+
+    def step(
+        self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor, attend: AttendFn
+    ) -> torch.Tensor:
+        """Features and embeddings [B, T, H] at `position` [B, T] -> features of the next tokens."""
+        x = self.fc(torch.cat([embeds, state], -1))
+        return self.layer(x, self.rotary(x, position), attend)
+
+    def keys(
+        self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """k, v [B, kv heads, T, D] of these pairs alone: all that later tokens see of them."""
+        x = self.fc(torch.cat([embeds, state], -1))
+        return self.layer.keys(x, self.rotary(x, position))
+
+    def outcome(self, state: torch.Tensor) -> torch.Tensor:
+        """[..., H]: what the head projects."""
+        return state
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor:
+        """[..., V] from a feature that `step` gave."""
+        return self.head(state)
+
+
+EagleModel = Eagle1Model | Eagle3Model
+
+
+def llama_config(fields: dict[str, Any]) -> LlamaConfig:
+    """What the layers and RoPE need, from a draft's config.json; RoPE by its new name or its two old ones."""
+    rest = {k: v for k, v in fields.items() if k not in ("rope_theta", "rope_scaling")}
+    if "rope_parameters" not in rest:
+        scaling = fields.get("rope_scaling") or {}
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        theta = fields.get("rope_theta", 10000.0)
+        rest["rope_parameters"] = {**scaling, "rope_type": kind, "rope_theta": theta}
+    return LlamaConfig(**rest)

@@ -1,0 +1,37 @@
+"""The target's own first layers as draft: nothing to train, nothing to store."""
+
+import torch
+
+from decode.drafts.base import Draft, DraftContext, Proposal
+from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens, max_slots
+from decode.model.loading import Target
+from decode.verification.tree import TreeShape
+
+
+class EarlyExitDraft(Draft):
+    """The first `layers` layers, final norm and head of the target (LayerSkip, Elhoushi et al. 2024).
+
+    They draft in the target's own K/V store: verification overwrites what they wrote for drafted tokens, and all
+    committed ones are there already. Useful on targets trained to exit early; others accept little.
+    """
+
+    name = "early-exit"
+
+    def __init__(self, target: Target, layers: int, shape: TreeShape = None):
+        self.target, self.layers, self.shape = target, layers, shape
+
+    def reach(self, k: int) -> int:
+        return max_slots(self.shape, k)
+
+    def begin_batch(self, request: DraftContext) -> None:
+        self.request = request
+        self.plan = build_tree_plan(self.shape, self.target.decoder.device)
+        self.decoder = self.target.decoder.first_layers(self.layers)
+
+    def reserve(self, size: int) -> None:
+        self.decoder = self.target.decoder.first_layers(self.layers)
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        last = history.gather(1, length[:, None] - 1)
+        logits = self.decoder.step(last, length - 1)[:, -1]
+        return draft_tokens(decoder_step(self.decoder), logits, length, k, self.plan, self.request)

@@ -1,0 +1,66 @@
+"""CUDA graphs: a whole round as one launch. NOT RUN ON A GPU YET (docs/architecture.md says what was)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+WARM_UPS = 3
+"""Calls before capture: kernels are loaded and tuned, workspaces allocated."""
+
+
+class CudaGraphRunner:
+    """`run` captured once and replayed; it must keep to fixed shapes and addresses and never read the device.
+
+    `changed`, one at least, are the tensors that running it changes and that matter: they are put back after the
+    warm-up. `holds` is kept alive as long as the graph, which knows the tensors in it by their addresses only.
+    """
+
+    @torch.inference_mode()  # `changed` may be inference tensors, which nothing else may write to
+    def __init__(
+        self,
+        run: Callable[[], torch.Tensor],
+        changed: Sequence[torch.Tensor],
+        holds: Sequence[Any] = (),
+    ):
+        self.holds = run, *holds
+        with torch.cuda.device(changed[0].device):
+            kept = [tensor.clone() for tensor in changed]
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    run()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.out = run()
+            for tensor, value in zip(changed, kept, strict=True):
+                tensor.copy_(value)
+
+    @torch.inference_mode()
+    def __call__(self) -> torch.Tensor:
+        """The result of one more run, copied out so that the next replay cannot overwrite it."""
+        self.graph.replay()
+        return self.out.clone()
+
+
+class AsyncHostCopy:
+    """A tensor on its way to the host: waiting for it waits for nothing that the device was given later.
+
+    `.tolist()` of a tensor on the device would wait for the whole queue, the round behind it included.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self.host = tensor
+        self.copy_done: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.host.copy_(tensor, non_blocking=True)
+            self.copy_done = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait(self) -> torch.Tensor:
+        """The tensor on the host."""
+        if self.copy_done is not None:
+            self.copy_done.synchronize()
+        return self.host

@@ -1,0 +1,165 @@
+"""The attention function that every model runs with here, registered with transformers as "draftsmith".
+
+transformers builds no mask for a name it has no mask function for, so masks come from `Slots`, which
+knows the lengths of ragged rows, the window of each layer and (in prefill) plain causality.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from decode.common.cli import UserError
+from decode.model.kv_cache import SlotMapping
+
+ATTENTION_NAME = "draftsmith"
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class ForwardContext:
+    """What the forward that runs writes to and sees. No keyword of the model's forward could carry it everywhere:
+    some models (stablelm) do not hand unknown ones down to their layers."""
+
+    slots: SlotMapping | None = None
+    documents: "DocumentMask | None" = None
+    split_kv = False
+
+
+def use_split_kv(on: bool) -> None:
+    """Whether steps over K/V buffers run decode/model/split_kv_attention.py (Triton) instead of SDPA with a dense mask, from now on.
+
+    UserError without Triton. Which is faster depends on the GPU and on how long the buffers are:
+    scripts/benchmarks/gpu_bench.py measures both.
+    """
+    if on and not HAS_TRITON:
+        raise UserError("split_kv needs Triton, which comes with torch for CUDA: leave it off here")
+    ForwardContext.split_kv = on
+
+
+@contextmanager
+def forward_context(slots: SlotMapping) -> Iterator[None]:
+    """Within it, attention reads and writes these."""
+    ForwardContext.slots = slots
+    try:
+        yield
+    finally:
+        ForwardContext.slots = None
+
+
+class DocumentMask:
+    """Texts that share a line of a batch without a K/V store: each token sees those before it in its own text."""
+
+    def __init__(self, numbers: torch.Tensor):
+        """`numbers` [B, T]: equal in a text, and in no other of its line."""
+        self.numbers = numbers
+        self.masks: dict[tuple[int | None, int], torch.Tensor] = {}
+
+    def mask(self, window: int | None, groups: int) -> torch.Tensor:
+        """[B, 1, groups T, T] bool, made once for all layers that ask for the same."""
+        if (window, groups) not in self.masks:
+            seen = _causal_mask(self.numbers.shape[1], window, self.numbers.device)
+            seen = seen & (self.numbers[:, :, None] == self.numbers[:, None])
+            self.masks[window, groups] = seen.repeat(1, groups, 1)[:, None]
+        return self.masks[window, groups]
+
+
+@contextmanager
+def packed_documents(numbers: torch.Tensor | None) -> Iterator[None]:
+    """Within it, attention outside `over` stays in the `Documents` of these numbers; None: a line is one text."""
+    ForwardContext.documents = None if numbers is None else DocumentMask(numbers)
+    try:
+        yield
+    finally:
+        ForwardContext.documents = None
+
+
+def _causal_mask(count: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """[T, T] bool: what each of `count` tokens sees of a line."""
+    at = torch.arange(count, device=device)
+    distance = at[:, None] - at
+    return (distance >= 0) & (distance < (window or count))
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B, H, T, D], key and value [B, Hkv, S, D] -> ([B, T, H, Dv], None).
+
+    Outside `over` (training) attention is causal over the fresh keys, in `within` those of the same document: right
+    padding is never seen by the tokens before it.
+    UserError for a mask: none is built for this name, so the model has one of its own that would be lost.
+    """
+    if attention_mask is not None:
+        raise UserError(
+            f"{type(module).__name__} masks its attention by itself: such a model is unknown here"
+        )
+    slots = ForwardContext.slots
+    documents = None if slots is not None else ForwardContext.documents
+    rows, heads, count, width = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    plain = softcap is None and s_aux is None
+    fresh = documents is None and (slots is None or slots.fresh)
+    if fresh and plain and (sliding_window is None or sliding_window >= count):
+        out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
+        )
+        return out.transpose(1, 2).contiguous(), None
+    packed = query.reshape(rows, kv_heads, groups * count, width)  # no repeated keys
+    if ForwardContext.split_kv and slots is not None and slots.row is None and not slots.fresh:
+        from decode.model import split_kv_attention  # imports Triton
+
+        view, scale = slots.view(sliding_window), width**-0.5 if scaling is None else scaling
+        out = split_kv_attention.split_kv_attention(packed, key, value, view, scale, softcap, s_aux)
+    else:
+        if documents is not None:
+            mask = documents.mask(sliding_window, groups)
+        elif slots is None or slots.fresh:
+            mask = _causal_mask(count, sliding_window, query.device).repeat(groups, 1)[None, None]
+        else:
+            mask = slots.mask(sliding_window, groups)
+        out = _masked_attention(packed, key, value, mask, scaling, softcap, s_aux)
+    out = out.reshape(rows, heads, count, value.shape[-1])
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _masked_attention(
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """packed [B, Hkv, groups T, D] over key and value [B, Hkv, S, D] where `mask` is True -> [B, Hkv, groups T, Dv]."""
+    if softcap is None and s_aux is None:
+        return F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    rows, kv_heads, queries, width = packed.shape
+    scores = (packed @ key.transpose(-1, -2)) * (scaling if scaling is not None else width**-0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.float().masked_fill(~mask, float("-inf"))
+    if s_aux is not None:  # gpt-oss: one extra logit a head that takes mass and gives nothing
+        sink = s_aux.float().reshape(1, kv_heads, -1, 1)
+        count = queries // sink.shape[2]
+        sink = sink.repeat_interleave(count, 2).expand(rows, -1, -1, -1)
+        scores = torch.cat([scores, sink], -1)
+    return torch.softmax(scores, -1)[..., : key.shape[2]].to(value.dtype) @ value
+
+
+AttentionInterface.register(ATTENTION_NAME, attention_forward)

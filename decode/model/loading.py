@@ -1,0 +1,107 @@
+"""TODO: decode.model.loading."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from decode.common.cli import UserError
+from decode.model.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model to be made faster, its tokenizer, and how it is named in artefacts."""
+
+    decoder: ModelRunner
+    tokenizer: Any
+    name: str
+    revision: str | None
+    fingerprint: str
+    eos: frozenset[int]
+
+    @cached_property
+    def eos_ids(self) -> torch.Tensor:
+        """The same [E] on the device."""
+        return torch.tensor(sorted(self.eos), dtype=torch.long, device=self.decoder.device)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """16 hex digits over the vocabulary and a probe text: equal for tokenizers that agree on ids."""
+    probe = "def f(x):\n    return x ** 2  # 1234567 Ünïcode → ok\n\n\t\tend"
+    content = [sorted(tokenizer.get_vocab().items()), tokenizer(probe)["input_ids"]]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def check_model_path(name: str, what: str) -> None:
+    """UserError for something that looks like a local path but is not a model folder."""
+    path = Path(name)
+    local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
+    if local and "/" in name and not (path / "config.json").is_file():
+        raise UserError(f"{what} {name!r} holds no config.json: give a model folder or a hub name")
+
+
+def load_model(name: str, what: str, device: str, dtype: str, revision: str | None = None) -> Any:
+    """An HF causal LM in eval mode; UserError when it is not there, damaged, or lacks weights."""
+    check_model_path(name, what)
+    try:
+        result: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            revision=revision,
+            dtype=DTYPES[dtype],
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # any of a dozen kinds, from HTTP to a truncated safetensors file
+        raise UserError(f"{what} {name!r} cannot be loaded: {_first_line(error)}") from error
+    model, info = result
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if absent:  # transformers fills them at random and only warns
+        raise UserError(
+            f"{what} {name!r} lacks {len(absent)} weights ({absent[0]}, …): save it again in full"
+        )
+    return model.to(device)
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    check_model_path(name, "tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision)
+    except Exception as error:
+        raise UserError(f"tokenizer of {name!r} cannot be loaded: {_first_line(error)}") from error
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(device: str) -> str:
+    """`auto` becomes cuda where there is one, else cpu."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def load_target(
+    name: str, device: str = "auto", dtype: str = "float32", revision: str | None = None
+) -> Target:
+    """The target `name` (folder or hub name) ready to decode."""
+    device = pick_device(device)
+    model = load_model(name, "target", device, dtype, revision)
+    tokenizer = load_tokenizer(name, revision)
+    eos = model.generation_config.eos_token_id
+    eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    return Target(
+        decoder=ModelRunner(model),
+        tokenizer=tokenizer,
+        name=name,
+        revision=vars(model.config).get("_commit_hash") or revision,
+        fingerprint=tokenizer_fingerprint(tokenizer),
+        eos=frozenset(eos),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

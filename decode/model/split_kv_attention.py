@@ -1,0 +1,156 @@
+"""Attention over long buffers on a GPU: keys are read in parallel parts, and only those that live.
+
+A dense mask makes every forward read the whole buffer, dead slots included, with one group of threads a head. Here
+the live slots of each row are cut into parts that run side by side (flash decoding), and their results are merged by
+the logarithm of their sums. Lengths stay on the device, so that a captured graph serves every length.
+
+CHECKED IN TRITON'S INTERPRETER ON A CPU; NO GPU HAS RUN IT YET. Off unless `attention.use_split_kv` turns it on.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from decode.model.kv_cache import SplitKVMetadata
+
+BLOCK = 64
+"""Keys that a program holds at once."""
+TARGET_PROGRAMS = 264
+"""Programs to aim for: two for each of an H100's or H200's 132 multiprocessors."""
+
+
+@triton.jit
+def _attend_part_kernel(
+    query, keys, values, first, live, seen, position, tail, base, out, lse, scale, softcap,
+    key_row, key_slot, key_head, value_row, value_slot, value_head, tail_row,
+    HEADS: tl.constexpr, T: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """One part of the keys of one head of one row, for all M = groups * T queries of that head."""
+    program, part = tl.program_id(0), tl.program_id(1)
+    b, h = program // HEADS, program % HEADS
+    begin, end = tl.load(first + b), tl.load(live + b)
+    span = tl.cdiv(tl.cdiv(end - begin, PARTS), BLOCK) * BLOCK
+    low = begin + part * span
+    high = tl.minimum(low + span, end)
+    m, d, dv = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BDV)
+    t, real = m % T, m < M
+    at = (program * M + m)[:, None]
+    q = tl.load(query + at * D + d[None], mask=real[:, None] & (d < D)[None], other=0.0)
+    until = tl.load(seen + b * T + t)
+    where = tl.load(position + b * T + t)
+    top = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    mean = tl.zeros([BM, BDV], tl.float32)
+    for start in range(low, high, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        inside = slot < high
+        key = tl.load(
+            keys + b * key_row + h * key_head + slot[None] * key_slot + d[:, None],
+            mask=inside[None] & (d < D)[:, None],
+            other=0.0,
+        )
+        scores = tl.dot(q, key, input_precision="ieee") * scale
+        if CAPPED:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        allow = slot[None] < until[:, None]
+        if WINDOW > 0:
+            allow = allow & (where[:, None] - slot[None] < WINDOW)
+        if N > 0:
+            node = slot - tl.load(base + b)
+            known = (node >= 0) & (node < N) & inside
+            ancestor = tl.load(
+                tail + b * tail_row + t[:, None] * N + node[None],
+                mask=known[None] & real[:, None],
+                other=0,
+            )
+            allow = allow | (ancestor != 0)
+        scores = tl.where(allow & inside[None], scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        anchor = tl.where(highest == float("-inf"), 0.0, highest)
+        weight = tl.exp(scores - anchor[:, None])
+        shrink = tl.exp(top - anchor)
+        value = tl.load(
+            values + b * value_row + h * value_head + slot[:, None] * value_slot + dv[None],
+            mask=inside[:, None] & (dv < DV)[None],
+            other=0.0,
+        )
+        total = total * shrink + tl.sum(weight, 1)
+        mean = mean * shrink[:, None]
+        mean += tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        top = highest
+    some = total > 0
+    mean = mean / tl.where(some, total, 1.0)[:, None]
+    sums = tl.where(some, top + tl.log(tl.where(some, total, 1.0)), float("-inf"))
+    at = (program * PARTS + part) * M + m
+    tl.store(lse + at, sums, mask=real)
+    tl.store(out + at[:, None] * DV + dv[None], mean, mask=real[:, None] & (dv < DV)[None])
+
+
+@triton.jit
+def _merge_parts_kernel(
+    part, lse, sink, out,
+    HEADS: tl.constexpr, T: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, SINK: tl.constexpr,
+    PARTS: tl.constexpr, BP: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """The parts of one query, weighed by their sums; a sink takes mass and gives nothing."""
+    program, m = tl.program_id(0), tl.program_id(1)
+    p, dv = tl.arange(0, BP), tl.arange(0, BDV)
+    at = (program * PARTS + p) * M + m
+    sums = tl.load(lse + at, mask=p < PARTS, other=float("-inf"))
+    top = tl.max(sums, 0)
+    if SINK:
+        logit = tl.load(sink + (program % HEADS) * (M // T) + m // T).to(tl.float32)
+        top = tl.maximum(top, logit)
+    weight = tl.exp(sums - top)
+    total = tl.sum(weight, 0)
+    if SINK:
+        total += tl.exp(logit - top)
+    values = tl.load(
+        part + at[:, None] * DV + dv[None], mask=(p < PARTS)[:, None] & (dv < DV)[None], other=0.0
+    )
+    mixed = tl.sum(values * weight[:, None], 0) / total
+    place = (program * M + m) * DV + dv
+    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=dv < DV)
+
+
+def split_kv_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    view: SplitKVMetadata,
+    scale: float,
+    softcap: float | None = None,
+    sink: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """query [B, Hkv, G * T, D] over keys, values [B, Hkv, S, D] (strided, the last 1) -> [B, Hkv, G * T, Dv].
+
+    `view` says what each of the T tokens sees; `sink` [H] is gpt-oss's extra logit of a head.
+    """
+    rows, heads, queries, width = query.shape
+    size, out_width = keys.shape[2], values.shape[3]
+    count = view.seen.shape[1]
+    nodes = 0 if view.tail is None else view.tail.shape[2]
+    parts = max(1, min(-(-TARGET_PROGRAMS // (rows * heads)), -(-size // BLOCK)))
+    part = query.new_empty(rows, heads, parts, queries, out_width, dtype=torch.float32)
+    lse = query.new_empty(rows, heads, parts, queries, dtype=torch.float32)
+    out = query.new_empty(rows, heads, queries, out_width)
+    tail: Any = view.seen if view.tail is None else view.tail  # never read without nodes
+    _attend_part_kernel[(rows * heads, parts)](
+        query.contiguous(), keys, values, view.first, view.live, view.seen, view.position, tail, view.base,
+        part, lse, scale, softcap or 1.0,
+        keys.stride(0), keys.stride(2), keys.stride(1), values.stride(0), values.stride(2), values.stride(1),
+        0 if view.tail is None else view.tail.stride(0),
+        HEADS=heads, T=count, M=queries, D=width, DV=out_width, N=nodes, WINDOW=view.window or 0,
+        CAPPED=softcap is not None, PARTS=parts, BLOCK=BLOCK, BM=max(16, triton.next_power_of_2(queries)),
+        BD=max(16, triton.next_power_of_2(width)), BDV=max(16, triton.next_power_of_2(out_width)),
+    )  # fmt: skip
+    _merge_parts_kernel[(rows * heads, queries)](
+        part, lse, query if sink is None else sink, out,
+        HEADS=heads, T=count, M=queries, DV=out_width, SINK=sink is not None, PARTS=parts,
+        BP=triton.next_power_of_2(parts), BDV=max(16, triton.next_power_of_2(out_width)),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,117 @@
+"""From logits to the distribution that is sampled, and random choices that do not depend on the batch.
+
+One warp serves p (target) and q (draft) alike: a rule that compares them is only lossless when both
+went through the same temperature, top-k and top-p.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from decode.common.cli import UserError
+
+Sampler = Callable[[torch.Tensor], torch.Tensor]
+"""weights [B, ..., n], non-negative, any scale -> indices [B, ...] drawn in proportion to them."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How text is drawn from a model; temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    """0 picks the most probable token; 1 samples the model's own distribution."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most probable tokens whose mass reaches this; 1 keeps all."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise UserError(f"need temperature >= 0, top_k >= 0 and 0 < top_p <= 1, got {self}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Probabilities [..., V] after temperature, top-k, then top-p (of the renormalised rest), in that order.
+
+    Computed in fp32 (fp64 stays): bf16 probabilities bias acceptance upwards. Ties at the top-k border stay in.
+    """
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        border = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < border, float("-inf"))
+    probs = torch.softmax(scores, -1)
+    if sampling.top_p < 1:
+        ordered, index = probs.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered  # mass above each token: the first one always stays
+        ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
+        probs = torch.zeros_like(probs).scatter(-1, index, ordered)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def sample_inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Index [...] at which the running sum of weights [..., n] first exceeds uniform [...] of its total.
+
+    Inverse transform sampling without a host read. fp64, because a running fp32 sum over 100 k tokens is off
+    by more than the mass of a rare one. An entry of weight 0 is never picked.
+    """
+    total = weights.double().cumsum(-1)
+    passed = total <= (uniform * total[..., -1])[..., None]
+    return passed.sum(-1).clamp_max(weights.shape[-1] - 1)
+
+
+class CounterRNG:
+    """Uniform numbers as a hash of (seed of the row, draw, place), so a row's text never depends on its batch.
+
+    A row decoded alone, in any batch, refilled, or again after a crash meets the same numbers (counter-based
+    generation, Salmon et al. 2011; the mixer is that of SplitMix64). Seeds and counters live on the device and
+    change in place, so that a captured graph draws fresh numbers at every replay.
+    """
+
+    def __init__(self, seeds: torch.Tensor):
+        self.seeds = _splitmix64(seeds)  # [B] int64
+        self.draws = torch.zeros_like(seeds)  # [B]: choices that the row has made
+
+    def reset_rows(self, row: torch.Tensor, seeds: torch.Tensor) -> None:
+        """Rows `row` [b] begin anew with `seeds` [b]."""
+        self.seeds[row] = _splitmix64(seeds)
+        self.draws[row] = 0
+
+    def of(self, row: torch.Tensor) -> Sampler:
+        """A Choose for weights of these rows alone; the others draw nothing."""
+
+        def choose(weights: torch.Tensor) -> torch.Tensor:
+            self.draws[row] += 1
+            shape = weights.shape[:-1]
+            return sample_inverse_cdf(
+                weights, _counter_uniform(self.seeds[row], self.draws[row], shape)
+            )
+
+        return choose
+
+    def uniform(self, shape: torch.Size) -> torch.Tensor:
+        """Fresh numbers of `shape` [B, ...] in (0, 1), fp64, 32 random bits each."""
+        self.draws += 1
+        return _counter_uniform(self.seeds, self.draws, shape)
+
+    def __call__(self, weights: torch.Tensor) -> torch.Tensor:
+        return sample_inverse_cdf(weights, self.uniform(weights.shape[:-1]))
+
+
+def _counter_uniform(seeds: torch.Tensor, draws: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    place = torch.arange(shape[1:].numel(), device=seeds.device)
+    bits = _splitmix64(_splitmix64(place + (draws << 32)[:, None]) ^ seeds[:, None]) & 0xFFFFFFFF
+    return ((bits.double() + 0.5) / 2**32).reshape(shape)
+
+
+def _splitmix64(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's output function on int64, wrapping; shifts are made logical by a mask."""
+    x = x + -7046029254386353131  # 0x9E3779B97F4A7C15
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685  # 0x94D049BB133111EB
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)

@@ -1,0 +1,161 @@
+"""The settings of eval/run.py, and what is wrong with them before anything is measured."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from decode.common.cli import UserError
+from decode.verification.sampling import SamplingParams
+from eval.tasks.loading import Task
+
+ENGINES = ("hf", "hf-assisted", "vllm")
+
+
+@dataclass
+class TreeConfig:
+    """A tree grown where the draft is confident (EAGLE-2), or a fixed one; without nodes and paths, a chain."""
+
+    width: int = 4
+    """Nodes expanded a level, and children tried of each."""
+    nodes: int = 0
+    """Drafted nodes that the target verifies."""
+    paths: list[list[int]] = field(default_factory=list)
+    """A fixed tree instead: the ranks on the way to each node, [[0], [1], [0, 0], …]; eval/tune.py finds the best."""
+
+
+@dataclass
+class MethodConfig:
+    """A way to draft."""
+
+    name: str
+    """ngram, suffix and early-exit need no draft; any other name (causal, causal-base, …) needs one."""
+    draft: str = ""
+    """Folder or hub name of a saved draft."""
+    device: str = ""
+    """Where the draft runs; empty: beside the target. cpu or cuda:1 keep it off the target's device."""
+    k: int = 0
+    """Tokens, or levels of a tree, drafted a round; 0 takes the setting `k`."""
+    layers: int = 0
+    """early-exit: how many of the target's first layers draft."""
+    tree: TreeConfig = field(default_factory=TreeConfig)
+    """For causal drafts and early-exit."""
+    rule: Literal["exact", "block", "typical"] = "exact"
+    """exact and block are lossless; typical (Medusa's) is lossy, and the report says so."""
+    alpha: list[float] = field(default_factory=list)
+    """Simulates this acceptance by position (the last one goes on), at temperature 0: what the engine is worth with a
+    draft that is so good and costs what `draft` does (nothing, if it is empty). The report says so."""
+
+
+@dataclass
+class AcceptanceComparisonConfig:
+    """Whose α is higher: a pass of its own, in batches. Acceptance needs no clock, so more prompts than are timed
+    make its interval narrower."""
+
+    pairs: list[list[str]] = field(default_factory=list)
+    """Pairs [a, b] of methods; the report gives α of a minus α of b with a paired interval."""
+    temperature: float = 1.0
+    prompts: int = 0
+    """Prompts a task; 0 takes all that the task has, whatever its limit."""
+    rows: int = 16
+    """Prompts decoded together."""
+
+
+@dataclass
+class EvalConfig:
+    target: str = "assets/target"
+    """The model to be made faster: folder or hub name."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub target."""
+    original: str = ""
+    """What the target was before its heads were trained with it (Medusa-2): the report says how far it has moved."""
+    methods: list[MethodConfig] = field(default_factory=lambda: [MethodConfig("ngram")])
+    """What to compare with plain decoding, which is always measured."""
+    tasks: list[Task] = field(
+        default_factory=lambda: [Task("code"), Task("prose"), Task("arithmetic")]
+    )
+    """Prompt sets; code, prose and arithmetic are bundled."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps all tokens."""
+    top_p: float = 1.0
+    """1 keeps all tokens."""
+    k: int = 4
+    """Tokens drafted a round."""
+    max_new_tokens: int = 128
+    """Longest answer."""
+    batch_size: int = 1
+    """Prompts decoded together."""
+    mode: Literal["eager", "compiled", "graph"] = "eager"
+    """compiled is faster after minutes of compilation, for all methods alike; graph needs a GPU."""
+    acceptance: AcceptanceComparisonConfig = field(default_factory=AcceptanceComparisonConfig)
+    """Which methods' acceptance to compare."""
+    compare: str = ""
+    """Other engines on the same prompts, with commas between: hf (transformers' generate), hf-assisted (its assisted
+    generation, with each causal draft), vllm."""
+    vllm_python: str = ""
+    """Interpreter of an environment that has vLLM."""
+    check_law: int = 0
+    """Sampled tokens a method for the test that its output follows the target's law; 0 skips it. It needs a temperature
+    above 0; 20000 tokens show a shift of 2.7 % of the probability."""
+    run_code: bool = False
+    """Run the code that models write for tasks with tests: in a process with little time and memory and no network,
+    but as you. Leave it off for models that you do not trust."""
+    phase_prompts: int = 2
+    """Prompts a task for the separate pass that times draft and verify; 0 skips it."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, …"""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16; losslessness to the token is a property of float32."""
+    seed: int = 0
+    out: str = "outputs/eval"
+    """Folder for the report. A run that was stopped goes on where it was."""
+    overwrite: bool = False
+    """Delete an earlier report in `out` and measure again."""
+
+
+def requested_engines(s: EvalConfig) -> list[str]:
+    """The other engines that are asked for."""
+    return [name.strip() for name in s.compare.split(",") if name.strip()]
+
+
+def check(s: EvalConfig) -> None:
+    """UserError for settings that contradict themselves."""
+    if not s.temperatures or not s.tasks:
+        raise UserError("give at least one temperature and one task")
+    for temperature in s.temperatures:
+        SamplingParams(temperature, s.top_k, s.top_p)  # refuses
+    whole = {"k": s.k, "max_new_tokens": s.max_new_tokens, "batch_size": s.batch_size}
+    for name, value in {**whole, "acceptance.rows": s.acceptance.rows}.items():
+        if value < 1:
+            raise UserError(f"{name} must be at least 1")
+    tasks = [task.name for task in s.tasks]
+    if len(set(tasks)) < len(tasks) or "all" in tasks:
+        raise UserError(
+            f"tasks {', '.join(tasks)}: give every task its own name; `all` is the pooled one"
+        )
+    names = [m.name for m in s.methods]
+    if len(set(names)) < len(names) or "plain" in names:
+        raise UserError("give every method its own name; plain is always there")
+    for pair in s.acceptance.pairs:
+        if len(pair) != 2 or not set(pair) <= set(names):
+            raise UserError(
+                f"acceptance.pairs {pair}: give pairs of the methods {', '.join(names)}"
+            )
+    for engine in requested_engines(s):
+        if engine not in ENGINES:
+            raise UserError(f"compare: no engine {engine!r}; there are {', '.join(ENGINES)}")
+    if "vllm" in requested_engines(s) and not s.vllm_python:
+        raise UserError("compare vllm: give --vllm_python, an interpreter that has vLLM")
+    if s.check_law and max(s.temperatures) == 0:
+        raise UserError("check_law is about sampling: add a temperature above 0")
+    for m in s.methods:
+        if m.alpha and (min(m.alpha) < 0 or max(m.alpha) > 1):
+            raise UserError(f"method {m.name!r}: alpha {m.alpha} must lie between 0 and 1")
+        if m.alpha and any(s.temperatures):
+            raise UserError(
+                f"method {m.name!r} simulates acceptance, which needs temperature 0: set --temperatures '[0.0]'"
+            )
+        if m.alpha and (m.tree.nodes > 0 or m.rule != "exact" or s.mode == "graph"):
+            raise UserError(
+                f"method {m.name!r} simulates chains: give it no tree and no rule, and no mode graph"
+            )

@@ -1,0 +1,42 @@
+"""The prompts of a run, with the target's own answers in the later turns of chats, and what cannot be decoded."""
+
+from collections.abc import Sequence
+
+from decode.engine.engine import SpeculativeEngine
+from decode.model.loading import Target
+from eval.benchmark.journal import Journal
+from eval.benchmark.timing import FailedPrompt
+from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, with_later_turns
+from eval.tasks.stop_strings import collect_until_stop
+
+BATCH_SIZE = 16
+
+
+def load_eval_prompts(
+    chosen: Sequence[Task], target: Target, max_new_tokens: int, journal: Journal
+) -> tuple[list[TaskPrompt], list[FailedPrompt]]:
+    """(every prompt of the tasks in their order, those that are too long for the context).
+
+    A chat's history is what plain greedy decoding answers, whatever the temperature, so that all methods and
+    temperatures are measured on the same prompts.
+    """
+
+    def answers(items: Sequence[TaskPrompt]) -> list[list[int]]:
+        keys = [["answer", item.task, item.id] for item in items]
+        missing = [i for i, key in enumerate(keys) if journal.get(key) is None]
+        for start in range(0, len(missing), BATCH_SIZE):
+            part = missing[start : start + BATCH_SIZE]
+            prompts = [items[i].prompt_ids for i in part]
+            records = SpeculativeEngine(target).speculate(prompts, max_new_tokens=max_new_tokens)
+            stops = [items[i].stop for i in part]
+            for i, out in zip(
+                part, collect_until_stop(prompts, records, stops, target.tokenizer), strict=True
+            ):
+                journal.put(keys[i], out.output_ids)
+        return [journal.get(key) for key in keys]
+
+    loaded = [item for task in chosen for item in load_task_prompts(task, target)]
+    policy: dict[str, str] = {task.name: task.too_long for task in chosen}
+    items = with_later_turns(loaded, target, policy, answers)
+    failed = [FailedPrompt(item.task, item.id, item.error) for item in items if item.error]
+    return [item for item in items if not item.error], failed

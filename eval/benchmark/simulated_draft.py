@@ -1,0 +1,103 @@
+"""A draft as good as you say: it separates what the engine is worth from what a draft is worth.
+
+It knows what the target will answer (from a plain run before) and drafts that, or a token that is surely wrong, by the
+flip of a coin for each position. The target verifies as ever, so cost and text are real; only the quality of the draft
+is fiction.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from decode.drafts.base import Draft, DraftContext, Proposal
+from decode.engine.engine import decode
+from decode.model.kv_cache import SlotMapping
+from decode.model.loading import Target
+from decode.verification.rules import NO_DRAFT
+
+
+class SimulatedDraft(Draft):
+    """Position i is right with probability alpha[i] given that those before were (the last of `alpha` goes on).
+
+    A `cost` draft runs as it would and its proposal is thrown away. Greedy chains only. `learn` comes first.
+    """
+
+    name = "simulated"
+
+    def __init__(self, alpha: Sequence[float], vocab_size: int, cost: Draft | None = None):
+        self.alpha, self.vocab_size, self.cost = list(alpha), vocab_size, cost
+        self.answers: dict[tuple[int, ...], list[int]] = {}
+        self.on_host = cost is not None and cost.on_host
+        self.taps = None if cost is None else cost.taps
+
+    def learn(self, target: Target, prompts: Sequence[list[int]], tokens: int, rows: int) -> None:
+        """Finds what the target answers, `tokens` each and past EOS: a round drafts beyond the end of an answer."""
+        endless = replace(target, eos=frozenset())
+        new = [list(p) for p in prompts if tuple(p) not in self.answers]
+        if new:
+            for output in decode(endless, None, new, max_new_tokens=tokens, rows=rows):
+                self.answers[tuple(output.prompt_ids)] = output.output_ids
+
+    def reach(self, k: int) -> int:
+        return super().reach(k) if self.cost is None else self.cost.reach(k)
+
+    def begin_batch(self, request: DraftContext) -> None:
+        self.request = request
+        self.answer_tokens = torch.empty(0, 0, dtype=torch.long)
+        if self.cost is not None:
+            self.cost.begin_batch(request)
+
+    def kv_slots(self) -> list[SlotMapping]:
+        return [] if self.cost is None else self.cost.kv_slots()
+
+    def prefill(
+        self,
+        row: torch.Tensor,
+        prompts: torch.Tensor,
+        length: torch.Tensor,
+        features: torch.Tensor | None,
+    ) -> None:
+        if self.cost is not None:
+            self.cost.prefill(row, prompts, length, features)
+        if self.answer_tokens.numel() == 0:
+            shape = (self.request.rows, self.request.size)
+            self.answer_tokens = torch.full(shape, NO_DRAFT, device=prompts.device)
+        for at, tokens, count in zip(row.tolist(), prompts.tolist(), length.tolist(), strict=True):
+            answer = self.answers[tuple(tokens[:count])]
+            self.grow_answer_table(count + len(answer))
+            self.answer_tokens[at] = NO_DRAFT
+            self.answer_tokens[at, count : count + len(answer)] = torch.tensor(answer)
+
+    def reserve(self, size: int) -> None:
+        if self.cost is not None:
+            self.cost.reserve(size)
+
+    def grow_answer_table(self, size: int) -> None:
+        """The table of answers holds `size` places a row."""
+        more = size - self.answer_tokens.shape[1]
+        if more > 0:
+            self.answer_tokens = torch.nn.functional.pad(
+                self.answer_tokens, (0, more), value=NO_DRAFT
+            )
+
+    def on_commit(self, row: int, tokens: list[int]) -> None:
+        if self.cost is not None:
+            self.cost.on_commit(row, tokens)
+
+    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
+        if self.cost is not None:
+            self.cost.update_hidden_states(features, count)
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        """Right tokens where the coin says so; nothing where the answer is not known."""
+        if self.cost is not None:
+            self.cost.propose(history, length, k)
+        alpha = [self.alpha[min(i, len(self.alpha) - 1)] for i in range(k)]
+        coins = torch.tensor([[a, 1 - a] for a in alpha], device=length.device)
+        right = self.request.choose(coins.expand(len(length), k, 2)) == 0
+        place = length[:, None] + torch.arange(k, device=length.device)
+        known = self.answer_tokens.gather(1, place.clamp_max(self.answer_tokens.shape[1] - 1))
+        known = torch.where(place < self.answer_tokens.shape[1], known, NO_DRAFT)
+        wrong = torch.where(known == NO_DRAFT, NO_DRAFT, (known + 1) % self.vocab_size)
+        return Proposal(torch.where(right, known, wrong), None)

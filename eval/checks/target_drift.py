@@ -1,0 +1,73 @@
+"""How far a target that was trained along with its heads (Medusa-2) has moved from the one it was.
+
+Speculation is lossless with respect to the new target; this says what the new target lost. The old one answers the
+prompts at temperature 1, and both are scored on those answers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from decode.common.cli import UserError
+from decode.engine.engine import decode
+from decode.model.loading import Target
+from decode.verification.sampling import SamplingParams
+from eval.metrics.acceptance import ratio_interval
+from eval.tasks.loading import TaskPrompt
+
+
+def measure_target_drift(
+    old: Target, new: Target, items: Sequence[TaskPrompt], max_new_tokens: int, rows: int, seed: int
+) -> dict[str, Any]:
+    """{perplexity_old, perplexity_new, kl, same_top1, tokens, …}, per token of the old target's answers.
+
+    `log_perplexity_change` has a 95 % bootstrap interval over prompts; kl is KL(old || new) in nats. UserError if the
+    two disagree on token ids.
+    """
+    if old.fingerprint != new.fingerprint:
+        raise UserError(
+            f"{old.name!r} and {new.name!r} have different tokenizers: nothing to compare"
+        )
+    prompts = [item.prompt_ids for item in items]
+    answers = decode(
+        old, None, prompts, rows=rows, max_new_tokens=max_new_tokens, seed=seed, sampling=SamplingParams(1.0)
+    )  # fmt: skip
+    scores = np.array([_score_answer(old, new, x.prompt_ids, x.output_ids) for x in answers])
+    tokens, nll_old, nll_new, kl, same = scores.T
+    change = nll_new - nll_old
+    return {
+        "old": old.name,
+        "new": new.name,
+        "prompts": len(prompts),
+        "tokens": int(tokens.sum()),
+        "perplexity_old": float(np.exp(nll_old.sum() / tokens.sum())),
+        "perplexity_new": float(np.exp(nll_new.sum() / tokens.sum())),
+        "log_perplexity_change": float(change.sum() / tokens.sum()),
+        "log_perplexity_change_ci": ratio_interval(change, tokens, seed),
+        "kl": float(kl.sum() / tokens.sum()),
+        "same_top1": float(same.sum() / tokens.sum()),
+    }
+
+
+@torch.inference_mode()
+def _score_answer(old: Target, new: Target, prompt: list[int], answer: list[int]) -> list[float]:
+    """[tokens, -log p_old, -log p_new, KL, agreeing argmaxes], summed over the answer."""
+    text = torch.tensor([prompt + answer], device=old.decoder.device)
+    start = torch.zeros(1, dtype=torch.long, device=text.device)
+    laws = []
+    for target in (old, new):
+        target.decoder.capture_hidden_states(None)
+        target.decoder.allocate(1, text.shape[1])
+        logits = target.decoder.step(text[:, :-1], start)[0, len(prompt) - 1 :]
+        laws.append(torch.log_softmax(logits.float(), -1))
+    p, q = laws
+    label = text[0, len(prompt) :, None]
+    return [
+        float(len(answer)),
+        -float(p.gather(1, label).sum()),
+        -float(q.gather(1, label).sum()),
+        float((p.exp() * (p - q)).sum()),
+        float((p.argmax(-1) == q.argmax(-1)).sum()),
+    ]

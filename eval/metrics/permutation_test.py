@@ -1,0 +1,124 @@
+"""Do two engines accept alike? A permutation test on counts by prompt, for engines that share no randomness.
+
+Rounds of one prompt are alike: an easy text accepts in every round. Taken as independent they would make equal engines
+differ, so a prompt with all its rounds is what is exchanged. If both engines draft and accept by the same laws, their
+counts of a prompt could as well be each other's: labels are swapped prompt by prompt, and the difference that was seen
+is ranked among those of swapped labels. That needs no law of the counts and is exact for any number of prompts.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from eval.metrics.bootstrap import Array
+
+PERMUTATIONS = 20_000
+CHUNK_SIZE = 1000
+POWER = 0.9
+POWER_Z = 1.2816
+"""Normal quantile of POWER."""
+
+
+@dataclass(frozen=True)
+class PermutationTestPart:
+    """One quantity of both engines: an acceptance by position, or τ."""
+
+    name: str
+    a: float | None
+    b: float | None
+    """None where no round got that far."""
+    error: float
+    """Standard deviation of a - b when labels are swapped at random."""
+    p_value: float
+    """Of this part alone, two-sided."""
+    detects: float
+    """The true difference in this part that the whole test finds with a probability of about POWER (in simulations 0.84
+    to 0.88)."""
+
+
+@dataclass(frozen=True)
+class PermutationTestResult:
+    """`statistic`: the largest |a - b| ÷ error over all parts."""
+
+    statistic: float
+    p_value: float
+    """P(a statistic at least as large | both engines are alike)."""
+    permutations: int
+    parts: list[PermutationTestPart]
+
+
+def run_permutation_test(
+    a: Array, b: Array, *, level: float, permutations: int = PERMUTATIONS, seed: int = 0
+) -> PermutationTestResult:
+    """Tests counts [n prompts, 1 + K] of two engines: rounds, then those that accepted at position 1, 2, …, K.
+
+    A prompt's counts are sums over equally many draws in both engines. All 2^n ways to swap are gone through where
+    those are not more than `permutations`; else so many are drawn, and the labels as they are count as one more.
+    `level` is the p-value at which the caller rejects: `detects` depends on it.
+    """
+    a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    if a.shape != b.shape or a.ndim != 2 or len(a) == 0:
+        raise ValueError(f"need equal shapes [prompts, 1 + K], got {a.shape} and {b.shape}")
+    differences = _permuted_differences(a, b, permutations, seed)  # row 0: labels as they are
+    error = np.sqrt((differences**2).mean(0))
+    scaled = np.abs(differences) / np.where(error > 0, error, 1)
+    largest = scaled.max(1)
+    critical = float(np.quantile(largest, 1 - level, method="higher"))
+    # A true difference also widens what swapped labels give: by its square, shared among the prompts.
+    needed = POWER_Z + critical / math.sqrt(max(1 - critical**2 / len(a), 1e-9))
+    names = [f"alpha_{i + 1}" for i in range(a.shape[1] - 1)] + ["tau"]
+    of_a, of_b = alpha_and_tau(a.sum(0)), alpha_and_tau(b.sum(0))
+    parts = [
+        PermutationTestPart(
+            name,
+            _nan_to_none(of_a[i]),
+            _nan_to_none(of_b[i]),
+            float(error[i]),
+            _permutation_p_value(scaled[:, i]),
+            needed * float(error[i]),
+        )
+        for i, name in enumerate(names)
+    ]
+    return PermutationTestResult(
+        float(largest[0]), _permutation_p_value(largest), len(largest), parts
+    )
+
+
+def alpha_and_tau(counts: Array) -> Array:
+    """[..., K + 1] from counts [..., 1 + K]: α at each position, given that it was reached, then τ.
+
+    NaN where no round got that far.
+    """
+    alpha = np.full(counts[..., 1:].shape, math.nan)
+    np.divide(counts[..., 1:], counts[..., :-1], out=alpha, where=counts[..., :-1] > 0)
+    tau = 1 + counts[..., 1:].sum(-1, keepdims=True) / counts[..., :1]
+    return np.concatenate([alpha, tau], -1)
+
+
+def _permuted_differences(a: Array, b: Array, permutations: int, seed: int) -> Array:
+    """[P, K + 1] differences of the rates, first with labels as they are. What is unknown in one counts as equal."""
+    n, both = len(a), a.sum(0) + b.sum(0)
+    dice = np.random.default_rng(seed)
+    every = 2**n <= permutations
+    total = 2**n if every else permutations + 1
+    found = []
+    for start in range(0, total, CHUNK_SIZE):
+        count = min(CHUNK_SIZE, total - start)
+        if every:
+            swapped = (np.arange(start, start + count)[:, None] >> np.arange(n)) & 1
+        else:
+            swapped = dice.integers(2, size=(count, n))
+            swapped[: int(start == 0)] = 0
+        first = a.sum(0) + swapped @ (b - a)
+        found.append(np.nan_to_num(alpha_and_tau(first) - alpha_and_tau(both - first)))
+    return np.concatenate(found)
+
+
+def _permutation_p_value(values: Array) -> float:
+    """Share of values that are at least the first, rounding aside."""
+    return float((values >= values[0] * (1 - 1e-9)).mean())
+
+
+def _nan_to_none(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)

@@ -1,0 +1,170 @@
+"""What memory bandwidth allows, and what fits: ceilings of decoding, the batch that ends them, memory of both models.
+
+A decoding step reads every weight once, whatever it computes, so bandwidth ÷ bytes is the most steps a second. Sizes
+come from config.json and the headers of the weight files; no weight is loaded.
+"""
+
+import json
+import struct
+import time
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GIB = 2**30
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """Peak figures of a GPU by its vendor's data sheet."""
+
+    bandwidth: float
+    """Bytes a second."""
+    memory: float
+    """Bytes."""
+    bf16: float
+    """Dense operations a second, fp32 accumulation; those of fp16 as well."""
+    fp32: float
+    """The same without tensor cores: torch's default for fp32, which is no TF32."""
+
+    def flops(self, dtype: str) -> float:
+        """Operations a second at best in a dtype of DTYPE_BYTES."""
+        return self.fp32 if dtype == "float32" else self.bf16
+
+
+GPU_SPECS = {
+    # NVIDIA's data sheets of each product (SXM, PCIe and NVL differ), of tensor cores half of a figure "with sparsity";
+    # B200: the HGX sheet; GeForce: the Ada and Ampere GA102 white papers. Names are those that CUDA reports.
+    "NVIDIA B200": GpuSpec(7.7e12, 180e9, 2250e12, 75e12),
+    "NVIDIA GH200 480GB": GpuSpec(4.0e12, 96e9, 989e12, 67e12),
+    "NVIDIA H200": GpuSpec(4.8e12, 141e9, 989e12, 67e12),
+    "NVIDIA H200 NVL": GpuSpec(4.8e12, 141e9, 835e12, 60e12),
+    "NVIDIA H100 80GB HBM3": GpuSpec(3.35e12, 80e9, 989e12, 67e12),
+    "NVIDIA H100 NVL": GpuSpec(3.9e12, 94e9, 835e12, 60e12),
+    "NVIDIA H100 PCIe": GpuSpec(2.0e12, 80e9, 756e12, 51e12),
+    "NVIDIA A100-SXM4-80GB": GpuSpec(2.039e12, 80e9, 312e12, 19.5e12),
+    "NVIDIA A100 80GB PCIe": GpuSpec(1.935e12, 80e9, 312e12, 19.5e12),
+    "NVIDIA A100-SXM4-40GB": GpuSpec(1.555e12, 40e9, 312e12, 19.5e12),
+    "NVIDIA A100-PCIE-40GB": GpuSpec(1.555e12, 40e9, 312e12, 19.5e12),
+    "NVIDIA L40S": GpuSpec(0.864e12, 48e9, 362e12, 91.6e12),
+    "NVIDIA L40": GpuSpec(0.864e12, 48e9, 181e12, 90.5e12),
+    "NVIDIA L4": GpuSpec(0.3e12, 24e9, 121e12, 30.3e12),
+    "NVIDIA A10G": GpuSpec(0.6e12, 24e9, 70e12, 35e12),
+    "NVIDIA A10": GpuSpec(0.6e12, 24e9, 125e12, 31.2e12),
+    "NVIDIA GeForce RTX 4090": GpuSpec(1.008e12, 24e9, 165e12, 82.6e12),
+    "NVIDIA GeForce RTX 3090": GpuSpec(0.936e12, 24e9, 71e12, 35.6e12),
+}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What a model weighs, from its files."""
+
+    parameters: int
+    kv_values: int
+    """Numbers that the K/V cache keeps for one token; 0 for a draft without one."""
+    experts: bool = False
+    """A mixture: one token reads only part of the weights, so that ceilings here are too low."""
+
+
+def read_model_size(folder: str | Path) -> ModelSize | None:
+    """Of a model folder with safetensors; None where there is no such folder (a hub name, a draft without files)."""
+    path = Path(folder)
+    files = sorted(path.glob("*.safetensors"))
+    if not (path / "config.json").is_file() or not files:
+        return None
+    config = json.loads((path / "config.json").read_text())
+    config = config.get("text_config", config)
+    layers, heads, hidden = (
+        config.get(name, config.get(old, 0))  # the older name: GPT-2's
+        for name, old in (
+            ("num_hidden_layers", "n_layer"),
+            ("num_attention_heads", "n_head"),
+            ("hidden_size", "n_embd"),
+        )
+    )
+    kv_heads = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or (hidden // heads if heads else 0)
+    experts = any(
+        config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
+    return ModelSize(
+        parameters=sum(map(_count_parameters, files)),
+        kv_values=2 * layers * kv_heads * width,
+        experts=experts,
+    )
+
+
+def with_model_sizes(report: dict[str, Any]) -> dict[str, Any]:
+    """The report with `models`: the sizes of its target and of each method's draft, as far as they lie on this disk."""
+    if "models" in report:
+        return report
+    target = report["target"]
+    name = target["name"] if isinstance(target, dict) else target
+    drafts = {m["name"]: read_model_size(m["draft"]) for m in report["methods"] if m["draft"]}
+    known = {
+        "target": None
+        if name is None or (found := read_model_size(name)) is None
+        else asdict(found),
+        "drafts": {key: asdict(value) for key, value in drafts.items() if value is not None},
+    }
+    return {**report, "models": known}
+
+
+def _count_parameters(file: Path) -> int:
+    """Floating-point numbers in one safetensors file, from its header: 8 bytes of length, then JSON."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        header: dict[str, Any] = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    return sum(prod(x["shape"]) for x in header.values() if x["dtype"].startswith(("F", "BF")))
+
+
+def decoding_ceiling(bandwidth: float, weight_bytes: float, kv_bytes: float = 0.0) -> float:
+    """Most tokens a second of plain decoding at batch 1: each reads all weights and the K/V cache once."""
+    return bandwidth / (weight_bytes + kv_bytes)
+
+
+def speculative_ceiling(
+    bandwidth: float, target_bytes: float, draft_bytes: float, k: int, tau: float
+) -> float:
+    """Most tokens a second when a round reads the draft K times and the target once, and yields τ tokens."""
+    return tau * bandwidth / (target_bytes + k * draft_bytes)
+
+
+def ridge_point(gpu: GpuSpec, bytes_a_weight: float) -> float:
+    """Tokens in one pass at which bf16 takes as long as reading the weights: 2 operations a weight and token.
+
+    Drafted tokens are almost free while batch × (K + 1) stays well below; above, they cost what they compute.
+    """
+    return gpu.bf16 * bytes_a_weight / (2 * gpu.bandwidth)
+
+
+def memory_breakdown(
+    target: ModelSize, draft: ModelSize | None, rows: int, length: int, bytes_a_value: int
+) -> dict[str, int]:
+    """Bytes by what holds them, for `rows` texts of `length` tokens; activations come on top."""
+    tokens = rows * length * bytes_a_value
+    parts = {
+        "target": target.parameters * bytes_a_value,
+        "target's K/V cache": target.kv_values * tokens,
+    }
+    if draft is not None:
+        parts["draft"] = draft.parameters * bytes_a_value
+        parts["draft's K/V cache"] = draft.kv_values * tokens
+    return parts
+
+
+def measure_bandwidth(device: torch.device, size: int = 2**28, repeats: int = 5) -> float:
+    """Bytes a second that summing `size` bytes reads on `device`: the best of several, after one to warm up."""
+    block = torch.ones(size // 4, device=device)
+    best = float("inf")
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        block.sum().item()  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return size / best

@@ -1,0 +1,217 @@
+"""Drawing: panels as SVG text that fits a light and a dark page, a phone and a desk.
+
+Every panel is an SVG of its own, narrow enough for a phone, and the page sets panels side by side. Lines and text take
+the page's own colour; series take colours of the Okabe-Ito palette, which colour-blind readers can tell apart, and a
+marker each, so that colour is never the only cue.
+"""
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe-Ito without black and yellow, which vanish on a dark or a white page.
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: no pair returns before 42
+GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖")  # the same in text, for the legend
+LINE_STYLES = ("-", "--", ":")  # the next one each time the colours are used up
+SHADE_COLORS = (
+    "#9aa3ad",
+    "#c6dbef",
+    "#9ecae1",
+    "#6baed6",
+    "#4292c6",
+    "#2171b5",
+    "#08519c",
+    "#08306b",
+)
+"""Of little to much; the first is nothing."""
+PHASE_COLORS = {"draft": "#E69F00", "verify": "#0072B2", "overhead": "#9aa3ad"}
+TEXT_COLOR = "#7a7b7c"  # a colour that nothing else uses: replaced by the page's text colour
+MATPLOTLIB_STYLE = {
+    "svg.fonttype": "none",  # text stays text: selectable, searchable, in the page's colour
+    "svg.hashsalt": "draftsmith",  # the same report gives the same bytes
+    "text.parse_math": False,  # a task may have a $ in its name
+    "text.color": TEXT_COLOR,
+    "axes.labelcolor": TEXT_COLOR,
+    "axes.edgecolor": TEXT_COLOR,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": TEXT_COLOR,
+    "ytick.color": TEXT_COLOR,
+    "grid.color": TEXT_COLOR,
+    "grid.alpha": 0.25,
+}
+WIDTH, HEIGHT = 4.6, 3.0  # inches
+ROW_HEIGHT = 0.17  # inches for a dot and its share of the gap to the next row
+DODGE_WIDTH = 0.7  # how much of the room between two ticks the points that share a tick fill
+
+Interval = Sequence[float] | None
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured value with its interval."""
+
+    x: float
+    y: float
+    ci: Interval = None
+
+
+@dataclass(frozen=True)
+class ChartSeries:
+    """Points that belong together under one name; `dashed` is what was predicted, not measured."""
+
+    name: str
+    points: list[Point]
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class ReportChart:
+    """One figure of the page: panels under a caption, the legend that they share, and a line that explains it."""
+
+    caption: str
+    note: str
+    panels: list[str]
+    legend: list[tuple[str, str, str]] = field(default_factory=list)
+    """(glyph, colour, name)"""
+
+
+def legend_entries(names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Of series by their place in `names`."""
+    return [
+        (GLYPHS[i % len(GLYPHS)], COLORS[i % len(COLORS)], name) for i, name in enumerate(names)
+    ]
+
+
+def axis_limits(points: Iterable[Point], *also: float) -> tuple[float, float]:
+    """What an axis must show of these points, with their intervals, for panels to be compared; with a margin."""
+    values = [*also]
+    for point in points:
+        values += [point.y, *(point.ci or ())]
+    low, high = min(values), max(values)
+    margin = 0.05 * (high - low) or 0.5
+    return low - margin, high + margin
+
+
+def line_chart(
+    series: Sequence[ChartSeries],
+    names: Sequence[str],
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    *,
+    line_at: float | None = None,
+    xscale: str = "linear",
+    ylim: tuple[float, float] | None = None,
+) -> str:
+    """SVG of values over x with intervals; colours by the place of a series in `names`."""
+
+    def draw(axes: Axes) -> None:
+        xs = sorted({point.x for one in series for point in one.points})
+        nudge = 0.0 if xscale == "log" or len(xs) < 2 else DODGE_WIDTH / 2
+        for one in series:
+            color, marker, line = _series_style(names.index(one.name))
+            shift = nudge * ((names.index(one.name) + 0.5) / len(names) - 0.5)
+            at = [point.x + shift for point in one.points]
+            values = [point.y for point in one.points]
+            if one.dashed:
+                axes.plot(at, values, color=color, linestyle="--", linewidth=1.1)
+                continue
+            axes.plot(
+                at, values, color=color, marker=marker, linestyle=line, markersize=5, linewidth=1.4
+            )
+            for x, point in zip(at, one.points, strict=True):
+                if point.ci is not None:
+                    axes.vlines(x, point.ci[0], point.ci[1], color=color, linewidth=1.2)
+        if line_at is not None:
+            axes.axhline(line_at, color=TEXT_COLOR, linestyle="--", linewidth=1)
+        axes.set(xlabel=xlabel, ylabel=ylabel, title=title, xscale=xscale)
+        axes.set_xticks(xs, [f"{x:g}" for x in xs])
+        axes.minorticks_off()
+        if ylim is not None:
+            axes.set_ylim(*ylim)
+        axes.grid(axis="y")
+
+    return _render_svg(draw, HEIGHT)
+
+
+def dot_plot(
+    values: dict[tuple[str, str], Point],
+    rows: Sequence[str],
+    names: Sequence[str],
+    title: str,
+    xlabel: str,
+    xlim: tuple[float, float],
+    line_at: float | None = None,
+) -> str:
+    """SVG of {(row, name): point}: a row for each method, a colour for each of `names`; of a point only y is drawn."""
+
+    def draw(axes: Axes) -> None:
+        for (row, name), point in values.items():
+            index = names.index(name)
+            color, marker, _ = _series_style(index)
+            at = rows.index(row) + DODGE_WIDTH * ((index + 0.5) / len(names) - 0.5)
+            axes.plot(point.y, at, color=color, marker=marker, markersize=5.5)
+            if point.ci is not None:
+                axes.hlines(at, point.ci[0], point.ci[1], color=color, linewidth=1.6)
+        if line_at is not None:
+            axes.axvline(line_at, color=TEXT_COLOR, linestyle="--", linewidth=1)
+        _format_row_axis(axes, rows, title, xlabel)
+        axes.set_xlim(*xlim)
+
+    return _render_svg(draw, 1.0 + ROW_HEIGHT * len(rows) * (len(names) + 1))
+
+
+def stacked_bars(
+    parts: dict[str, list[tuple[float, str]]],
+    ends: dict[str, str],
+    title: str,
+    xlabel: str,
+    right: float,
+) -> str:
+    """SVG of horizontal bars {row: [(length, colour), …]}, each with its words behind it."""
+    rows = list(parts)
+
+    def draw(axes: Axes) -> None:
+        for at, row in enumerate(rows):
+            left = 0.0
+            for length, color in parts[row]:
+                axes.barh(at, length, left=left, color=color, height=0.62)
+                left += length
+            axes.text(left, at, f" {ends.get(row, '')}", va="center", fontsize=8.5)
+        _format_row_axis(axes, rows, title, xlabel)
+        axes.set_xlim(0, right)
+
+    return _render_svg(draw, 0.9 + 0.32 * len(rows))
+
+
+def _format_row_axis(axes: Axes, rows: Sequence[str], title: str, xlabel: str) -> None:
+    axes.set(xlabel=xlabel, ylim=(len(rows) - 0.4, -0.6), title=title)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.grid(axis="x")
+
+
+def _render_svg(draw: Callable[[Axes], None], height: float) -> str:
+    with mpl.rc_context(MATPLOTLIB_STYLE):  # type: ignore[arg-type]
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        figure.patch.set_alpha(0)
+        axes = figure.subplots()
+        axes.patch.set_alpha(0)
+        draw(axes)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :].replace(TEXT_COLOR, "currentColor")
+
+
+def _series_style(index: int) -> tuple[str, str, str]:
+    """Colour, marker and line of series number `index`."""
+    line = LINE_STYLES[index // len(COLORS) % len(LINE_STYLES)]
+    return COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)], line

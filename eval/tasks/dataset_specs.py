@@ -1,0 +1,213 @@
+"""assets/tasks/*.yaml: how the rows of a data set become prompts; and the readers of the files that hold rows."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from decode.common.cli import UserError
+
+ASSETS_DIR = Path(__file__).resolve().parents[2] / "assets"
+BUNDLED_PROMPTS_DIR = ASSETS_DIR / "prompts"
+DATASET_SPECS_DIR = ASSETS_DIR / "tasks"
+JINJA_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
+)
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
+
+
+@dataclass
+class DatasetSpec:
+    """How one data set is read. `prompt`, `reference` and `prefix` are Jinja templates over a row's fields; `id`,
+    `turns` and `domain_from` are Jinja expressions."""
+
+    name: str
+    version: int
+    about: str = ""
+    """What the set is and whose."""
+    bundled: str = ""
+    """File below assets/prompts."""
+    hub: str = ""
+    """Hugging Face data set, read when there is no local file."""
+    config: str | None = None
+    split: str = "test"
+    revision: str | None = None
+    id: str = "id"
+    prompt: str = "{{ prompt }}"
+    chat_prompt: str = ""
+    """The prompt for a target with a chat template; empty: the same."""
+    turns: str = ""
+    """What the user says, one after the other; empty: the prompt is all."""
+    domain: str = ""
+    domain_from: str = ""
+    """The domain of each row, where rows differ."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer, besides EOS and the run's max_new_tokens, of a target without a chat template: a chat
+    model ends its turns itself."""
+    metric: str = ""
+    """number (the last one of an answer), rouge-l, code (does it pass its tests), or none."""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """{domain: metric} where rows differ."""
+    reference: str = ""
+    prefix: str = ""
+
+    def metric_for(self, domain: str) -> str:
+        return self.metrics.get(domain, self.metric)
+
+    def file(self, task: str, path: str) -> Path:
+        """Where the rows are on disk; UserError when there is no such file."""
+        found = Path(path) if path else BUNDLED_PROMPTS_DIR / self.bundled
+        if not found.is_file():
+            raise UserError(f"task {task!r}: no file {found}: correct its path")
+        return found
+
+
+@dataclass(frozen=True)
+class DatasetRow:
+    """One row, and where it stands, for messages."""
+
+    fields: dict[str, Any]
+    where: str
+
+
+CUSTOM_DATASET = DatasetSpec("own", 1, prompt="", turns="turns", domain_from="domain")
+"""Files without a recipe."""
+
+
+@cache
+def load_dataset_specs() -> dict[str, DatasetSpec]:
+    """{name: recipe} of every file in assets/tasks. UserError names the file that is wrong."""
+    known = {f.name for f in fields(DatasetSpec)}
+    found = {}
+    for file in sorted(DATASET_SPECS_DIR.glob("*.yaml")):
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or not set(values) <= known or "version" not in values:
+            unknown = ", ".join(sorted(set(values or {}) - known)) or "no version"
+            raise UserError(f"{file}: {unknown}; fields are {', '.join(sorted(known))}")
+        found[file.stem] = DatasetSpec(name=file.stem, **values)
+    return found
+
+
+def find_dataset_spec(kind: str) -> DatasetSpec:
+    """The recipe of that name, OWN if there is none."""
+    return load_dataset_specs().get(kind, CUSTOM_DATASET)
+
+
+def evaluate_expression(expression: str, row: DatasetRow) -> Any:
+    """What a Jinja expression over the row's fields gives; None for a field that is not there."""
+    if not expression:
+        return None
+    try:
+        return JINJA_ENVIRONMENT.compile_expression(expression)(**row.fields)
+    except jinja2.TemplateError:  # StrictUndefined inside an expression
+        return None
+
+
+def render_template(template: str, row: DatasetRow) -> str:
+    """The template filled in. UserError for a field that the row does not have."""
+    try:
+        return JINJA_ENVIRONMENT.from_string(template).render(**row.fields)
+    except jinja2.TemplateError as error:
+        raise UserError(f"{row.where}: {error}: is it a file of this task?") from error
+
+
+def row_domain(recipe: DatasetSpec, row: DatasetRow) -> str:
+    """The row's domain, the recipe's where the row has none, else empty."""
+    own = evaluate_expression(recipe.domain_from, row)
+    return str(own) if own else recipe.domain
+
+
+def load_rows(task: str, path: str, recipe: DatasetSpec, limit: int) -> list[DatasetRow]:
+    """The first `limit` rows (0: all) of the task's file, or of the recipe's Hub data set. UserError for none."""
+    if not path and not recipe.bundled:
+        if not recipe.hub:
+            known = ", ".join(sorted(load_dataset_specs()))
+            raise UserError(f"task {task!r} needs a path; known without one: {known}")
+        rows = _read_hub_dataset(task, recipe)
+    else:
+        rows = _read_file(recipe.file(task, path))
+    taken: list[DatasetRow] = []
+    for row in rows:
+        if limit and len(taken) == limit:
+            break
+        taken.append(row)
+    if len(taken) == 0:
+        raise UserError(f"{path or recipe.name} holds no prompts")
+    return taken
+
+
+def _read_file(path: Path) -> Iterator[DatasetRow]:
+    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if kind == ".parquet":
+        import pyarrow.parquet
+
+        for number, values in enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1):
+            yield DatasetRow(values, f"{path}, row {number}")
+        return
+    if kind not in FILE_SUFFIXES:
+        raise UserError(
+            f"{path}: a task's file ends in {', '.join(FILE_SUFFIXES)}, or .gz behind it"
+        )
+    text = _read_text(path)
+    if kind == ".jsonl":
+        for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): U+2028
+            if line.strip():
+                yield DatasetRow(_parse_json_object(line, f"{path}:{number}"), f"{path}:{number}")
+    elif kind == ".txt":
+        paragraphs = [part.strip("\n") for part in text.split("\n\n") if part.strip()]
+        for number, part in enumerate(paragraphs, 1):
+            yield DatasetRow({"prompt": part}, f"{path}, paragraph {number}")
+    else:
+        yield from _parse_json_list(path, text)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return raw.decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _parse_json_list(path: Path, text: str) -> Iterator[DatasetRow]:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON") from error
+    if not isinstance(values, list) or not all(isinstance(row, dict) for row in values):
+        raise UserError(f"{path} is not a list of JSON objects")
+    for number, row in enumerate(values, 1):
+        yield DatasetRow(row, f"{path}, row {number}")
+
+
+def _parse_json_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not valid JSON") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is not a JSON object")
+    return row
+
+
+def _read_hub_dataset(task: str, recipe: DatasetSpec) -> Iterator[DatasetRow]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(
+            recipe.hub, recipe.config, split=recipe.split, revision=recipe.revision
+        )
+    except Exception as error:  # datasets and the Hub raise many kinds
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"task {task!r}: no data set {recipe.hub!r} from the Hub ({reason}): give its file as `path`"
+        ) from error
+    for number, values in enumerate(rows):
+        yield DatasetRow(dict(values), f"{recipe.hub}, row {number}")

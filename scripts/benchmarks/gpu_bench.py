@@ -1,0 +1,286 @@
+"""Everything about speed that only a GPU can say, in one command of less than ten minutes.
+
+    python scripts/benchmarks/gpu_bench.py --out docs/results/gpu.json  # the bundled target at the size of Llama-3.1-8B
+    python scripts/benchmarks/gpu_bench.py --shape self-test            # the same path in a minute: try this one first
+    python scripts/benchmarks/gpu_bench.py --stages '[plain, compiled]' # some stages only
+
+The models are the bundled ones, widened (scripts/benchmarks/widen_llama.py): they cost what large ones cost and say what the small ones
+say. Two kinds of weights, never mixed in one figure. Widened ones give the texts and τ, the tokens a round yields.
+Most of them are zeros, which a GPU multiplies faster, so every time, bandwidth and v(T) comes from random weights of
+the same shapes; a round costs the same whatever is accepted. `speedups` combines both: ms a token = ms a round ÷ τ.
+
+Stages, in their order: texts (τ, texts equal to plain's), bandwidth (copy, read), plain (ms a token, share of the
+roofline), verify (v(T)), compiled (the same compiled, as CUDA graphs, through the engine), overhead (a round less its
+passes), host (waits for the device in a round), rounds (every method and batch), transformers (its own generate),
+graph_texts (texts of CUDA graphs). A stage is cut when its time is up; the file is written after every row.
+
+Without a GPU, and with --shape self-test, the models are tiny and the figures mean nothing: that is a self-test. Exit
+code 1 when a stage failed or a text or wait is not as it must be. The last line is JSON.
+"""
+
+import dataclasses
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from decode.common import run_dir
+from decode.common.cli import UserError, run_command, to_dict
+from decode.drafts.causal import CausalDraft
+from decode.drafts.registry import load_draft
+from decode.engine import compile
+from decode.engine.engine import decode
+from decode.model.loading import DTYPES, load_target, pick_device
+from decode.model.runner import ModelRunner
+from eval.tasks.loading import Task, load_task_prompts
+from scripts.benchmarks.gpu_harness import BenchSizes, GpuHarness
+from scripts.benchmarks.gpu_stages import STAGES
+from scripts.benchmarks.gpu_timers import (
+    MODES,
+    Measurement,
+    combine_speedups,
+    find_problems,
+    round_floats,
+)
+from scripts.benchmarks.widen_llama import SHAPES, LlamaShape, widen
+
+SELF_TEST_SHAPES = {
+    "target": LlamaShape(320, 13, 8, 4, 64, 704, 4352, tied=False),
+    "draft": LlamaShape(288, 2, 4, 4, 64, 704, 4352, tied=True),
+}
+GRACE_SECONDS = (
+    20.0  # seconds beyond its time after which even one row, a compilation say, is broken off
+)
+FIGURE_NOTES = {
+    "texts, graph_texts": "widened weights: tau and texts; no time in them means anything",
+    "plain, verify, compiled, overhead, host, rounds, transformers": "random weights: times; the texts mean nothing",
+    "speedups": "both: ms a token = ms a round (random weights) / tau (widened weights)",
+    "share": "of the roofline: time to read all weights but an untied input embedding, and the live context's K/V, at "
+    "the given bandwidth, over the time measured",
+}
+
+
+@dataclass
+class GpuBenchConfig:
+    target: str = "assets/target"
+    draft: str = "outputs/quickstart/drafts/causal"
+    """A causal draft for it; the quickstart makes this one, assets/draft is an undistilled one."""
+    shape: str = "llama-3.1-8b"
+    """What the target is widened to: llama-3.1-8b, llama-3.2-3b or self-test."""
+    draft_shape: str = "llama-3.2-1b"
+    """What the draft is widened to."""
+    tasks: list[Task] = field(
+        default_factory=lambda: [Task("code", limit=4), Task("prose", limit=4), Task("arithmetic", limit=4)]
+    )  # fmt: skip
+    max_new_tokens: int = 64
+    stages: list[str] = field(default_factory=lambda: list(STAGES))
+    """Which stages run; always in the same order."""
+    minutes: float = 9.5
+    """Of the whole command."""
+    compiled: bool | None = None
+    """Also measure compiled rounds; by default on a GPU only."""
+    inductor: dict[str, Any] = field(default_factory=dict)
+    """More options for inductor, such as {coordinate_descent_tuning: true}."""
+    context: int = 512
+    """Tokens that rows hold where nothing else is said."""
+    contexts: list[int] = field(default_factory=lambda: [512, 8192])
+    """For v(T)."""
+    widths: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
+    """T of v(T)."""
+    ks: list[int] = field(default_factory=lambda: [2, 3, 4, 5, 6])
+    """Lengths of drafted chains."""
+    k: int = 4
+    """Length of a chain where only one is measured; one of ks."""
+    batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
+    repeats: int = 10
+    inner: int = 5
+    """Rounds in a row between two looks at the clock."""
+    bandwidth: float = 4.8
+    """TB/s that the maker promises: the roofline."""
+    device: str = "auto"
+    dtype: str = "bfloat16"
+    """On a GPU; the self-test on a CPU is in float32, where all texts must be equal."""
+    out: str = ""
+    """File for the JSON, such as docs/results/gpu.json; empty writes none."""
+
+
+class StageTimeout(Exception):
+    """One row took much longer than its whole stage may."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises OutOfTime inside once the seconds are over. Main thread only."""
+
+    def ring(*_: Any) -> None:
+        raise StageTimeout(f"broken off after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def self_test_config(s: GpuBenchConfig) -> GpuBenchConfig:
+    """The settings of the self-test: nothing larger than it must be to run every line."""
+    return dataclasses.replace(
+        s,
+        tasks=[dataclasses.replace(task, limit=1) for task in s.tasks],
+        max_new_tokens=min(s.max_new_tokens, 8),
+        context=min(s.context, 96),
+        contexts=sorted({min(context, size) for context, size in zip(s.contexts, (64, 96), strict=False)}),
+        widths=[width for width in s.widths if width <= 4],
+        ks=sorted({s.ks[0], s.k}),
+        batches=[rows for rows in s.batches if rows <= 2],
+        repeats=min(s.repeats, 2),
+        inner=min(s.inner, 2),
+    )  # fmt: skip
+
+
+def build_harness(s: GpuBenchConfig, self_test: bool) -> GpuHarness:
+    """Loads the small models, asks the target for its texts, and widens both."""
+    device = pick_device(s.device)
+    dtype = DTYPES[s.dtype if device.startswith("cuda") else "float32"]
+    small = load_target(s.target, "cpu")
+    near = load_draft(s.draft, small, "cpu")
+    assert isinstance(near, CausalDraft)
+    prompts = [item.prompt_ids for task in s.tasks for item in load_task_prompts(task, small)]
+    said = decode(small, None, prompts, max_new_tokens=s.max_new_tokens)
+    wide = []
+    for name, decoder, shape in (
+        ("target", small.decoder, s.shape),
+        ("draft", near.decoder, s.draft_shape),
+    ):
+        model = decoder.model
+        model.config.max_position_embeddings = max(
+            *s.contexts, s.context, model.config.max_position_embeddings
+        ) + max(256, 2 * s.max_new_tokens)
+        size = SELF_TEST_SHAPES[name] if self_test else SHAPES[shape]
+        wide.append((ModelRunner(widen(model, size, device, dtype)), size))
+    large = device.startswith("cuda")
+    many = s.max_new_tokens
+    sizes = BenchSizes(
+        s.context, s.contexts, s.widths, s.batches, s.ks, s.k, s.max_new_tokens, many // 4, many,
+        s.repeats, s.inner, (2**32 if large else 2**26), s.bandwidth * 1e12,
+    )  # fmt: skip
+    target = dataclasses.replace(small, decoder=wide[0][0])
+    wanted = large if s.compiled is None else s.compiled
+    return GpuHarness(
+        sizes, target, wide[1][0], wide[0][1], prompts, [o.output_ids for o in said], wanted
+    )
+
+
+def run_stage(name: str, lab: GpuHarness, seconds: float, save: Any) -> dict[str, Any]:
+    """The stage's rows, each saved as it comes, until it ends, its time is up, or it fails."""
+    entry: dict[str, Any] = {"seconds": 0.0, "cut": False, "error": None, "rows": []}
+    start = time.perf_counter()
+    try:
+        with time_limit(seconds + GRACE_SECONDS):
+            for row in STAGES[name][0](lab):
+                entry["seconds"] = time.perf_counter() - start
+                entry["rows"].append(round_floats(row))
+                save(entry)
+                if entry["seconds"] > seconds:
+                    entry["cut"] = True
+                    break
+    except Exception as error:  # one stage that fails must not cost the others their figures
+        entry["error"], entry["cut"] = traceback.format_exc(), isinstance(error, StageTimeout)
+    entry["seconds"] = round(time.perf_counter() - start, 1)
+    return entry
+
+
+def print_table(console: Console, title: str, rows: Sequence[Measurement]) -> None:
+    """A table with a column for each key; a median stands with its middle half."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, dict):
+            return f"{value['median']:.4g} ({value['low']:.4g}–{value['high']:.4g})"
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(*names, title=title)
+    for row in rows:
+        table.add_row(*(cell(row[name]) if name in row else "" for name in names))
+    console.print(table)
+
+
+def main(s: GpuBenchConfig) -> None:
+    start = time.perf_counter()
+    unknown = sorted(set(s.stages) - set(STAGES))
+    if unknown:
+        raise UserError(f"no stage {unknown[0]!r}; there are {', '.join(STAGES)}")
+    if not (Path(s.draft) / "config.json").is_file():
+        raise UserError(
+            f"no draft at {s.draft!r}: run bash scripts/quickstart.sh or give --draft assets/draft"
+        )
+    if s.k not in s.ks:
+        raise UserError(f"k {s.k} must be one of ks {s.ks}")
+    console = Console(stderr=True, width=150)
+    self_test = s.shape == "self-test" or not pick_device(s.device).startswith("cuda")
+    if self_test:
+        console.print("SELF-TEST on tiny models: no figure below says anything about speed")
+        s = self_test_config(s)
+    compile.COMPILE_OPTIONS["cuda"].update(s.inductor)
+    lab = build_harness(s, self_test)
+    result: dict[str, Any] = {
+        "self_test": self_test, "figures": FIGURE_NOTES, "modes": MODES, "settings": to_dict(s),
+        "dtype": str(lab.target.decoder.model.dtype).removeprefix("torch."), "argv": sys.argv,
+        "git": run_dir.git_sha(), "hardware": run_dir.hardware(),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__},
+        "ready_s": round(time.perf_counter() - start, 1), "stages": {}, "speedups": [],
+    }  # fmt: skip
+
+    def write() -> str:
+        result["speedups"] = combine_speedups(result["stages"])
+        result["problems"] = find_problems(result)
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        line = json.dumps(result)
+        if s.out:
+            Path(s.out).parent.mkdir(parents=True, exist_ok=True)
+            run_dir.write_atomically(Path(s.out), line + "\n")
+        return line
+
+    for name in (name for name in STAGES if name in s.stages):
+        left = 60 * s.minutes - (time.perf_counter() - start)
+
+        def save(entry: dict[str, Any], name: str = name) -> None:
+            result["stages"][name] = entry
+            write()
+
+        if left > 0:
+            save(run_stage(name, lab, min(STAGES[name][1], left), save))
+            entry = result["stages"][name]
+            state = " CUT" if entry["cut"] else " FAILED" if entry["error"] else ""
+            print_table(console, f"{name}: {entry['seconds']} s{state}", entry["rows"])
+            if entry["error"]:
+                console.print(entry["error"], markup=False)
+    line = write()
+    print_table(
+        console, "speed-ups: rounds of random weights, τ of widened ones", result["speedups"]
+    )
+    for problem in result["problems"]:
+        console.print(f"PROBLEM {problem}", markup=False)
+    print(line)
+    if result["problems"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_command(main, GpuBenchConfig, __doc__)

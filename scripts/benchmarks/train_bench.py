@@ -1,0 +1,248 @@
+"""Training throughput of every family: tokens a second, peak memory, and where a step's time goes.
+
+    python scripts/benchmarks/train_bench.py                       # two sizes that a CPU trains
+    python scripts/benchmarks/train_bench.py --sizes '[llama-8b]' --dtype bfloat16   # on a GPU
+
+Targets have random weights of the given shape, rows are full, half of each row is supervised. Each cell runs in a
+process of its own, so that its peak memory is its own. The last line is JSON.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from decode.common import run_dir
+from decode.common.cli import UserError, run_command
+from decode.model.loading import DTYPES, Target, pick_device
+from decode.model.runner import ModelRunner
+from train.data.batching import Batch, collate
+from train.data.sample_store import SampleRow
+from train.families import config as families_config
+from train.families.base import FamilyContext
+from train.families.head_loss import LossWeights
+from train.families.registry import FAMILIES
+from train.losses.objective import DivergenceConfig
+
+SIZES: dict[str, dict[str, int]] = {
+    # hidden, layers, heads, kv heads, inner, vocabulary; rows and length of a batch; draft vocabulary
+    "12x256": {"hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "intermediate_size": 704, "vocab_size": 4096}
+    | {"rows": 8, "length": 192, "draft_vocab": 2048},
+    "12x512": {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8}
+    | {"num_key_value_heads": 4, "intermediate_size": 1408, "vocab_size": 16384}
+    | {"rows": 4, "length": 192, "draft_vocab": 4096},
+    "llama-8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
+    | {"rows": 4, "length": 2048, "draft_vocab": 32000},
+    "llama-1b": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256}
+    | {"rows": 4, "length": 2048, "draft_vocab": 32000},
+}
+BATCH_KEYS = ("rows", "length", "draft_vocab")
+
+
+@dataclass
+class TrainBenchConfig:
+    sizes: list[str] = field(default_factory=lambda: ["12x256", "12x512"])
+    """Shapes of the target; 12x256 is the bundled one's."""
+    families: list[Literal["causal", "medusa", "eagle1", "eagle3"]] = field(
+        default_factory=lambda: ["causal", "medusa", "eagle1", "eagle3"]  # type: ignore[arg-type]
+    )
+    steps: int = 3
+    """Steps timed, after one that is not."""
+    device: str = "auto"
+    dtype: str = "float32"
+    """Of the target; drafts train in fp32."""
+    out: str = ""
+    """File for the JSON of the last line; empty writes none."""
+    one: bool = False
+    """Run the first family at the first size here and print its JSON."""
+
+
+@dataclass
+class TrainBenchRecipe:
+    draft: families_config.DraftConfig
+    loss: str = "forward_kl"
+    compare: DivergenceConfig = field(default_factory=DivergenceConfig)
+    weights: LossWeights = field(default_factory=LossWeights)
+    out: str = ""
+
+
+def random_target(shape: dict[str, int], device: str, dtype: str) -> Target:
+    config = LlamaConfig(**{k: v for k, v in shape.items() if k not in BATCH_KEYS})  # type: ignore[arg-type]
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    return Target(ModelRunner(model.eval()), None, "random", None, "", frozenset())
+
+
+def random_rows(shape: dict[str, int]) -> list[SampleRow]:
+    generator = torch.Generator().manual_seed(0)
+    length = shape["length"]
+    ids = torch.randint(shape["draft_vocab"], (shape["rows"], length), generator=generator)
+    return [
+        SampleRow(
+            id=str(i), source="random", origin="target", input_ids=line.numpy(),
+            loss_spans=[[length // 2, length]], finish_reason="length",
+        )
+        for i, line in enumerate(ids)
+    ]  # fmt: skip
+
+
+class StepProfiler:
+    """Seconds of a step by part. Hooks time the outermost call of any module that they were put on."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.seconds: dict[str, float] = {}
+        self.inside: dict[str, int] = {}
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        start = self.now()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - start
+
+    def watch(self, name: str, modules: Any) -> None:
+        started = [0.0]
+
+        def enter(module: Any, args: Any) -> None:
+            self.inside[name] = self.inside.get(name, 0) + 1
+            if self.inside[name] == 1:
+                started[0] = self.now()
+
+        def leave(module: Any, args: Any, output: Any) -> None:
+            self.inside[name] -= 1
+            if self.inside[name] == 0:
+                self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - started[0]
+
+        for module in modules:
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave)
+
+
+def measure_cell(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any]:
+    """One cell of the table."""
+    torch.manual_seed(0)
+    shape = SIZES[size]
+    device = pick_device(s.device)
+    target = random_target(shape, device, s.dtype)
+    settings = families_config.DraftConfig(family=family, vocab=shape["draft_vocab"])  # type: ignore[arg-type]
+    if family == "causal":
+        settings.layers = [0, 1]
+    rows = random_rows(shape)
+    trainee = FAMILIES[family](FamilyContext(TrainBenchRecipe(settings), target, rows, device))
+    objective = trainee.objective(trainee.model)
+    trained = [p for p in trainee.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    batch = collate(rows, pad_id=0).to(device)
+    train_step(objective, batch, optimizer)
+    plain = StepProfiler(target.decoder.device)
+    with plain.section("step"):
+        for _ in range(s.steps):
+            train_step(objective, batch, optimizer)
+    shares = StepProfiler(target.decoder.device)
+    shares.watch("target", [target.decoder.model])
+    shares.watch("draft", [m for m in trainee.model.modules() if m is not trainee.model])
+    with shares.section("forward"):
+        sums = objective(batch)
+    forward = {name: shares.seconds.get(name, 0.0) for name in ("forward", "target", "draft")}
+    with shares.section("backward"):
+        sums["loss"].backward()
+    with shares.section("optimiser"):
+        optimizer.step()
+    total = sum(shares.seconds[name] for name in ("forward", "backward", "optimiser"))
+    tokens = batch.input_ids.numel()
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if device.startswith("cuda")
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
+    return {
+        "family": family,
+        "size": size,
+        "trained_parameters": sum(p.numel() for p in trained),
+        "tokens_per_second": s.steps * tokens / plain.seconds["step"],
+        "peak_bytes": peak,
+        "shares": {
+            "target": forward["target"] / total,
+            "draft": forward["draft"] / total,
+            "loss": (forward["forward"] - forward["target"] - forward["draft"]) / total,
+            "backward": shares.seconds["backward"] / total,
+            "optimiser": shares.seconds["optimiser"] / total,
+        },
+    }
+
+
+def train_step(
+    objective: Callable[[Batch], dict[str, torch.Tensor]],
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    objective(batch)["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def main(s: TrainBenchConfig) -> None:
+    for size in s.sizes:
+        if size not in SIZES:
+            raise UserError(f"no size {size!r}; there are {', '.join(SIZES)}")
+    if s.one:
+        print(json.dumps(measure_cell(s.families[0], s.sizes[0], s)))
+        return
+    console = Console(stderr=True)
+    table = Table(
+        "target", "family", "trained", "tokens/s", "peak GB", "target", "draft", "loss", "backward",
+        "optimiser",
+    )  # fmt: skip
+    cells = []
+    for size in s.sizes:
+        for family in s.families:
+            command = [
+                sys.executable, __file__, "--one", "true", "--sizes", json.dumps([size]),
+                "--families", json.dumps([family]), "--steps", str(s.steps),
+                "--device", s.device, "--dtype", s.dtype,
+            ]  # fmt: skip
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            cell = json.loads(done.stdout.strip().splitlines()[-1])
+            cells.append(cell)
+            table.add_row(
+                size, family, f"{cell['trained_parameters'] / 1e6:.1f} M",
+                f"{cell['tokens_per_second']:,.0f}", f"{cell['peak_bytes'] / 1e9:.2f}",
+                *(f"{100 * share:.0f} %" for share in cell["shares"].values()),
+            )  # fmt: skip
+    console.print(table)
+    result = {
+        "cells": cells,
+        "shapes": {size: SIZES[size] for size in s.sizes},
+        "dtype": s.dtype,
+        **run_dir.provenance(),
+    }
+    line = json.dumps(result)
+    if s.out:
+        run_dir.write_atomically(Path(s.out), line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    run_command(main, TrainBenchConfig, __doc__)

@@ -1,0 +1,75 @@
+"""What a causal draft consists of, and what can be wrong with it in more than one engine."""
+
+from collections.abc import Iterator
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from decode.common.cli import UserError
+from decode.drafts.base import read_metadata
+from decode.model.loading import load_tokenizer, tokenizer_fingerprint
+from scripts.engine_compat.rules.checkpoint import SILENT, DraftFiles, Rule, has_file
+
+LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def expected_shapes(d: DraftFiles) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model of this config, made without memory for it; tied ones left out."""
+    try:
+        config = AutoConfig.from_pretrained(d.path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise UserError(f"config.json of {d.path!r} makes no model: {error}") from error
+    return {name: tuple(value.shape) for name, value in model.named_parameters()}
+
+
+def missing_tensors(d: DraftFiles) -> Iterator[str]:
+    for name in expected_shapes(d):
+        if name not in d.tensors:
+            yield f"{name} is missing"
+
+
+def wrong_shapes(d: DraftFiles) -> Iterator[str]:
+    for name, shape in expected_shapes(d).items():
+        if name in d.tensors and tuple(d.tensors[name].shape) != shape:
+            yield f"{name} is {list(d.tensors[name].shape)} and config.json makes it {list(shape)}"
+
+
+def unknown_tensors(d: DraftFiles) -> Iterator[str]:
+    for name in sorted(set(d.tensors) - set(expected_shapes(d))):
+        if name != LM_HEAD:
+            yield f"{name} is not part of this model"
+
+
+def dropped_lm_head(d: DraftFiles) -> Iterator[str]:
+    """An output matrix of its own that tie_word_embeddings throws away."""
+    held = d.tensors
+    tied = d.get("tie_word_embeddings", False) and LM_HEAD in held and EMBEDDING in held
+    if tied and not torch.equal(held[LM_HEAD], held[EMBEDDING]):
+        yield f"tie_word_embeddings is true, and {LM_HEAD} is another matrix: it is dropped"
+
+
+def wrong_tokenizer(d: DraftFiles) -> Iterator[str]:
+    """Its tokenizer against the target's, or at least against the one it was trained with."""
+    if not has_file(d.path, "tokenizer_config.json"):
+        yield "there are no tokenizer files: copy the target's"
+        return
+    own = tokenizer_fingerprint(load_tokenizer(d.path))
+    if d.target is not None and d.target.fingerprint not in (None, own):
+        yield "its tokenizer reads other text from the same ids than the target's"
+    said = read_metadata(d.path).get("tokenizer_hash", own)
+    if said != own:
+        yield f"its tokenizer is {own}, and it was trained with {said}"
+
+
+def rope_missing(d: DraftFiles) -> Iterator[str]:
+    said = (d.get("rope_parameters") or {}).get("rope_theta", d.config.get("rope_theta"))
+    if d.get("model_type") in ("llama", "qwen2", "qwen3", "mistral") and said is None:
+        yield "neither rope_theta nor rope_parameters is there: engines take their default"
+
+
+RULES = (
+    Rule("unknown-tensor", ("causal",), SILENT, "names of the architecture", unknown_tensors),
+    Rule("rope", ("causal",), SILENT, "config of the architecture", rope_missing),
+)

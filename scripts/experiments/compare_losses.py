@@ -1,0 +1,254 @@
+"""Which divergence and which data raise a small draft's acceptance: equal supervised tokens, several seeds, one table.
+
+    python scripts/experiments/compare_losses.py --config configs/compare/losses.yaml
+
+Every cell is trained by train/distill.py as a user would train it, then decoded with on the bundled evaluation prompts,
+sampled and greedy. Stopped at any point, it goes on with what is missing. Intervals: 95 % bootstrap over prompts, each
+prompt's counts summed over the seeds; the spread of the seeds stands beside them.
+"""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from decode.common import run_dir
+from decode.common.cli import UserError, run_command
+from decode.drafts.base import METADATA_FILE
+from decode.drafts.registry import load_draft
+from decode.engine.engine import decode
+from decode.model.loading import load_target
+from decode.verification.sampling import SamplingParams
+from eval.metrics import acceptance, bootstrap
+from eval.metrics.records import DecodeRecord
+from eval.tasks.loading import Task, load_task_prompts
+from train.data import mixture
+from train.data.batching import supervised_token_count
+
+ROOT = Path(__file__).resolve().parents[2]
+BASELINE = "before"
+
+
+@dataclass
+class ComparedDataset:
+    """One kind of training data, and the divergences that are tried on it."""
+
+    data: str
+    """Folder of samples."""
+    losses: list[str]
+    words: list[str] = field(default_factory=list)
+    """Further words of train/distill.py's command line."""
+
+
+@dataclass
+class CompareLossesConfig:
+    sources: dict[str, ComparedDataset]
+    target: str = "assets/target"
+    init: str = "assets/draft"
+    """The small LM that all begin with."""
+    recipe: str = ""
+    """A config of train/distill.py that every run begins from; the words of the command line come after it."""
+    tokens: int = 100000
+    """Supervised tokens of each run; steps follow from how many a sample has. 0: as long as the recipe says."""
+    batch_size: int = 16
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    k: int = 4
+    max_new_tokens: int = 64
+    """Longest answer in evaluation."""
+    limit: int = 0
+    """Evaluation prompts of each task; 0 takes all."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    workers: int = 1
+    """Cells at work at a time, each on its share of the cores."""
+    words: list[str] = field(default_factory=list)
+    """Words of train/distill.py's command line for all."""
+    drafts: str = "outputs/losses"
+    """Folder of the drafts and of what is left to do."""
+    out: str = "docs/results/losses.json"
+
+
+def train_draft(s: CompareLossesConfig, name: str, loss: str, seed: int, steps: int | None) -> Path:
+    """The folder of a draft, trained there unless it is already."""
+    source, out = s.sources[name], Path(s.drafts) / f"{name}-{loss}-{seed}"
+    if (out / METADATA_FILE).is_file():
+        return out
+    command = [sys.executable, "train/distill.py"]
+    command += ["--config", s.recipe] if s.recipe else []
+    command += ["--target", s.target, "--data", source.data]
+    command += ["--draft.init", s.init, "--loss", loss, "--seed", str(seed), "--out", str(out)]
+    if steps:
+        command += ["--loop.steps", str(steps), "--loop.batch_size", str(s.batch_size)]
+    command += ["--loop.eval_every", "0", "--wandb", "disabled", *s.words, *source.words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise UserError(f"{out}: {done.stderr.strip().splitlines()[-1]} (from {' '.join(command)})")
+    return out
+
+
+def evaluate_draft(s: CompareLossesConfig, folder: Path) -> dict[str, list[list[Any]]]:
+    """{temperature: [[task, output tokens, rounds], …]} of every evaluation prompt, kept beside the draft's name."""
+    kept = Path(s.drafts) / f"{folder.name}.json"
+    how = {"k": s.k, "max_new_tokens": s.max_new_tokens, "limit": s.limit}
+    if kept.is_file():
+        found: dict[str, Any] = json.loads(kept.read_text())
+        if found.pop("settings", None) != how:
+            raise UserError(f"{kept} was judged at other settings than {how}: delete it")
+        return found
+    target = load_target(s.target, "auto")
+    draft = load_draft(str(folder), target)
+    tasks = [Task(name, limit=s.limit) for name in ("code", "prose", "arithmetic")]
+    items = [item for task in tasks for item in load_task_prompts(task, target)]
+    result = {}
+    for temperature in s.temperatures:
+        outputs = decode(
+            target,
+            draft,
+            [item.prompt_ids for item in items],
+            k=s.k,
+            sampling=SamplingParams(temperature),
+            max_new_tokens=s.max_new_tokens,
+            rows=16,
+        )
+        result[str(temperature)] = [
+            [item.task, len(o.output_ids), o.rounds] for item, o in zip(items, outputs, strict=True)
+        ]
+    run_dir.write_atomically(kept, json.dumps({"settings": how} | result))
+    return result
+
+
+def run_cell(
+    s: CompareLossesConfig, name: str, loss: str, seed: int, steps: int | None, threads: int
+) -> None:
+    """One cell of the table, in a process of its own."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # of the training process
+    torch.set_num_threads(threads)
+    evaluate_draft(s, Path(s.init) if name == BASELINE else train_draft(s, name, loss, seed, steps))
+
+
+def to_samples(found: dict[str, list[list[Any]]], temperature: float) -> list[DecodeRecord]:
+    """One prompt each; their clocks say nothing, so they are left out."""
+    return [
+        DecodeRecord(task, str(i), 0, length, [tuple(r) for r in rounds], 0.0, 0.0, [])
+        for i, (task, length, rounds) in enumerate(found[str(temperature)])
+    ]
+
+
+def pool_seeds(
+    s: CompareLossesConfig, seeds: Sequence[list[DecodeRecord]], before: list[DecodeRecord]
+) -> dict[str, Any]:
+    """τ and α of a cell over its seeds, and α beside that of the draft before training."""
+
+    def sums(count: Any) -> Any:
+        return sum(count(samples) for samples in seeds)
+
+    def accepted(samples: Sequence[DecodeRecord]) -> Any:
+        return acceptance.accepted_by_position(samples, s.k).sum(1)
+
+    def reached(samples: Sequence[DecodeRecord]) -> Any:
+        return acceptance.reached_by_position(samples, s.k).sum(1)
+
+    emitted, rounds = sums(acceptance.emitted_tokens), sums(acceptance.round_counts)
+    taken, asked = sums(accepted), sums(reached)
+    base = accepted(before), reached(before)
+    alpha, was = taken.sum() / asked.sum(), base[0].sum() / base[1].sum()
+    return {
+        "tau": emitted.sum() / rounds.sum(),
+        "tau_ci": bootstrap.ratio_interval(emitted, rounds, 0),
+        "alpha": alpha,
+        "alpha_ci": bootstrap.ratio_interval(taken, asked, 0),
+        "alpha_seeds": [acceptance.alpha(samples, s.k) for samples in seeds],
+        "gain": alpha - was,
+        "gain_ci": bootstrap.paired_difference_interval(taken, asked, *base, 0),
+        "relative_gain": alpha / was - 1,
+    }
+
+
+def build_table(s: CompareLossesConfig, steps: dict[str, int | None]) -> list[dict[str, Any]]:
+    """One entry for each source, divergence, task and temperature."""
+    before = evaluate_draft(s, Path(s.init))
+    rows = []
+    for temperature in s.temperatures:
+        base = to_samples(before, temperature)
+        arms = [(BASELINE, "", [base])]
+        for name, source in s.sources.items():
+            for loss in source.losses:
+                folders = [Path(s.drafts) / f"{name}-{loss}-{seed}" for seed in s.seeds]
+                arms.append(
+                    (name, loss, [to_samples(evaluate_draft(s, f), temperature) for f in folders])
+                )
+        for name, loss, seeds in arms:
+            for task in ("all", *sorted({x.task for x in base})):
+                mine = [[x for x in samples if task in ("all", x.task)] for samples in seeds]
+                own = [x for x in base if task in ("all", x.task)]
+                cell = {"data": name, "loss": loss, "task": task, "temperature": temperature}
+                cell |= {"steps": steps.get(name), "prompts": len(own)}
+                rows.append(cell | pool_seeds(s, mine, own))
+    return rows
+
+
+def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """The pooled rows as a table."""
+    sheet = Table("T", "data", "loss", "steps", "τ", "α", "seeds", "α − before")
+    for row in (row for row in rows if row["task"] == "all"):
+        low, high = row["gain_ci"] or (float("nan"),) * 2
+        seeds = " ".join(f"{x:.3f}" for x in row["alpha_seeds"])
+        gain = f"{row['gain']:+.3f} [{low:+.3f}, {high:+.3f}]"
+        numbers = [f"{row['tau']:.2f}", f"{row['alpha']:.3f}", seeds, gain]
+        sheet.add_row(
+            f"{row['temperature']:g}", row["data"], row["loss"], str(row["steps"] or "–"), *numbers
+        )
+    console.print(sheet)
+
+
+def main(s: CompareLossesConfig) -> None:
+    console = Console(stderr=True)
+    Path(s.drafts).mkdir(parents=True, exist_ok=True)
+    steps: dict[str, int | None] = dict.fromkeys((BASELINE, *s.sources))
+    for name, source in s.sources.items() if s.tokens else ():
+        samples, _ = mixture.load(source.data, 512)
+        steps[name] = round(
+            s.tokens * len(samples) / (s.batch_size * supervised_token_count(samples))
+        )
+    cells = [
+        (name, loss, seed)
+        for seed in s.seeds
+        for name, source in s.sources.items()
+        for loss in source.losses
+    ]
+    first = [(name, source.losses[0], s.seeds[0]) for name, source in s.sources.items()]
+    waves = [
+        [(BASELINE, "", 0)],
+        *([cell] for cell in first),
+    ]  # a folder of features is made by one alone
+    waves.append([cell for cell in cells if cell not in first])
+    threads = max(1, (os.cpu_count() or 1) // s.workers)
+    fresh = multiprocessing.get_context("spawn")
+    for number, wave in enumerate(waves, 1):
+        with ProcessPoolExecutor(s.workers, mp_context=fresh, max_tasks_per_child=1) as pool:
+            jobs = [pool.submit(run_cell, s, *cell, steps[cell[0]], threads) for cell in wave]
+            label = f"cells, wave {number} of {len(waves)}"
+            for job in track(as_completed(jobs), label, total=len(jobs), console=console):
+                job.result()
+    rows = build_table(s, steps)
+    facts = {"tokens": s.tokens, "seeds": s.seeds, "k": s.k, "max_new_tokens": s.max_new_tokens}
+    facts |= {"command": " ".join(["python", *sys.argv]), **run_dir.provenance(), "cells": rows}
+    run_dir.write_atomically(Path(s.out), json.dumps(facts, indent=1) + "\n")
+    print_table(console, rows)
+
+
+if __name__ == "__main__":
+    run_command(main, CompareLossesConfig, __doc__)

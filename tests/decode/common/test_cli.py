@@ -1,0 +1,229 @@
+"""Settings from defaults, YAML and the command line, and what a user sees when one is wrong."""
+
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from decode.common.cli import (
+    UserError,
+    parse_settings,
+    run_command,
+    setting_names,
+    to_dict,
+    to_yaml,
+)
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Settings within settings."""
+
+    temperature: float = 0.0
+    """How bold the text is."""
+    top_k: int = 0
+    """How many tokens stay."""
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Settings of a command."""
+
+    target: str = "assets/target"
+    """The model to be made faster."""
+    steps: int = 10
+    """How long it trains."""
+    rate: float = 1e-3
+    """Step size."""
+    verbose: bool = False
+    """Say more."""
+    device: str | None = None
+    """Where it runs."""
+    tasks: list[str] = field(default_factory=lambda: ["code"])
+    """What is measured."""
+    sampling: Inner = field(default_factory=Inner)
+    """How text is drawn."""
+    sweep: list[Inner] = field(default_factory=list)
+    """Ways to draw it that are compared."""
+
+
+def read(*argv: str) -> Outer:
+    return parse_settings(Outer, "A command.", list(argv))
+
+
+def test_defaults_need_no_argument() -> None:
+    """Catches a default that is lost or changed on its way through the parser."""
+    assert read() == Outer()
+
+
+def test_command_line_wins_over_yaml_over_defaults(tmp_path: Path) -> None:
+    """Catches the reversed order, nested overrides that reset their siblings, and --config after an override."""
+    file = tmp_path / "a.yaml"
+    file.write_text("steps: 20\nrate: 0.5\nsampling:\n  temperature: 0.7\n  top_k: 5\n")
+    config = f"--config={file}"
+    assert read(config) == Outer(steps=20, rate=0.5, sampling=Inner(0.7, 5))
+    got = read("--config", str(file), "--steps", "30", "--sampling.top_k", "9", "--tasks", "[a, b]")
+    want = Outer(steps=30, rate=0.5, tasks=["a", "b"], sampling=Inner(0.7, 9))
+    assert got == want
+    assert isinstance(got.sampling, Inner)
+    other = tmp_path / "b.yaml"
+    other.write_text("steps: 40\n")
+    assert read(config, f"--config={other}") == Outer(steps=40, rate=0.5, sampling=Inner(0.7, 5))
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [("step", "steps"), ("sampling.topk", "sampling.top_k"), ("sampling.temprature", "sampling.temperature")],
+)  # fmt: skip
+def test_unknown_key_names_the_nearest(key: str, hint: str) -> None:
+    """Catches a misspelt key that is ignored: the run would go on with the default."""
+    for argv in ([f"--{key}", "3"], [f"--{key}=3"]):
+        with pytest.raises(UserError, match=f"{key}.*did you mean '{hint}'"):
+            read(*argv)
+
+
+def test_unknown_key_in_yaml_names_the_nearest(tmp_path: Path) -> None:
+    """Catches the same in a file, at the top and nested."""
+    file = tmp_path / "a.yaml"
+    for text, hint in (("step: 3\n", "steps"), ("sampling:\n  topk: 3\n", "top_k")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=f"did you mean '[a-z.]*{hint}'"):
+            read("--config", str(file))
+
+
+def test_lists_hold_settings_too(tmp_path: Path) -> None:
+    """Catches items that stay plain dicts, and an unknown key that is ignored inside a list."""
+    want = Outer(sweep=[Inner(0.7), Inner(1.0, 5)])
+    items = "[{temperature: 0.7}, {temperature: 1.0, top_k: 5}]"
+    assert read("--sweep", items) == want
+    file = tmp_path / "a.yaml"
+    file.write_text(f"sweep: {items}\n")
+    assert read("--config", str(file)) == want
+    file.write_text("sweep: [{topk: 5}]\n")
+    for argv in (["--config", str(file)], ["--sweep", "[{topk: 5}]"]):
+        with pytest.raises(UserError, match="topk") as error:
+            read(*argv)
+        assert "\n" not in str(error.value)
+
+
+def test_unknown_key_without_a_neighbour() -> None:
+    """Catches a far-fetched suggestion."""
+    with pytest.raises(UserError, match="zzz") as error:
+        read("--zzz", "3")
+    assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "argv", [["--steps", "many"], ["--rate", "[1]"], ["--steps", "1.5"], ["--sampling.top_k", "x"]]
+)
+def test_wrong_type_names_the_key(argv: list[str]) -> None:
+    """Catches text where a number belongs, which would fail hours later, and a fraction cut to a whole."""
+    with pytest.raises(UserError, match=argv[0].lstrip("-")):
+        read(*argv)
+
+
+def test_yaml_of_the_wrong_shape_is_refused(tmp_path: Path) -> None:
+    """Catches a stack trace for a file that is not a mapping, or not YAML."""
+    for text in ("just words\n", "steps: [1\n", "steps: {a: 1}\n"):
+        file = tmp_path / "a.yaml"
+        file.write_text(text)
+        with pytest.raises(UserError):
+            read("--config", str(file))
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_missing_config_file_is_named(tmp_path: Path, joined: bool) -> None:
+    """Catches `--config=` and `--config ` being told apart, and a message about YAML for a wrong path."""
+    file = str(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="does not exist") as error:
+        read(*([f"--config={file}"] if joined else ["--config", file]))
+    assert file in str(error.value)
+
+
+def test_dump_reads_back(tmp_path: Path) -> None:
+    """Catches a resolved config beside a run that does not reproduce it (1e-5 read as text, None, tuples)."""
+    for value in (
+        Outer(),
+        Outer("x: y", 3, 1e-5, True, "cpu", ["a", "b"], Inner(0.7, 5), [Inner()]),
+    ):
+        file = tmp_path / "run.yaml"
+        file.write_text(to_yaml(value))
+        assert read("--config", str(file)) == value
+
+
+def test_to_dict_holds_plain_values_only() -> None:
+    """Catches a tuple or a dataclass that YAML or JSON would write as something else."""
+
+    @dataclass
+    class Odd:
+        pair: tuple[int, ...] = (1, 2)
+        inner: Inner = field(default_factory=Inner)
+
+    assert to_dict(Odd()) == {"pair": [1, 2], "inner": {"temperature": 0.0, "top_k": 0}}
+
+
+def test_keys_are_all_dotted_names() -> None:
+    """Catches nested names missing from the suggestions."""
+    assert {f.name for f in dataclasses.fields(Outer)} < set(setting_names(Outer))
+    assert {"sampling.temperature", "sampling.top_k"} < set(setting_names(Outer))
+
+
+def test_help_lists_every_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a --help without meanings: the parser must have read the fields' docstrings."""
+    with pytest.raises(SystemExit) as stop:
+        read("--help")
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for phrase in ("A command.", "The model to be made faster.", "How bold the text is."):
+        assert phrase in text
+    assert "--sampling.top_k" in text
+
+
+def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a --print_config whose output --config refuses."""
+    with pytest.raises(SystemExit) as stop:
+        read("--steps", "7", "--print_config")
+    assert stop.value.code == 0
+    file = tmp_path / "printed.yaml"
+    file.write_text(capsys.readouterr().out)
+    assert read("--config", str(file)) == Outer(steps=7)
+
+
+def refuse(settings: Outer) -> None:
+    raise UserError(f"no {settings.target}: give another")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--step", "3"], "did you mean 'steps'"),
+        (["--steps", "many"], "steps"),
+        (["--config", "/none.yaml"], "/none.yaml"),
+        (["--target", "x"], "no x: give another"),
+    ],
+)
+def test_bad_input_ends_with_one_line_and_code_2(
+    argv: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Catches a stack trace or a page of usage where one line tells the user what to change."""
+    monkeypatch.setattr(sys, "argv", ["command", *argv])
+    with pytest.raises(SystemExit) as stop:
+        run_command(refuse, Outer, None)
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_run_command_calls_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a command that parses and does nothing, and a success that is not exit code 0."""
+    seen: list[Outer] = []
+    monkeypatch.setattr(sys, "argv", ["command", "--steps", "3"])
+    run_command(seen.append, Outer, "A command.")
+    assert seen == [Outer(steps=3)]

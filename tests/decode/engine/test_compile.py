@@ -1,0 +1,129 @@
+"""Compiled rounds: whole graphs, none made anew while lengths change, the same text."""
+
+import shutil
+from functools import cache
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from decode.drafts.base import Draft
+from decode.drafts.causal import CausalDraft
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.ngram import NgramDraft
+from decode.engine import compile as engine_compile
+from decode.engine import round as rounds
+from decode.engine.engine import SpeculativeEngine, collect_outputs, decode
+from decode.model.loading import Target
+from decode.model.runner import ModelRunner
+from decode.verification.sampling import SamplingParams
+from decode.verification.tree import DynamicTree
+from tests.decode.drafts.test_token_trees import BUSHY
+from tests.decode.engine.test_engine import PROMPTS, texts
+from tests.heads import random_draft
+from tests.tiny import noisy, tiny_model, tiny_target
+
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(0.8, top_p=0.9)
+
+
+def make(name: str, target: Target) -> Draft | None:
+    near = ModelRunner(noisy(target.decoder.model, 0.01))
+    return {
+        "plain": None,
+        "ngram": NgramDraft(),
+        "causal": CausalDraft(near),
+        "static": CausalDraft(near, shape=BUSHY),
+        "dynamic": CausalDraft(near, shape=DynamicTree(3, 8)),
+        "early-exit": EarlyExitDraft(target, 2),
+        "medusa": random_draft("medusa", target),
+        "eagle3": random_draft("eagle3", target, DynamicTree(3, 8)),
+    }[name]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Compilation without a code generator: dynamo's part is what can break and what can recompile."""
+    made: list[int] = []
+
+    def backend(module, inputs):  # type: ignore[no-untyped-def]
+        made.append(len(made))
+        return module.forward
+
+    @cache
+    def fast(function, device_type):  # type: ignore[no-untyped-def]
+        options = {"guard_filter_fn": engine_compile.filter_guards}
+        return engine_compile.with_frozen_weights(
+            torch.compile(function, fullgraph=True, dynamic=False, backend=backend, options=options)
+        )
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(rounds, "fast", fast)
+    return made
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "ngram", "causal", "static", "dynamic", "early-exit", "medusa", "eagle3"],
+)
+def test_compiled_rounds_say_the_same_and_compile_once(
+    name: str, sampling: SamplingParams, graphs: list[int]
+) -> None:
+    """Catches graph breaks (they raise), state frozen into a graph, and a graph for every length."""
+    target = tiny_target(tiny_model("llama"))
+    draft = make(name, target)
+    settings = {"max_new_tokens": 24, "seed": 3}
+    want = decode(target, draft, PROMPTS, k=3, sampling=sampling, **settings)
+    engine = SpeculativeEngine(target, draft, k=3, sampling=sampling, mode="compiled")
+    for _ in range(2):  # the second run finds what the first has compiled
+        got = collect_outputs(PROMPTS, engine.speculate(PROMPTS, **settings))
+        assert texts(got) == texts(want)
+        assert [o.rounds for o in got] == [o.rounds for o in want] or name == "ngram"
+        # one for the draft, one for the target, one more for rounds in which lookup finds nothing
+        assert len(graphs) <= {"plain": 1, "ngram": 3}.get(name, 2)
+    assert len(graphs) > 0
+
+
+@pytest.mark.slow
+def test_code_of_one_model_is_not_run_for_another(graphs: list[int]) -> None:
+    """Catches guards left out that told models apart: weights are constants of the code, so it would say another
+    model's text. Also layers left off, and states that a draft reads and another does not."""
+    one = tiny_target(tiny_model("llama"))
+    other = tiny_target(noisy(one.decoder.model, 0.5))
+    settings = {"k": 3, "max_new_tokens": 24}
+    said = {}
+    for target, name in [(one, "one"), (other, "other"), (one, "one again")]:
+        drafts = [
+            None,
+            EarlyExitDraft(target, 2),
+            EarlyExitDraft(target, 1),
+            make("eagle3", target),
+        ]
+        for at, draft in enumerate(drafts):
+            want = decode(target, draft, PROMPTS, **settings)
+            got = decode(target, draft, PROMPTS, mode="compiled", **settings)
+            assert texts(got) == texts(want), (name, at)
+            assert [o.rounds for o in got] == [o.rounds for o in want], (name, at)
+            said[name, at] = texts(want), [o.rounds for o in want]
+    assert said["one", 0] != said["other", 0]
+    assert said["one", 1] != said["one", 2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_real_compilation_says_the_same() -> None:
+    """Catches wrong code from freezing, packing or in-place writes: the generated C++ itself runs. And weights that are
+    inputs after all, which makes products of few rows slow, and code that every process makes anew."""
+    target = tiny_target(tiny_model("llama"))
+    draft = make("causal", target)
+    want = decode(target, draft, PROMPTS, k=3, max_new_tokens=24)
+    torch._dynamo.reset()
+    engine_compile.compile_function.cache_clear()
+    counters.clear()
+    got = decode(target, draft, PROMPTS, k=3, max_new_tokens=24, mode="compiled")
+    assert texts(got) == texts(want)
+    assert counters["inductor"]["fxgraph_cache_bypass"] == 0
+    target.decoder.model.get_output_embeddings().weight.data.neg_()
+    live = decode(target, draft, PROMPTS, k=3, max_new_tokens=24)
+    kept = decode(target, draft, PROMPTS, k=3, max_new_tokens=24, mode="compiled")
+    assert texts(kept) != texts(live)

@@ -1,0 +1,72 @@
+"""The exact law of the whole engine for trees and blocks: every choice walked, as test_exact_law.py does for chains."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from decode.drafts.base import Draft
+from decode.drafts.causal import CausalDraft
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.engine.engine import decode
+from decode.model.loading import Target
+from decode.model.runner import ModelRunner
+from decode.verification.sampling import SamplingParams
+from decode.verification.tree import DynamicTree, tree_from_paths
+from tests.decode.verification.test_exact_distribution import PROMPTS, Branches, own_law, small, tv
+from tests.tiny import noisy, tiny_target
+
+SAMPLING, LENGTH = SamplingParams(0.7), 3
+FORKED = tree_from_paths([[0], [1], [0, 0]])
+WALK = 3**4  # a draw at each of the root and three nodes
+BLOCK = 3**2 * 2**2 * 3  # two drafts, their verdicts, the bonus
+
+
+def near(target: Target, **shape: Any) -> CausalDraft:
+    return CausalDraft(ModelRunner(noisy(target.decoder.model, 0.2)), **shape)
+
+
+# name: (draft, keywords of decode, branches of a round)
+CASES: dict[str, tuple[Callable[[Target], Draft], dict[str, Any], int]] = {
+    "block": (near, {"rule": "block"}, BLOCK),
+    "static": (lambda t: near(t, shape=FORKED), {}, WALK),
+    "dynamic": (lambda t: near(t, shape=DynamicTree(2, 3)), {}, WALK),
+    "early-exit tree": (lambda t: EarlyExitDraft(t, 1, FORKED), {}, WALK),
+}
+
+
+def distances(name: str, length: int = LENGTH) -> list[float]:
+    """TV of the emitted text from the target's own law, for each prompt."""
+    make, keywords, branches = CASES[name]
+    model = small(num_hidden_layers=2)
+    target = tiny_target(model)
+    paths = 3 * branches ** (length - 1)
+    choose = Branches(len(PROMPTS), paths)
+    prompts = [prompt for prompt in PROMPTS for _ in range(paths)]
+    outputs = decode(
+        target, make(target), prompts, k=2, sampling=SAMPLING, max_new_tokens=length,
+        choose=choose, **keywords,
+    )  # fmt: skip
+    assert choose.walked == paths
+    text = torch.tensor([o.output_ids for o in outputs]) @ 3 ** torch.arange(length - 1, -1, -1)
+    found = []
+    for i, prompt in enumerate(PROMPTS):
+        own = slice(i * paths, (i + 1) * paths)
+        law = torch.zeros(3**length, dtype=torch.float64)
+        law.scatter_add_(0, text[own], choose.weight[own])
+        found.append(tv(law, own_law(model, prompt, length, SAMPLING)))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_engine_emits_the_targets_law(name: str) -> None:
+    """Catches a rule given the wrong laws, paths, K/V or positions by the real loop. Exact: no false alarm."""
+    length = 2 if name == "block" else LENGTH
+    assert max(distances(name, length)) < 1e-7  # HF norms compute in fp32
+
+
+def test_typical_acceptance_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above is blind if it passes a rule that is known to move the law."""
+    monkeypatch.setitem(CASES, "typical", (lambda t: near(t, shape=FORKED), {"rule": "typical"}, 3))
+    assert min(distances("typical", 2)) > 1e-3

@@ -1,0 +1,191 @@
+"""Taps give the states that transformers itself calls hidden_states, and leave the model as it was."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from decode.common.cli import UserError
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.engine.engine import decode
+from decode.model.hidden_states import (
+    HiddenStateHooks,
+    HiddenStateSpec,
+    layer_stack,
+    lm_head_function,
+)
+from tests.decode.engine.test_engine import texts
+from tests.heads import hf_states, random_draft
+from tests.tiny import ARCHITECTURES, FEW, tiny_model, tiny_prompts, tiny_target
+
+PROMPTS = tiny_prompts(13, 1, 9)
+ALL = HiddenStateSpec((0, 1, 2), final=True)
+
+
+def hooks(model: Any) -> int:
+    return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+
+# ---- what is caught ----
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_states_are_those_of_transformers(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches taps that are a layer off (methods 3), normed or scaled, rows or chunks mixed up, padding read as text.
+
+    hidden_states[i] enters layer i; the final state, through the head, gives the logits: softcaps, scales, biases.
+    """
+    monkeypatch.setattr(runner, "PREFILL_CHUNK", 4)
+    model = tiny_model(arch)
+    decoder = tiny_target(model).decoder
+    width, longest = decoder.config.hidden_size, max(map(len, PROMPTS))
+    decoder.capture_hidden_states(ALL)
+    decoder.allocate(len(PROMPTS), longest + 4)
+    padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in PROMPTS])
+    length = torch.tensor([len(prompt) for prompt in PROMPTS])
+    decoder.prefill(padded, length)
+    prefilled = decoder.features
+    with torch.inference_mode():
+        logits = decoder.step(torch.tensor([[5, 6], [7, 8], [9, 10]]), length)
+    stepped = decoder.features
+    assert prefilled.shape == (3, longest, 4 * width)
+    assert stepped.shape == (3, 2, 4 * width)
+    for row, prompt in enumerate(PROMPTS):
+        states, right = hf_states(model, [*prompt, 5 + 2 * row, 6 + 2 * row])
+        got = torch.cat([prefilled[row, : len(prompt)], stepped[row]])
+        for i in ALL.layers:
+            close(got[:, i * width : (i + 1) * width], states[i])
+        close(lm_head_function(decoder.model)(got[:, -width:]), right)
+    close(lm_head_function(decoder.model)(stepped[..., -width:]), logits)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_the_final_state_is_behind_the_norm() -> None:
+    """Catches the state before the final norm, from which a head would give other logits."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(0.5)
+    decoder = tiny_target(model).decoder
+    decoder.capture_hidden_states(HiddenStateSpec(final=True))
+    decoder.allocate(1, 16)
+    decoder.prefill(torch.tensor(PROMPTS[:1]), torch.tensor([13]))
+    states, _ = hf_states(model, PROMPTS[0])
+    close(decoder.features[0], states[-1])
+
+
+def test_taps_stand_side_by_side_in_their_order() -> None:
+    """Catches states sorted, or joined along another dimension: fc has its columns in the order of the taps."""
+    decoder = tiny_target(tiny_model("llama")).decoder
+    decoder.allocate(1, 16)
+    found = []
+    for layers in ((0,), (2,), (2, 0, 2)):
+        decoder.capture_hidden_states(HiddenStateSpec(layers))
+        decoder.prefill(torch.tensor(PROMPTS[:1]), torch.tensor([13]))
+        found.append(decoder.features)
+    assert torch.equal(found[2], torch.cat([found[1], found[0], found[1]], -1))
+
+
+def test_states_are_forgotten_once_taken() -> None:
+    """Catches states of an earlier forward given out for this one, and memory that they keep."""
+    model = tiny_model("llama")
+    catch = HiddenStateHooks(model, ALL)
+    model(torch.tensor([[1, 2]]))
+    assert catch.states().shape == (1, 2, 4 * 32)
+    assert catch.captured == {}
+
+
+# ---- the head ----
+
+
+def test_the_head_is_no_forward_of_the_model() -> None:
+    """Catches a head that goes through the module, whose hooks would take its input for the target's state."""
+    model = tiny_model("llama")
+    catch = HiddenStateHooks(model, HiddenStateSpec(final=True))
+    lm_head_function(model)(torch.zeros(1, 1, 32))
+    assert catch.captured == {}
+
+
+def test_a_head_in_another_dtype_is_a_copy() -> None:
+    """Catches a target whose own head is moved or rounded, and one that is trained along with the draft."""
+    model = tiny_model("gpt2")  # tied to the embedding
+    before = model.lm_head.weight.detach().clone()
+    state = torch.randn(2, 32)
+    rough = lm_head_function(model, dtype=torch.bfloat16)(state.bfloat16())
+    assert rough.dtype == torch.bfloat16
+    torch.testing.assert_close(rough.float(), lm_head_function(model)(state), atol=0.2, rtol=0.02)
+    assert not lm_head_function(model)(state).requires_grad
+    assert torch.equal(model.lm_head.weight, before)
+
+
+# ---- on and off ----
+
+
+@pytest.mark.parametrize("layer", [-1, 3])
+def test_an_unknown_layer_is_refused(layer: int) -> None:
+    """Catches -1 taken for the last layer, an index error, and a decoder that half keeps the taps it was refused."""
+    decoder = tiny_target(tiny_model("llama")).decoder
+    decoder.capture_hidden_states(HiddenStateSpec((1,)))
+    with pytest.raises(UserError, match=rf"no layer {layer} to tap: .* layers 0 to 2"):
+        decoder.capture_hidden_states(HiddenStateSpec((0, layer)))
+    decoder.capture_hidden_states(HiddenStateSpec((1,)))
+    decoder.allocate(1, 16)
+    decoder.prefill(torch.tensor(PROMPTS[:1]), torch.tensor([13]))
+    close(decoder.features[0], hf_states(decoder.model, PROMPTS[0])[0][1])
+    decoder.capture_hidden_states(None)
+    assert hooks(decoder.model) == 0
+
+
+def test_layers_that_cannot_be_told_are_refused() -> None:
+    """Catches the first of two lists of equal length taken for the layers."""
+    model = tiny_model("llama")
+    model.other = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
+    with pytest.raises(
+        UserError, match="cannot tell which modules of this llama model .* 3 layers"
+    ):
+        layer_stack(model)
+
+
+def test_no_hook_is_left() -> None:
+    """Catches hooks that stay: each later forward would keep states that nobody takes, and pay for it."""
+    decoder = tiny_target(tiny_model("llama")).decoder
+    for taps, count in (
+        (ALL, 4),
+        (HiddenStateSpec((1,)), 1),
+        (HiddenStateSpec((1,)), 1),
+        (None, 0),
+        (None, 0),
+    ):
+        decoder.capture_hidden_states(taps)
+        assert hooks(decoder.model) == count
+
+
+@pytest.mark.parametrize("arch", FEW)
+def test_plain_and_tapping_drafts_alternate(arch: str) -> None:
+    """Catches taps of one engine that the next one trips over, early exit through tapped layers among them."""
+    own = tiny_target(tiny_model(arch))
+    want = texts(decode(own, None, PROMPTS, max_new_tokens=8))
+    drafts = [
+        random_draft("eagle3", own),
+        None,
+        random_draft("medusa", own),
+        EarlyExitDraft(own, 2),
+    ]
+    for draft in [*drafts, *drafts[::-1]]:
+        assert texts(decode(own, draft, PROMPTS, k=3, max_new_tokens=8)) == want
+    decode(own, None, PROMPTS, max_new_tokens=2)
+    assert hooks(own.decoder.model) == 0
+
+
+def test_a_shorter_decoder_takes_no_part_in_taps() -> None:
+    """Catches an early exit made while its target was tapped, which then asks for states that no hook keeps."""
+    decoder = tiny_target(tiny_model("llama")).decoder
+    decoder.capture_hidden_states(ALL)
+    decoder.allocate(1, 16)
+    short = decoder.first_layers(2)
+    decoder.capture_hidden_states(None)
+    with torch.inference_mode():
+        short.step(torch.tensor([[1]]), torch.tensor([0]))

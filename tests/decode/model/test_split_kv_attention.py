@@ -1,0 +1,81 @@
+"""The split-KV kernel, run by Triton's interpreter in a process of its own, against SDPA with a dense mask."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECK = """
+import sys
+
+import torch
+
+from decode import attention
+from decode.drafts.causal import CausalDraft
+from decode.drafts.layerskip import EarlyExitDraft
+from decode.speculate import decode
+from decode.target import Decoder
+from decode.tree import DynamicTree
+from decode import splitkv
+from tests.test_speculate import PROMPTS
+from tests.test_token_trees import BUSHY
+from tests.tiny import noisy, tiny_model, tiny_target
+
+splitkv.BLOCK, splitkv.PROGRAMS = 16, 18  # three parts, of several blocks, in short texts
+calls = 0
+attend = splitkv.attend
+
+def counted(*args):
+    global calls
+    calls += 1
+    return attend(*args)
+
+splitkv.attend = counted
+for arch in sys.argv[1:]:
+    model = tiny_model(arch)
+    target, moved = tiny_target(model), noisy(model, 0.01)
+    for draft in (
+        CausalDraft(Decoder(moved)),
+        CausalDraft(Decoder(moved), shape=DynamicTree(width=2, nodes=5)),
+        EarlyExitDraft(target, 2, BUSHY),
+    ):
+        texts = {}
+        for on in (False, True):
+            attention.use_split_kv(on)
+            before = calls
+            texts[on] = [(o.output_ids, o.rounds) for o in decode(target, draft, PROMPTS, k=3, max_new_tokens=6)]
+            assert (calls > before) == on
+        assert texts[True] == texts[False], (arch, draft.name)
+        torch.manual_seed(0)
+        tokens = torch.randint(0, 97, (3, 4))
+        logits = {}
+        for on in (False, True):
+            attention.use_split_kv(on)
+            with torch.inference_mode():
+                logits[on] = target.decoder.step(tokens, torch.tensor([9, 3, 7]))
+        assert torch.allclose(logits[True], logits[False], atol=1e-4), (arch, "logits")
+print("equal")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton (comes with CUDA's torch)"
+)
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen2+window"])
+def test_split_kv_equals_the_dense_mask(arch: str) -> None:
+    """Catches parts merged wrongly, an ancestor mask or window read off by one, softcap, sinks and heads of unequal
+    size lost, dead slots read: chains and trees of ragged rows, text and logits."""
+    root = Path(__file__).resolve().parents[3]
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, arch], env=env, cwd=root, capture_output=True, text=True
+    )
+    assert done.stdout == "equal\n", done.stderr[-2000:]

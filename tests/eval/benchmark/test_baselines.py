@@ -1,0 +1,231 @@
+"""Other engines take turns with ours and stop where ours do, and what is sent to vLLM is what ours got."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode.common.cli import UserError
+from decode.drafts.ngram import NgramDraft
+from decode.engine.engine import RequestOutput, SpeculativeEngine
+from decode.model.loading import Target
+from decode.verification.sampling import SamplingParams
+from eval.benchmark import baselines, timing, vllm_client
+from eval.benchmark.config import EvalConfig, MethodConfig
+from eval.benchmark.journal import Journal
+from eval.benchmark.timing import EngineAnswer, Method, TimedOutput, TimingResult
+from eval.checks.greedy_equivalence import reference_greedy_output
+from eval.tasks.loading import Task, TaskPrompt
+from tests.tiny import tiny_model, tiny_target
+from tests.worlds import byte_tokenizer
+
+NEW = 40
+
+
+@pytest.fixture
+def target() -> Target:
+    tokenizer = byte_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
+    return replace(tiny_target(model), tokenizer=tokenizer)
+
+
+def test_generate_ends_at_stop_strings(target: Target) -> None:
+    """Bug: generate runs on to the limit, and the seconds of what is then cut off count against it."""
+    model = tiny_model("llama", vocab_size=268, max_position_embeddings=512)
+    prompt = target.tokenizer("zq")["input_ids"]
+    whole = reference_greedy_output(model, prompt, NEW, target)
+    text = target.tokenizer.decode(whole)
+    stop = next(letter for letter in text[5:20] if letter not in text[:5] + "\ufffd")
+    item = TaskPrompt("t", "a", prompt, stop=(stop,))
+    run = baselines._transformers_runner(
+        EvalConfig(max_new_tokens=NEW), target, model, None, SamplingParams()
+    )
+    answer = run(item)
+    assert answer["ids"] == reference_greedy_output(model, prompt, NEW, target, (stop,))
+    assert target.tokenizer.decode(answer["ids"]).endswith(stop)
+    assert answer["rounds"] == len(answer["ids"]) - 1 < NEW - 1
+
+
+def test_what_vllm_is_asked(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: vLLM decodes other prompts, at another temperature, past our EOS, or with another draft.
+
+    A script that prints what it was sent stands for vLLM.
+    """
+    script = tmp_path / "vllm_job.py"
+    script.write_text(
+        "import json, sys\nprint('log')\nfor job in json.load(sys.stdin)['jobs']:\n"
+        "    row = {'seconds': 1.0, 'rounds': 2, 'accepted': 1, 'job': job}\n"
+        "    print(json.dumps({'repaired': ['x'], 'answers': [row | {'ids': [p]} for p in job['prompts']]}))\n"
+    )
+    monkeypatch.setattr(vllm_client, "WORKER_SCRIPT", script)
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "draftsmith.json").write_text(json.dumps({"family": "eagle3"}))
+    s = EvalConfig(
+        methods=[MethodConfig("e", draft=str(tmp_path / "draft"))],
+        max_new_tokens=NEW,
+        vllm_python=sys.executable,
+    )
+    items = [TaskPrompt("t", "a", [30, 31]), TaskPrompt("t", "b", [32], stop=("x",))]
+    eos = replace(target, eos=frozenset([7, 3]))
+    answers = baselines._run_vllm(s, eos, Method("e", None, 5), items, SamplingParams(0.5, 9, 0.8))
+    assert [a["ids"] for a in answers] == [[30, 31], [32]]
+    assert answers[0]["repaired"] == ["x"]
+    job: dict[str, Any] = answers[0]["job"]
+    assert job["prompts"] == [[30, 31], [32]]
+    assert job["stops"] == [[], ["x"]]
+    assert (job["eos"], job["max_new_tokens"]) == ([3, 7], NEW)
+    assert (
+        len({0, *sum(job["seeds"], [])}) == 3
+    )  # nor the engine's, with which vLLM draws its drafts
+    assert (job["temperature"], job["top_k"], job["top_p"]) == (0.5, 9, 0.8)
+    assert job["speculative"] == {
+        "model": str(tmp_path / "draft"), "method": "eagle3", "num_speculative_tokens": 5,
+    }  # fmt: skip
+    assert (
+        baselines._run_vllm(s, eos, None, items, SamplingParams())[0]["job"]["speculative"] is None
+    )
+    for answer in (
+        "raise SystemExit('no room for K/V')",
+        """print('{"error": "no room for K/V"}')""",
+    ):
+        script.write_text(answer)
+        with pytest.raises(UserError, match="no room"):
+            baselines._run_vllm(s, eos, None, items, SamplingParams())
+
+
+class Clock:
+    """Stands for a decoder: says whose turn it is, and takes its time."""
+
+    def __init__(self) -> None:
+        self.turns: list[str] = []
+
+    def arm(self, name: str, fails: str = "") -> Callable[[TaskPrompt], EngineAnswer]:
+        def answer(item: TaskPrompt) -> EngineAnswer:
+            self.turns.append(f"{name} {item.id}")
+            if item.id == fails:
+                return {"error": "RuntimeError: no room"}
+            return {"ids": [1, 2], "seconds": 0.5, "rounds": 1, "accepted": None}
+
+        return answer
+
+
+def measured(
+    target: Target,
+    folder: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: str = "",
+    batch_size: int = 1,
+) -> TimingResult:
+    """Three prompts by plain decoding, an n-gram draft and two other engines; `clock` sees every turn."""
+    decode = timing._decode_timed
+
+    def seen(
+        engine: SpeculativeEngine, batch: Sequence[TaskPrompt], *rest: Any
+    ) -> list[TimedOutput]:
+        name = "plain" if engine.draft is None else engine.draft.name
+        clock.turns.append(" ".join([name, *(item.id for item in batch)]))
+        return decode(engine, batch, *rest)
+
+    monkeypatch.setattr(timing, "_decode_timed", seen)
+    items = [TaskPrompt("t", name, [20 + at, 30, 40]) for at, name in enumerate("abc")]
+    others = {"hf plain": clock.arm("hf"), "hf-assisted d": clock.arm("assisted", fails)}
+    journal = Journal(folder / "journal.jsonl", {})
+    methods = [Method("ngram", NgramDraft(), 2)]
+    found = timing.time_methods(
+        target, methods, items, SamplingParams(), 6, batch_size, 0, journal, lambda: None, others
+    )
+    monkeypatch.setattr(timing, "_decode_timed", decode)
+    return found
+
+
+def test_engines_take_turns(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: other engines run when our methods are through, and what slowed the machine then is their fault; or none is
+    warmed up."""
+    clock = Clock()
+    found = measured(target, tmp_path, clock, monkeypatch)
+    order = ("plain", "ngram", "hf", "assisted", "plain")
+    warm_up, turns = clock.turns[:4], clock.turns[4:]
+    assert warm_up == ["plain a", "ngram a", "hf a", "assisted a"]
+    assert turns == [f"{who} {item}" for item in "abc" for who in order]
+    assert {name: len(said) for name, said in found.answers.items()} == {
+        "hf plain": 3,
+        "hf-assisted d": 3,
+    }
+
+
+def test_a_batch_is_answered_one_by_one(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: with larger batches the others lose prompts, or their order."""
+    clock = Clock()
+    measured(target, tmp_path, clock, monkeypatch, batch_size=2)
+    turns = ["plain a b", "ngram a b", "hf a", "hf b", "assisted a", "assisted b", "plain a b"]
+    assert clock.turns[4:11] == turns
+
+
+def test_turns_are_kept(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a rerun asks engines again at another time than our methods, forgets their errors, or takes what is kept of
+    one engine for all."""
+    first, again = Clock(), Clock()
+    found = measured(target, tmp_path, first, monkeypatch, fails="b")
+    assert [("error" in x) for x in found.answers["hf-assisted d"]] == [False, True, False]
+    assert measured(target, tmp_path, again, monkeypatch).answers == found.answers
+    assert again.turns == []
+    path = tmp_path / "journal.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert [json.loads(line)["key"][0] for line in lines[1:]] == ["others", "runs"] * 3
+    path.write_text("".join(lines[:-1]))  # killed between the two lines of the last prompt
+    measured(target, tmp_path, again, monkeypatch)
+    assert again.turns[4:] == ["plain c", "ngram c", "hf c", "assisted c", "plain c"]
+
+
+def element(engine: str, at: int = 0, base: Sequence[EngineAnswer] | None = None) -> dict[str, Any]:
+    """The pooled element of six prompts of 5 tokens: ours takes 1 s for each, the other engine more and more."""
+    items = [TaskPrompt("t", str(i), [20]) for i in range(6)]
+    ids = [1, 2, 3, 4, 5]
+    ours = {
+        ("t", item.id): TimedOutput(
+            item, RequestOutput([20], ids, [(0, 0)] * 4, "length", 0.1, []), 1.0
+        )
+        for item in items
+    }
+    answers: list[EngineAnswer] = [
+        {"ids": ids, "seconds": 2.0 + at + i / 10, "rounds": 2, "accepted": None} for i in range(6)
+    ]
+    answers[3] = {"error": "RuntimeError: no room"}
+    s = EvalConfig(tasks=[Task("t")])
+    return baselines._engine_entries(
+        s, engine, Method("d", None, 3), 0.0, items, answers, base, ours
+    )[0]
+
+
+def test_speedups_have_intervals() -> None:
+    """Bug: an interval over other prompts than the speed-up, a failure that counts, tokens that the prefill of assisted
+    generation does not give (it verifies drafts), or a gain over our engine and not over the same one."""
+    base: list[EngineAnswer] = [{"ids": [1] * 5, "seconds": 5.0, "rounds": 4} for _ in range(6)]
+    base[5] = {"error": "RuntimeError: gone"}
+    e = element("hf-assisted", base=base)
+    seconds = [2.0, 2.1, 2.2, 2.4, 2.5]
+    assert e["speedup"] == pytest.approx(5 / sum(seconds))
+    low, high = e["speedup_ci"]
+    assert 1 / max(seconds) < low < e["speedup"] < high < 1 / min(seconds)
+    assert e["gain"] == pytest.approx(20 / sum(seconds[:4]))
+    assert e["gain_ci"][0] < e["gain"] < e["gain_ci"][1]
+    assert e["failed"] == [{"task": "t", "id": "3", "error": "RuntimeError: no room"}]
+    assert (e["prompts"], e["tau"], e["in_turn"]) == (5, 2.5, True)
+    apart = element("vllm")
+    assert (apart["tau"], apart["in_turn"], apart["gain"], apart["gain_ci"]) == (
+        2,
+        False,
+        None,
+        None,
+    )

@@ -1,0 +1,55 @@
+"""What is kept when a run is killed, at any byte."""
+
+from pathlib import Path
+
+import pytest
+
+from decode.common.cli import UserError
+from eval.benchmark.journal import Journal
+
+MACHINE = {"device": "here"}
+
+
+def test_a_value_is_measured_once(tmp_path: Path) -> None:
+    """Bug: a rerun measures again, or a fresh value differs in type from a restored one."""
+    path, calls = tmp_path / "journal.jsonl", []
+
+    def measure() -> list[tuple[int, float]]:
+        calls.append(1)
+        return [(1, 0.1)]
+
+    first = Journal(path, MACHINE).once(["runs", 0.0, "a"], measure)
+    again = Journal(path, MACHINE)
+    assert first == again.once(["runs", 0.0, "a"], measure) == [[1, 0.1]]
+    assert (len(calls), again.num_resumed) == (1, 1)
+    assert again.get(["runs", 1.0, "a"]) is None
+
+
+def test_killed_at_any_byte(tmp_path: Path) -> None:
+    """Bug: a line that was torn by a kill makes the file unreadable, or takes a whole one with it."""
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, MACHINE)
+    journal.put(["a"], "é")
+    journal.put(["b"], 2)
+    whole = path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    for size in range(ends[0], len(whole) + 1):
+        path.write_bytes(whole[:size])
+        found = Journal(path, MACHINE)
+        assert (found.get(["a"]), found.get(["b"])) == (
+            "é" if size >= ends[1] else None,
+            2 if size >= ends[2] else None,
+        )
+        found.put(["c"], 3)
+        assert Journal(path, MACHINE).get(["c"]) == 3
+
+
+def test_another_machine_or_damage_is_refused(tmp_path: Path) -> None:
+    """Bug: seconds of two machines become one report; or a damaged line is passed over in silence."""
+    path = tmp_path / "journal.jsonl"
+    Journal(path, MACHINE).put(["a"], 1)
+    with pytest.raises(UserError, match="--overwrite"):
+        Journal(path, {"device": "there"})
+    path.write_text(path.read_text().replace('"value": 1', '"value" 1'))
+    with pytest.raises(UserError, match=":2 is damaged"):
+        Journal(path, MACHINE)

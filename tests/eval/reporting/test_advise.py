@@ -1,0 +1,237 @@
+"""The advice follows what was measured, says where rules of thumb differ, and says what is missing."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.reporting.advice import advice_markdown, advise
+from eval.reporting.decision import DecisionInputs, decide, verdict_from_heuristic
+from tests import worlds
+from tests.eval.reporting.test_report import entry, plain
+
+COMMAND = "eval/advise.py"
+GIB = 2**30
+FASTER, SLOWER, UNCLEAR = (1.2, 1.6), (0.6, 0.9), (0.9, 1.3)
+
+
+def facts(**changes: Any) -> DecisionInputs:
+    """An idle GPU, long replies, room enough; no speed-up measured."""
+    known = {
+        "speedup": None, "ci": None, "utilisation": 0.3, "reply": 200.0, "needed": 10.0 * GIB,
+        "available": 24.0 * GIB,
+    }  # fmt: skip
+    return DecisionInputs(**{**known, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, "on"),
+        ({"utilisation": 0.49, "reply": 101.0}, "on"),
+        ({"utilisation": 0.5}, "between"),
+        ({"reply": 100.0}, "between"),
+        ({"utilisation": 0.8}, "between"),
+        ({"utilisation": 0.81}, "batch"),
+        ({"needed": 25.0 * GIB}, "batch"),
+        ({"needed": 25.0 * GIB, "utilisation": None}, "batch"),
+        ({"utilisation": 0.81, "available": None, "reply": None}, "batch"),
+        ({"utilisation": None}, "missing"),
+        ({"reply": None}, "missing"),
+        ({"available": None}, "missing"),
+        ({"needed": None}, "missing"),
+    ],
+)
+def test_rule_of_thumb(changes: dict[str, Any], wanted: str) -> None:
+    """Truth table: below 50 %, above 100 tokens and fitting; above 80 % or short of memory; else nothing."""
+    assert verdict_from_heuristic(facts(**changes)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("ci", "changes", "wanted"),
+    [
+        (FASTER, {}, "on"),
+        (FASTER, {"utilisation": 0.95}, "on"),
+        (FASTER, {"utilisation": None, "reply": None, "available": None}, "on"),
+        (SLOWER, {}, "off"),
+        (SLOWER, {"utilisation": 0.95}, "off"),
+        (UNCLEAR, {}, "on"),
+        (UNCLEAR, {"utilisation": 0.95}, "batch"),
+        (UNCLEAR, {"utilisation": None}, "measure"),
+        (UNCLEAR, {"reply": 50.0}, "measure"),
+        (None, {}, "on"),
+        (None, {"reply": None}, "measure"),
+        (FASTER, {"needed": 25.0 * GIB}, "batch"),
+        (SLOWER, {"needed": 25.0 * GIB}, "batch"),
+    ],
+)
+def test_measurement_wins(
+    ci: tuple[float, float] | None, changes: dict[str, Any], wanted: str
+) -> None:
+    """Memory decides alone, then an interval that does not hold 1, then the rule: never the other way round."""
+    speedup = None if ci is None else sum(ci) / 2
+    assert decide(facts(speedup=speedup, ci=ci, **changes))[0] == wanted
+
+
+def test_contradictions_are_said() -> None:
+    """Catches a rule overruled in silence, and a contradiction claimed where both agree."""
+    said = " ".join(decide(facts(speedup=1.4, ci=FASTER, utilisation=0.95))[1])
+    assert "to batch instead (GPU use 95 %, 200 tokens a reply)" in said
+    assert "contradicts it and wins" in said
+    assert "1.40× [1.20, 1.60]" in said
+    assert "contradicts" not in " ".join(decide(facts(speedup=1.4, ci=FASTER))[1])
+    said = " ".join(decide(facts(speedup=0.8, ci=SLOWER))[1])
+    assert "to switch it on" in said
+    assert "contradicts it and wins" in said
+
+
+def test_what_is_missing_is_named() -> None:
+    """Catches an unknown taken for a no."""
+    said = " ".join(decide(facts(utilisation=None, available=None))[1])
+    assert "lacks GPU use, memory" in said
+    assert "length of replies" not in said
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    """Two tasks on a known GPU; the fastest draft has α 0.61 and 1/20 of the target's size."""
+    methods = []
+    for task in ("all", "code"):
+        methods += [plain(task), entry("eagle3", task, 1.92), entry("ngram", task, 0.7, draft=None)]
+    for m in methods:
+        m |= {"mean_output_tokens": 180.0, "finish": {"eos": 30, "length": 10}, "dtype": "bfloat16"}
+    return {
+        "schema": 1,
+        "target": {"name": "big"},
+        "hardware": {"device": "NVIDIA L4"},
+        "versions": {},
+        "seed": 0,
+        "baseline": {"tokens_per_second": 600.0, "ms_per_token": 1.6},
+        "gpu_utilisation": 92.0,
+        "methods": methods,
+        "models": {
+            "target": {"parameters": 8 * 10**9, "kv_values": 65536, "experts": False},
+            "drafts": {"eagle3": {"parameters": 4 * 10**8, "kv_values": 2048, "experts": False}},
+        },
+    }
+
+
+def written(report: dict[str, Any], **how: Any) -> str:
+    return advice_markdown(advise(report, **how), "big")
+
+
+def test_advice_is_filled_in_with_the_report_s_numbers(report: dict[str, Any]) -> None:
+    """Catches a template with blanks, and a number of another method."""
+    text = written(report)
+    assert "**Switch it on: eagle3 at K = 3, temperature 0, batch 1.**" in text
+    assert "GPU use 92 %, 180 tokens a reply" in text
+    assert "1/20 of the target" in text
+    assert "15.7 GiB needed, 22.4 GiB there" in text
+    assert "Beside it on the same prompts: ngram 0.70× [0.60, 0.80]." in text
+    assert "breaks even at 1.22" in text  # τ 2.345 at 1.92× the speed
+    assert "Not tuned: K = 3 was given" in text
+    assert "computes 403 tokens" in text  # 121 TFLOP/s ÷ 0.3 TB/s
+    assert "(here 1 × 4)" in text
+    for step in ("1. Baseline", "2. Draft", "3. Tuning", "4. Roll-out"):
+        assert f"### {step}" in text
+
+
+def test_memory_is_that_of_the_planned_load(report: dict[str, Any]) -> None:
+    """Catches planned rows and lengths ignored: 8 B in bf16 leave little of an L4 for long caches."""
+    text = written(report, rows=32, length=8192)
+    assert text.splitlines()[2].startswith("**Batch instead")
+    assert "do not fit" in text
+    assert "Switch it on" in written(report, rows=32, length=8192, memory=80e9)
+
+
+def test_numbers_that_were_not_measured_are_missing(report: dict[str, Any]) -> None:
+    """Catches a verdict over values that nobody measured, in a report before they existed."""
+    report = copy.deepcopy(report)
+    del report["gpu_utilisation"], report["models"]
+    for m in report["methods"]:
+        del m["finish"], m["mean_output_tokens"]
+        m["speedup_ci"] = None
+    text = written(report)
+    assert "**Measure more before deciding" in text
+    assert "| GPU use below 50 % | yes | – | missing |" in text
+    assert "GPU use during it: not measured. Tokens of a reply: –." in text
+    assert "None" not in text
+    assert "nan" not in text
+
+
+def test_replies_cut_at_the_limit_say_nothing_of_their_length(report: dict[str, Any]) -> None:
+    """Catches "replies are short" concluded from a run that cut them."""
+    for m in report["methods"]:
+        m |= {"mean_output_tokens": 47.0, "finish": {"length": 40}}
+    assert "| replies above 100 tokens | yes | 47, cut at the run's limit | missing |" in written(
+        report
+    )
+    for m in report["methods"]:
+        m["finish"] = {"eos": 40}
+    assert "| replies above 100 tokens | yes | 47 | no |" in written(report)
+
+
+def test_simulated_drafts_advise_nothing(report: dict[str, Any]) -> None:
+    """Catches "switch it on" for a draft that does not exist."""
+    for m in report["methods"]:
+        if m["name"] == "eagle3":
+            m["simulated"] = [0.9]
+    assert "eagle3" not in written(report).splitlines()[2]
+
+
+def test_acceptance_that_contradicts_the_speed_is_named(report: dict[str, Any]) -> None:
+    """Catches α read as the verdict: a good α that is slow, and a bad one that is fast, are both said."""
+    best = report["methods"][1]
+    best["alpha"] = 0.41
+    text = written(report)
+    assert (
+        "α 0.41 is below 50 %, said to harm, yet 1.92× [1.82, 2.02] was measured. The measurement wins."
+        in text
+    )
+    assert "distill on the target's own answers" in text
+    for m in report["methods"][1:3]:
+        m |= {"alpha": 0.7, "speedup": 0.8, "speedup_ci": [0.7, 0.9]}
+    text = written(report)
+    assert "reaches the 60 % to aim for, yet 0.80× [0.70, 0.90] was measured" in text
+    assert text.splitlines()[2].startswith("**Leave it off")
+
+
+def tuned() -> dict[str, Any]:
+    """As eval/tune.py writes it: eagle3 helps up to 8 rows."""
+    cell = {"method": "eagle3", "task": "all", "temperature": 0.0, "tree": None}
+    choice = {
+        "temperature": 0.0, "batch_size": 1, "task": "code", "method": "eagle3", "setting": "K = 6",
+        "speedup": 2.1, "ci": [1.9, 2.3], "held_out": 2.05, "guide": [4, 7],
+    }  # fmt: skip
+    speedups = {1: 2.0, 8: 1.2, 16: 0.9}
+    return {
+        "chosen": [choice, {**choice, "method": "ngram"}],
+        "predictions": {"cells": [], "counted": 12, "median_error": 0.07},
+        "cells": [{**cell, "batch_size": b, "speedup": x, "ci": None} for b, x in speedups.items()],
+        "hardware": {"device": "cpu"},
+        "bandwidth": 1e10,
+    }
+
+
+def test_tuning_stands_beside_the_guides(report: dict[str, Any]) -> None:
+    """Catches guides given as if they had been measured, and a batch limit that was not."""
+    text = written(report, tuned=tuned())
+    assert "code: K = 6, 2.10× [1.90, 2.30] in rounds" in text
+    assert "measured on the other: 2.05×; guides say K 4 to 7." in text
+    assert "within 7 %" in text
+    assert "1: 2.00×, 8: 1.20×, 16: 0.90×. Switch off above 8 requests at a time." in text
+
+
+def test_command(report: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a report that must be named by a flag, and a traceback for a file that is none."""
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report))
+    done = worlds.call(COMMAND, path, "--out", tmp_path / "advice.md")
+    assert done.code == 0, done.err
+    assert done.out == (tmp_path / "advice.md").read_text()
+    assert done.out.startswith("# Speculative decoding of big: advice")
+    path.write_text("{}")
+    assert "is no report" in worlds.call(COMMAND, path).error()
+    assert "does not exist" in worlds.call(COMMAND, tmp_path / "none.json").error()

@@ -1,0 +1,455 @@
+"""The rendered report says what report.json says, with n, intervals and no nonsense."""
+
+import copy
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from eval.reporting import summary, tables
+from eval.reporting.formatting import format_identical
+from tests import drafts, worlds
+
+
+def entry(name: str, task: str, speedup: float | None, **changes: Any) -> dict[str, Any]:
+    """A full method entry of schema 1: K = 3, 40 prompts, greedy."""
+    fields: dict[str, Any] = {
+        "name": name,
+        "draft": f"drafts/{name}",
+        "k": 3,
+        "tree": None,
+        "temperature": 0.0,
+        "batch_size": 1,
+        "task": task,
+        "prompts": 40,
+        "tau": 2.345,
+        "tau_ci": [2.111, 2.567],
+        "alpha": 0.612,
+        "alpha_ci": [0.587, 0.634],
+        "alpha_by_position": [0.711, 0.622, 0.533],
+        "alpha_by_position_ci": [[0.7, 0.72], [0.6, 0.64], [0.5, 0.56]],
+        "acceptance_rate": 0.448,
+        "acceptance_rate_ci": [0.421, 0.475],
+        "counts": {
+            "rounds": 400,
+            "drafted": 1200,
+            "accepted": 538,
+            "emitted": 938,
+            "rounds_by_position": [400, 284, 177],
+        },
+        "draft_sha256": "ab" * 32,
+        "mode": "eager",
+        "dtype": "float32",
+        "verification": "exact",
+        "lossy": False,
+        "latency_ms": {"p50": 12.34, "p95": 23.45, "first_token": 5.6},
+        "tokens_per_second": 1234.5,
+        "tokens_per_second_ci": [1200.0, 1260.0],
+        "ms_per_token": 0.81,
+        "speedup": speedup,
+        "speedup_ci": None if speedup is None else [speedup - 0.1, speedup + 0.1],
+        "predicted_speedup": 1.77,
+        "phase_ms": {"draft": 1.111, "verify": 8.222, "overhead": 0.333},
+        "lossless": verdict(40),
+    }
+    return fields | changes
+
+
+def verdict(identical: int, ties: int = 0) -> dict[str, Any]:
+    """The `lossless` field for 40 prompts; what is neither identical nor a tie failed."""
+    tied = [{"task": "code", "id": str(i), "position": 3} for i in range(ties)]
+    return {
+        "greedy_identical": identical + ties == 40,
+        "prompts": 40,
+        "identical": identical,
+        "ties": tied,
+    }
+
+
+def plain(task: str) -> dict[str, Any]:
+    """Plain decoding: everything that belongs to a draft is null."""
+    return entry(
+        "plain",
+        task,
+        1.0,
+        draft=None,
+        draft_sha256=None,
+        k=0,
+        tau=1.0,
+        tau_ci=[1.0, 1.0],
+        alpha=None,
+        alpha_ci=None,
+        alpha_by_position=[],
+        alpha_by_position_ci=[],
+        acceptance_rate=None,
+        acceptance_rate_ci=None,
+        predicted_speedup=None,
+        phase_ms=None,
+        lossless={"greedy_identical": None, "prompts": 40},
+    )
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    methods = []
+    for task in ("code", "prose", "all"):
+        methods.append(plain(task))
+        methods.append(entry("ngram", task, 0.83, draft=None, draft_sha256=None))
+        methods.append(entry("eagle3", task, 1.92, alpha_by_position=[0.8, None, None]))
+        methods[-1]["alpha_by_position_ci"] = [[0.75, 0.85], None, None]
+    return {
+        "schema": 1,
+        "target": "assets/target",
+        "hardware": {"device": "cpu", "threads": 8},
+        "versions": {"torch": "2.13.0"},
+        "seed": 7,
+        "baseline": {"tokens_per_second": 642.9, "ms_per_token": 1.56},
+        "methods": methods,
+        "comparisons": [
+            {
+                "a": "eagle3",
+                "b": "ngram",
+                "task": "all",
+                "temperature": 0.0,
+                "metric": "alpha",
+                "difference": 0.123,
+                "ci": [0.1, 0.15],
+                "prompts": 40,
+            }
+        ],
+    }
+
+
+def both(report: dict[str, Any]) -> list[str]:
+    return [render.render_markdown(report), render.render_html(report)]
+
+
+def svgs(page: str) -> list[ElementTree.Element]:
+    """The page's plots, parsed: a plot that is not well-formed fails here."""
+    parts = page.split("<svg")[1:]
+    return [ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>") for part in parts]
+
+
+def test_numbers_stand_with_their_intervals(report: dict[str, Any]) -> None:
+    """Catches a bare mean, a wrong interval beside a number, and a lost n."""
+    for text in both(report):
+        assert "1.92× [1.82, 2.02]" in text
+        assert "2.35 [2.11, 2.57]" in text or "2.34 [2.11, 2.57]" in text
+        assert "0.612 [0.587, 0.634]" in text
+        assert "0.448 [0.421, 0.475]" in text
+        assert "0.711 [0.700, 0.720]" in text
+        assert "1,234.5 [1,200.0, 1,260.0]" in text
+        assert "+0.123 [+0.100, +0.150]" in text
+        assert "40/40" in text
+        assert "n = 40" in text
+
+
+def test_nulls_are_dashes(report: dict[str, Any]) -> None:
+    """Catches None, null or nan in a cell: nothing measured is –."""
+    report["methods"][0]["latency_ms"] = None
+    report["methods"][0]["lossless"] = None
+    report["methods"][1]["speedup"] = report["methods"][1]["speedup_ci"] = None
+    for text in both(report):
+        assert "None" not in text
+        assert "NaN" not in text
+        assert "nan" not in text
+    row = next(x for x in render.render_markdown(report).splitlines() if x.startswith("| plain"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[4] == "–"  # predicted
+    assert cells[6] == "–"  # α
+    for m in report["methods"]:
+        m["predicted_speedup"] = None
+    assert "predicted" not in render.render_markdown(report).split("## Definitions")[0]
+
+
+def test_sorted_by_speedup_pooled_task_first(report: dict[str, Any]) -> None:
+    """Catches a table in measuring order: "all" leads and the fastest is on top of each table."""
+    found = tables.report_sections(report)
+    assert [section.task for section in found] == ["all", "code", "prose"]
+    assert [m["name"] for m in found[0].entries] == ["eagle3", "plain", "ngram"]
+
+
+def test_settings_are_not_mixed(report: dict[str, Any]) -> None:
+    """Catches speeds of two temperatures or batch sizes in one table, as if they compared."""
+    hot = [copy.deepcopy(m) | {"temperature": 1.0} for m in report["methods"]]
+    report["methods"] += hot
+    titles = [section.title for section in tables.report_sections(report)]
+    assert titles[:2] == [
+        "all tasks, temperature 0, batch 1",
+        "all tasks, temperature 1, batch 1",
+    ]
+    assert all(len(section.entries) == 3 for section in tables.report_sections(report))
+
+
+def captions(page: str) -> list[str]:
+    return re.findall("<figcaption>(.*?)</figcaption>", page)
+
+
+def test_html_stands_alone(report: dict[str, Any]) -> None:
+    """Catches a missing or broken plot, and a page that needs the network or a script."""
+    page = render.render_html(report)
+    assert captions(page) == [
+        "Speed-up by method and task", "τ by method and task", "Acceptance by position", "Latency",
+        "Where a round&#39;s time goes",
+    ]  # fmt: skip
+    assert len(svgs(page)) == 5
+    assert "<script" not in page
+    assert "src=" not in page
+    assert "<link" not in page
+
+
+def test_plots_name_what_they_show(report: dict[str, Any]) -> None:
+    """Catches an empty or unlabelled figure; names stay text, so they can be found."""
+    page = render.render_html(report)
+    for plot in svgs(page):
+        assert "temperature 0, batch 1" in " ".join(plot.itertext())
+    for figure in page.split("<figure")[1:]:
+        assert "eagle3" in figure.split("</figure>")[0]
+
+
+def test_strings_are_escaped(report: dict[str, Any]) -> None:
+    """Catches a task name that ends a table row or becomes a tag, in text and plots."""
+    for m in report["methods"]:
+        m["task"] = m["task"].replace("code", "<b>co|de</b> $x_1$")
+    page, text = render.render_html(report), render.render_markdown(report)
+    assert "<b>co" not in page
+    assert "&lt;b&gt;co|de&lt;/b&gt; $x_1$" in page
+    assert "<b>" not in text
+    assert "co\\|de" in text
+    assert "$x_1$</span>" not in page
+    for m in report["methods"]:
+        m["name"] = m["name"].replace("ngram", "<i>n</i> $y$")
+    page = render.render_html(report)
+    assert "<i>" not in page
+    assert "<i>n</i> $y$" in " ".join(svgs(page)[0].itertext())
+
+
+def test_lossless_verdict(report: dict[str, Any]) -> None:
+    """Catches a pass claimed while one task differs, or while nothing was compared."""
+    first = both(report)[0]
+    assert (
+        "equals transformers' own generate, token by token (ngram, eagle3; n = 40; 0 ties" in first
+    )
+    report["methods"][1]["lossless"] = verdict(39, ties=1)
+    assert "n = 40; 1 ties" in summary.lossless_verdict(report)
+    report["methods"][1]["lossless"] = verdict(38, ties=1)
+    text = summary.lossless_verdict(report)
+    assert "NOT identical to transformers' generate: ngram on code 38/40 + 1 tie." in text
+    for m in report["methods"]:
+        m["lossless"] = {"greedy_identical": None, "prompts": 40}
+    assert summary.lossless_verdict(report) == "Lossless: not checked."
+
+
+def test_lossy_methods_are_named_not_checked(report: dict[str, Any]) -> None:
+    """Catches a method that changes the output by choice counted as a broken or a lossless one."""
+    for m in report["methods"]:
+        if m["name"] == "ngram":
+            m |= {"lossy": True, "lossless": verdict(3)}
+    text = summary.lossless_verdict(report)
+    assert "NOT" not in text
+    assert "Lossy by choice: ngram." in text
+
+
+def test_identical_counts_ties_apart() -> None:
+    """Catches a tie counted as identical, which would hide it."""
+    assert format_identical(verdict(40)) == "40/40"
+    assert format_identical(verdict(38, ties=2)) == "38/40 + 2 ties"
+
+
+def test_slow_drafts_are_not_praised(report: dict[str, Any]) -> None:
+    """Catches "fastest" for a speed-up whose interval holds 1.0."""
+    assert summary.fastest_method_line(report).startswith("Fastest: eagle3, 1.92×")
+    for m in report["methods"]:
+        m["speedup_ci"] = [0.5, 2.5]
+    assert summary.fastest_method_line(report).startswith("No method is clearly faster")
+
+
+def test_empty_report_renders(report: dict[str, Any]) -> None:
+    """Catches a crash, or a warning from a figure without data, when every method failed."""
+    report |= {"methods": [], "comparisons": [], "target": None}
+    report["baseline"] = {"tokens_per_second": None, "ms_per_token": None}
+    text, page = both(report)
+    assert "No speed-up was measured." in text
+    assert len(svgs(page)) == 0
+    assert "Nothing to advise on" in page
+
+
+def test_write_report(report: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a report.json that is not the report, and renders that change from run to run."""
+    models = {"target": None, "drafts": {}}  # nothing of this report lies on the disk
+    report["target"] = "nowhere"
+    render.write_report(report, tmp_path / "a")
+    render.write_report(report, tmp_path / "b")
+    assert json.loads((tmp_path / "a" / "report.json").read_text("utf-8")) == report | {
+        "models": models
+    }
+    for name in ("report.md", "report.html"):
+        first, second = ((tmp_path / run / name).read_bytes() for run in ("a", "b"))
+        assert first == second
+    report["methods"][0]["tau"] = float("nan")
+    with pytest.raises(ValueError, match="JSON"):
+        render.write_report(report, tmp_path / "c")
+
+
+def test_terminal_table(report: dict[str, Any]) -> None:
+    """Catches console markup eating [low, high] or a task name in square brackets."""
+    report["methods"][0]["task"] = "[red]x"
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(render.terminal_table(report))
+    text = console.export_text()
+    assert "[red]x" in text
+    assert "1.92× [1.82, 2.02]" in text
+
+
+def test_every_measurement_has_its_figure(report: dict[str, Any]) -> None:
+    """Catches a figure without its data, and data without its figure."""
+    for m in report["methods"]:
+        m["histogram"] = [100, 60, 30, 10] if m["k"] else [400]
+        spread = {"mean": 9.0, "p50": 8.8, "p95": 12.5, "variance": 2.25}
+        m["latency_ms"] |= {"mean": 13.0, "variance": 4.5, "token": spread, "first_token_p95": 7.0}
+    report["models"] = {
+        "target": {"parameters": 10**7, "kv_values": 10, "experts": False},
+        "drafts": {"eagle3": {"parameters": 10**6, "kv_values": 1, "experts": False}},
+    }
+    report["hardware"] = {"device": "NVIDIA L4"}
+    cell = {"method": "eagle3", "task": "all", "temperature": 0.0, "batch_size": 1, "fold": 0}
+    guesses = [
+        {**cell, "k": k, "predicted": 1.9, "measured": 2.0, "ci": [1.8, 2.2]} for k in (1, 2, 3)
+    ]
+    sizes = [{**cell, "batch_size": b, "tree": None, "speedup": 2 / b, "ci": None} for b in (1, 2)]
+    tuned = {
+        "predictions": {"cells": guesses, "counted": 3, "median_error": 0.05}, "cells": sizes,
+        "chosen": [], "hardware": {"device": "cpu"}, "bandwidth": 1e9,
+    }  # fmt: skip
+    page = render.render_html(report, (), tuned)
+    assert captions(page) == [
+        "Speed-up by method and task", "τ by method and task", "Acceptance by position",
+        "Accepted lengths", "Latency", "Where a round&#39;s time goes", "Speed-up against draft length",
+        "Speed-up against batch size", "Roofline",
+    ]  # fmt: skip
+    assert "ms a token" in page
+    roofline = page.split("<figcaption>Roofline")[1].split("</figure>")[0]
+    top = 2.345 * 0.3e12 / (4 * (10**7 + 3 * 10**6))  # τ × bandwidth ÷ bytes of a round
+    assert (
+        f"1,234 of {top:,.0f} tokens/s" in roofline or f"1,235 of {top:,.0f} tokens/s" in roofline
+    )
+    assert "300 GB/s" in roofline
+    assert "2.25" in render.render_markdown(report)  # the variance
+
+
+def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:
+    """Catches failed prompts, broken laws and simulated drafts that the page keeps to itself."""
+    assert not summary.is_output_changed(report)
+    report["methods"][0]["failed"] = []
+    broken = next(m for m in report["methods"] if (m["name"], m["task"]) == ("ngram", "all"))
+    broken["failed"] = [{"task": "code", "id": "p7", "error": "too long by 3 <tokens>"}]
+    test = {"method": "eagle3", "order": "p", "tokens": 20000, "distance": 0.02, "p_value": 1e-6}
+    report["law"] = {
+        "temperature": 1.0, "level": 1e-4, "passed": False, "tests": [test],
+        "methods": [{"name": "eagle3", "lossy": False, "passed": False, "control_caught": True}],
+    }  # fmt: skip
+    error = {"task": "code", "id": "p9", "error": "RuntimeError: no room"}
+    report["engines"] = [
+        drafts.assisted("causal", prompts=40, same_as_ours=39, failed=[error]),
+        drafts.assisted("plain", engine="vllm", in_turn=False, gain=None, gain_ci=None),
+    ]
+    broken["quality"] = [
+        {
+            "metric": "exact match", "prompts": 12, "value": 0.25, "ci": [0.0, 0.5], "plain": 0.5,
+            "difference": -0.25, "difference_ci": [-0.5, 0.0],
+        }
+    ]  # fmt: skip
+    report["gpu_utilisation"] = 87.0
+    for text in both(report):
+        assert "Failed prompts, left out of that method" in text
+        assert "too long by 3 &lt;tokens" in text
+        assert "does NOT follow the target" in text
+        assert "1.11× [1.01, 1.22]" in text
+        assert "in turn with ours" in text
+        assert "apart, after ours" in text
+        assert "39/40" in text
+        assert "hf-assisted causal 1." in text
+        assert "RuntimeError: no room" in text
+        assert "-0.250 [-0.500, +0.000]" in text
+        assert "87 %" in text
+    assert summary.is_output_changed(report)
+    assert any("hf-assisted causal" in "".join(svg.itertext()) for svg in svgs(both(report)[1]))
+    assert 'class="verdict bad"' in both(report)[1]
+    report["law"]["methods"][0] |= {"passed": True, "control_caught": False}
+    assert "blind for eagle3" in summary.distribution_verdict(report)
+    report["law"]["methods"][0]["control_caught"] = True
+    assert summary.distribution_verdict(report).startswith(
+        "Sampled output follows the target's law (eagle3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gain", "interval", "draft_ms", "said"),
+    [
+        (1.25, [1.13, 1.37], 4.0, ["It is faster", "1.40 drafted", "τ 2.40", "1.92 steps", "0.10 of", "1.71×"]),
+        (0.80, [0.75, 0.85], 24.0, ["It is slower", "3.00 steps", "0.60 of", "0.71×", "too dear"]),
+        (0.80, [0.75, 0.85], 4.0, ["It is slower", "1.71×", "transformers' own work"]),
+        (1.25, [1.13, 1.37], 24.0, ["It is faster", "0.71× was to be expected."]),
+        (1.01, [0.95, 1.07], None, ["No clear difference", "2.38 steps of generate."]),
+    ],
+)  # fmt: skip
+def test_assistance_is_told_with_its_reason(
+    report: dict[str, Any],
+    gain: float,
+    interval: list[float],
+    draft_ms: float | None,
+    said: list[str],
+) -> None:
+    """Catches a verdict that the interval does not bear out, and a reason from another method, K or temperature."""
+    for m in report["methods"]:
+        m["phase_ms"] = (
+            {"draft": 0.01, "verify": 9.0, "overhead": 0.99} if m["name"] == "plain" else None
+        )
+        if (m["name"], m["temperature"]) == ("eagle3", 0.0) and draft_ms is not None:
+            m["phase_ms"] = {"draft": draft_ms, "verify": 12.0, "overhead": 1.0}
+            m["k"] = 4
+    report["engines"] = [drafts.assisted("eagle3", gain=gain, gain_ci=interval)]
+    (line,) = summary.assisted_generation_lines(report)
+    assert line.startswith("transformers with assistant_model = eagle3 (K = 4, temperature 0): ")
+    for words in said:
+        assert words in line
+    assert ("expected" in line) == (draft_ms is not None)
+    assert summary.assisted_generation_lines(report, ["causal"]) == []
+
+
+def test_simulated_drafts_win_nothing(report: dict[str, Any]) -> None:
+    """Catches a made-up draft in the headline."""
+    for m in report["methods"]:
+        if m["name"] == "eagle3":
+            m["simulated"] = [0.9]
+    assert "ngram" in summary.fastest_method_line(report)
+    assert "Simulated acceptance, no real draft: eagle3." in both(report)[0]
+
+
+def test_page_follows_the_reader_s_colours(report: dict[str, Any]) -> None:
+    """Catches black ink in a plot, which a dark page swallows: text and axes take the page's colour."""
+    page = render.render_html(report)
+    assert "prefers-color-scheme: dark" in page
+    assert "currentColor" in page
+    for plot in svgs(page):
+        colours = re.findall(
+            r"(?:fill|stroke): (#[0-9a-f]{6})", ElementTree.tostring(plot).decode()
+        )
+        assert "#000000" not in colours
+        assert "#ffffff" not in colours
+
+
+def test_report_is_rendered_again(report: dict[str, Any], tmp_path: Path) -> None:
+    """Catches a page that only the run itself can write, and a traceback for a folder without a report."""
+    report["target"] = {"name": "nowhere"}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    done = worlds.call("eval/report.py", tmp_path)
+    assert done.code == 0, done.err
+    assert "1.92× [1.82, 2.02]" in (tmp_path / "report.html").read_text()
+    (tmp_path / "report.json").write_text("[]")
+    assert "is no report" in worlds.call("eval/report.py", tmp_path).error()

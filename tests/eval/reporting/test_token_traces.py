@@ -1,0 +1,81 @@
+"""Coloured traces: every letter of an answer once, under the origin that its round gave it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode.common.cli import UserError
+from eval.reporting.token_traces import read_outputs, select_traces, split_by_origin
+from tests.eval.reporting.test_report import entry, plain
+from tests.worlds import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def test_pieces_follow_the_rounds() -> None:
+    """Catches the first token counted into a round, and the bonus of a full draft taken for a drafted token."""
+    found = split_by_origin(ids_of("abcdefgh"), [(3, 2), (2, 0), (2, 2)], TOKENIZER)
+    assert [(p.text, p.kind, p.rejected) for p in found] == [
+        ("a", "own", 0), ("bc", "accepted", 0), ("d", "own", 1), ("e", "own", 2),
+        ("fg", "accepted", 0), ("h", "own", 0),
+    ]  # fmt: skip
+
+
+def test_last_round_is_trimmed() -> None:
+    """Catches text behind the end: a round is recorded before it is cut at EOS or the limit."""
+    found = split_by_origin(ids_of("abc"), [(4, 4)], TOKENIZER)
+    assert [(p.text, p.kind) for p in found] == [("a", "own"), ("bc", "accepted")]
+
+
+def test_letters_of_several_tokens_stay_whole() -> None:
+    """Catches replacement characters where a letter begins in one piece and ends in the next."""
+    text = "aτα→b"
+    for rounds in ([(0, 0)] * 20, [(2, 1)] * 10, [(4, 3)] * 5):
+        found = split_by_origin(ids_of(text), rounds, TOKENIZER)
+        assert "".join(p.text for p in found) == text
+        assert not any("\ufffd" in p.text for p in found)
+
+
+def line(task: str, number: int, method: str, temperature: float) -> dict[str, Any]:
+    return {
+        "task": task, "id": str(number), "method": method, "temperature": temperature,
+        "prompt_ids": ids_of(f"{task} {number}"), "output_ids": ids_of("answer"),
+        "rounds": [(2, 2), (2, 1)],
+    }  # fmt: skip
+
+
+def test_three_prompts_of_different_tasks() -> None:
+    """Catches three prompts of one task, plain decoding, a tree or another temperature among the traces."""
+    methods = [plain("all"), entry("causal", "all", 1.2), entry("ngram", "all", 1.1)]
+    methods.append(entry("tree", "all", 3.0, tree={"width": 4, "nodes": 8}))
+    methods.append(entry("made-up", "all", 9.0, simulated=[0.9]))
+    lines = [
+        line(task, number, name, temperature)
+        for temperature in (1.0, 0.0)
+        for name in ("plain", "ngram", "tree", "causal", "made-up")
+        for task in ("a", "b")
+        for number in (0, 1)
+    ]
+    found = select_traces({"methods": methods}, lines, TOKENIZER)
+    assert [(t.method, t.prompt) for t in found] == [
+        ("causal", "a 0"), ("causal", "b 0"), ("causal", "a 1"),
+    ]  # fmt: skip
+    assert found[0].tokens == 6
+    assert found[0].rounds == 2
+    assert select_traces({"methods": [plain("all")]}, lines, TOKENIZER) == []
+
+
+def test_damaged_outputs_are_named(tmp_path: Path) -> None:
+    """Catches a traceback, and a letter that str.splitlines() takes for the end of a line."""
+    path = tmp_path / "outputs.jsonl"
+    path.write_text(json.dumps({"text": "a\u2028b"}, ensure_ascii=False) + "\n")
+    assert len(read_outputs(path)) == 1
+    path.write_text("{}\n{")
+    with pytest.raises(UserError, match="outputs.jsonl:2"):
+        read_outputs(path)

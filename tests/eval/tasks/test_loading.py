@@ -1,0 +1,302 @@
+"""Loaders of the field's prompt sets, on made-up rows of the same shape; prompts, domains, references, stops, turns."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode.common.cli import UserError
+from decode.drafts.ngram import NgramDraft
+from decode.engine.engine import SpeculativeEngine, decode
+from decode.model.loading import Target
+from eval.benchmark.journal import Journal
+from eval.benchmark.multi_turn import load_eval_prompts
+from eval.checks import answer_quality, sandbox
+from eval.tasks import dataset_specs
+from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, task_version, with_later_turns
+from eval.tasks.stop_strings import collect_until_stop, length_at_stop
+from tests.tiny import tiny_model, tiny_target
+from tests.worlds import EOS, byte_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+MT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+CATEGORIES = (*MT, "translation", "summarization", "qa", "math_reasoning", "rag")
+
+SPEC_BENCH = [
+    {
+        "question_id": 81 + i,
+        "category": name,
+        "turns": [f"Say {name}.", "Again."][: 1 + (name in MT)],
+    }
+    | ({"reference": ["It is 7."]} if name == "math_reasoning" else {})
+    for i, name in enumerate(CATEGORIES)
+]
+HUMANEVAL = {
+    "task_id": "Made/0",
+    "prompt": 'def double(n):\n    """Twice n."""\n',
+    "entry_point": "double",
+    "canonical_solution": "    return n + n\n",
+    "test": "def check(candidate):\n    assert candidate(2) == 4\n",
+}
+ROWS: dict[str, dict[str, Any]] = {
+    "mt-bench": {"question_id": 1, "category": "stem", "turns": ["One?"]},
+    "humaneval": HUMANEVAL,
+    "mbpp": {
+        "task_id": 11,
+        "text": "Write a function that doubles.",
+        "code": "def d(n): return n + n",
+        "test_setup_code": "",
+        "test_list": ["assert d(2) == 4", "assert d(0) == 0"],
+    },
+    "gsm8k": {"question": "2 and 3?", "answer": "It is <<2+3=5>>5.\n#### 1,005"},
+    "xsum": {"id": "7", "document": "A long story.", "summary": "A story."},
+    "cnn-dailymail": {"id": "a1", "article": "A long story.", "highlights": "A story."},
+    "wmt-en-de": {"translation": {"en": "The house.", "de": "Das Haus."}},
+    "alpaca": {"instruction": "Sort.", "input": "3 1", "output": "1 3"},
+}
+# name: (text of the prompt, id or None for a hash, domain, metric, end of the reference)
+WANTED: dict[str, tuple[str, str | None, str, str, str]] = {
+    "mt-bench": ("One?", "1", "stem", "", ""),
+    "humaneval": (str(HUMANEVAL["prompt"]), "Made/0", "code", "code", "check(double)"),
+    "mbpp": ("assert d(0) == 0\n[BEGIN]\n", "11", "code", "code", "assert d(0) == 0"),
+    "gsm8k": ("Question: 2 and 3?\nAnswer:", None, "math", "number", "1,005"),
+    "xsum": ("A long story.\n\nSummarize", "7", "summarization", "rouge-l", "A story."),
+    "cnn-dailymail": ("A long story.\n\nSummarize", "a1", "summarization", "rouge-l", "A story."),
+    "wmt-en-de": ("English: The house.\nGerman:", None, "translation", "rouge-l", "Das Haus."),
+    "alpaca": ("Sort.\n\n3 1", None, "instructions", "", ""),
+}
+
+
+@pytest.fixture
+def target() -> Target:
+    """A tiny one whose tokens are bytes, without a chat template."""
+    tokenizer = byte_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
+    return replace(tiny_target(model, tuple(EOS)), tokenizer=tokenizer)
+
+
+@pytest.fixture
+def chatty(target: Target) -> Target:
+    target.tokenizer.chat_template = TEMPLATE
+    return target
+
+
+def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def text_of(item: TaskPrompt, target: Target) -> str:
+    return target.tokenizer.decode(item.prompt_ids)
+
+
+def test_every_recipe_is_tried_here() -> None:
+    """Bug: a recipe is added, or a field of one renamed, without a row that shows what it reads."""
+    own = {
+        name for name, recipe in dataset_specs.load_dataset_specs().items() if not recipe.bundled
+    }
+    assert own == {*ROWS, "spec-bench"}
+    assert all(recipe.version >= 1 for recipe in dataset_specs.load_dataset_specs().values())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_become_prompts(name: str, target: Target, tmp_path: Path) -> None:
+    """Bug: a field goes into the wrong place, or the reference into the prompt."""
+    text, own_id, domain, metric, reference = WANTED[name]
+    item = load_task_prompts(Task(name, str(write(tmp_path, [ROWS[name]]))), target)[0]
+    assert text in text_of(item, target)
+    if metric in ("number", "rouge-l"):
+        assert reference not in text_of(item, target)
+    assert own_id is None or item.id == own_id
+    assert (item.domain, item.metric) == (domain, metric)
+    assert item.reference.endswith(reference)
+
+
+def test_a_renamed_field_is_named(target: Target, tmp_path: Path) -> None:
+    """Bug: a file of another task gives empty prompts."""
+    path = write(tmp_path, [{"query": "2 and 3?"}])
+    with pytest.raises(UserError, match=r"rows.jsonl:1: 'question' is undefined"):
+        load_task_prompts(Task("gsm8k", str(path)), target)
+
+
+def test_spec_bench_has_thirteen_domains_and_two_turns(chatty: Target, tmp_path: Path) -> None:
+    """Bug: categories are merged, or the second turn is dropped or asked without the answer to the first."""
+    task = Task("spec-bench", str(write(tmp_path, SPEC_BENCH)))
+    first = load_task_prompts(task, chatty)
+    assert [item.domain for item in first] == list(CATEGORIES)
+    assert sum(bool(item.later) for item in first) == len(MT)
+    assert {item.domain: item.metric for item in first if item.metric} == {
+        "math_reasoning": "number"
+    }
+    asked: list[str] = []
+
+    def answers(items: Any) -> list[list[int]]:
+        asked.extend(item.id for item in items)
+        return [chatty.tokenizer("Yes.")["input_ids"] + [EOS[0]] for _ in items]
+
+    both = with_later_turns(first, chatty, {"spec-bench": "refuse"}, answers)
+    assert len(both) == 13 + 8
+    assert asked == [str(81 + i) for i in range(8)]  # nobody answers what has no later turn
+    assert [item.id for item in both[:4]] == ["81", "81:2", "82", "82:2"]
+    wanted = "[user]Say writing.[assistant]Yes.[user]Again.[assistant]"
+    assert text_of(both[1], chatty) == wanted
+    assert both[1].domain == "writing"
+
+
+def test_history_is_the_targets_own_and_kept(chatty: Target, tmp_path: Path) -> None:
+    """Bug: the history is a draft's, or of another prompt of the batch; or a rerun asks again."""
+    task = Task("spec-bench", str(write(tmp_path, SPEC_BENCH)), limit=3)
+    journal = Journal(tmp_path / "journal.jsonl", {})
+    items, failed = load_eval_prompts([task], chatty, 6, journal)
+    assert (len(items), failed) == (6, [])
+    for one, two in zip(items[::2], items[1::2], strict=True):
+        ids = decode(chatty, None, [one.prompt_ids], max_new_tokens=6)[0].output_ids
+        answer = chatty.tokenizer.decode(ids, skip_special_tokens=True)
+        assert f"[assistant]{answer}[user]" in text_of(two, chatty)
+        journal.put(["answer", one.task, one.id], chatty.tokenizer("Kept.")["input_ids"])
+    again, _ = load_eval_prompts([task], chatty, 6, Journal(tmp_path / "journal.jsonl", {}))
+    assert all("[assistant]Kept.[user]" in text_of(item, chatty) for item in again[1::2])
+
+
+def test_chats_need_a_template_or_one_turn(target: Target, tmp_path: Path) -> None:
+    """Bug: a base model is refused a benchmark whose first turns it can answer."""
+    path = str(write(tmp_path, SPEC_BENCH))
+    with pytest.raises(UserError, match="turns: 1"):
+        load_task_prompts(Task("spec-bench", path), target)
+    items = load_task_prompts(Task("spec-bench", path, turns=1), target)
+    assert text_of(items[0], target) == "Say writing."
+    assert not any(item.later for item in items)
+
+
+def test_chat_models_get_no_stop_strings(target: Target, tmp_path: Path) -> None:
+    """Bug: a chat model's code block is cut where its function begins."""
+    task = Task("humaneval", str(write(tmp_path, [HUMANEVAL])))
+    assert "\ndef " in load_task_prompts(task, target)[0].stop
+    target.tokenizer.chat_template = TEMPLATE
+    item = load_task_prompts(task, target)[0]
+    assert item.stop == ()
+    assert "code block" in text_of(item, target)
+
+
+def test_an_answer_ends_at_the_token_that_completes_its_stop(target: Target) -> None:
+    """Bug: the end depends on how many tokens a round brought, so that the arms count differently."""
+    tokenizer = target.tokenizer
+    ids = tokenizer("é = 1\ndef f\ndef g")["input_ids"]
+    end = length_at_stop(ids, ["\ndef "], tokenizer)
+    assert end is not None
+    assert tokenizer.decode(ids[:end]) == "é = 1\ndef "
+    for start in range(end):
+        assert length_at_stop(ids, ["\ndef "], tokenizer, start) == end
+    assert length_at_stop(ids, ["\nclass "], tokenizer) is None
+    assert length_at_stop(ids, [], tokenizer) is None
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.txt"])
+def test_file_formats(name: str, target: Target, tmp_path: Path) -> None:
+    """Bug: one of the formats loses or reorders rows."""
+    rows = [{"prompt": "One\u2028?", "domain": "x"}, {"prompt": "Two", "domain": "y"}]
+    path = tmp_path / name
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if name.endswith("parquet"):
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif name.endswith("gz"):
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif name.endswith("json"):
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("One\u2028?\n\nTwo\n" if name.endswith("txt") else lines)
+    items = load_task_prompts(Task("own", str(path)), target)
+    assert [text_of(item, target) for item in items] == ["One\u2028?", "Two"]
+    if not name.endswith("txt"):
+        assert [item.domain for item in items] == ["x", "y"]
+    assert len(load_task_prompts(Task("own", str(path), limit=1), target)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "named"),
+    [
+        ("a.csv", b"prompt\n", "a.csv"),
+        ("a.jsonl", b"\xff\xfe", "a.jsonl"),
+        ("a.jsonl.gz", b"not gzip", "a.jsonl.gz"),
+        ("a.json", b"{}", "a.json"),
+        ("a.jsonl", b"[1]", "a.jsonl:1"),
+    ],
+)
+def test_a_bad_file_is_one_line(
+    name: str, data: bytes, named: str, target: Target, tmp_path: Path
+) -> None:
+    """Bug: a file that cannot be read ends in a traceback."""
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=named):
+        load_task_prompts(Task("own", str(tmp_path / name)), target)
+
+
+def test_too_long_is_refused_or_counted(target: Target, tmp_path: Path) -> None:
+    """Bug: a prompt that does not fit is dropped without a word."""
+    path = str(write(tmp_path, [{"id": "long", "prompt": "x" * 600}, {"prompt": "zq"}]))
+    with pytest.raises(UserError, match="too_long"):
+        load_task_prompts(Task("own", path), target)
+    task = Task("own", path, too_long="fail")
+    items, failed = load_eval_prompts([task], target, 4, Journal(tmp_path / "journal.jsonl", {}))
+    assert [text_of(item, target) for item in items] == ["zq"]
+    assert [(f.id, "600 tokens" in f.error) for f in failed] == [("long", True)]
+
+
+def test_versions_tell_recipe_and_file(target: Target, tmp_path: Path) -> None:
+    """Bug: two runs on different files, or with different prompts, carry one version."""
+    path = write(tmp_path, [ROWS["gsm8k"]])
+    before = task_version(Task("gsm8k", str(path)))
+    assert before.startswith("gsm8k@1+")
+    path.write_text(path.read_text() + "\n")
+    assert task_version(Task("gsm8k", str(path))) != before
+    assert (
+        task_version(Task("code"))
+        == "code@" + (dataset_specs.BUNDLED_PROMPTS_DIR / "VERSION").read_text().strip()
+    )
+
+
+def test_the_canonical_solution_passes(target: Target, tmp_path: Path) -> None:
+    """Bug: prompt, answer and tests are put together so that a right answer fails, or a wrong one passes."""
+    item = load_task_prompts(Task("humaneval", str(write(tmp_path, [HUMANEVAL]))), target)[0]
+    for answer, passed in (
+        ("    return n + n\n\ndef ", True),
+        ("    return n\n", False),
+        ("```python\ndef double(n):\n    return 2 * n\n```\nDone.", True),
+        ("Here:\n```python\ndef double(n):\n    return 3 * n\n```", False),
+    ):
+        code = answer_quality.build_test_program(answer, item.prefix, item.reference, item.stop)
+        assert sandbox.run(code).passed == passed, code
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_both_arms_stop_at_the_same_token(rows: int, target: Target) -> None:
+    """Bug: a stop string inside a round's accepted tokens is passed over, or ends the rows beside it."""
+    endless = replace(target, eos=frozenset())
+    prompts = [target.tokenizer(text)["input_ids"] for text in ("zq", "abc", "Hello", "x y")]
+    texts = [
+        target.tokenizer.decode(o.output_ids)
+        for o in decode(endless, None, prompts, max_new_tokens=40)
+    ]
+    stop = sorted(set(texts[0][5:]) - set(texts[0][:5]))[:1]  # occurs late in the first answer
+    assert stop
+    found = []
+    for draft in (None, NgramDraft()):
+        items = [TaskPrompt("t", str(i), p, stop=tuple(stop)) for i, p in enumerate(prompts)]
+        records = SpeculativeEngine(endless, draft).speculate(prompts, rows=rows, max_new_tokens=40)
+        outputs = collect_until_stop(prompts, records, [i.stop for i in items], target.tokenizer)
+        found.append([(o.output_ids, o.finish_reason) for o in outputs])
+    assert found[0] == found[1]
+    for text, (ids, reason) in zip(texts, found[0], strict=True):
+        kept = target.tokenizer.decode(ids)
+        assert text.startswith(kept.rstrip("\ufffd"))
+        assert (reason == "stop") == (stop[0] in text) == kept.endswith(stop[0])

@@ -1,0 +1,734 @@
+"""eval/run.py as users run it, on tiny models: the report says what its outputs say, and bad input destroys nothing."""
+
+import copy
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.drafts.ngram import NgramDraft
+from decode.model.loading import Target, load_model, load_target
+from eval.checks import greedy_equivalence
+from eval.results import count_tokens_after_eos
+from eval.tasks.loading import TaskPrompt
+from tests import worlds
+from tests.worlds import CONTEXT, Done, World, contents
+
+COMMAND = "eval/run.py"
+K, NEW = 3, 16
+# DESIGN of the report, schema 1: fields may be added, not renamed.
+FIELDS = {
+    "name", "draft", "k", "tree", "temperature", "batch_size", "task", "prompts", "tau", "tau_ci",
+    "alpha_by_position", "alpha", "alpha_ci", "alpha_by_position_ci", "acceptance_rate", "counts",
+    "draft_sha256", "mode", "dtype", "verification", "lossy", "latency_ms", "tokens_per_second",
+    "ms_per_token", "speedup", "speedup_ci", "predicted_speedup", "phase_ms", "lossless",
+}  # fmt: skip
+ADDED = {
+    "domain", "finish", "tokens_after_eos", "failed", "quality", "simulated", "mean_output_tokens", "histogram",
+    "prefill", "decode",
+}  # fmt: skip
+INNER = {
+    "counts": {"rounds", "drafted", "accepted", "emitted", "rounds_by_position"},
+    "latency_ms": {"p50", "p95", "first_token"},
+    "lossless": {"greedy_identical", "prompts"},
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return worlds.build(tmp_path_factory.mktemp("world"), prompts=12)
+
+
+@pytest.fixture(scope="module")
+def evaluated(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """A report over two tasks of 7 and 5 prompts, made by the real command, and what it said."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    tasks = [
+        {"name": name, "path": str(worlds.write_prompts(folder / f"{name}.jsonl", texts))}
+        for name, texts in (("long", world.texts[:7]), ("short", world.texts[7:]))
+    ]
+    done = worlds.run(COMMAND, *arguments(world, folder / "out"), "--tasks", json.dumps(tasks))
+    assert done.code == 0, done.err
+    return folder / "out", done
+
+
+@pytest.fixture(scope="module")
+def report(evaluated: tuple[Path, Done]) -> dict[str, Any]:
+    return json.loads((evaluated[0] / "report.json").read_text())
+
+
+@pytest.fixture
+def evaluate(world: World, tmp_path: Path) -> Callable[..., Done]:
+    """Evaluates greedily on three prompts into tmp_path / "out", in a second."""
+    prompts = worlds.write_prompts(tmp_path / "few.jsonl", world.texts[:3])
+    few = ["--tasks", tasks_of(prompts), "--temperatures", "[0.0]", "--phase_prompts", 0]
+    out = tmp_path / "out"
+
+    def start(*more: object, first: Sequence[object] = ()) -> Done:
+        return worlds.call(COMMAND, *first, *arguments(world, out), *few, *more)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def target(world: World) -> Target:
+    return load_target(str(world.target), "cpu")
+
+
+@pytest.fixture
+def three(world: World, target: Target, tmp_path: Path) -> Path:
+    """Three prompts whose greedy answers have 8 tokens at least, so that every method drafts."""
+    model = load_model(str(world.target), "target", "cpu", "float32")
+
+    def answer(text: str) -> list[int]:
+        return greedy_equivalence.reference_greedy_output(
+            model, target.tokenizer(text)["input_ids"], NEW, target
+        )
+
+    texts = [text for text in world.texts if len(answer(text)) >= 8]
+    return worlds.write_prompts(tmp_path / "three.jsonl", texts[:3])
+
+
+def arguments(world: World, out: Path) -> list[object]:
+    methods = [{"name": "ngram"}, {"name": "causal-base", "draft": str(world.draft)}]
+    return [
+        "--target", world.target, "--methods", json.dumps(methods), "--out", out, "--k", K,
+        "--max_new_tokens", NEW, "--phase_prompts", 1,
+    ]  # fmt: skip
+
+
+def tasks_of(*paths: Path) -> str:
+    return json.dumps([{"name": path.stem, "path": str(path)} for path in paths])
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
+
+
+def report_of(out: Path) -> dict[str, Any]:
+    return json.loads((out / "report.json").read_text())
+
+
+# ---- the report ----
+
+
+def test_report_has_every_field_for_every_method_task_and_temperature(
+    world: World, report: dict[str, Any]
+) -> None:
+    """Bug: a field is renamed, or a method, task or temperature is left out."""
+    assert report["schema"] == 1
+    assert {"target", "hardware", "versions", "seed", "baseline", "methods"} <= report.keys()
+    assert report["baseline"].keys() == {"tokens_per_second", "ms_per_token"}
+    found = [(m["name"], m["task"], m["temperature"]) for m in report["methods"]]
+    wanted = {
+        (name, task, temperature)
+        for name in ("plain", "ngram", "causal-base")
+        for task in ("all", "long", "short")
+        for temperature in (0.0, 1.0)
+    }
+    assert sorted(found) == sorted(wanted)
+    for entry in report["methods"]:
+        assert entry.keys() >= FIELDS | ADDED
+        for name, inner in INNER.items():
+            assert entry[name].keys() >= inner
+        assert entry["prompts"] == {"all": 12, "long": 7, "short": 5}[entry["task"]]
+        assert entry["predicted_speedup"] is None
+        if entry["task"] == "all":
+            assert entry["phase_ms"].keys() == {"draft", "verify", "overhead"}
+        if entry["name"] == "plain":
+            assert (entry["tau"], entry["alpha"], entry["speedup"]) == (1.0, None, 1.0)
+    drafts = {m["name"]: (m["draft"], m["draft_sha256"]) for m in report["methods"]}
+    files = [world.draft / "model.safetensors", world.draft / "config.json"]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    assert drafts["causal-base"] == (str(world.draft), digest)
+    assert drafts["ngram"] == (None, None)
+
+
+def test_numbers_follow_from_the_outputs(
+    evaluated: tuple[Path, Done], report: dict[str, Any]
+) -> None:
+    """Bug: means of means, α confused with the acceptance rate, or rows of another task or temperature counted."""
+    lines = lines_of(evaluated[0])
+    assert len(lines) == 3 * 2 * 12
+    for entry in report["methods"]:
+        own = [
+            line
+            for line in lines
+            if (line["method"], line["temperature"]) == (entry["name"], entry["temperature"])
+            and entry["task"] in ("all", line["task"])
+        ]
+        rounds = [tuple(pair) for line in own for pair in line["rounds"]]
+        emitted = sum(len(line["output_ids"]) for line in own) - len(own)
+        drafted, accepted = (sum(column) for column in zip(*rounds, strict=True))
+        reached = [sum(min(d, a + 1) >= i for d, a in rounds) for i in range(1, entry["k"] + 1)]
+        taken = [sum(a >= i for _, a in rounds) for i in range(1, entry["k"] + 1)]
+        assert entry["tau"] == pytest.approx(emitted / len(rounds))
+        assert entry["alpha"] == ratio(accepted, sum(reached))
+        assert entry["acceptance_rate"] == ratio(accepted, drafted)
+        assert entry["alpha_by_position"] == [ratio(*x) for x in zip(taken, reached, strict=True)]
+        counts = {
+            "rounds": len(rounds), "drafted": drafted, "accepted": accepted, "emitted": emitted,
+            "rounds_by_position": reached,
+        }  # fmt: skip
+        assert {name: entry["counts"][name] for name in counts} == counts
+    pooled = next(m for m in report["methods"] if (m["name"], m["task"]) == ("causal-base", "all"))
+    assert (
+        0 < pooled["acceptance_rate"] < pooled["alpha"] < 1
+    )  # else the two could not be told apart
+
+
+def ratio(numerator: int, denominator: int) -> Any:
+    return None if denominator == 0 else pytest.approx(numerator / denominator)
+
+
+def test_greedy_outputs_are_those_of_generate(
+    world: World, evaluated: tuple[Path, Done], report: dict[str, Any]
+) -> None:
+    """Bug: the verdict is true whatever the outputs are."""
+    verdicts: dict[float, set] = {0.0: set(), 1.0: set()}
+    for entry in report["methods"]:
+        verdicts[entry["temperature"]].add(entry["lossless"]["greedy_identical"])
+    assert verdicts == {0.0: {True}, 1.0: {None}}
+    model = load_model(str(world.target), "target", "cpu", "float32")
+    for line in lines_of(evaluated[0]):
+        prompt = torch.tensor([line["prompt_ids"]])
+        own = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=NEW
+        )
+        if line["temperature"] == 0:
+            assert line["prompt_ids"] + line["output_ids"] == own[0].tolist()
+
+
+def test_the_last_line_is_json(evaluated: tuple[Path, Done]) -> None:
+    """Bug: a script that reads the last line of stdout meets a table or a progress bar."""
+    out, done = evaluated
+    last = json.loads(done.out.splitlines()[-1])
+    assert last["report"] == str(out / "report.json")
+    assert last["greedy_identical"] is True
+    assert last["best"].keys() == {"0", "1"}
+
+
+def test_pages_hold_tables_and_plots(evaluated: tuple[Path, Done]) -> None:
+    """Bug: the pages are written from other fields than the command gives them."""
+    page = (evaluated[0] / "report.html").read_text()
+    assert page.count("<svg") >= 3
+    for text in (page, (evaluated[0] / "report.md").read_text()):
+        assert all(name in text for name in ("plain", "ngram", "causal-base", "long", "short"))
+
+
+def test_rows_do_not_depend_on_the_batch(evaluated: tuple[Path, Done], tmp_path: Path) -> None:
+    """Bug: with another batch size a prompt meets other random numbers, or another row's."""
+    config = ["--config", evaluated[0] / "run.yaml", "--temperatures", "[1.0]"]
+    done = worlds.call(COMMAND, *config, "--out", tmp_path / "out", "--batch_size", 5)
+    assert done.code == 0, done.err
+
+    def texts(out: Path) -> list[tuple]:
+        fields = ("task", "id", "method", "output_ids", "rounds")
+        return [tuple(x[name] for name in fields) for x in lines_of(out) if x["temperature"] == 1]
+
+    assert texts(tmp_path / "out") == texts(evaluated[0])
+
+
+def test_a_list_on_the_command_line_replaces_that_of_the_file(
+    world: World, evaluate: Callable, tmp_path: Path
+) -> None:
+    """Bug: lists are merged place by place, so that ngram is measured with the draft of the method that it replaces."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"methods: [{{name: a, k: 2, draft: {world.draft}}}, {{name: b, draft: {world.draft}}}]\n"
+        f"tasks: [{{name: few, limit: 1, path: {tmp_path / 'few.jsonl'}}}]\n"
+    )
+    done = evaluate(first=["--config", config])
+    assert done.code == 0, done.err
+    entries = report_of(tmp_path / "out")["methods"]
+    assert {(m["name"], m["draft"], m["k"], m["prompts"]) for m in entries} == {
+        ("plain", None, 0, 3),
+        ("ngram", None, K, 3),
+        ("causal-base", str(world.draft), K, 3),
+    }
+
+
+def test_the_draft_folder_is_left_as_it_is(world: World, evaluate: Callable) -> None:
+    """Bug: evaluating writes its numbers into the draft, whose checksum no longer holds."""
+    before = contents(world.draft)
+    assert evaluate().code == 0
+    assert contents(world.draft) == before
+
+
+def test_two_tasks_may_use_the_same_ids(world: World, evaluate: Callable, tmp_path: Path) -> None:
+    """Bug: prompts of two files that both count from 0 are judged by each other's reference."""
+    paths = []
+    for name, texts in (("a", world.texts[:3]), ("b", world.texts[3:6])):
+        rows = [{"id": str(i), "prompt": text} for i, text in enumerate(texts)]
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = evaluate("--tasks", tasks_of(*paths))
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1])["greedy_identical"] is True
+
+
+def test_a_task_file_may_hold_blank_lines_and_any_letter(
+    evaluate: Callable, tmp_path: Path
+) -> None:
+    """Bug: an empty last line, or U+2028 inside a text, is called invalid JSON."""
+    path = tmp_path / "own.jsonl"
+    row = json.dumps({"prompt": "zq\u2028é"}, ensure_ascii=False)
+    path.write_text(f'{row}\n{{"prompt": "zq"}}\n\n', encoding="utf-8")
+    done = evaluate("--tasks", tasks_of(path))
+    assert done.code == 0, done.err
+    assert len(lines_of(tmp_path / "out")) == 3 * 2
+
+
+def test_every_answer_ends_once(evaluated: tuple[Path, Done], report: dict[str, Any]) -> None:
+    """Bug: tokens behind EOS count for one arm, or an end is counted twice or not at all."""
+    reasons = {"eos": 0, "length": 0}
+    for line in lines_of(evaluated[0]):
+        ends = [i for i, token in enumerate(line["output_ids"]) if token in worlds.EOS]
+        assert ends in ([], [len(line["output_ids"]) - 1])
+        assert line["finish_reason"] == ("eos" if ends else "length")
+        reasons[line["finish_reason"]] += 1
+    assert min(reasons.values()) > 0  # else one of them was not tried
+    pooled = [m for m in report["methods"] if m["task"] == "all"]
+    assert {m["tokens_after_eos"] for m in pooled} == {0}
+    for reason, count in reasons.items():
+        assert sum(m["finish"].get(reason, 0) for m in pooled) == count
+
+
+def test_tokens_behind_eos_are_seen() -> None:
+    """The test above is blind if this one is not."""
+    assert count_tokens_after_eos([5, 1, 5, 1], frozenset([1])) == 2
+    assert (
+        count_tokens_after_eos([5, 5, 1], frozenset([1]))
+        == count_tokens_after_eos([5], frozenset([1]))
+        == 0
+    )
+
+
+def test_domains_cut_across_tasks(world: World, evaluate: Callable, tmp_path: Path) -> None:
+    """Bug: a domain's numbers are those of a task, or leave out what lies in another one."""
+    paths = []
+    for name, texts in (("a", world.texts[:3]), ("b", world.texts[3:6])):
+        rows = [{"prompt": t, "domain": d} for t, d in zip(texts, ("x", "y", "y"), strict=True)]
+        paths.append(tmp_path / f"{name}.jsonl")
+        paths[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert evaluate("--tasks", tasks_of(*paths)).code == 0
+    found = report_of(tmp_path / "out")["domains"]
+    assert {(m["name"], m["domain"], m["task"], m["prompts"]) for m in found} == {
+        (name, domain, "all", prompts)
+        for name in ("plain", "ngram", "causal-base")
+        for domain, prompts in (("x", 2), ("y", 4))
+    }
+
+
+# ---- what fails, and what is stopped ----
+
+
+def test_a_failed_prompt_is_named_and_the_others_count(
+    evaluate: Callable, three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: an error in one prompt ends the run, or its prompt is dropped, or keeps the counters of the one before."""
+    propose, calls = NgramDraft.propose, []
+
+    def fails(self: NgramDraft, history: torch.Tensor, length: torch.Tensor, k: int) -> Any:
+        calls.append(1)
+        if bool((history[0, :3] == second).all()):
+            raise RuntimeError("out of luck\nat once")
+        return propose(self, history, length, k)
+
+    rows = [json.loads(line) for line in three.read_text().splitlines()]
+    second = torch.tensor(worlds.byte_tokenizer()(rows[1]["prompt"])["input_ids"][:3])
+    monkeypatch.setattr(NgramDraft, "propose", fails)
+    done = evaluate("--tasks", tasks_of(three))
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1])["failed"] == 1
+    for entry in report_of(tmp_path / "out")["methods"]:
+        failed = [(f["task"], f["error"]) for f in entry["failed"]]
+        assert failed == (
+            [("three", "RuntimeError: out of luck")] if entry["name"] == "ngram" else []
+        )
+        assert entry["prompts"] + len(failed) == 3
+        assert entry["speedup"] is not None
+    monkeypatch.setattr(NgramDraft, "propose", propose)
+    assert evaluate("--tasks", tasks_of(three)).code == 0  # the same command tries it again
+    assert all(entry["prompts"] == 3 for entry in report_of(tmp_path / "out")["methods"])
+
+
+def test_a_method_that_never_works_is_one_line(
+    evaluate: Callable, three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a report of nothing but failures looks like a report."""
+    monkeypatch.setattr(NgramDraft, "propose", None)
+    done = evaluate("--tasks", tasks_of(three))
+    assert done.code == 2
+    assert "error: method 'ngram' failed on every prompt" in done.err.splitlines()[-1]
+
+
+def test_killed_and_run_again_goes_on(world: World, tmp_path: Path) -> None:
+    """Bug: a kill loses finished prompts, or a rerun measures them again, twice, or with other seeds."""
+    prompts = worlds.write_prompts(tmp_path / "own.jsonl", world.texts)
+    command = [*arguments(world, tmp_path / "out"), "--tasks", tasks_of(prompts)]
+    journal = tmp_path / "out" / "journal.jsonl"
+
+    def measured() -> list[str]:
+        lines = journal.read_text().splitlines() if journal.exists() else []
+        return [line for line in lines if '"key": ["runs"' in line and line.endswith("}")]
+
+    assert worlds.kill_when(lambda: len(measured()) >= 5, COMMAND, *command) == -9
+    kept = measured()
+    assert 5 <= len(kept) < 24
+    done = worlds.run(COMMAND, *command)
+    assert done.code == 0, done.err
+    assert measured()[: len(kept)] == kept
+    assert len(measured()) == len({json.dumps(json.loads(x)["key"]) for x in measured()}) == 24
+    report, lines = report_of(tmp_path / "out"), lines_of(tmp_path / "out")
+    assert report["resumed"] >= len(kept)
+    assert len(lines) == 3 * 2 * 12
+    undisturbed = worlds.call(
+        COMMAND, *arguments(world, tmp_path / "b"), "--tasks", tasks_of(prompts)
+    )
+    assert undisturbed.code == 0, undisturbed.err
+
+    def texts(rows: list[dict[str, Any]]) -> list[tuple]:
+        return [
+            (x["method"], x["temperature"], x["id"], x["output_ids"], x["rounds"]) for x in rows
+        ]
+
+    assert texts(lines) == texts(lines_of(tmp_path / "b"))
+
+
+def test_ctrl_c_keeps_what_is_finished(
+    evaluate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: Ctrl-C ends in a traceback, or counts as a prompt that failed."""
+    propose, calls = NgramDraft.propose, []
+
+    def stops(self: NgramDraft, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 30:
+            raise KeyboardInterrupt
+        return propose(self, *args)
+
+    monkeypatch.setattr(NgramDraft, "propose", stops)
+    done = evaluate()
+    assert (done.code, "Traceback" in done.err) == (130, False)
+    assert "goes on" in done.err
+    assert not (tmp_path / "out" / "report.json").exists()
+    assert evaluate().code == 0
+    assert report_of(tmp_path / "out")["resumed"] > 0
+
+
+# ---- law, other engines, simulated drafts, quality ----
+
+
+def test_the_law_is_checked(world: World, evaluate: Callable, tmp_path: Path) -> None:
+    """Bug: the verdict leaves out a method, forgets its controls, or passes what is lossy."""
+    methods = [
+        {"name": "causal-base", "draft": str(world.draft)},
+        {"name": "typical", "draft": str(world.draft), "rule": "typical"},
+    ]
+    done = evaluate(
+        "--methods", json.dumps(methods), "--temperatures", "[1.0]", "--check_law", 4000
+    )
+    assert done.code == 0, done.err
+    law = report_of(tmp_path / "out")["law"]
+    assert [m["name"] for m in law["methods"]] == ["plain", "causal-base", "typical"]
+    assert [m["passed"] for m in law["methods"]] == [True, True, False]
+    assert [m["control_caught"] for m in law["methods"]] == [None, True, None]
+    assert law["passed"] is True
+    assert {t["order"] for t in law["tests"] if t["method"] == "plain"} == {"p", "id"}
+    assert all(0 < t["detects"] < 0.3 for t in law["tests"])
+
+
+def test_other_engines_on_the_same_prompts(evaluate: Callable, three: Path, tmp_path: Path) -> None:
+    """Bug: another engine gets other prompts, stops elsewhere, or is timed on other tokens than it is credited with."""
+    done = evaluate("--tasks", tasks_of(three), "--compare", "hf,hf-assisted")
+    assert done.code == 0, done.err
+    found = {(e["engine"], e["name"], e["task"]): e for e in report_of(tmp_path / "out")["engines"]}
+    assert found.keys() == {
+        (engine, name, task)
+        for engine, name in (("hf", "plain"), ("hf-assisted", "causal-base"))
+        for task in ("all", "three")
+    }
+    plain = next(m for m in report_of(tmp_path / "out")["methods"] if m["name"] == "plain")
+    for entry in found.values():
+        assert (entry["prompts"], entry["same_as_ours"], entry["failed"]) == (3, 3, [])
+        assert entry["output_tokens"] == plain["counts"]["output_tokens"]
+        assert entry["speedup"] == pytest.approx(plain["ms_per_token"] / entry["ms_per_token"])
+        assert entry["speedup_ci"][0] <= entry["speedup"] <= entry["speedup_ci"][1]
+    alone, helped = found["hf", "plain", "all"], found["hf-assisted", "causal-base", "all"]
+    assert (alone["tau"], alone["gain"]) == (1.0, None)
+    assert helped["tau"] > 1.0
+    assert helped["gain"] == pytest.approx(alone["ms_per_token"] / helped["ms_per_token"])
+    line = "transformers with assistant_model = causal-base (K = 3, temperature 0): "
+    assert line in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_other_engines_leave_ours_alone(
+    world: World, evaluate: Callable, three: Path, tmp_path: Path
+) -> None:
+    """Bug: between our methods an engine's seed, hook or cache changes what ours sample."""
+    sampled = ["--tasks", tasks_of(three), "--temperatures", "[1.0]"]
+    assert evaluate(*sampled, "--out", tmp_path / "alone").code == 0
+    assert evaluate(*sampled, "--compare", "hf,hf-assisted").code == 0
+    texts = [
+        [(x["id"], x["method"], x["output_ids"], x["rounds"]) for x in lines_of(tmp_path / out)]
+        for out in ("alone", "out")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_draft_trained_anew_is_not_mixed_in(world: World, tmp_path: Path) -> None:
+    """Bug: a rerun puts the checksum of today's weights on what was measured with yesterday's."""
+    draft = shutil.copytree(world.draft, tmp_path / "draft")
+    methods = [{"name": "causal", "draft": str(draft)}]
+    prompts = worlds.write_prompts(tmp_path / "few.jsonl", world.texts[:2])
+    command = [
+        *arguments(world, tmp_path / "out"), "--methods", json.dumps(methods), "--tasks", tasks_of(prompts),
+        "--temperatures", "[0.0]",
+    ]  # fmt: skip
+    assert worlds.call(COMMAND, *command).code == 0
+    worlds.flip_byte(draft / "model.safetensors", -1)
+    error = worlds.call(COMMAND, *command).error()
+    assert "other weights of causal" in error
+    assert worlds.call(COMMAND, *command, "--overwrite", "true").code == 0
+
+
+def test_simulated_acceptance_says_that_it_is(
+    world: World, evaluate: Callable, tmp_path: Path
+) -> None:
+    """Bug: made-up acceptance passes for a draft's own, or proves greedy identity."""
+    methods = [{"name": "simulated", "alpha": [1.0, 0.0], "draft": str(world.draft)}]
+    done = evaluate("--methods", json.dumps(methods))
+    assert done.code == 0, done.err
+    entry = next(m for m in report_of(tmp_path / "out")["methods"] if m["name"] == "simulated")
+    assert entry["alpha_by_position"][:2] == [1.0, 0.0]
+    assert (entry["simulated"], entry["verification"]) == ([1.0, 0.0], "simulated")
+    assert entry["lossless"]["greedy_identical"] is None
+
+
+def test_quality_stands_beside_plain(world: World, evaluate: Callable, tmp_path: Path) -> None:
+    """Bug: a task with references has no score, or the arms of a lossless method differ in greedy score."""
+    path = tmp_path / "sums.jsonl"
+    rows = [{"question": text, "answer": f"#### {i}"} for i, text in enumerate(world.texts[:3])]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = [{"name": "sums", "kind": "gsm8k", "path": str(path)}]
+    assert evaluate("--tasks", json.dumps(tasks)).code == 0
+    for entry in report_of(tmp_path / "out")["methods"]:
+        (quality,) = entry["quality"]
+        assert (quality["metric"], quality["prompts"], quality["difference"]) == (
+            "exact match",
+            3,
+            0,
+        )
+        assert quality["value"] == quality["plain"]
+
+
+# ---- lossless or not ----
+
+
+@pytest.fixture(scope="module")
+def greedy(world: World, target: Target) -> tuple[Any, TaskPrompt, list[int]]:
+    """(the plain model, a prompt, its greedy answer of 16 tokens)."""
+    model = load_model(str(world.target), "target", "cpu", "float32")
+    for text in world.texts:
+        item = TaskPrompt("task", text, target.tokenizer(text)["input_ids"])
+        answer = greedy_equivalence.reference_greedy_output(model, item.prompt_ids, NEW, target)
+        if len(answer) == NEW:
+            return model, item, answer
+    raise AssertionError("every answer of this world is short")
+
+
+def other_than(*tokens: int) -> int:
+    return next(token for token in range(20, 30) if token not in tokens)
+
+
+@pytest.mark.parametrize("change", ["first", "middle", "last", "shorter", "longer"])
+def test_a_wrong_output_is_a_failure(
+    target: Target, greedy: tuple[Any, TaskPrompt, list[int]], change: str
+) -> None:
+    """Bug: a real divergence is excused as a tie, or a missing end is not compared at all."""
+    model, item, answer = greedy
+    at = {"first": 0, "middle": 7, "last": NEW - 1, "shorter": NEW - 1, "longer": NEW}[change]
+    wrong = [] if change == "shorter" else [other_than(*answer[at : at + 1])]
+    output = answer[:at] + wrong + answer[at + 1 :]
+    verdict = greedy_equivalence.check_greedy_equivalence(
+        target, model, [item, item], [answer] * 2, [answer, output], K
+    )
+    assert verdict["greedy_identical"] is False
+    assert (verdict["prompts"], verdict["identical"], verdict["ties"]) == (2, 1, [])
+    assert [f["position"] for f in verdict["failures"]] == [at]
+    assert (verdict["exact"], verdict["tied"], verdict["failed"]) == (0.5, 0.0, 0.5)
+    json.dumps(verdict, allow_nan=False)  # a missing token has no logit to be infinitely far from
+
+
+@pytest.fixture
+def tied(
+    world: World, greedy: tuple[Any, TaskPrompt, list[int]]
+) -> tuple[Target, Any, list[int], int]:
+    """(target, model, its answer, twin): the answer's token at 5 has a twin with the very same logit."""
+    answer = greedy[2]
+    twin = other_than(*answer)
+    target = load_target(str(world.target), "cpu")
+    model = load_model(str(world.target), "target", "cpu", "float32")
+    with torch.no_grad():
+        for one in (target.decoder.model, model):
+            one.lm_head.weight[twin] = one.lm_head.weight[answer[5]]
+    return target, model, answer, twin
+
+
+def test_an_exact_tie_is_a_tie(
+    greedy: tuple[Any, TaskPrompt, list[int]], tied: tuple[Target, Any, list[int], int]
+) -> None:
+    """Bug: two equal logits swap between passes, and a lossless decoder is called broken."""
+    target, model, answer, twin = tied
+    output = [*answer[:5], twin, *answer[6:]]
+    verdict = greedy_equivalence.check_greedy_equivalence(
+        target, model, [greedy[1]], [answer], [output], K
+    )
+    assert verdict["greedy_identical"] is True
+    assert verdict["failures"] == []
+    assert [(t["position"], t["gap"]) for t in verdict["ties"]] == [(5, 0.0)]
+
+
+def test_a_third_token_at_a_tie_is_a_failure(
+    greedy: tuple[Any, TaskPrompt, list[int]], tied: tuple[Target, Any, list[int], int]
+) -> None:
+    """Bug: where two logits tie, any token at all is excused."""
+    target, model, answer, twin = tied
+    output = [*answer[:5], other_than(*answer, twin), *answer[6:]]
+    verdict = greedy_equivalence.check_greedy_equivalence(
+        target, model, [greedy[1]], [answer], [output], K
+    )
+    assert verdict["greedy_identical"] is False
+    assert verdict["ties"] == []
+
+
+def test_noise_is_that_of_the_passes(greedy: tuple[Any, TaskPrompt, list[int]]) -> None:
+    """Bug: the noise is of nothing, so that bf16 ties fail; or so large that fp32 divergences are excused."""
+    model, item, answer = greedy
+    text, start = [*item.prompt_ids, *answer], len(item.prompt_ids)
+    exact = greedy_equivalence.logit_noise(model, text, start, K + 1)
+    coarse = greedy_equivalence.logit_noise(
+        copy.deepcopy(model).to(torch.bfloat16), text, start, K + 1
+    )
+    assert 0 <= exact < 1e-4
+    assert 1e-3 < coarse < 1.0
+
+
+def test_bf16_lists_its_ties(world: World, evaluate: Callable, tmp_path: Path) -> None:
+    """Bug: in bf16 every near-tie is a failure, or a margin is missing from the list."""
+    path = worlds.write_prompts(tmp_path / "own.jsonl", world.texts)
+    done = evaluate("--tasks", tasks_of(path), "--dtype", "bfloat16", "--max_new_tokens", 32)
+    assert done.code == 0, done.err
+    for entry in (m for m in report_of(tmp_path / "out")["methods"] if m["task"] == "all"):
+        verdict = entry["lossless"]
+        assert verdict["greedy_identical"] is True, verdict["failures"]
+        assert verdict["identical"] + len(verdict["ties"]) == 12
+        assert all(0 <= tie["gap"] <= 2 * tie["noise"] for tie in verdict["ties"])
+
+
+# ---- bad input destroys nothing ----
+
+
+def test_a_draft_with_another_tokenizer_is_refused(
+    world: World, evaluate: Callable, tmp_path: Path
+) -> None:
+    """Bug: the vocabulary sizes agree, so it decodes, and accepts next to nothing."""
+    method = {"name": "causal", "draft": str(world.stranger)}
+    error = evaluate("--methods", json.dumps([method])).error()
+    assert str(world.stranger) in error
+    assert str(world.target) in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_setting_ends_the_process_with_2(world: World, tmp_path: Path) -> None:
+    """Bug: the hint is lost, or the exit code is that of a crash."""
+    done = worlds.run(COMMAND, *arguments(world, tmp_path / "out"), "--max_new_tokns", 3)
+    assert "did you mean 'max_new_tokens'" in done.error()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (["--methods", "[{name: ngram, drft: x}]"], "drft"),
+        (["--methods", "[{name: causal}]"], "causal"),
+        (["--methods", "[{name: causal, draft: missing/draft/model}]"], "missing/draft/model"),
+        (["--methods", "[{name: ngram}, {name: ngram}]"], "name"),
+        (["--methods", "[{name: plain}]"], "plain"),
+        (["--acceptance.pairs", "[[ngram, medusa]]"], "medusa"),
+        (["--tasks", "[{name: cod}]"], "cod"),
+        (["--tasks", "[{name: own, path: missing.jsonl}]"], "missing.jsonl"),
+        (["--temperatures", "[]"], "temperature"),
+        (["--temperatures", "[-1.0]"], "temperature"),
+        (["--k", "0"], "k"),
+        (["--max_new_tokens", "0"], "max_new_tokens"),
+        (["--batch_size", "0"], "batch_size"),
+        (["--compare", "hf,tgi"], "tgi"),
+        (["--compare", "vllm"], "vllm_python"),
+        (["--compare", "vllm", "--vllm_python", "no/such/python"], "no/such/python"),
+        (["--compare", "hf-assisted", "--methods", "[{name: ngram}]"], "causal"),
+        (["--check_law", "100"], "temperature"),
+        (["--methods", "[{name: simulated}]"], "alpha"),
+        (["--methods", "[{name: simulated, alpha: [1.5]}]"], "alpha"),
+        (["--methods", "[{name: s, alpha: [0.5]}]", "--temperatures", "[1.0]"], "temperature"),
+    ],
+)
+def test_bad_input_is_one_line_and_makes_no_folder(
+    evaluate: Callable, tmp_path: Path, wrong: list, named: str
+) -> None:
+    """Bug: a typo is ignored, ends in a traceback, or shows only after the first method was measured."""
+    assert named in evaluate(*wrong).error()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([{"prompt": "zq"}, {"prompt": "x" * CONTEXT}], ":2"),
+        ([{"prompt": "zq"}, {"question": "zq"}], ":2"),
+        ([{"prompt": "zq"}, {"messages": [{"role": "user", "content": "zq"}]}], "chat template"),
+        ([{"prompt": "zq"}, {"prompt": 5}], ":2"),
+        ([{"id": "1", "prompt": "zq"}, {"id": "1", "prompt": "qz"}], "1"),
+        ([], "no prompts"),
+    ],
+)
+def test_a_bad_task_file_is_named(
+    evaluate: Callable, tmp_path: Path, rows: list, named: str
+) -> None:
+    """Bug: a prompt that cannot be measured ends in a traceback, is cut, or is passed over."""
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    error = evaluate("--tasks", tasks_of(path)).error()
+    assert str(path) in error
+    assert named in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("names", [["own", "own"], ["own", "all"]])
+def test_tasks_must_be_told_apart(evaluate: Callable, tmp_path: Path, names: list[str]) -> None:
+    """Bug: of two tasks with one name the first is lost; one named `all` is mixed with the pooled entry."""
+    path = worlds.write_prompts(tmp_path / "own.jsonl", ["zq"])
+    tasks = [{"name": name, "path": str(path)} for name in names]
+    assert names[1] in evaluate("--tasks", json.dumps(tasks)).error()
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_run_s_report_is_refused_until_told(evaluate: Callable, tmp_path: Path) -> None:
+    """Bug: a report is overwritten by one of other settings, or another's folder is deleted."""
+    assert evaluate().code == 0
+    before = contents(tmp_path / "out")
+    error = evaluate("--k", 2).error()
+    assert "--overwrite" in error
+    assert contents(tmp_path / "out") == before
+    assert evaluate("--k", 2, "--overwrite", "true").code == 0
+    assert {entry["k"] for entry in report_of(tmp_path / "out")["methods"]} == {0, 2}
+    (tmp_path / "out" / "run.yaml").unlink()  # now it looks like nobody's
+    before = contents(tmp_path / "out")
+    assert str(tmp_path / "out") in evaluate("--overwrite", "true").error()
+    assert contents(tmp_path / "out") == before

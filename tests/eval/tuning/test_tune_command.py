@@ -1,0 +1,447 @@
+"""Tuning: predictions see nothing of what they predict, the choice is not flattered, and the command resumes."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from decode.common.cli import UserError
+from decode.drafts.base import draft_sha256
+from decode.drafts.causal import CausalDraft
+from decode.engine.engine import RoundRecord
+from decode.model.runner import ModelRunner
+from decode.verification.tree import DynamicTree, StaticTree, optimal_static_tree, tree_from_paths
+from eval.benchmark.journal import Journal
+from eval.benchmark.methods import describe_tree, tree_paths
+from eval.metrics.records import DecodeRecord
+from eval.metrics.speedup_model import recommended_k_range
+from eval.tasks.loading import TaskPrompt
+from eval.tuning.config import interleave_groups
+from eval.tuning.selection import (
+    cross_validated_predictions,
+    fastest_chains,
+    fastest_setting,
+    held_out_speedup,
+    select_fastest_settings,
+    summarize_predictions,
+    sweep_cells,
+)
+from eval.tuning.sweep import (
+    PLAIN_DECODING,
+    Setting,
+    SweepContext,
+    SweepResult,
+    SweepStage,
+    build_engine,
+    comb_tree,
+    emitted_ranks,
+    measure_rank_accuracy,
+    run_sweep,
+    time_batch,
+)
+from tests import worlds
+from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
+from tests.worlds import Done, World
+
+COMMAND = "eval/tune.py"
+
+
+def sample(
+    number: int, rounds: Sequence[tuple[int, int]], ms: float, task: str = "t"
+) -> DecodeRecord:
+    """A prompt whose rounds took `ms` each."""
+    seconds = [ms / 1000] * len(rounds)
+    tokens = 1 + sum(a + 1 for _, a in rounds)
+    return DecodeRecord(task, str(number), 3, tokens, list(rounds), sum(seconds), 0.0, seconds)
+
+
+def world_of(k: int, prompts: int, seed: int = 0) -> list[DecodeRecord]:
+    """Rounds of K drafts, each accepted with 0.7, that take 10 + 2 K ms; K = 0 is plain decoding at 10 ms."""
+    rng = random.Random(f"{seed} {k}")
+
+    def accepted() -> int:
+        return next((i for i in range(k) if rng.random() > 0.7), k)
+
+    return [sample(i, [(k, accepted()) for _ in range(400)], 10 + 2 * k) for i in range(prompts)]
+
+
+# ---- prediction ----
+
+
+def test_predictions_are_right_where_the_model_is() -> None:
+    """Catches costs or acceptance mixed up between draft lengths; 8 is extrapolated from 2 and 6."""
+    samples = {k: world_of(k, 8) for k in (0, 1, 2, 3, 4, 6, 8)}
+    found = cross_validated_predictions(samples, (2, 6))
+    assert {(c["fold"], c["k"]) for c in found} == {
+        (f, k) for f in (0, 1) for k in (1, 2, 3, 4, 6, 8)
+    }
+    assert all(c["error"] < 0.05 for c in found)
+    assert {c["k"] for c in found if c["counted"]} == {1, 3, 4, 8}
+    whole = summarize_predictions(found)
+    assert whole["counted"] == 8
+    assert whole["median_error"] < 0.03
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_predictions_see_only_the_other_half(odd: int) -> None:
+    """Catches the phases or acceptance of the very run that is predicted: what it did may be anything."""
+    samples = {k: world_of(k, 8) for k in (0, 2, 3, 4, 6)}
+    changed = {
+        k: [sample(i, [(k, 0)] * 7, 99) if i % 2 == odd else x for i, x in enumerate(own)]
+        for k, own in samples.items()
+    }
+    fold = 1 - odd  # calibrates on the half that stayed
+    before, after = (
+        {
+            c["k"]: c["predicted"]
+            for c in cross_validated_predictions(s, (2, 6))
+            if c["fold"] == fold
+        }
+        for s in (samples, changed)
+    )
+    assert before == after
+    measured, changes = (
+        {c["k"]: c["measured"] for c in cross_validated_predictions(s, (2, 6)) if c["fold"] == fold}
+        for s in (samples, changed)
+    )
+    assert all(
+        measured[k] != changes[k] for k in measured
+    )  # what is measured is the half that changed
+    # nor does the draft length that is predicted say anything on the calibrating half
+    without = {**samples, 3: [sample(i, [(3, 0)] * 7, 99) for i in range(8)]}
+    for fold in (0, 1):
+        one, other = (
+            [
+                c["predicted"]
+                for c in cross_validated_predictions(s, (2, 6))
+                if (c["fold"], c["k"]) == (fold, 3)
+            ]
+            for s in (samples, without)
+        )
+        assert one == other
+
+
+def test_too_little_is_not_predicted() -> None:
+    """Catches an empty sweep that crashes, and two draft lengths that "predict" themselves."""
+    assert cross_validated_predictions({k: world_of(k, 4) for k in (0, 2, 6)}, (2, 6)) == []
+    nothing = {k: [sample(i, [], 1) for i in range(4)] for k in (0, 2, 3, 6)}
+    assert cross_validated_predictions(nothing, (2, 6)) == []
+    found = cross_validated_predictions({k: world_of(k, 4) for k in (0, 1, 3, 5)}, (2, 6))
+    assert {c["k"] for c in found if c["counted"]} <= {1}  # 3 and 5 stood in for 2 and 6
+
+
+# ---- choice ----
+
+
+def swept(arms: dict[Setting, list[DecodeRecord]]) -> SweepResult:
+    return SweepResult(arms, {})
+
+
+def test_the_choice_is_the_fastest_of_each_domain() -> None:
+    """Catches one setting for all domains, and a speed-up taken from plain rounds of another stage."""
+
+    def own(k: int, gain: dict[str, int], ms: float = 10) -> list[DecodeRecord]:
+        rounds = {task: [(k, gain[task])] * 50 for task in gain}
+        return [sample(i, rounds[t], ms, t) for i in range(4) for t in ("code", "prose")]
+
+    chains = {
+        PLAIN_DECODING: own(0, {"code": 0, "prose": 0}),
+        Setting("d", 2): own(2, {"code": 1, "prose": 1}),
+        Setting("d", 6): own(6, {"code": 5, "prose": 0}),
+    }
+    fixed = Setting("d", 4, tree_from_paths([[0], [1], [0, 0]]))
+    slow_day = {  # the machine was half as fast: compared with the other plain rounds the tree would lose
+        PLAIN_DECODING: own(0, {"code": 0, "prose": 0}, 20),
+        fixed: own(3, {"code": 2, "prose": 2}, 20),
+    }
+    stages = [
+        (SweepStage("chains", (), 0.0, 1), swept(chains)),
+        (SweepStage("trees", (), 0.0, 1), swept(slow_day)),
+    ]
+    found = {c["task"]: c for c in select_fastest_settings(stages, 0)}
+    assert found["code"]["k"] == 6
+    assert found["code"]["speedup"] == pytest.approx(6.0)
+    assert found["code"]["guide"] is not None
+    assert found["prose"]["tree"] == {"paths": [[0], [1], [0, 0]]}
+    assert found["prose"]["k"] == 2
+    assert found["prose"]["speedup"] == pytest.approx(3.0)
+    assert found["all"]["prompts"] == 8
+
+
+def test_served_lengths_are_those_of_chains() -> None:
+    """Catches a K that is a tree's depth, of another draft, of a lossy rule, of a large batch, or of one domain."""
+
+    def own(k: int, gain: int, ms: float = 10) -> list[DecodeRecord]:
+        return [sample(i, [(k, gain)] * 50, ms, t) for i in range(4) for t in ("code", "prose")]
+
+    def stage(
+        batch: int, temperature: float, gains: dict[Setting, int]
+    ) -> tuple[SweepStage, SweepResult]:
+        arms = {arm: own(2 if arm.shape else arm.k, gain) for arm, gain in gains.items()}
+        return SweepStage("chains", (), temperature, batch), swept(
+            {PLAIN_DECODING: own(0, 0), **arms}
+        )
+
+    tree = Setting("d", 4, tree_from_paths([[0], [1], [0, 0]]))
+    lossy = Setting("lossy", 7, rule="typical")
+    stages = [
+        stage(1, 1.0, {Setting("d", 2): 0, Setting("d", 5): 1}),
+        stage(
+            1,
+            0.0,
+            {Setting("d", 3): 1, Setting("d", 2): 0, tree: 2, Setting("ngram", 6): 5, lossy: 6},
+        ),
+        stage(8, 0.0, {Setting("d", 8): 7}),
+    ]
+    tuned = {
+        "drafts": {"d": "ab", "lossy": "ab", "other": "cd"},
+        "chosen": select_fastest_settings(stages, 0),
+        "cells": [cell for one in stages for cell in sweep_cells(*one, 0)],
+    }
+    found = fastest_chains(tuned, "ab")
+    assert [(c["temperature"], c["task"], c["k"]) for c in found] == [
+        (0.0, "all", 3), (0.0, "code", 3), (0.0, "prose", 3), (1.0, "all", 5), (1.0, "code", 5), (1.0, "prose", 5),
+    ]  # fmt: skip
+    assert found[0]["tried"] == [2, 3]
+    assert found[0]["speedup"] == pytest.approx(2.0)
+    assert found[0]["held_out"] is None  # the tree was chosen
+    assert found[3]["held_out"] == pytest.approx(2.0)
+    assert fastest_chains(tuned, "cd") == []
+
+
+def test_the_held_out_speedup_is_not_flattered() -> None:
+    """Catches the luck of the best of many: 20 arms that are all worth 1.0 must not look faster when held out."""
+    rng = random.Random(1)
+    options: list[tuple[Setting, dict[Setting, list[DecodeRecord]]]] = []
+    lucky, honest = [], []
+    for _ in range(30):
+        own = {PLAIN_DECODING: [sample(i, [(0, 0)] * 50, 10) for i in range(8)]}
+        for k in range(1, 21):
+            own[Setting("d", k)] = [
+                sample(i, [(k, 0)] * 50, 10 * rng.uniform(0.7, 1.3)) for i in range(8)
+            ]
+        options = [(arm, own) for arm in own if arm != PLAIN_DECODING]
+        best = fastest_setting([swept(own)], "d", "all", 0)
+        assert best is not None
+        lucky.append(best["speedup"])
+        honest.append(held_out_speedup(options))
+    assert sum(lucky) / len(lucky) > 1.08
+    assert sum(honest) / len(honest) == pytest.approx(1.0, abs=0.03)
+
+
+def test_guides() -> None:
+    """Catches a guide for code given to prose, and for a strong draft withheld."""
+    assert recommended_k_range("code", 0.6) == (4, 7)
+    assert recommended_k_range("prose", None) == (3, 4)
+    assert recommended_k_range("prose", 0.85) == (7, 10)
+    assert recommended_k_range("arithmetic", 0.6) is None
+
+
+def test_every_half_and_batch_holds_all_domains() -> None:
+    """Catches halves that split by domain, because tasks alternate prompt by prompt."""
+    groups = [
+        [TaskPrompt(task, str(i), [1]) for i in range(n)]
+        for task, n in (("a", 6), ("b", 6), ("c", 3))
+    ]
+    order = [item.task for item in interleave_groups(groups)]
+    assert len(order) == 15
+    for odd in (0, 1):
+        assert set(order[odd::2]) == {"a", "b", "c"}
+    assert set(order[:6]) == {"a", "b", "c"}
+
+
+# ---- trees ----
+
+
+def record(proposed: list[int], tokens: list[int]) -> RoundRecord:
+    return RoundRecord(0, False, len(proposed), 0, proposed, tokens, None, 0.0)
+
+
+def test_ranks_of_a_round() -> None:
+    """Catches a rank counted below a node that was not the first choice, whose own accuracy it is not."""
+    tree = comb_tree(3, 2)
+    assert tree_paths(tree) == [[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 1]]
+    proposed = [10, 11, 20, 21, 30, 31]
+    assert emitted_ranks(record(proposed, [10, 20, 30, 99]), tree) == [(0, 0), (1, 0), (2, 0)]
+    assert emitted_ranks(record(proposed, [10, 21, 55]), tree) == [(0, 0), (1, 1)]
+    assert emitted_ranks(record(proposed, [11, 20]), tree) == [(0, 1)]
+    assert emitted_ranks(record(proposed, [77]), tree) == [(0, None)]
+    assert emitted_ranks(record(proposed, [10]), tree) == [
+        (0, 0)
+    ]  # ended by EOS: nothing is known below
+    assert emitted_ranks(record(proposed[:4], [10, 20]), tree) == []  # cut at the context
+
+
+@pytest.mark.parametrize("nodes", [3, 7, 12])
+def test_paths_make_the_tree_again(nodes: int) -> None:
+    """Catches a tree that a configuration file cannot carry."""
+    tree = optimal_static_tree([[0.6, 0.2, 0.1], [0.5, 0.2], [0.4, 0.3]], nodes)
+    assert tree_from_paths(tree_paths(tree)) == tree
+    assert describe_tree(tree) == {"paths": tree_paths(tree)}
+    assert describe_tree(DynamicTree(2, 5)) == {"width": 2, "nodes": 5}
+    assert describe_tree(None) is None
+
+
+@pytest.fixture(scope="module")
+def load() -> SweepContext:
+    """A tiny target and a draft close to it."""
+    model = tiny_model("llama", seed=1)
+    target = tiny_target(model)
+    draft = CausalDraft(ModelRunner(noisy(model, 0.02)))
+    items = [TaskPrompt("t", str(i), ids) for i, ids in enumerate(tiny_prompts(3, 5, 4, 6))]
+    return SweepContext(target, {"causal": draft}, items, 24)
+
+
+def test_rank_accuracy_foretells_what_trees_accept(load: SweepContext) -> None:
+    """Catches accuracies of the wrong depth: the first choice alone must give what a chain is seen to accept."""
+    accuracy = measure_rank_accuracy(load, "causal", load.items, 0.0, levels=3, width=3)
+    assert all(sum(row) <= 1 + 1e-9 for row in accuracy)
+    assert accuracy[0][0] > accuracy[0][1]
+    arm = Setting("causal", 3)
+    engine = build_engine(load, arm, load.sampling(0.0))
+    rounds = [r for x in time_batch(load, engine, arm, load.items, 0, 24) for r in x.rounds]
+    first = sum(a > 0 for _, a in rounds) / len(rounds)
+    assert accuracy[0][0] == pytest.approx(first, abs=0.15)
+
+
+def test_arms_share_a_draft_and_not_its_shape(load: SweepContext) -> None:
+    """Catches a tree left over in a chain that is timed after it: both belong to one draft object."""
+    sampling = load.sampling(0.0)
+    shapes: list[StaticTree | DynamicTree | None] = [None, DynamicTree(2, 5), comb_tree(2, 3), None]
+    arms = [Setting("causal", 3, shape) for shape in shapes]
+    engines = [build_engine(load, arm, sampling) for arm in arms]
+    drafted = [
+        max(d for x in time_batch(load, engine, arm, load.items[:1], 0, 12) for d, _ in x.rounds)
+        for engine, arm in zip(engines, arms, strict=True)
+    ]
+    assert drafted == [3, 5, 6, 3]
+
+
+# ---- the command ----
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return worlds.build(tmp_path_factory.mktemp("world"), prompts=12)
+
+
+def tasks(world: World, folder: Path) -> str:
+    files = [
+        worlds.write_prompts(folder / f"{name}.jsonl", texts)
+        for name, texts in (("code", world.texts[:4]), ("prose", world.texts[4:8]))
+    ]
+    return json.dumps([{"name": file.stem, "path": str(file)} for file in files])
+
+
+@pytest.fixture
+def tune(world: World, tmp_path: Path) -> Callable[..., Done]:
+    methods = [{"name": "ngram"}, {"name": "causal-base", "draft": str(world.draft)}]
+    fixed = [
+        "--target", world.target, "--methods", json.dumps(methods), "--tasks", tasks(world, tmp_path),
+        "--temperatures", "[0.0]", "--ks", "[1, 2, 4]", "--batch_sizes", "[4]", "--batch_ks", "[1]",
+        "--tree_nodes", "[4]", "--tree_levels", 2, "--tree_width", 3, "--max_new_tokens", 8,
+        "--out", tmp_path / "out",
+    ]  # fmt: skip
+    return lambda *more: worlds.call(COMMAND, *fixed, *more)
+
+
+def test_command(tune: Callable[..., Done], world: World, tmp_path: Path) -> None:
+    """Catches a sweep that leaves a setting out, and a rerun that measures twice."""
+    done = tune()
+    assert done.code == 0, done.err
+    out = tmp_path / "out"
+    tuned = json.loads((out / "tuned.json").read_text())
+    cells = {(c["method"], c["setting"], c["batch_size"], c["task"]) for c in tuned["cells"]}
+    for task in ("all", "code", "prose"):
+        for method in ("ngram", "causal-base"):
+            assert {(method, f"K = {k}", 1, task) for k in (1, 2, 4)} <= cells
+            assert (method, "K = 1", 4, task) in cells
+        assert ("causal-base", "tree of 4, width 3, K = 2", 1, task) in cells
+        assert any(c[0] == "causal-base" and "static tree of 4" in c[1] for c in cells)
+        assert not any(c[0] == "ngram" and "tree" in c[1] for c in cells)
+    assert all(
+        c["tau"] == 1 and c["speedup"] == 1 for c in tuned["cells"] if c["method"] == "plain"
+    )
+    assert all(c["round_ms"]["variance"] is not None for c in tuned["cells"])
+    assert {c["k"] for c in tuned["predictions"]["cells"]} == {1, 2, 4}
+    assert tuned["trees"][0]["predicted_tau"] >= 1
+    assert tuned["bandwidth"] > 0
+    assert tuned["drafts"] == {"causal-base": draft_sha256(str(world.draft))}
+    assert json.loads(done.out.splitlines()[-1])["tuned"] == str(out / "tuned.json")
+    assert len(list((out / "settings").iterdir())) == 6  # one temperature × two batch sizes × three
+
+    journal = (out / "journal.jsonl").read_text()
+    assert tune().code == 0
+    assert (out / "journal.jsonl").read_text() == journal
+    lines = journal.splitlines(keepends=True)
+    (out / "journal.jsonl").write_text(
+        "".join(lines[:5]) + lines[5][:20]
+    )  # killed in the midst of a line
+    assert tune().code == 0
+    again = (out / "journal.jsonl").read_text().splitlines(keepends=True)
+    assert again[:5] == lines[:5]
+    keys = [json.dumps(json.loads(line)["key"]) for line in again]
+    assert len(set(keys)) == len(keys) == len(lines)
+
+
+def test_tuned_settings_run(tune: Callable[..., Done], tmp_path: Path) -> None:
+    """Catches a tuned file that another command cannot use: fixed trees and draft lengths must come through."""
+    assert tune("--ks", "[3]", "--batch_sizes", "[]", "--tree_nodes", "[]").code == 0
+    path = tmp_path / "out" / "tuned.yaml"
+    settings = yaml.safe_load(path.read_text())
+    assert {m["name"]: m["k"] for m in settings["methods"]} == {"ngram": 3, "causal-base": 3}
+    settings["methods"][1] |= {"tree": {"paths": [[0], [1], [0, 0]]}, "k": 0}
+    path.write_text(yaml.safe_dump(settings))
+    done = worlds.call("eval/run.py", "--config", path, "--phase_prompts", 0)
+    assert done.code == 0, done.err
+    report = json.loads((Path(settings["out"]) / "report.json").read_text())
+    found = {m["name"]: m for m in report["methods"] if m["task"] == "all"}
+    assert found["causal-base"]["tree"] == {"paths": [[0], [1], [0, 0]]}
+    assert found["causal-base"]["k"] == 2
+    assert found["causal-base"]["lossless"]["greedy_identical"]
+    page = (Path(settings["out"]) / "report.html").read_text()
+    assert "How answers came about" in page
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ks", "[0]"], "from 1 on"),
+        (["--ks", "[2, 2]"], "different whole numbers"),
+        (["--ks", "[]"], "at least one draft length"),
+        (["--batch_sizes", "[16]"], "8 prompts are too few"),
+        (["--calibrate", "[6, 2]"], "the smaller one first"),
+        (["--methods", "[{name: simulated, alpha: [0.9]}]"], "cannot be tuned"),
+        (["--temperatures", "[]"], "at least one temperature"),
+    ],
+)
+def test_bad_settings(
+    tune: Callable[..., Done], flags: list[str], message: str, tmp_path: Path
+) -> None:
+    """Catches a traceback, and a folder made before the mistake shows."""
+    assert message in tune(*flags).error()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_s_limits_are_named_and_the_rest_is_measured(world: World) -> None:
+    """Catches a sweep that ends at the first setting that a draft cannot do."""
+
+    class Short(CausalDraft):
+        def begin_batch(self, request: Any) -> None:
+            if request.k > 2:
+                raise UserError("this draft has 2 heads")
+            super().begin_batch(request)
+
+    model = tiny_model("llama", seed=1)
+    target = tiny_target(model)
+    items = [TaskPrompt("t", str(i), ids) for i, ids in enumerate(tiny_prompts(3, 5))]
+    load = SweepContext(target, {"short": Short(ModelRunner(noisy(model, 0.02)))}, items, 6)
+    journal = Journal(world.target.parent / "journal.jsonl", {})
+    stage = SweepStage("chains", (Setting("short", 2), Setting("short", 3)), 0.0, 1)
+    found = run_sweep(load, stage, journal, lambda: None)
+    assert found.refused == {Setting("short", 3): "this draft has 2 heads"}
+    assert set(found.samples) == {PLAIN_DECODING, Setting("short", 2)}

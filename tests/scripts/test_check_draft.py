@@ -1,0 +1,264 @@
+"""The checker of drafts against engines' rules: nothing to say of good ones, and every damage is seen by its rule."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.checkpoints import importers, layouts
+from decode.common.cli import UserError
+from decode.drafts.base import METADATA_FILE, draft_sha256
+from decode.drafts.eagle_model import Eagle3Model, llama_config
+from decode.model.hidden_states import HiddenStateSpec
+from decode.model.loading import load_tokenizer, tokenizer_fingerprint
+from scripts import export
+from scripts.check_draft import ENGINES, check_draft_files
+from scripts.engine_compat.corruptions import all_corruptions
+from scripts.engine_compat.rules.checkpoint import IGNORED, REFUSED, SILENT
+from tests.decode.checkpoints.test_layouts import LAYERS, V, small_target
+from tests.heads import fields, ids_of, net_of, randomise
+
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
+DAMAGE = all_corruptions(LAYERS)
+SERVED = {
+    "eagle3": ("vllm", "sglang", "trtllm"),
+    "narrow": ("vllm", "sglang", "trtllm"),
+    "eagle1": ("vllm", "sglang"),
+    "medusa": ("vllm",),
+    "causal": ("vllm", "sglang", "trtllm", "transformers"),
+}
+"""Which engines serve a family as it is saved."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("target")
+    small_target().decoder.model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory, target: str) -> dict[str, Path]:
+    """A good draft of each family, as training saves it."""
+    home, own = tmp_path_factory.mktemp("drafts"), small_target()
+    training: dict[str, Any] = {"draft": {"taps": []}}
+    for family in ("eagle3", "narrow", "eagle1", "medusa"):
+        folder = home / family
+        if family in ("eagle3", "narrow"):
+            ids, width = ids_of(family, V), 8 if family == "narrow" else 0
+            size = V if ids is None else len(ids)
+            config = layouts.eagle3_config(own.decoder.config, V, size, (2, 4, 5), width)
+            net: Any = randomise(
+                Eagle3Model(llama_config(config), HiddenStateSpec((2, 4, 5)), ids), 0
+            )
+        else:
+            config, net, ids = fields(family, own), net_of(family, own), None
+        layouts.save_heads(folder, config, net, torch.bfloat16, ids)
+        facts = {"family": "eagle3" if family == "narrow" else family, "training": training}
+        facts |= {"tokenizer_hash": own.fingerprint, "target": {"name": target}}
+        (folder / METADATA_FILE).write_text(json.dumps(facts))
+    shutil.copytree(ASSETS / "draft", home / "causal", ignore=shutil.ignore_patterns("*.md"))
+    tokenizer = tokenizer_fingerprint(load_tokenizer(str(ASSETS / "target")))
+    (home / "causal" / METADATA_FILE).write_text(json.dumps({"family": "causal", "tokenizer_hash": tokenizer}))  # fmt: skip
+    return {family: home / family for family in SERVED}
+
+
+def target_of(family: str, target: str) -> str:
+    return str(ASSETS / "target") if family == "causal" else target
+
+
+def said(path: Path, engine: str, target: str, version: str = "") -> list[str]:
+    return [f"{f.rule}: {f.what}" for f in check_draft_files(str(path), engine, version, target)]
+
+
+@pytest.mark.parametrize(
+    ("family", "engine"), [(f, engine) for f, served in SERVED.items() for engine in served]
+)
+def test_a_good_draft_has_nothing_to_report(
+    family: str, engine: str, good: dict[str, Path], target: str
+) -> None:
+    """Catches a checker that cries wolf: with and without its target."""
+    assert said(good[family], engine, target_of(family, target)) == []
+    assert said(good[family], engine, "") == []
+
+
+def test_what_no_engine_serves_is_refused(good: dict[str, Path], target: str) -> None:
+    """Catches the heads that an engine does not have passed as served: each finding refuses."""
+    for family, served in SERVED.items():
+        for engine in set(ENGINES) - set(served):
+            found = check_draft_files(str(good[family]), engine, "", target_of(family, target))
+            assert [f.effect for f in found] == [REFUSED], (family, engine, found)
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_every_damage_is_seen(
+    name: str, good: dict[str, Path], target: str, tmp_path: Path
+) -> None:
+    """Catches a pitfall of formats.md that would go out unseen, named by its own rule and not by chance by another; and
+    rules that blame an engine for what it reads as it was meant.
+    """
+    damage = DAMAGE[name]
+    folder = tmp_path / "draft"
+    shutil.copytree(good[damage.family], folder)
+    damage.edit(folder)
+    assert damage.seen
+    for engine in SERVED[damage.family]:
+        found = check_draft_files(str(folder), engine, "", target_of(damage.family, target))
+        rules = {finding.rule for finding in found}
+        if engine in damage.seen:
+            assert damage.seen[engine] in rules, (engine, found)
+        else:
+            assert rules == set(), (engine, found)
+
+
+def test_what_changed_since_training_is_seen(
+    good: dict[str, Path], target: str, tmp_path: Path
+) -> None:
+    """Catches a draft that was edited in a way that no other rule can see: two heads exchanged."""
+    folder = tmp_path / "draft"
+    shutil.copytree(good["medusa"], folder)
+    facts = json.loads((folder / METADATA_FILE).read_text())
+    (folder / METADATA_FILE).write_text(
+        json.dumps(facts | {"draft_sha256": draft_sha256(str(folder))})
+    )
+    assert said(folder, "vllm", target) == []
+    held = formats_tensors(folder)
+    held["lm_heads.0.weight"], held["lm_heads.1.weight"] = (
+        held["lm_heads.1.weight"],
+        held["lm_heads.0.weight"],
+    )
+    config = json.loads((folder / "config.json").read_text())
+    layouts.write_checkpoint(folder, config, held)
+    assert [line.split(":")[0] for line in said(folder, "vllm", target)] == [
+        "changed-since-training"
+    ]
+
+
+def formats_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return importers.raw_tensors(str(folder))
+
+
+def test_versions_differ(good: dict[str, Path], target: str) -> None:
+    """Catches rules of one version applied to all: Medusa went in vLLM 0.33, and 0.0.9 compares below 0.0.10."""
+    assert said(good["medusa"], "vllm", target, "0.31.0") == []
+    assert "removed" in said(good["medusa"], "vllm", target, "0.33.0")[0]
+    assert said(good["eagle3"], "vllm", target, "0.33.0") == []
+    with pytest.raises(UserError, match="give numbers"):
+        said(good["medusa"], "vllm", target, "latest")
+
+
+def test_the_layers_name_is_judged_by_version(
+    good: dict[str, Path], target: str, tmp_path: Path
+) -> None:
+    """Catches `layers.0.` passed for SGLang versions that drop such tensors."""
+    folder = tmp_path / "draft"
+    shutil.copytree(good["eagle3"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    held = {k.replace("midlayer.", "layers.0."): v for k, v in formats_tensors(folder).items()}
+    layouts.write_checkpoint(folder, config, held)
+    assert said(folder, "sglang", target, "0.5.23") == []
+    assert said(folder, "vllm", target) == []
+    assert "layer-name" in said(folder, "sglang", target, "0.5.3")[0]
+
+
+@pytest.mark.parametrize("layers", [(1, 4, 6), (3, 6)])
+def test_taps_are_right_in_every_engine_or_said(
+    layers: tuple[int, ...], good: dict[str, Path], target: str, tmp_path: Path
+) -> None:
+    """Catches layers other than the default ones read as those: vLLM and SGLang find them, TensorRT-LLM is told."""
+    own, ids = small_target(), ids_of("eagle3", V)
+    assert ids is not None
+    config = layouts.eagle3_config(own.decoder.config, V, len(ids), layers)
+    net: Any = randomise(Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids), 0)
+    layouts.save_heads(tmp_path, config, net, torch.float32, ids)
+    facts = json.loads((good["eagle3"] / METADATA_FILE).read_text())
+    (tmp_path / METADATA_FILE).write_text(
+        json.dumps(facts | {"training": {"draft": {"taps": layers}}})
+    )
+    assert said(tmp_path, "vllm", target) == []
+    assert said(tmp_path, "sglang", target) == []
+    (line,) = said(tmp_path, "trtllm", target)
+    assert str([i - 1 for i in layers]) in line
+
+
+def test_the_nested_export_is_good_for_vllm(
+    good: dict[str, Path], target: str, tmp_path: Path
+) -> None:
+    """Catches an exporter and a checker that disagree."""
+    out = str(tmp_path / "nested")
+    export.main(
+        export.ExportConfig(draft=str(good["eagle3"]), out=out, format="speculators", target=target)
+    )
+    assert said(Path(out), "vllm", target) == []
+    assert any(line.startswith("nested-config") for line in said(Path(out), "sglang", target))
+
+
+def test_numbered_heads_are_good_for_tensorrt(
+    good: dict[str, Path], target: str, tmp_path: Path
+) -> None:
+    """Catches the advice to export that would not help."""
+    assert "--format medusa-legacy" in said(good["medusa"], "trtllm", target)[0]
+    out = str(tmp_path / "legacy")
+    export.main(
+        export.ExportConfig(
+            draft=str(good["medusa"]), out=out, format="medusa-legacy", target=target
+        )
+    )
+    assert said(Path(out), "trtllm", target) == []
+    assert "old-names" in [line.split(":")[0] for line in said(Path(out), "vllm", target, "0.31.0")]
+
+
+def test_rules_have_a_name_and_a_source() -> None:
+    """Catches a rule that no maintainer could look up, or two that a report could not tell apart."""
+    for name, engine in ENGINES.items():
+        for family in SERVED:
+            rules = [rule for rule in engine.RULES if family in rule.families]
+            assert len({rule.name for rule in rules}) == len(rules), (name, family)
+        for rule in engine.RULES:
+            assert rule.source
+            assert rule.effect in (REFUSED, SILENT, IGNORED)
+
+
+def test_every_rule_of_heads_is_tested() -> None:
+    """Catches a rule that no damage shows to work."""
+    shown = {
+        (engine, damage.family, rule)
+        for damage in DAMAGE.values()
+        for engine, rule in damage.seen.items()
+    }
+    # Told by tests of their own above.
+    elsewhere = {"changed-since-training", "removed", "medusa", "eagle1", "heads"}
+    elsewhere |= {"layout", "layer-name", "taps", "old-names"}
+    for name, engine in ENGINES.items():
+        for rule in engine.RULES:
+            said_of = [family for family in rule.families if (name, family, rule.name) in shown]
+            assert said_of or rule.name in elsewhere, (name, rule)
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "scripts/check_draft.py", *words],
+        capture_output=True,
+        text=True,
+        cwd=ASSETS.parent,
+    )
+
+
+def test_the_command(good: dict[str, Path], target: str, tmp_path: Path) -> None:
+    """Catches exit codes that no script could rely on: 0 as trained, 1 wrong, 2 no draft; and JSON beside noise."""
+    fine = run(str(good["eagle3"]), "--engine", "vllm", "--target", target, "--json", "true")
+    assert (fine.returncode, json.loads(fine.stdout)["findings"]) == (0, []), fine.stderr
+    folder = tmp_path / "draft"
+    shutil.copytree(good["eagle3"], folder)
+    DAMAGE["d2t is missing"].edit(folder)
+    bad = run(str(folder), "--engine", "vllm")
+    assert bad.returncode == 1
+    assert "map-missing" in bad.stdout
+    nothing = run(str(tmp_path / "nowhere"), "--engine", "vllm")
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert nothing.stderr.count("\n") == 1

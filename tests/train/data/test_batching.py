@@ -1,0 +1,140 @@
+import pytest
+import torch
+from torch import Tensor
+
+from decode.common.cli import UserError
+from train.data.batching import (
+    Batch,
+    collate,
+    rank_slice,
+    step_indices,
+    supervised_token_count,
+    truncate_rows,
+)
+from train.data.sample_store import SampleRow
+from train.losses.divergences import forward_kl
+
+
+def row(ids: list[int], spans: list[list[int]]) -> SampleRow:
+    return {
+        "id": str(ids),
+        "source": "test",
+        "origin": "target",
+        "input_ids": ids,
+        "loss_spans": spans,
+        "finish_reason": "eos",
+    }
+
+
+def positions(batch: Batch, i: int) -> list[int]:
+    return batch.loss_mask[i].nonzero()[:, 0].tolist()
+
+
+def test_golden_positions_of_a_two_turn_chat() -> None:
+    """Bug: loss mask not shifted with the labels (method pitfall 1).
+
+    Tokens 1 and 4, 5 of six were generated. So they are predicted at 0 (the prompt's last
+    position), 3 (the second turn's last) and 4; 5, the row's last, predicts nothing.
+    """
+    batch = collate([row([10, 11, 12, 13, 14, 15], [[1, 2], [4, 6]])], pad_id=0)
+    assert batch.loss_mask.tolist() == [[True, False, False, True, True, False, False, False]]
+    assert positions(batch, 0) == [0, 3, 4]
+    assert batch.input_ids[0, [1, 4, 5]].tolist() == [11, 14, 15]
+
+
+def test_a_span_from_the_first_token_has_no_position_before_it() -> None:
+    """Bug: position -1 wraps round to the row's last slot."""
+    rows = [row([10, 11, 12], [[0, 3]])]
+    assert positions(collate(rows, pad_id=0), 0) == [0, 1]
+    assert supervised_token_count(rows) == 2
+
+
+def test_collate_pads_right() -> None:
+    """Bug: padding stands where causal attention sees it, or is counted as supervised."""
+    rows = [row([1, 2, 3], [[1, 3]]), row([4] * 9, [[2, 3]]), row([5, 6], [])]
+    batch = collate(rows, pad_id=7)
+    assert batch.input_ids.shape == (3, 16)
+    assert batch.input_ids[0].tolist() == [1, 2, 3] + [7] * 13
+    assert [positions(batch, i) for i in range(3)] == [[0, 1], [1], []]
+    assert supervised_token_count(rows) == int(batch.loss_mask.sum()) == 3
+
+
+def test_overlapping_spans_count_once() -> None:
+    """Bug: the divisor of the loss counts a token twice that the loss holds once."""
+    assert supervised_token_count([row([1, 2, 3, 4], [[1, 3], [2, 4]])]) == 3
+
+
+def toy_loss(rows: list[SampleRow], multiple: int) -> Tensor:
+    """Summed loss over the supervised positions; the toy's logits depend on the token alone."""
+    tables = torch.randn(2, 32, 11, generator=torch.Generator().manual_seed(0))
+    batch = collate(rows, pad_id=31, multiple=multiple)
+    p, q = tables[0][batch.input_ids], tables[1][batch.input_ids]  # [B, T, V]
+    return forward_kl(p[batch.loss_mask], q[batch.loss_mask]).sum()
+
+
+def test_loss_ignores_padding_and_prompt_length() -> None:
+    """Bug: masked slots enter the loss, so its gradient depends on the prompt (pitfalls 7, 8)."""
+    answer = [4, 5, 6]
+    short = row([1, 2, *answer], [[2, 5]])
+    long = row([9] * 20 + [1, 2, *answer], [[22, 25]])
+    expected = toy_loss([short], multiple=1)
+    for rows, multiple in (([short], 8), ([short], 64), ([long], 8)):
+        torch.testing.assert_close(toy_loss(rows, multiple), expected)
+    torch.testing.assert_close(toy_loss([short, long], 8), 2 * expected)
+
+
+def test_every_epoch_sees_every_example_once() -> None:
+    """Bug: sampling with replacement, or a dropped remainder that is never trained on."""
+    n, batch = 10, 4
+    stream = [i for step in range(15) for i in step_indices(n, batch, 0, step)]
+    epochs = [stream[start : start + n] for start in range(0, len(stream), n)]
+    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
+    assert epochs[0] != epochs[1]  # false alarm: 1 in 10!
+
+
+def test_steps_depend_on_nothing_but_the_arguments() -> None:
+    """Bug: a resumed run sees other batches than the run that was never stopped."""
+    straight = [step_indices(7, 3, 5, step) for step in range(12)]
+    torch.manual_seed(99)
+    resumed = [step_indices(7, 3, 5, step) for step in (11, 10, 9, 3)]
+    assert resumed == [straight[11], straight[10], straight[9], straight[3]]
+    assert straight != [step_indices(7, 3, 6, step) for step in range(12)]
+
+
+def test_a_batch_may_be_larger_than_the_set() -> None:
+    """Bug: a small set indexes past its end or hangs."""
+    assert sorted(step_indices(2, 6, 0, 1)) == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 6])
+def test_slices_recombine_to_the_global_batch(world: int) -> None:
+    """Bug: ranks see the same rows, or the batch depends on the number of processes."""
+    rows = step_indices(20, 6, 1, 2)
+    slices = [rank_slice(rank, world, rows) for rank in range(world)]
+    assert [i for part in slices for i in part] == rows
+    assert {len(part) for part in slices} == {6 // world}
+
+
+def test_uneven_split_is_refused() -> None:
+    """Bug: ranks with fewer rows hang the others or shift the mean."""
+    with pytest.raises(UserError, match="6 rows .* over 4 processes"):
+        rank_slice(0, 4, list(range(6)))
+
+
+def test_long_rows_are_cut_and_empty_ones_dropped() -> None:
+    """Bug: spans point past the cut, or rows with nothing to learn take part in batches."""
+    rows = [
+        row([1, 2, 3, 4, 5], [[1, 2], [3, 5]]),  # cut in the second span
+        row([1, 2, 3, 4, 5], [[4, 5]]),  # answer lies past the cut
+        row([1, 2], [[0, 1]]),  # only the first token, which nothing predicts
+    ]
+    kept, dropped = truncate_rows(rows, max_length=4)
+    assert dropped == 2
+    assert list(kept) == [row([1, 2, 3, 4], [[1, 2], [3, 4]]) | {"id": rows[0]["id"]}]
+    assert rows[0]["input_ids"] == [1, 2, 3, 4, 5]
+
+
+def test_a_set_with_nothing_to_learn_is_refused() -> None:
+    """Bug: training runs to the end with a loss of zero."""
+    with pytest.raises(UserError, match="max_length 2"):
+        truncate_rows([row([1, 2, 3], [[2, 3]])], max_length=2)

@@ -1,0 +1,113 @@
+"""What is left out of the prompts: near-duplicates and wrong lengths. Overlap with evaluation is in test_prompts.py."""
+
+import random
+
+import numpy as np
+import pytest
+
+from decode.common.cli import UserError
+from train.data.filters import (
+    FilterConfig,
+    drop_near_duplicates,
+    drop_overlaps,
+    has_wrong_length,
+    minhash_signature,
+)
+from train.data.prompts import Prompt, make_prompt
+
+WORDS = [f"w{i}" for i in range(500)]
+
+
+def prompts(*texts: str) -> list[Prompt]:
+    return [make_prompt("test", text, 0) for text in texts]
+
+
+def text(seed: int, count: int = 100) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
+
+
+def changed(original: str, times: int) -> str:
+    """Another word at so many places, far from each other."""
+    words = original.split()
+    for i in range(times):
+        words[(i * 97 + 3) % len(words)] = f"new{i}"
+    return " ".join(words)
+
+
+def runs(one: str) -> set[str]:
+    words = one.split()
+    return {" ".join(words[i : i + 5]) for i in range(len(words) - 4)}
+
+
+@pytest.mark.parametrize("times", [0, 1, 2, 5, 20])
+def test_signatures_estimate_the_share_of_runs_in_common(times: int) -> None:
+    """Bug: a hash that is not uniform, or one shared by all 128 places, and the estimate is worth nothing."""
+    errors = []
+    for seed in range(20):
+        one = text(seed)
+        other = changed(one, times)
+        true = len(runs(one) & runs(other)) / len(runs(one) | runs(other))
+        errors.append(np.mean(minhash_signature(one) == minhash_signature(other)) - true)
+    assert np.abs(errors).max() < 0.17  # four standard errors of 128 coin tosses
+    assert abs(np.mean(errors)) < 0.03
+
+
+def test_the_first_of_what_resembles_each_other_stays() -> None:
+    """Bug: resemblance hangs on spelling, the wrong one is dropped, or different texts are."""
+    one, other = text(1), text(2)
+    again = one.upper().replace(" ", " \n ")
+    given = prompts(one, other, changed(one, 1), again, changed(other, 40))
+    kept, dropped = drop_near_duplicates(given, 0.8)
+    assert [given.index(prompt) for prompt in kept] == [0, 1, 4]
+    assert dropped == 2
+    assert drop_near_duplicates(given, 0.0) == (given, 0)
+
+
+def test_most_near_duplicates_are_found() -> None:
+    """Bug: candidates are looked for in too few places, so that near-duplicates are missed by the score."""
+    ones = [text(seed) for seed in range(300)]
+    twins = [changed(one, 2) for one in ones]  # 0.82 in common
+    _, dropped = drop_near_duplicates(prompts(*ones, *twins), 0.6)
+    assert dropped == 300
+
+
+def test_samples_of_one_prompt_go_together() -> None:
+    """Bug: the second answer to a prompt is taken for a repetition of it."""
+    given = [make_prompt("test", text(1), i) for i in range(3)]
+    assert drop_near_duplicates(given, 0.9) == (given, 0)
+
+
+@pytest.mark.parametrize("short", ["a", "", "==", "two words", "1 - 1"])
+def test_short_texts_are_compared_whole(short: str) -> None:
+    """Bug: a text with fewer than five words has no run, and everything or a crash comes of it."""
+    given = prompts(short, "something else", f"{short} and more", short + " ", "1 + 1")
+    kept, _ = drop_near_duplicates(given, 0.9)
+    assert [prompt.text for prompt in kept] == [
+        short,
+        "something else",
+        f"{short} and more",
+        "1 + 1",
+    ]
+
+
+def test_long_evaluation_texts_are_found_by_their_words() -> None:
+    """Bug: comparing every prompt with every evaluation text takes hours, or its short cut misses some."""
+    asked = text(1, 40)
+    inside = " ".join(asked.split()[7:30])
+    for training in (asked, f"x{asked}x", f"before {asked} after", inside, f"oo{inside}bar"):
+        assert drop_overlaps(prompts(training, text(2)), [asked])[1] == 1
+    assert drop_overlaps(prompts("what is oo two words bar?"), ["o two words b"])[1] == 1
+
+
+def test_lengths() -> None:
+    """Bug: a bound is off by one, or 0 drops everything."""
+    s = FilterConfig(min_prompt=3, max_prompt=5)
+    assert [has_wrong_length(n, s) for n in range(2, 7)] == [True, False, False, False, True]
+    assert not has_wrong_length(10**9, FilterConfig())
+
+
+@pytest.mark.parametrize("wrong", [{"min_prompt": 0}, {"near_duplicates": 0.3}, {"max_prompt": -1}])
+def test_filters_that_mean_nothing_are_refused(wrong: dict) -> None:
+    """Bug: a similarity for which the search cannot find most pairs is taken."""
+    with pytest.raises(UserError, match="filters"):
+        FilterConfig(**wrong)

@@ -1,0 +1,187 @@
+"""Sets mixed by weight: shares kept exactly, every source an endless run of permutations, steps without memory."""
+
+import dataclasses
+import json
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from decode.common.cli import UserError, parse_settings, to_yaml
+from tests import worlds
+from tests.train.data.test_sample_store import MANIFEST
+from train.data.batching import step_indices
+from train.data.mixture import (
+    DataSpec,
+    Mixture,
+    MixturePart,
+    data_manifests,
+    load,
+    mixture_parts,
+    source_at,
+)
+from train.data.sample_store import SampleRow, read_shards, write_manifest, write_shard
+
+
+def rows(name: str, count: int) -> list[SampleRow]:
+    return [
+        {
+            "id": f"{name}{i}",
+            "source": name,
+            "origin": "target",
+            "input_ids": [1, 2, 3, i],
+            "loss_spans": [[2, 4]],
+            "finish_reason": "eos",
+        }
+        for i in range(count)
+    ]
+
+
+def written(folder: Path, name: str, count: int, tokenizer: str = "aa") -> str:
+    write_shard(folder, rows(name, count), "00000")
+    write_manifest(folder, dataclasses.replace(MANIFEST, tokenizer_hash=tokenizer))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "weights", [[1], [3, 1], [1, 1, 1], [0.1, 0.7, 0.2], [5, 1, 2.5, 1e-3], [1 / 3, 2]]
+)
+def test_shares_are_kept_after_any_number_of_places(weights: list[float]) -> None:
+    """Bug: a source gets its share by chance only, in runs, or is left out by rounding; or rows of it are skipped."""
+    shares = [Fraction(str(weight)) for weight in weights]
+    taken = Counter(dict.fromkeys(range(len(weights)), 0))
+    for place in range(3000):
+        source, number = source_at(shares, place)
+        assert number == taken[source]  # one after the other
+        taken[source] += 1
+        for i, weight in enumerate(weights):
+            assert abs(taken[i] - (place + 1) * weight / sum(weights)) < len(weights)
+
+
+def test_one_source_is_what_it_was() -> None:
+    """Bug: runs with one folder meet other batches than before there were mixtures."""
+    mixture = Mixture([rows("a", 7)], [1.0])
+    for step in range(6):
+        ids = [row["id"] for row in mixture.step(3, 5, step)]
+        assert ids == [f"a{i}" for i in step_indices(7, 3, 5, step)]
+
+
+def test_each_source_is_an_endless_run_of_fresh_permutations() -> None:
+    """Bug: sources share one permutation, a small one is never shuffled again, or an epoch leaves rows out."""
+    mixture = Mixture([rows("a", 6), rows("b", 6), rows("c", 3)], [2, 1, 1])
+    stream = [row for step in range(12) for row in mixture.step(8, 0, step)]
+    orders = {}
+    for name, size, times in (("a", 6, 8), ("b", 6, 4), ("c", 3, 8)):
+        own = [row["input_ids"][-1] for row in stream if row["source"] == name]
+        epochs = [own[i : i + size] for i in range(0, len(own), size)]
+        assert len(epochs) == times
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+        assert len(set(map(tuple, epochs))) > 1
+        orders[name] = epochs
+    assert orders["a"][:4] != orders["b"]
+
+
+def test_steps_depend_on_nothing_but_the_arguments() -> None:
+    """Bug: a resumed run meets other rows than the run that was never stopped."""
+
+    def made() -> Mixture:
+        return Mixture([rows("a", 5), rows("b", 3)], [3, 1])
+
+    mixture = made()
+    straight = [mixture.step(4, 1, step) for step in range(9)]
+    assert [made().step(4, 1, step) for step in (8, 3)] == [straight[8], straight[3]]
+    assert [made().step(4, 2, step) for step in range(9)] != straight
+
+
+def test_two_answers_to_one_prompt_stay_two(tmp_path: Path) -> None:
+    """Bug: stored features of one set are used for the row of the same id in another."""
+    paths = [written(tmp_path / name, "same", 3) for name in ("one", "two")]
+    mixture, dropped = load([MixturePart(path) for path in paths], 99, "aa", "t")
+    ids = [row["id"] for row in mixture]
+    assert ids == [f"{part}/same{i}" for part in (0, 1) for i in range(3)]
+    assert [row["id"] for row in mixture.step(6, 0, 0)] != ids
+    assert dropped == 0
+    assert [row["id"] for row in mixture[2:4]] == [mixture[2]["id"], mixture[3]["id"]]
+    assert [row["id"] for row in load(paths[0], 99)[0]] == ["same0", "same1", "same2"]
+
+
+def test_every_set_must_have_the_target_s_tokenizer(tmp_path: Path) -> None:
+    """Bug: only the first folder is looked at, and a second one teaches other tokens."""
+    good = written(tmp_path / "good", "a", 2)
+    bad = written(tmp_path / "bad", "b", 2, tokenizer="bb")
+    with pytest.raises(UserError, match=rf"samples in {bad} .*tokenizer bb.* has aa"):
+        load([MixturePart(good), MixturePart(bad)], 99, "aa", "the target")
+
+
+def test_how_the_data_was_made_is_told(tmp_path: Path) -> None:
+    """Bug: a draft from two sets names one of them, or another shape for a single one than before."""
+    paths = [written(tmp_path / name, name, 2) for name in ("one", "two")]
+    own = json.loads((tmp_path / "one" / "manifest.json").read_text())
+    assert data_manifests(paths[0]) == own
+    several = data_manifests([MixturePart(paths[0], 3), MixturePart(paths[1])])
+    assert [(part["path"], part["weight"]) for part in several] == [(paths[0], 3), (paths[1], 1.0)]
+    assert several[0]["manifest"] == own
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
+def test_weights_that_are_no_shares_are_refused(weight: float) -> None:
+    """Bug: a weight of 0 divides by zero or hides a folder without a word."""
+    with pytest.raises(UserError, match=r"data x: weight .* above 0"):
+        mixture_parts([MixturePart("x", weight)])
+    with pytest.raises(UserError, match="no folder"):
+        mixture_parts([])
+
+
+@dataclasses.dataclass
+class Settings:
+    data: DataSpec = "outputs/samples"
+
+
+def test_one_folder_or_several_in_settings(tmp_path: Path) -> None:
+    """Bug: the old spelling breaks, run.yaml cannot be read back, or a list merges with that of the config."""
+    assert parse_settings(Settings, "", []).data == "outputs/samples"
+    assert parse_settings(Settings, "", ["--data", "some/where"]).data == "some/where"
+    wanted = [MixturePart("a", 3), MixturePart("b", 1)]
+    said = "[{path: a, weight: 3}, {path: b}]"
+    assert parse_settings(Settings, "", ["--data", said]).data == wanted
+    config = tmp_path / "run.yaml"
+    config.write_text(to_yaml(Settings(data=wanted)))
+    assert parse_settings(Settings, "", ["--config", str(config)]).data == wanted
+    over = ["--config", str(config), "--data", "[{path: c}, {path: d}]"]
+    assert parse_settings(Settings, "", over).data == [MixturePart("c"), MixturePart("d")]
+    assert parse_settings(Settings, "", ["--config", str(config), "--data", "e"]).data == "e"
+    with pytest.raises(UserError, match="no list of parts"):
+        mixture_parts(parse_settings(Settings, "", ["--data", "[{path: a, wait: 3}]"]).data)
+
+
+def test_the_command_trains_on_a_mixture(tmp_path: Path) -> None:
+    """Bug: the command reads the first folder only, or goes on after a kill with other rows than it would have had."""
+    world = worlds.build(tmp_path / "world", prompts=12)
+    samples, texts, out = tmp_path / "samples", tmp_path / "texts", tmp_path / "out"
+    sources = json.dumps([{"kind": "file", "path": str(world.prompts)}])
+    sampling = ["--target", world.target, "--sources", sources, "--max_new_tokens", 8]
+    assert worlds.call("train/sample.py", *sampling, "--out", samples).code == 0
+    assert worlds.call("train/sample.py", *sampling, "--out", texts, "--origin", "text").code == 0
+    data = json.dumps([{"path": str(samples), "weight": 3}, {"path": str(texts)}])
+    command = [
+        "--target", world.target, "--draft.init", world.draft, "--data", data, "--out", out,
+        "--loop.steps", 4, "--loop.batch_size", 8, "--loop.warmup", 1, "--loop.save_every", 2,
+        "--loop.log_every", 1, "--loop.eval_every", 0,
+    ]  # fmt: skip
+    done = worlds.call("train/distill.py", *command)
+    assert done.code == 0, done.err
+    whole = (out / "model.safetensors").read_bytes()
+    facts = json.loads((out / "draftsmith.json").read_text())
+    assert [(part["path"], part["weight"]) for part in facts["data_manifest"]] == [
+        (str(samples), 3.0),
+        (str(texts), 1.0),
+    ]
+    assert facts["samples"] == len(read_shards(samples)) + len(read_shards(texts))
+    (out / "checkpoints" / "latest").write_text("step-000002\n")  # as if killed after step 2
+    done = worlds.call("train/distill.py", *command)
+    assert "from step 2" in done.err
+    assert (out / "model.safetensors").read_bytes() == whole
+    alone = worlds.call("train/distill.py", *command, "--data", samples, "--overwrite", "true")
+    assert alone.code == 0, alone.err
+    assert (out / "model.safetensors").read_bytes() != whole

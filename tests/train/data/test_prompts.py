@@ -1,0 +1,399 @@
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from decode.common.cli import UserError, parse_settings
+from train.data import python_corpus
+from train.data.filters import drop_overlaps
+from train.data.prompts import (
+    Prompt,
+    encode_prompt,
+    evaluation_texts,
+    read_prompts,
+    read_prompts_with_duplicates,
+)
+from train.data.sources import BUNDLED_PROMPTS, PromptSource
+
+WORDS = ["<s>", "[user]", "[assistant]", "hello", "world", "<unk>"]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %} [{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %} [assistant]{% endif %}"
+)
+
+
+def tiny_tokenizer(chat_template: str | None) -> PreTrainedTokenizerFast:
+    """Splits at white space and puts <s> in front, as Llama tokenizers do."""
+    model = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    model.pre_tokenizer = WhitespaceSplit()
+    model.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=model, bos_token="<s>", unk_token="<unk>", chat_template=chat_template
+    )
+
+
+def text_prompt(text: str) -> Prompt:
+    return Prompt("0#0", "test", text, None, 0)
+
+
+def chat_prompt(*messages: dict) -> Prompt:
+    return Prompt("0#0", "test", None, list(messages), 0)
+
+
+def words(text: str) -> list[int]:
+    return [WORDS.index(word) for word in text.split()]
+
+
+def write_jsonl(path: Path, records: list) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A small folder of bundled prompts."""
+    for domain in ("code", "prose", "arithmetic"):
+        prompts = [{"prompt": f"{domain} number {i}"} for i in range(5)]
+        write_jsonl(tmp_path / "train" / f"{domain}.jsonl", prompts)
+        write_jsonl(tmp_path / "eval" / f"{domain}.jsonl", [{"prompt": f"{domain} to measure"}])
+    return tmp_path
+
+
+def test_ids_are_the_same_in_every_run() -> None:
+    """Bug: set order or hash() differs between processes, and resuming finds nothing done."""
+    code = (
+        "from train.data.prompts import load_prompts\n"
+        "from train.data.sources import Source\n"
+        "sources = [Source('bundled', 'all', limit=9), Source('stdlib', limit=3)]\n"
+        "print([prompt.id for prompt in load_prompts(sources, seed=1)])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=BUNDLED_PROMPTS.parents[1],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+
+
+def test_id_is_a_golden_hash(tmp_path: Path) -> None:
+    """Bug: a changed hash silently orphans every sampled set there is."""
+    path = write_jsonl(
+        tmp_path / "own.jsonl",
+        [{"prompt": "hello\n"}, {"messages": [{"role": "user", "content": "hello"}]}],
+    )
+    prompts = read_prompts([PromptSource("file", str(path), samples=2)], seed=0)
+    assert [prompt.id for prompt in prompts] == [
+        "5891b5b522d5df08#0",  # sha256sum of "hello\n"
+        "5891b5b522d5df08#1",
+        "666210238ffa9abb#0",  # of [{"content": "hello", "role": "user"}]
+        "666210238ffa9abb#1",
+    ]
+    assert {prompt.source for prompt in prompts} == {"own.jsonl"}
+
+
+def test_duplicates_are_dropped_across_sources(root: Path) -> None:
+    """Bug: the same prompt under two sources is sampled twice and its id occurs twice."""
+    prompts = read_prompts(
+        [PromptSource("bundled", "all"), PromptSource("bundled", "code")], 0, root
+    )
+    assert len({prompt.id for prompt in prompts}) == len(prompts) == 15
+
+
+def test_duplicates_do_not_count_towards_the_limit(tmp_path: Path) -> None:
+    """Bug: a limit of 3 gives fewer than 3 prompts because the file repeats itself."""
+    path = write_jsonl(tmp_path / "own.jsonl", [{"text": str(i // 4)} for i in range(12)])
+    assert len(read_prompts([PromptSource("file", str(path), limit=3)], seed=0)) == 3
+
+
+def test_a_larger_limit_keeps_what_was_sampled(root: Path) -> None:
+    """Bug: raising the limit draws other prompts, and all that was sampled is wasted."""
+    for kind, path in (("bundled", "all"), ("stdlib", "")):
+        source = PromptSource(kind, path, limit=4)  # type: ignore[arg-type]
+        few = read_prompts([source], 0, root)
+        many = read_prompts([dataclasses.replace(source, limit=8)], 0, root)
+        assert many[:4] == few
+
+
+def test_limit_mixes_the_domains() -> None:
+    """Bug: the first n of `all` are of one domain (chance of a false alarm < 1e-8)."""
+    prompts = read_prompts([PromptSource("bundled", "all", limit=60)], seed=0)
+    assert {prompt.source for prompt in prompts} == {
+        "bundled/code",
+        "bundled/prose",
+        "bundled/arithmetic",
+    }
+
+
+def test_white_space_at_the_end_of_a_prompt_is_kept(tmp_path: Path) -> None:
+    """Bug: stripping a prompt that stops inside an indentation changes what follows."""
+    path = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "def f():\n   "}])
+    assert read_prompts([PromptSource("file", str(path))], seed=0)[0].text == "def f():\n   "
+
+
+def test_text_files_are_split_at_blank_lines(tmp_path: Path) -> None:
+    """Bug: a blank line with spaces, or several, makes empty prompts or joins two."""
+    path = tmp_path / "own.txt"
+    path.write_text("one\nstill one\n\n  \n\n    two\n", encoding="utf-8")
+    prompts = read_prompts([PromptSource("file", str(path))], seed=0)
+    assert [prompt.text for prompt in prompts] == ["one\nstill one", "    two"]
+
+
+def test_the_answers_of_a_chat_are_left_to_the_target(tmp_path: Path) -> None:
+    """Bug: a data set's own last answer stays in the prompt, and the target adds a second one."""
+    ask, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    path = write_jsonl(tmp_path / "own.jsonl", [{"messages": [ask, answer, ask, answer]}])
+    assert read_prompts([PromptSource("file", str(path))], 0)[0].messages == [ask, answer, ask]
+
+
+def test_stdlib_cuts_are_whole_lines_of_modules_not_held_out() -> None:
+    """Bug: cuts start in mid-line, have any length, or come from held-out modules."""
+    sources = python_corpus.read_modules(False).values()
+    prompts = read_prompts([PromptSource("stdlib", limit=10)], seed=3)
+    assert len(prompts) == 10
+    for prompt in prompts:
+        assert prompt.text is not None
+        assert 200 <= len(prompt.text) <= 600
+        assert any(f"\n{prompt.text}\n" in f"\n{source}\n" for source in sources)
+
+
+def test_hub_takes_the_named_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: Arrow's empty fields end up in messages; rows without text become empty prompts."""
+    chat = [{"role": "user", "content": "hi", "name": None}]
+    data = datasets.Dataset.from_list([{"chat": chat}, {"chat": []}, {"chat": None}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: data)
+    prompts = read_prompts([PromptSource("hub", "some/data", column="chat")], seed=0)
+    assert [prompt.messages for prompt in prompts] == [[{"role": "user", "content": "hi"}]]
+    with pytest.raises(UserError, match=r"no column 'prompt'.*\['chat'\]"):
+        read_prompts([PromptSource("hub", "some/data")], seed=0)
+
+
+def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: no network ends in a page of traceback instead of what to check."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("cannot reach it\nlong story")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(UserError, match=r"^hub data set 'a/b' .*cannot reach it.*$") as caught:
+        read_prompts([PromptSource("hub", "a/b")], seed=0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "own.jsonl:2: not JSON"),
+        ("5", "own.jsonl:2: needs an object with"),
+        ('{"question": "x"}', "own.jsonl:2: needs an object with"),
+        ('{"prompt": " "}', "own.jsonl:2: `prompt` is empty"),
+        ('{"prompt": 5}', "own.jsonl:2: a prompt must be text or a list"),
+        ('{"messages": [{"role": "user"}]}', "own.jsonl:2: every message needs"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
+    """Bug: a bad line in the user's file crashes without its number, or is passed over."""
+    path = tmp_path / "own.jsonl"
+    path.write_text(f'{{"prompt": "good"}}\n{line}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        read_prompts([PromptSource("file", str(path))], seed=0)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (PromptSource("bundled", "cod"), "path 'cod' must be one of code, prose, arithmetic, all"),
+        (PromptSource("stdlib"), "limit is missing"),
+        (PromptSource("file"), "path is empty"),
+        (PromptSource("file", "missing.jsonl"), "missing.jsonl"),
+        (PromptSource("file", "own.csv"), r"must end in .jsonl or .txt"),
+        (PromptSource("bundled", "all", limit=0), "limit 0 must be at least 1"),
+        (PromptSource("bundled", "all", samples=0), "samples 0 must be at least 1"),
+    ],
+)
+def test_bad_sources_say_what_to_change(source: PromptSource, message: str) -> None:
+    """Bug: a source that cannot be read gives an empty list or a traceback."""
+    with pytest.raises(UserError, match=message):
+        read_prompts([source], seed=0)
+
+
+def test_sources_can_be_written_in_settings(tmp_path: Path) -> None:
+    """Bug: the field types of Source are not ones that the settings can parse."""
+
+    @dataclasses.dataclass
+    class Settings:
+        sources: list[PromptSource] = dataclasses.field(default_factory=list)
+
+    config = tmp_path / "config.yaml"
+    config.write_text("sources:\n- kind: bundled\n  path: all\n- {kind: stdlib, limit: 5}\n")
+    settings = parse_settings(Settings, "", ["--config", str(config)])
+    assert settings.sources == [PromptSource("bundled", "all"), PromptSource("stdlib", limit=5)]
+
+
+NUMBERS = [f"w{i}" for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("training", "dropped"),
+    [
+        (" ".join(NUMBERS[:20]), True),  # equal
+        ("before\n" + "  ".join(NUMBERS[:20]) + " after", True),  # contains
+        (" ".join(NUMBERS[5:8]), True),  # is contained
+        (" ".join(["x", *NUMBERS[7:20], "y"]), True),  # 13 words in common
+        (" ".join(["x", *NUMBERS[8:20], "y"]), False),  # 12 words in common
+        ("something else", False),
+    ],
+)
+def test_overlap_with_evaluation_is_found(training: str, dropped: bool) -> None:
+    """Bug: a draft is measured on prompts that it was trained on."""
+    chat = chat_prompt({"role": "user", "content": training})
+    kept, number = drop_overlaps([text_prompt(training), chat], [" ".join(NUMBERS[:20])])
+    assert number == (2 if dropped else 0)
+    assert len(kept) == 2 - number
+
+
+def test_evaluation_texts_are_those_of_the_eval_folder(root: Path) -> None:
+    """Bug: decontamination compares with the wrong split and finds nothing."""
+    assert sorted(evaluation_texts(root)) == [
+        "arithmetic to measure",
+        "code to measure",
+        "prose to measure",
+    ]
+
+
+def test_bundled_training_prompts_do_not_overlap_with_evaluation() -> None:
+    """Bug: a bundled training prompt repeats an evaluation prompt."""
+    prompts = read_prompts([PromptSource("bundled", "all")], seed=0)
+    kept, dropped = drop_overlaps(prompts, evaluation_texts())
+    assert len(prompts) > 0
+    assert (kept, dropped) == (prompts, 0)
+
+
+def test_plain_text_without_template_is_encoded_as_it_is() -> None:
+    """Bug: plain text is wrapped in a chat that a base model has never seen."""
+    tokenizer = tiny_tokenizer(None)
+    assert encode_prompt(tokenizer, text_prompt("hello world")) == words("<s> hello world")
+    assert encode_prompt(tokenizer, text_prompt("<s> hello")) == words("<s> hello")
+    with pytest.raises(UserError, match="no chat template"):
+        encode_prompt(tokenizer, chat_prompt({"role": "user", "content": "hello"}))
+
+
+def test_template_and_tokenizer_do_not_both_add_bos() -> None:
+    """Bug: the template writes BOS and the tokenizer adds another; the target answers worse."""
+    tokenizer = tiny_tokenizer(TEMPLATE)
+    expected = words("<s> [user] hello world [assistant]")
+    chat = chat_prompt({"role": "user", "content": "hello world"})
+    assert encode_prompt(tokenizer, chat) == expected
+    assert encode_prompt(tokenizer, text_prompt("hello world")) == expected
+    twice = tiny_tokenizer("{{ bos_token }} " + TEMPLATE)
+    assert encode_prompt(twice, chat) == expected
+
+
+def test_a_chat_that_the_template_refuses_is_named() -> None:
+    """Bug: a template's raise_exception ends in a Jinja traceback."""
+    tokenizer = tiny_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UserError, match=r"0#0 of test.*roles must alternate"):
+        encode_prompt(tokenizer, text_prompt("hello"))
+
+
+@pytest.mark.parametrize(
+    ("record", "asked", "learned"),
+    [
+        ({"prompt": "q", "response": "a"}, ("q", None, None), ("q", "a", None)),
+        ({"prompt": "q"}, ("q", None, None), ("q", None, None)),
+        ({"text": "t", "response": None}, ("t", None, None), ("t", None, None)),
+        ({"messages": "ua"}, (None, None, "u"), (None, None, "ua")),
+        ({"messages": "uauu"}, (None, None, "uauu"), (None, None, "ua")),
+    ],
+)
+def test_answers_are_taken_along_where_they_are_wanted(
+    tmp_path: Path, record: dict, asked: tuple, learned: tuple
+) -> None:
+    """Bug: reference answers are lost when they are to be learned, or shown to the target that is to answer."""
+
+    def talk(turns: str | None) -> list[dict] | None:
+        roles = {"u": "user", "a": "assistant"}
+        return turns and [{"role": roles[turn], "content": turn} for turn in turns]
+
+    record = {key: talk(value) if key == "messages" else value for key, value in record.items()}
+    source = PromptSource("file", str(write_jsonl(tmp_path / "own.jsonl", [record])))
+    for answered, (text, answer, turns) in ((False, asked), (True, learned)):
+        [prompt], _ = read_prompts_with_duplicates([source], 0, answered)
+        assert (prompt.text, prompt.answer, prompt.messages) == (text, answer, talk(turns))
+
+
+def test_texts_come_whole_where_they_are_learned(tmp_path: Path) -> None:
+    """Bug: a file is learned in paragraphs without their context, or the standard library in random cuts."""
+    path = tmp_path / "own.txt"
+    path.write_text("one\n\ntwo\n")
+    assert (
+        read_prompts_with_duplicates([PromptSource("file", str(path))], 0, True)[0][0].text
+        == "one\n\ntwo\n"
+    )
+    texts = [
+        prompt.text
+        for prompt in read_prompts_with_duplicates([PromptSource("stdlib", limit=5)], 0, True)[0]
+    ]
+    known = {
+        *python_corpus.read_modules(False).values(),
+        *python_corpus.read_help_topics(False).values(),
+    }
+    assert len(texts) == 5
+    assert set(texts) <= known
+    with pytest.raises(UserError, match="samples to 1"):
+        read_prompts_with_duplicates([PromptSource("stdlib", samples=2)], 0, True)
+
+
+def test_repeats_are_counted(root: Path) -> None:
+    """Bug: prompts that are dropped as equal ones appear in no count."""
+    prompts, repeats = read_prompts_with_duplicates(
+        [PromptSource("bundled", "all"), PromptSource("bundled", "code")], 0, root=root
+    )
+    assert (len(prompts), repeats) == (15, 5)
+
+
+def test_a_hub_set_is_read_as_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: streaming reads all of a set for a small limit, always takes its first rows, or forgets the seed."""
+    read = []
+
+    def rows() -> Iterator[dict]:
+        for i in range(100_000):
+            read.append(i)
+            yield {"question": f"q{i}", "reply": f"a{i}"}
+
+    asked = {}
+
+    def stream(*args: object, **kwargs: object) -> datasets.IterableDataset:
+        asked.update(kwargs)
+        return datasets.IterableDataset.from_generator(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", stream)
+    monkeypatch.setattr("train.data.sources.SHUFFLE_BUFFER", 50)
+    source = PromptSource(
+        "hub", "a/b", column="question", response="reply", streaming=True, limit=20
+    )
+    found = [read_prompts_with_duplicates([source], seed, True)[0] for seed in (0, 0, 1)]
+    assert asked["streaming"] is True
+    assert len(read) < 1000
+    assert found[0] == found[1] != found[2]
+    assert all(prompt.answer == f"a{(prompt.text or '')[1:]}" for prompt in found[0])
+    assert [p.text for p in found[0]] != [f"q{i}" for i in range(20)]
+    with pytest.raises(UserError, match="no column 'other'"):
+        read_prompts_with_duplicates([dataclasses.replace(source, column="other")], 0, True)

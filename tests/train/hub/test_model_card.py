@@ -1,0 +1,214 @@
+"""A card says what the files say, no more: every number is found in them, and what they lack is called missing."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from decode.checkpoints.layouts import read_config
+from decode.common.run_dir import read_json
+from tests import drafts
+from train.hub import model_card, serving_configs
+from train.hub.model_card import CardInputs
+from train.hub.upload import HubLabels
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def facts(
+    folder: Path, report: bool = True, referee: bool = False, tuned: bool = False, **changes: Any
+) -> CardInputs:
+    drafts.draft(folder, **changes)
+    sha = drafts.sha_of(folder)
+    return CardInputs(
+        read_json(folder / "draftsmith.json"),
+        read_config(str(folder)),
+        drafts.report(sha) if report else None,
+        drafts.referee(sha) if referee else None,
+        {"SGLang": ["refused: no such architecture"], "vLLM": []},
+        drafts.tuned(sha, {"all": 3, "code": 6}) if tuned else None,
+    )
+
+
+def rendered(known: CardInputs, labels: HubLabels = HubLabels()) -> str:  # noqa: B008
+    k, source = serving_configs.choose_k(known.own, known.draft, known.config, known.chains)
+    job = serving_configs.ServedDraft(known.draft["family"], "me/my-draft", "org/target", None, k)
+    return str(
+        model_card.render(known, job, source, serving_configs.build_serving_configs(job), labels)
+    )
+
+
+def values(content: Any) -> Iterator[Any]:
+    """Everything that is no container, keys left out."""
+    if isinstance(content, dict):
+        content = list(content.values())
+    if isinstance(content, list):
+        for item in content:
+            yield from values(item)
+    else:
+        yield content
+
+
+def unfounded(text: str, *sources: Any) -> list[str]:
+    """Cells of the card's tables with a number that none of the sources holds, to the digits that are shown."""
+    known = list(values(list(sources)))
+    words = sorted(
+        (v for v in known if isinstance(v, str) and re.search(r"\d", v)), key=len, reverse=True
+    )
+    numbers = [v for v in known if isinstance(v, int | float) and not isinstance(v, bool)]
+    found = []
+    for line in text.splitlines():
+        if not line.startswith("| ") or "α_1" in line:  # a header counts positions
+            continue
+        for cell in line.strip("| ").split(" | ")[1:]:
+            rest = cell
+            for word in words:
+                rest = rest.replace(word, "")
+            for match in NUMBER.findall(rest):
+                digits = len(match.partition(".")[2])
+                value = float(match.replace(",", ""))
+                if not any(abs(round(n, digits) - value) < 10.0 ** -(digits + 3) for n in numbers):
+                    found.append(cell)
+    return found
+
+
+def test_every_number_comes_from_the_files(tmp_path: Path) -> None:
+    """Catches a figure typed by hand, or worked out on the way; a planted one is found."""
+    known = facts(tmp_path / "d", referee=True, tuned=True)
+    text = rendered(known)
+    tables = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(tables) > 30
+    sources = (known.draft, known.config, known.report, known.referee, known.tuned)
+    assert unfounded(text, *sources) == []
+    planted = text.replace("2.38 [2.14, 2.60]", "9.87 [2.14, 2.60]", 1)
+    assert planted != text
+    assert unfounded(planted, *sources) == ["9.87 [2.14, 2.60]"]
+
+
+def test_numbers_of_other_drafts_stay_out(tmp_path: Path) -> None:
+    """Catches a card that shows the best method of a report and not its own."""
+    drafts.draft(tmp_path / "d")
+    sha = drafts.sha_of(tmp_path / "d")
+    other = drafts.entry("0" * 64, "stranger", speedup=7.77)
+    known = CardInputs(
+        read_json(tmp_path / "d" / "draftsmith.json"), {}, drafts.report(sha, other), None
+    )
+    text = rendered(known)
+    assert "stranger" not in text
+    assert "7.77" not in text
+
+
+def test_what_is_missing_is_called_missing(tmp_path: Path) -> None:
+    """Catches a hole filled with a default, or left out so that nobody sees it."""
+    lean = facts(tmp_path / "d", report=False, versions={}, hardware={}, git=None)
+    text = rendered(lean)
+    assert "Losslessness: not measured, no report was given." in text
+    assert "Not measured on tasks." in text
+    assert "tau 1.676" in text  # of training, and called so
+    assert "No speed was measured." in text
+    assert "| wall time, s | not recorded |" in text
+    assert "| hardware | not recorded |" in text
+    assert "| trained by commit | not recorded |" in text
+    assert "No licence was stated" in text
+    assert "model-index" not in text
+    assert "images/" not in text
+    assert unfounded(text, lean.draft, lean.config) == []
+
+
+@pytest.mark.parametrize(("key", "text"), [("phase", "first token"), ("ci", "0.61")])
+def test_reports_may_lack_fields(tmp_path: Path, key: str, text: str) -> None:
+    """Catches a card that breaks on older reports, or on what was not timed."""
+    known = facts(tmp_path / "d")
+    assert known.report is not None
+    for m in known.own:
+        if key == "phase":
+            m["latency_ms"] = None
+        else:
+            del m["tokens_per_second_ci"]
+            m["speedup_ci"] = None
+    assert text in rendered(known)
+
+
+def test_the_head_is_what_the_hub_reads(tmp_path: Path) -> None:
+    """Catches metadata that the Hub ignores, and results under the name of another metric."""
+    labels = HubLabels(base_model="org/target", license="apache-2.0", dataset="me/samples")
+    content = rendered(facts(tmp_path / "d"), labels)
+    data = ModelCard(content).data
+    assert data.base_model == "org/target"
+    assert data.base_model_relation == "adapter"
+    assert data.license == "apache-2.0"
+    assert data.datasets == ["me/samples"]
+    assert data.library_name == "draftsmith"
+    assert {"speculative-decoding", "draft-model", "eagle3", "vllm", "sglang"} <= set(data.tags)
+    results = {r.metric_type: r.metric_value for r in data.eval_results}
+    pooled = drafts.entry("", "eagle3")
+    assert results == {name: pooled[name] for name in ("tau", "alpha", "speedup")}
+    assert yaml.safe_load(content.split("---")[1])["model-index"][0]["name"] == "my-draft"
+
+
+def test_what_was_served_is_told_from_what_was_checked(tmp_path: Path) -> None:
+    """Catches a card that claims an engine which nobody ran."""
+    lines = rendered(facts(tmp_path / "a", referee=True)).splitlines()
+    of = {line.split("**")[1]: line for line in lines if line.startswith("- **")}
+    assert "Served for real by vLLM 0.32.0: 11 of 12 prompts" in of["vLLM"]
+    assert "Checked against rules only, not run: nothing found wrong" in of["Triton"]
+    assert "not run: refused: no such architecture" in of["SGLang"]
+    assert "Not run, and not checked" in of["TensorRT-LLM"]
+    assert "cannot serve it" in of["TGI"]
+    assert "for real" not in rendered(facts(tmp_path / "b"))
+
+
+def test_assistance_in_transformers_is_told(tmp_path: Path) -> None:
+    """Catches a card that offers assistant_model and hides what it did, or tells of another draft's."""
+    known = facts(tmp_path / "d", family="causal")
+    assert known.report is not None
+    known.report["engines"] = [
+        drafts.assisted("eagle3", gain=0.93, gain_ci=[0.88, 0.98]),
+        drafts.assisted("stranger", gain=1.77),
+    ]
+    line = next(x for x in rendered(known).splitlines() if x.startswith("- **transformers**"))
+    assert "Run for real: transformers with assistant_model = eagle3 (K = 4" in line
+    assert "0.93× [0.88, 0.98] the speed of its own generate, n = 33. It is slower" in line
+    assert "stranger" not in line
+
+
+def test_slow_is_called_slow(tmp_path: Path) -> None:
+    """Catches a card that shows the fast task and hides the slow one."""
+    known = facts(tmp_path / "d")
+    slow = known.own[-1]
+    slow.update(speedup=0.71, speedup_ci=[0.62, 0.82])
+    text = rendered(known)
+    assert "Slower than plain decoding as eagle3, temperature 0, batch 1: prose 0.71×." in text
+
+
+def test_names_cannot_change_the_page(tmp_path: Path) -> None:
+    """Catches a task's name that ends a table cell or becomes HTML."""
+    known = facts(tmp_path / "d")
+    known.own[1]["task"] = "a | b <script>\n# c"
+    text = rendered(known)
+    assert "<script>" not in text
+    assert "| a \\| b &lt;script> # c |" in text
+
+
+def test_several_sampled_sets_are_all_told(tmp_path: Path) -> None:
+    """Catches a mixture whose second set is lost, with its weight."""
+    parts = [
+        {
+            "path": "one",
+            "weight": 3,
+            "manifest": {"counts": {"answered": 2100}, "chat_template_hash": None},
+        },
+        {
+            "path": "two",
+            "weight": 1,
+            "manifest": {"counts": {"answered": 71}, "chat_template_hash": "ab12"},
+        },
+    ]
+    text = rendered(facts(tmp_path / "d", data_manifest=parts))
+    assert "number of answers: 2,100 + 71" in text
+    assert "| two (weight 1) counts.answered | 71 |" in text
+    assert "without a chat template" not in text

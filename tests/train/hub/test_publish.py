@@ -1,0 +1,588 @@
+"""scripts/publish.py: the folder is the one that is sent, what must not go out is refused, uploads go on.
+
+The Hub is tests/hub.py, an HTTP server on loopback that the real huggingface_hub talks to.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import DatasetCard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from decode.common.cli import UserError
+from decode.drafts.base import METADATA_FILE
+from decode.drafts.registry import load_draft
+from decode.engine.engine import decode
+from decode.model.loading import load_target
+from tests import drafts, heads, hub, worlds
+from tests.hub import Hub
+from tests.worlds import Done, World
+from train.data import sample_store
+from train.hub import publish, serving_configs, upload
+from train.hub.upload import HubLabels
+
+COMMAND = "scripts/publish.py"
+
+
+def made(
+    tmp_path: Path, folder: Path, report: Any = None, referee: Any = None, **labels: str
+) -> Path:
+    out = tmp_path / "out"
+    return publish.build_draft_folder(
+        folder, report, referee, "me/x", HubLabels(**labels), out
+    ).path
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_folder_is_exactly_what_is_served(tmp_path: Path) -> None:
+    """Catches checkpoints, logs or W&B files that go out, and weights that are not the ones of the checksum."""
+    folder = drafts.draft(tmp_path / "d")
+    (folder / "notes.txt").write_text("mine")
+    out = made(
+        tmp_path,
+        folder,
+        drafts.report(drafts.sha_of(folder)),
+        drafts.referee(drafts.sha_of(folder)),
+    )
+    assert files_of(out) == {
+        "README.md", "config.json", "draftsmith.json", "model.safetensors", "referee.json", "report.json",
+        "run.yaml", "tokenizer_config.json", "images/acceptance-t0-b1.svg", "images/speedup-t0-b1.svg",
+        "serving/sglang.sh", "serving/trtllm.sh", "serving/trtllm.yml", "serving/vllm.sh",
+        "serving/triton/draftsmith_eagle3/config.pbtxt", "serving/triton/draftsmith_eagle3/1/model.json",
+    }  # fmt: skip
+    for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (folder / name).read_bytes()
+    assert yaml.safe_load((out / "run.yaml").read_text())["loop"] == {"steps": 312, "lr": 0.0023}
+
+
+def test_local_paths_are_gone(tmp_path: Path) -> None:
+    """Catches a home folder in draftsmith.json, run.yaml, the report or the card; weights keep their checksum."""
+    home = str(tmp_path)
+    folder = drafts.draft(tmp_path / "d", target={"name": f"{home}/llama", "revision": None})
+    report = drafts.report(drafts.sha_of(folder)) | {
+        "settings": f"out: {home}/report\n",
+        "argv": [home],
+    }
+    assert home in (folder / METADATA_FILE).read_text()
+    out = made(tmp_path, folder, report, base_model="org/target")
+    for path in out.rglob("*"):
+        assert not path.is_file() or home.encode() not in path.read_bytes(), path
+    facts = json.loads((out / METADATA_FILE).read_text())
+    assert facts["target"]["name"] == "org/target"
+    assert facts["argv"][-1] == "d"
+    assert facts["draft_sha256"] == publish.draft_sha256(str(out))
+
+
+def test_a_target_that_was_trained_along_is_published(tmp_path: Path) -> None:
+    """Catches Medusa-2 heads without the target that they fit, or commands that serve the original."""
+    folder = drafts.draft(
+        tmp_path / "d",
+        "medusa",
+        target={"name": str(tmp_path / "d" / "target"), "revision": None},
+        original_target={"name": "org/target", "revision": None},
+    )
+    shutil.copytree(
+        folder, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "wandb")
+    )
+    (tmp_path / "copy").rename(folder / "target")
+    out = made(tmp_path, folder)
+    assert files_of(out / "target") == {"config.json", "model.safetensors", "tokenizer_config.json"}
+    assert "vllm serve ./target" in (out / "serving" / "vllm.sh").read_text()
+    text = (out / "README.md").read_text()
+    assert "base_model: org/target" in text
+    assert "serve the one in `target/`" in text
+
+
+def damaged(folder: Path, what: str) -> tuple[Any, Any]:
+    """(report, referee) of a draft that must not be published, for the named reason."""
+    sha = drafts.sha_of(folder)
+    report, referee = drafts.report(sha), drafts.referee(sha)
+    if what == "another report":
+        report = drafts.report("0" * 64)
+    elif what == "not lossless":
+        report["methods"][-1]["lossless"] |= {"greedy_identical": False, "identical": 36}
+    elif what == "another referee":
+        referee["draft_sha256"] = "0" * 64
+    elif what == "a referee that disagrees":
+        referee["differ"] = [{}]
+    elif what == "changed weights":
+        worlds.flip_byte(folder / "model.safetensors", -1)
+    elif what == "a pickle":
+        (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    elif what == "a token":
+        content = json.loads((folder / METADATA_FILE).read_text())
+        content["argv"] += ["--key", hub.TOKEN]
+        (folder / METADATA_FILE).write_text(json.dumps(content))
+    elif what == "a path in config.json":
+        (folder / "config.json").write_text(json.dumps({"_name_or_path": "/home/me/x"}))
+        content = json.loads((folder / METADATA_FILE).read_text())
+        content["draft_sha256"] = publish.draft_sha256(str(folder))
+        (folder / METADATA_FILE).write_text(json.dumps(content))
+        report, referee = None, None
+    elif what == "no facts":
+        (folder / METADATA_FILE).unlink()
+    return report, referee
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("another report", "the report measures drafts 000000000000 and not"),
+        ("not lossless", "eagle3 on prose is not lossless: 36 of 37"),
+        ("another referee", "the referee's result is of draft 000000000000"),
+        ("a referee that disagrees", "vLLM decoded 1 prompts otherwise"),
+        ("changed weights", "the draft was changed after training"),
+        ("a pickle", "pytorch_model.bin, a pickle"),
+        ("a token", "draftsmith.json holds what looks like a token"),
+        ("a path in config.json", "config.json holds the local path '/home/me/x'"),
+        ("no facts", "holds no draftsmith.json"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, what: str, message: str) -> None:
+    """Catches a card with the numbers of other weights, a lossy draft called lossless, a leak; nothing is left."""
+    folder = drafts.draft(tmp_path / "d")
+    report, referee = damaged(folder, what)
+    with pytest.raises(UserError, match=message) as caught:
+        made(tmp_path, folder, report, referee)
+    assert hub.TOKEN not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.tmp").exists()
+
+
+def test_tuned_lengths_are_served(tmp_path: Path) -> None:
+    """Catches serving files and a card with the report's K where another was tuned, pictures that are lost with it, and
+    a table that says nothing."""
+    folder = drafts.draft(tmp_path / "d")
+    sha = drafts.sha_of(folder)
+    cards = []
+    for ks in ({"all": 3, "code": 6, "prose": 2}, {"all": 3, "code": 3, "prose": 3}):
+        out = publish.build_draft_folder(
+            folder, drafts.report(sha), None, "me/x", HubLabels(), tmp_path / "out", tuned=drafts.tuned(sha, ks)
+        ).path  # fmt: skip
+        assert '"num_speculative_tokens": 3' in (out / "serving" / "vllm.sh").read_text()
+        assert "max_draft_len: 3" in (out / "serving" / "trtllm.yml").read_text()
+        assert {"tuned.json", "images/acceptance-t0-b1.svg"} <= files_of(out)
+        cards.append((out / "README.md").read_text())
+    assert "K = 3 drafted tokens a round: the fastest of [2, 3, 4, 5, 6]" in cards[0]
+    assert "Tuned on AMD EPYC, prompts of code@1, prose@1." in cards[0]
+    for row in ("| all | 0 | 3 | 31 |", "| code | 0 | 6 | 31 |", "| prose | 1 | 2 | 31 |"):
+        assert row in cards[0]
+    assert "By domain another K" not in cards[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drafts": {"eagle3": "0" * 64}}, "settings are of drafts 000000000000 and not"),
+        ({"drafts": {}}, "settings are of drafts unnamed"),
+        ({"cells": None}, "tuned.json that eval/tune.py writes"),
+    ],
+)
+def test_settings_of_another_draft_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """Catches a draft served with the length that was tuned for another, and a report given for tuned.json."""
+    folder = drafts.draft(tmp_path / "d")
+    tuned = drafts.tuned(drafts.sha_of(folder), {"all": 3}) | changes
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({k: v for k, v in tuned.items() if v is not None}))
+    done = worlds.call(COMMAND, "--draft", folder, "--tuned", path, "--repo", "me/x")
+    assert message in done.error()
+
+
+def test_a_draft_may_be_lossy_by_choice(tmp_path: Path) -> None:
+    """Catches a refusal of typical acceptance, which says that it changes the output."""
+    folder = drafts.draft(tmp_path / "d")
+    sha = drafts.sha_of(folder)
+    lossless = {
+        "greedy_identical": False,
+        "prompts": 37,
+        "identical": 30,
+        "ties": [],
+        "failures": [],
+    }
+    typical = drafts.entry(sha, "typical", lossy=True, lossless=lossless)
+    text = (made(tmp_path, folder, drafts.report(sha, typical)) / "README.md").read_text()
+    assert "Lossy by choice: typical" in text
+
+
+def test_other_folders_are_never_overwritten(tmp_path: Path) -> None:
+    """Catches --out on somebody's work, on the draft itself or around it; an earlier publication is replaced."""
+    folder = drafts.draft(tmp_path / "d")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match="holds something else"):
+        made(tmp_path, folder)
+    for out in (folder, folder / "checkpoints", tmp_path):
+        with pytest.raises(UserError, match="lie in each other|holds something else"):
+            publish.build_draft_folder(folder, None, None, "me/x", HubLabels(), out)
+    (tmp_path / "out" / "thesis.tex").unlink()
+    out = made(tmp_path, folder)
+    (out / "serving" / "old.sh").write_text("x")
+    assert "serving/old.sh" not in files_of(made(tmp_path, folder))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--repo", "me/x"], "either --draft or --samples"),
+        (["--draft", "a", "--samples", "b", "--repo", "me/x"], "either --draft or --samples"),
+        (["--draft", "nowhere", "--repo", "me/x"], "holds no draftsmith.json"),
+        (["--draft", "a", "--repo", "me/x y"], "is no possible name"),
+        (["--draft", "a", "--report", "none.json", "--repo", "me/x"], "none.json does not exist"),
+        (["--draft", "a", "--repo", "me/x", "--push"], "no token for the Hub"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(
+    args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a traceback, and a push that asks for a token after all the work."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert message in worlds.call(COMMAND, *args).error()
+
+
+# ---- against the stand-in of the Hub ----
+
+
+@pytest.fixture
+def server() -> Iterator[Hub]:
+    with hub.serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return worlds.build(tmp_path_factory.mktemp("world"))
+
+
+def head(folder: Path, world: World) -> Path:
+    """An EAGLE-3 draft for the world's target, as training leaves it."""
+    target = load_target(str(world.target), "cpu")
+    net = heads.net_of("eagle3", target)
+    heads.save(folder, "eagle3", net, target, torch.float32)
+    return finished(folder, world, "eagle3")
+
+
+def small_lm(folder: Path, world: World) -> Path:
+    """A causal draft for the world's target, as training leaves it."""
+    shutil.copytree(world.draft, folder)
+    return finished(folder, world, "causal")
+
+
+def finished(folder: Path, world: World, family: str) -> Path:
+    """Writes the facts of a draft of the world."""
+    old = (
+        json.loads((folder / METADATA_FILE).read_text())
+        if (folder / METADATA_FILE).is_file()
+        else {}
+    )
+    new = {
+        "family": family,
+        "target": {"name": str(world.target), "revision": None},
+        "training": {"check": {"k": 4}, "out": str(folder)},
+        "draft_sha256": publish.draft_sha256(str(folder)),
+    }
+    (folder / METADATA_FILE).write_text(json.dumps(old | new))
+    return folder
+
+
+def push(server: Hub, tmp_path: Path, *args: object) -> Done:
+    """The command in a process of its own, with HF_ENDPOINT set to the stand-in."""
+    return worlds.run(
+        COMMAND,
+        *args,
+        "--push",
+        "--out",
+        tmp_path / "out",
+        env=hub.environment(server, tmp_path / "home"),
+    )
+
+
+LOAD = """
+import json, sys
+from pathlib import Path
+from huggingface_hub import snapshot_download
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from decode.drafts.base import load_draft
+from decode.speculate import decode
+from decode.target import load_target
+target = load_target(sys.argv[1], "cpu")
+out = decode(target, None, [[20, 30, 40]], k=1, max_new_tokens=12)[0].output_ids
+for name in sys.argv[2:]:
+    draft = load_draft(name, target)
+    mine = decode(target, draft, [[20, 30, 40]], k=3, max_new_tokens=12)[0]
+    assert mine.output_ids == out, name
+    print(json.dumps([name, draft.name, mine.rounds]))
+    if draft.name == "causal":
+        lm, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+        ids = tokenizer("abc", return_tensors="pt")
+        kept = dict(max_new_tokens=12, do_sample=False)
+        assert model.generate(**ids, assistant_model=lm, **kept).tolist() == model.generate(**ids, **kept).tolist()
+    print(sorted(p.name for p in Path(snapshot_download(name, revision="v1")).iterdir()))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_upload_goes_on_and_is_loaded_back(
+    server: Hub, world: World, tmp_path: Path
+) -> None:
+    """Catches an upload that starts over, a commit without its weights, a draft that only its maker can load.
+
+    The process is killed while the weights are on their way. The same command then sends what is missing, commits,
+    tags; a third time it sends and tags nothing. What was published decodes as the target does, by its hub name.
+    """
+    eagle, lm = head(tmp_path / "eagle", world), small_lm(tmp_path / "lm", world)
+    args = ["--draft", lm, "--repo", "me/lm", "--out", tmp_path / "out", "--push"]
+    env = hub.environment(server, tmp_path / "home")
+    server.hold_back = hashlib.sha256((lm / "model.safetensors").read_bytes()).hexdigest()
+    code = worlds.kill_when(lambda: bool(server.sent("PUT", "/objects/")), COMMAND, *args, env=env)
+    assert code == -9
+    assert server.sent("POST", "/commit/") == []
+    server.hold_back = None
+    server.calls.clear()
+
+    done = push(server, tmp_path, "--draft", lm, "--repo", "me/lm")
+    assert done.code == 0, done.err
+    repo = server.repos["model", "me/lm"]
+    assert set(repo.files) == files_of(tmp_path / "out") | {".gitattributes"}
+    assert repo.files["model.safetensors"] == (lm / "model.safetensors").read_bytes()
+    assert repo.tags == {"v1": repo.head}
+    assert json.loads(done.out.splitlines()[-1])["pushed"]["tag"] == "v1"
+    assert hub.TOKEN not in done.out + done.err
+    assert not any(hub.TOKEN.encode() in data for data in repo.files.values())
+
+    done = push(server, tmp_path, "--draft", eagle, "--repo", "me/eagle", "--private")
+    assert done.code == 0, done.err
+    assert server.repos["model", "me/eagle"].private
+    script = tmp_path / "load.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(worlds.ROOT)!r})\n{LOAD}")
+    loaded = worlds.run(str(script), world.target, "me/lm", "me/eagle", env=env)
+    assert loaded.code == 0, loaded.err
+    assert '["me/lm", "causal"' in loaded.out
+    assert '["me/eagle", "eagle3"' in loaded.out
+
+
+@pytest.fixture
+def api(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """This process talks to the stand-in."""
+    monkeypatch.setenv("HF_TOKEN", hub.TOKEN)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    template = "{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", f"{server.url}/{template}"
+    )
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts
+    return server
+
+
+def folder_of(tmp_path: Path, family: str = "eagle3", name: str = "d") -> upload.PublishFolder:
+    folder = drafts.draft(tmp_path / name, family)
+    return publish.build_draft_folder(
+        folder, None, None, "me/x", HubLabels(), tmp_path / f"out-{name}"
+    )
+
+
+def test_published_drafts_are_loaded_back(api: Hub, world: World, tmp_path: Path) -> None:
+    """Catches files that are missing or changed in what was sent: heads decode losslessly by their hub name.
+
+    A causal draft is also loaded by transformers, where it assists and changes nothing.
+    """
+    target = load_target(str(world.target), "cpu")
+    prompt = [20, 30, 40]
+    plain = decode(target, None, [prompt], k=1, max_new_tokens=12)[0].output_ids
+    for name, draft in (
+        ("lm", small_lm(tmp_path / "a", world)),
+        ("eagle", head(tmp_path / "b", world)),
+    ):
+        repo = f"me/{name}"
+        folder = publish.build_draft_folder(draft, None, None, repo, HubLabels(), tmp_path / name)
+        upload.push(folder, repo, private=False)
+        loaded = load_draft(repo, target)
+        assert loaded.name == ("causal" if name == "lm" else "eagle3")
+        found = decode(target, loaded, [prompt], k=3, max_new_tokens=12)[0]
+        assert found.output_ids == plain
+        local = decode(target, load_draft(str(draft), target), [prompt], k=3, max_new_tokens=12)[0]
+        assert found.rounds == local.rounds
+    assistant = AutoModelForCausalLM.from_pretrained("me/lm")
+    model = AutoModelForCausalLM.from_pretrained(world.target)
+    ids = AutoTokenizer.from_pretrained("me/lm")("abc", return_tensors="pt")
+    kept = {"max_new_tokens": 12, "do_sample": False}
+    helped = model.generate(**ids, assistant_model=assistant, **kept)
+    assert helped.tolist() == model.generate(**ids, **kept).tolist()
+    snippet = serving_configs.transformers_config(
+        serving_configs.ServedDraft("causal", "me/lm", str(world.target), None, 3)
+    )
+    exec(snippet.files["transformers_assistant.py"], {})  # as a stranger runs it
+
+
+def test_heads_for_another_tokenizer_are_refused_by_hub_name(
+    api: Hub, world: World, tmp_path: Path
+) -> None:
+    """Catches a check that looks for draftsmith.json in a folder of the hub's name, finds none, and lets all pass."""
+    folder = publish.build_draft_folder(
+        head(tmp_path / "b", world), None, None, "me/e", HubLabels(), tmp_path / "e"
+    )
+    upload.push(folder, "me/e", private=False)
+    with pytest.raises(UserError, match="disagree on token ids"):
+        load_draft("me/e", load_target(str(world.stranger), "cpu"))
+
+
+def test_a_refused_commit_keeps_what_was_sent(api: Hub, tmp_path: Path) -> None:
+    """Catches weights that are sent again after the Hub failed behind them; the token is in no message."""
+    folder = folder_of(tmp_path)
+    api.refuse["POST", "/commit/"] = 403
+    with pytest.raises(UserError, match="goes on where it stopped") as caught:
+        upload.push(folder, "me/x", private=False)
+    assert hub.TOKEN not in str(caught.value)
+    assert len(api.sent("PUT", "/objects/")) == 1
+    api.refuse.clear()
+    first = upload.push(folder, "me/x", private=False)
+    assert len(api.sent("PUT", "/objects/")) == 1
+    assert upload.push(folder, "me/x", private=False) == first
+    assert len(api.sent("POST", "/commit/")) == 2  # the refused one and the one that counts
+
+
+def test_a_lost_tag_is_made_up_for(api: Hub, tmp_path: Path) -> None:
+    """Catches a version without its tag after a failure between commit and tag, and a second tag for one version."""
+    folder = folder_of(tmp_path)
+    api.refuse["POST", "/tag/"] = 403
+    with pytest.raises(UserError):
+        upload.push(folder, "me/x", private=False)
+    api.refuse.clear()
+    assert upload.push(folder, "me/x", private=False)["tag"] == "v1"
+    (folder.path / "README.md").write_text("another card\n")
+    (folder.path / "serving" / "vllm.sh").unlink()
+    assert upload.push(folder, "me/x", private=False)["tag"] == "v2"
+    repo = api.repos["model", "me/x"]
+    assert list(repo.tags) == ["v1", "v2"]
+    assert repo.tags["v2"] == repo.head
+    assert "serving/vllm.sh" not in repo.files  # no leftovers of an earlier version
+    assert repo.files["README.md"] == b"another card\n"
+
+
+def test_repositories_of_others_are_left_alone(api: Hub, tmp_path: Path) -> None:
+    """Catches a draft pushed over another model by a slip of the name, and a private one into a public place."""
+    folder = folder_of(tmp_path)
+    api.repos["model", "me/x"] = repo = hub.Repo(private=False)
+    repo.commit({"pytorch_model.bin": b"precious"})
+    with pytest.raises(UserError, match="holds pytorch_model.bin and nothing of draftsmith's"):
+        upload.push(folder, "me/x", private=False)
+    with pytest.raises(UserError, match="is public already"):
+        upload.push(folder, "me/x", private=True)
+    assert repo.files == {"pytorch_model.bin": b"precious"}
+
+
+def test_a_bad_token_is_told(api: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a traceback, or the token in the message, when the Hub does not know us."""
+    wrong = "hf_" + "wrong" * 6
+    monkeypatch.setenv("HF_TOKEN", wrong)
+    with pytest.raises(UserError, match="401") as caught:
+        upload.push(folder_of(tmp_path), "me/x", private=False)
+    assert wrong not in str(caught.value)
+
+
+def test_training_ends_with_publishing(api: Hub, world: World, tmp_path: Path) -> None:
+    """Catches a draft that is published before it is saved, a card that claims a report, hours lost to a bad name.
+
+    Run again, the command publishes nothing new: publishing is not part of what makes a run another one.
+    """
+    target = load_target(str(world.target), "cpu")
+    data = sampled(tmp_path / "s", rows=8)
+    manifest = json.loads((data / "manifest.json").read_text()) | {
+        "tokenizer_hash": target.fingerprint
+    }
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    args = [
+        "--target", world.target, "--data", data, "--draft.init", world.draft, "--out", tmp_path / "lm",
+        "--loop.steps", 1, "--loop.batch_size", 4, "--loop.micro_batch", 4, "--loop.warmup", 0,
+        "--check.prompts", 3, "--check.max_new_tokens", 4, "--wandb", "disabled",
+    ]  # fmt: skip
+    wrong = worlds.call("train/distill.py", *args, "--publish.repo", "me/x y")
+    assert "is no possible name" in wrong.error()
+    assert not (tmp_path / "lm").exists()
+    for _ in range(2):
+        done = worlds.call(
+            "train/distill.py", *args, "--publish.repo", "me/lm", "--publish.private", "true"
+        )
+        assert done.code == 0, done.err
+        assert "published: " in done.err
+    repo = api.repos["model", "me/lm"]
+    assert repo.private
+    assert repo.files["model.safetensors"] == (tmp_path / "lm" / "model.safetensors").read_bytes()
+    text = repo.files["README.md"].decode()
+    assert "no report was given" in text
+    assert str(tmp_path) not in text
+    assert "tau" in text
+
+
+# ---- sampled sets ----
+
+
+def sampled(folder: Path, rows: int = 3, answered: int = 3, source: str = "stdlib") -> Path:
+    made = [
+        sample_store.SampleRow(
+            id=f"p{i}#0", source=source, origin="target", input_ids=[1, 2, 3, 4], loss_spans=[[2, 4]],
+            finish_reason="eos",
+        )
+        for i in range(rows)
+    ]  # fmt: skip
+    sample_store.write_shard(folder, made, "0001")
+    counts = {"asked": answered, "answered": answered, "failed": 0}
+    manifest = sample_store.Manifest(
+        "org/target", "4e0f3a1", "33c2", None, {"temperature": 1.0}, 0, counts, None, {}
+    )
+    sample_store.write_manifest(folder, manifest)
+    (folder / "run.yaml").write_text("out: /home/me/samples\n")
+    return folder
+
+
+def test_a_sampled_set_is_published_with_its_manifest(api: Hub, tmp_path: Path) -> None:
+    """Catches a data card whose counts are not those of the rows, and shards that the Hub's viewer does not find."""
+    folder = publish.build_dataset_folder(
+        sampled(tmp_path / "s"), "me/s", HubLabels(license="mit"), tmp_path / "out"
+    )
+    assert files_of(folder.path) == {"README.md", "manifest.json", "shards/0001.parquet"}
+    text = (folder.path / "README.md").read_text()
+    assert "| tokens | 12 |" in text
+    assert "| stdlib | target | 3 | 12 | 6 |" in text
+    data = DatasetCard(text).data.to_dict()
+    assert data["configs"] == [{"config_name": "default", "data_files": "shards/*.parquet"}]
+    assert data["size_categories"] == "n<1K"
+    assert upload.push(folder, "me/s", private=False)["tag"] == "v1"
+    files = api.repos["dataset", "me/s"].files
+    assert files["shards/0001.parquet"] == (tmp_path / "s" / "shards" / "0001.parquet").read_bytes()
+
+
+def test_paths_in_shards_are_cut(tmp_path: Path) -> None:
+    """Catches the path of a prompts file, which stands in each row; ids and tokens stay."""
+    source = sampled(tmp_path / "s", source=str(tmp_path / "prompts.jsonl"))
+    out = publish.build_dataset_folder(source, "me/s", HubLabels(), tmp_path / "out").path
+    rows = list(sample_store.read_shards(out))
+    assert {row["source"] for row in rows} == {"prompts.jsonl"}
+    assert [row["id"] for row in rows] == ["p0#0", "p1#0", "p2#0"]
+    assert [list(row["input_ids"]) for row in rows] == [[1, 2, 3, 4]] * 3
+    for path in out.rglob("*"):
+        assert not path.is_file() or str(tmp_path).encode() not in path.read_bytes()
+
+
+def test_an_unfinished_set_is_refused(tmp_path: Path) -> None:
+    """Catches a set that was published while it was sampled."""
+    with pytest.raises(UserError, match="holds 3 rows and its manifest counts 5"):
+        publish.build_dataset_folder(
+            sampled(tmp_path / "s", answered=5), "me/s", HubLabels(), tmp_path / "out"
+        )

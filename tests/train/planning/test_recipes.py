@@ -1,0 +1,732 @@
+"""Every recipe of configs/distill, run on its real architecture with its family's chats, only smaller."""
+
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from decode.checkpoints import layouts
+from decode.common import chat_template as common_chat_template
+from decode.common.cli import parse_settings
+from decode.drafts.registry import load_draft
+from decode.engine.engine import decode
+from decode.model.loading import DTYPES, Target, load_target
+from decode.model.runner import ModelRunner
+from tests import worlds
+from tests.decode.engine.test_engine import hf_text
+from train import sample
+from train.data import batching, sample_store
+from train.data.conversations import Conversation
+from train.data.prompt_pipeline import TargetTokenizer
+from train.data.prompts import Prompt, encode_prompt
+from train.distill import DistillConfig
+from train.families import base as families_base
+from train.families import registry
+from train.families.config import DraftConfig
+from train.losses import divergences
+from train.planning import model_sizes, resources
+from train.planning.model_sizes import DraftShape, ModelShape
+from train.planning.resources import StepWorkload, format_bytes
+
+RECIPES = worlds.ROOT / "configs" / "distill"
+PEAK = 989e12  # bf16 operations a second of an H100 or H200
+SHARE = 0.35  # what a run may get of them
+
+# ---- the published shapes, and small ones of the same kind ----
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA: dict[str, Any] = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
+LLAMA |= {"max_position_embeddings": 131072, "rope_parameters": LLAMA3}
+QWEN: dict[str, Any] = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
+QWEN |= {"max_position_embeddings": 40960, "rope_theta": 1e6}
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        "llama",
+        LLAMA
+        | {"hidden_size": 4096, "intermediate_size": 14336}
+        | {"num_hidden_layers": 32, "num_attention_heads": 32},
+    ),
+    "meta-llama/Llama-3.3-70B-Instruct": (
+        "llama",
+        LLAMA
+        | {"hidden_size": 8192, "intermediate_size": 28672}
+        | {"num_hidden_layers": 80, "num_attention_heads": 64},
+    ),
+    "Qwen/Qwen3-8B": (
+        "qwen3",
+        QWEN
+        | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
+        | {"num_hidden_layers": 36, "num_attention_heads": 32},
+    ),
+    "Qwen/Qwen3-0.6B": (
+        "qwen3",
+        QWEN
+        | {"hidden_size": 1024, "intermediate_size": 3072, "tie_word_embeddings": True}
+        | {"num_hidden_layers": 28, "num_attention_heads": 16},
+    ),
+    "google/gemma-3-12b-it": (
+        "gemma3",
+        {
+            "text_config": {
+                "vocab_size": 262208,
+                "hidden_size": 3840,
+                "intermediate_size": 15360,
+                "num_hidden_layers": 48,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "sliding_window": 1024,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},  # as on the hub
+            },
+            "vision_config": {
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_hidden_layers": 27,
+                "num_attention_heads": 16,
+                "image_size": 896,
+                "patch_size": 14,
+            },
+        },
+    ),
+}
+BILLIONS = {
+    "meta-llama/Llama-3.1-8B-Instruct": 8.03,
+    "meta-llama/Llama-3.3-70B-Instruct": 70.55,
+    "Qwen/Qwen3-8B": 8.19,
+    "Qwen/Qwen3-0.6B": 0.596,
+    "google/gemma-3-12b-it": 12.19,
+}
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def config_of(name: str) -> Any:
+    kind, settings = PUBLISHED[name]
+    return AutoConfig.for_model(kind, **settings)
+
+
+def small_config(name: str, vocab: int) -> Any:
+    """The published config with other sizes: RoPE, norms, windows, ties and towers are those of the model."""
+    kind, settings = PUBLISHED[name]
+    less = SMALL | {"vocab_size": vocab, "initializer_range": 0.25}
+    if kind != "gemma3":
+        return AutoConfig.for_model(kind, **settings | less)
+    text = settings["text_config"] | less | {"sliding_window": 8, "query_pre_attn_scalar": 16}
+    vision = settings["vision_config"] | {"hidden_size": 32, "intermediate_size": 48}
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 28}
+    return AutoConfig.for_model(
+        kind, text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=9
+    )
+
+
+# ---- tokenizers with the structure of each family's chats; the templates are ours ----
+
+
+@dataclass(frozen=True)
+class Talk:
+    """How a family writes a chat."""
+
+    special: tuple[str, ...]
+    """The end of a turn comes first; the model may also end the text with the second."""
+    bos: str | None
+    template: str
+    opening: str
+    """What stands before the answer."""
+    padding: int
+    """Logits that no token has, as published models have some."""
+
+
+HEADER = "<|start_header_id|>{role}<|end_header_id|>\n\n"
+TALKS = {
+    "llama": Talk(
+        special=("<|eot_id|>", "<|end_of_text|>", "<|begin_of_text|>")
+        + ("<|start_header_id|>", "<|end_header_id|>"),
+        bos="<|begin_of_text|>",
+        template=(
+            "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+            "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+            "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+        ),
+        opening=HEADER.format(role="assistant"),
+        padding=0,
+    ),
+    "qwen3": Talk(
+        special=("<|im_end|>", "<|endoftext|>", "<|im_start|>"),
+        bos=None,
+        # What was thought in earlier turns is not shown again.
+        template=(
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+            "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip() }}"
+            "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n"
+            "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+            "{% endif %}"
+        ),
+        opening="<|im_start|>assistant\n",
+        padding=11,
+    ),
+    "gemma3": Talk(
+        special=("<end_of_turn>", "<eos>", "<bos>", "<start_of_turn>"),
+        bos="<bos>",
+        # It knows no system role: what a system says opens the first turn. Roles must alternate.
+        template=(
+            "{{ bos_token }}{% set first = '' %}{% set turns = messages %}"
+            "{% if messages[0].role == 'system' %}{% set first = messages[0].content ~ '\n\n' %}"
+            "{% set turns = messages[1:] %}{% endif %}{% for m in turns %}"
+            "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles') }}{% endif %}"
+            "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+            "{{ first if loop.first else '' }}{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+            "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+        ),
+        opening="<start_of_turn>model\n",
+        padding=63,
+    ),
+}
+THINK = ("<think>", "</think>")
+CHATS: list[list[tuple[str, str]]] = [
+    [("user", "Name a colour."), ("assistant", "Blue, like the sky.")],
+    [("system", "Be brief."), ("user", "What is 2 + 3?"), ("assistant", "It is 5.")],
+    [("user", "Hi!"), ("assistant", "Hello, who are you?")]
+    + [("user", "Ann — from Zürich."), ("assistant", "Grüezi, Ann!\nHow is the lake?")],
+    [("user", "Count."), ("assistant", "1\n2\n3\n4\n5\n6\n7\n8\n9\n10")],
+    [("user", "Write code."), ("assistant", "def f(x):\n    return x + 1")],
+    [("user", "One more colour."), ("assistant", "Red, like the roofs of the old town.")],
+]
+
+
+@cache
+def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
+    """A BPE of a few hundred tokens: with bytes for letters, or spaces written ▁ as Gemma's."""
+    talk = TALKS[kind]
+    spaced = kind == "gemma3"
+    tokenizer = Tokenizer(models.BPE(byte_fallback=spaced, unk_token="<unk>" if spaced else None))
+    special = [*talk.special, *(["<unk>"] if spaced else [])]
+    if spaced:
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+        special += [f"<0x{byte:02X}>" for byte in range(256)]
+        alphabet: list[str] = []
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(special) + 256 + 60,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text for talks in CHATS for _, text in talks], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=talk.special[0],
+        bos_token=talk.bos,
+        additional_special_tokens=list(talk.special[1:]),
+        chat_template=talk.template,
+        clean_up_tokenization_spaces=False,
+    )
+    if kind == "qwen3":  # ordinary tokens there, not special ones: they are shown
+        fast.add_tokens([AddedToken(word, special=False, normalized=False) for word in THINK])
+    return fast
+
+
+def spoken(talks: list[tuple[str, str]], kind: str) -> tuple[list[dict[str, Any]], str]:
+    """(messages up to the last answer, what the target says to them, its end of turn included)."""
+    messages = [{"role": role, "content": text} for role, text in talks]
+    answer = messages.pop()["content"]
+    thoughts = "<think>\nThey ask me something.\n</think>\n\n" if kind == "qwen3" else ""
+    if thoughts:
+        for message in messages:
+            if message["role"] == "assistant":
+                message["content"] = thoughts + message["content"]
+    return messages, thoughts + answer + TALKS[kind].special[0]
+
+
+def rows_of(kind: str) -> list[sample_store.SampleRow]:
+    """The chats as train/sample.py writes them when the target answers just that."""
+    tokenizer, rows = tokenizer_of(kind), []
+    for number, talks in enumerate(CHATS):
+        messages, answer = spoken(talks, kind)
+        prompt = Prompt(f"{number}#0", "chats", None, messages, 0)
+        reply = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        script = Conversation([encode_prompt(tokenizer, prompt)], [reply])
+        rows.append(sample.make_row(sample.SampleConfig(), prompt, script, "eos"))
+    return rows
+
+
+def kind_of(name: str) -> str:
+    return PUBLISHED[name][0]
+
+
+@cache
+def saved_model(home: Path, name: str) -> Path:
+    """A small random model of that kind with its tokenizer, as a folder."""
+    kind = kind_of(name)
+    tokenizer, talk = tokenizer_of(kind), TALKS[kind]
+    torch.manual_seed(len(name))
+    config = small_config(name, len(tokenizer) + talk.padding)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    folder = home / name.replace("/", "--")
+    model.generation_config.bos_token_id = tokenizer.bos_token_id
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(list(talk.special[:2]))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def recipe(file: str) -> DistillConfig:
+    return parse_settings(DistillConfig, "", ["--config", str(RECIPES / file)])
+
+
+FILES = sorted(path.name for path in RECIPES.glob("*.yaml"))
+
+
+def test_every_recipe_is_for_a_model_that_is_known_here() -> None:
+    """Catches a recipe that nothing below tries, and a folder that became empty."""
+    assert len(FILES) >= 6
+    for file in FILES:
+        s = recipe(file)
+        assert s.target in PUBLISHED, f"{file}: give {s.target} an entry in PUBLISHED"
+        assert s.draft.init in ("", *PUBLISHED), f"{file}: give {s.draft.init} an entry too"
+    assert {path.suffix for path in RECIPES.iterdir()} == {".yaml"}
+
+
+# ---- what is learned ----
+
+
+@pytest.mark.parametrize("kind", TALKS)
+def test_what_is_learned_is_the_answer_with_its_end(kind: str) -> None:
+    """Catches a template's opening among what is learned, an end of turn or thoughts that are not, and two BOS."""
+    tokenizer, talk = tokenizer_of(kind), TALKS[kind]
+    for row, talks in zip(rows_of(kind), CHATS, strict=True):
+        batch = batching.collate([row], pad_id=0)
+        at = batch.loss_mask[0].nonzero()[:, 0]
+        learned = tokenizer.decode(batch.input_ids[0, at + 1])
+        messages, answer = spoken(talks, kind)
+        assert learned == answer
+        assert learned.endswith(talk.special[0])
+        assert (at + 1).tolist() == list(range(*row["loss_spans"][0]))
+        before = tokenizer.decode(batch.input_ids[0, : at[0] + 1])
+        assert before.endswith(talk.opening)
+        assert "<think>" not in before  # of earlier turns
+        assert messages[-1]["content"] in before
+        if talk.bos is not None:
+            assert before.count(talk.bos) == 1
+            assert before.startswith(talk.bos)
+    refused = [{"role": "user", "content": "a"}] * 2
+    if kind == "gemma3":
+        with pytest.raises(common_chat_template.UserError, match="roles"):
+            common_chat_template.encode_prompt(tokenizer, refused)
+
+
+# ---- every recipe runs ----
+
+
+def world_of(home: Path, file: str) -> tuple[Path, Path, list[object]]:
+    """(target, samples, overrides that shrink the recipe)."""
+    s = recipe(file)
+    target = saved_model(home, s.target)
+    data = home / f"samples-{kind_of(s.target)}"
+    if not data.exists():
+        rows = rows_of(kind_of(s.target))
+        loaded = load_target(str(target), "cpu")
+        sample_store.write_shard(data, rows[:4], "a")
+        sample_store.write_shard(data, rows[4:], "b")
+        settings = sample.SampleConfig(target=str(target), out=str(data))
+        counts = {"asked": 6, "answered": 6, "failed": 0}
+        sample.write_manifest(settings, TargetTokenizer.of(loaded), counts)
+    less: list[object] = ["--target", target, "--data", data, "--loop.steps", 2]
+    less += ["--loop.batch_size", 4, "--loop.micro_batch", 2, "--loop.warmup", 1]
+    less += ["--loop.save_every", 2, "--loop.eval_every", 2, "--check.prompts", 1]
+    less += ["--check.max_new_tokens", 4, "--check.k", 2, "--mixed_precision", "bf16"]
+    if s.draft.init:
+        less += ["--draft.init", saved_model(home, s.draft.init)]
+    if s.draft.family == "eagle3":
+        less += ["--draft.vocab", 96, "--draft.steps", 3]
+    return target, data, less
+
+
+def distill(file: str, *more: object) -> worlds.Done:
+    return worlds.call("train/distill.py", "--config", RECIPES / file, *more)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_recipe_runs_and_its_draft_decodes(file: str, home: Path, tmp_path: Path) -> None:
+    """Catches settings, taps, RoPE, windows, ties, padded vocabularies or multimodal configs that break on the way.
+
+    The dry run comes first and must leave nothing; then the run itself, its draft loaded anew, and greedy text with
+    it equal to transformers' own.
+    """
+    s = recipe(file)
+    name, _, less = world_of(home, file)
+    out = tmp_path / "out"
+    done = distill(file, *less, "--out", out, "--dry_run", "true")
+    assert done.code == 0, done.err
+    assert list(tmp_path.iterdir()) == []
+    tried = json.loads(done.out.splitlines()[-1])
+    check_dry_run(tried, done.err, s)
+
+    done = distill(file, *less, "--out", out)
+    assert done.code == 0, done.err
+    weights = load_file(out / "model.safetensors")
+    assert all(bool(torch.isfinite(value).all()) for value in weights.values())
+    config = json.loads((out / "config.json").read_text())
+    if s.draft.family == "eagle3":
+        check_eagle_config(config, s.target)
+        tokenizer = tokenizer_of(kind_of(s.target))
+        ids = layouts.ids_from_d2t(weights["d2t"], config["vocab_size"])
+        ends = tokenizer.convert_tokens_to_ids(list(TALKS[kind_of(s.target)].special[:2]))
+        assert {*ends} <= {*ids.tolist()}  # a draft that cannot end a turn is always rejected there
+
+    target = load_target(str(name), "cpu")
+    plain = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    draft = load_draft(str(out), target)
+    prompts = [
+        common_chat_template.encode_prompt(target.tokenizer, text)
+        for text in ("Name a colour.", "Hi!")
+    ]
+    ends = sorted(target.eos)
+    want = [hf_text(plain, ids, max_new_tokens=12, eos_token_id=ends) for ids in prompts]
+    outputs = decode(target, draft, prompts, k=3, max_new_tokens=12)
+    assert [output.output_ids for output in outputs] == want
+    assert sum(drafted for output in outputs for drafted, _ in output.rounds) > 0
+
+
+def check_dry_run(tried: dict[str, Any], text: str, s: DistillConfig) -> None:
+    """Both tables are there, and what was estimated agrees with what was made."""
+    assert "estimated, not measured" in text
+    assert "memory, sum" in text
+    assert "Nothing was kept" in text
+    estimated, measured = tried["estimated"], tried["measured"]
+    assert measured["seconds"] > 0
+    assert measured["hours"] == pytest.approx(measured["seconds"] * 2 / 3600)
+    assert measured["tokens_per_second"] > measured["learned_per_second"] > 0
+    assert measured["peak_bytes"] > 1e7
+    assert measured["accept/tau"] >= 1
+    size = 4 if s.draft.family == "causal" else DTYPES[s.target_dtype].itemsize
+    maps = 96 * 8 + 600 if s.draft.family == "eagle3" else 0
+    files = 2e6 if s.draft.family == "causal" else 5e3  # config, and a small LM's tokenizer
+    parameters = (estimated["trained"] + estimated["frozen"]) * size
+    assert 0 <= measured["draft_bytes"] - parameters <= maps + files
+
+
+def check_eagle_config(config: dict[str, Any], name: str) -> None:
+    """RoPE and norms of the target went into the draft: of Gemma's two RoPEs the one of its full layers."""
+    kind = kind_of(name)
+    theta = {"llama": 5e5, "qwen3": 1e6, "gemma3": 1e6}[kind]
+    scaled = {"llama": "llama3", "qwen3": "default", "gemma3": "linear"}[kind]
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == theta
+    assert config["rope_parameters"]["rope_type"] == scaled
+    if scaled == "default":
+        assert config["rope_scaling"] is None
+    else:
+        assert config["rope_scaling"]["factor"] == 8.0
+    assert config["rms_norm_eps"] == (1e-5 if kind == "llama" else 1e-6)
+    assert config["head_dim"] == 16
+    assert config["draft_vocab_size"] == 96
+
+
+def test_two_ropes_give_one_whatever_their_order() -> None:
+    """Catches a draft whose RoPE hangs on how the target's config was written: the hub's has sliding layers first."""
+    config = config_of("google/gemma-3-12b-it").get_text_config(decoder=True)
+    ropes = config.rope_parameters
+    assert list(ropes) == ["sliding_attention", "full_attention"]
+    first = layouts.eagle_config(config, 8)
+    config.rope_parameters = dict(reversed(ropes.items()))
+    assert layouts.eagle_config(config, 8) == first
+    assert first["rope_theta"] == 1e6
+
+
+def test_a_model_answers_through_its_template(home: Path, tmp_path: Path) -> None:
+    """Catches train/sample.py with its ready settings failing on a chat, or teaching what the target did not write."""
+    name = saved_model(home, "google/gemma-3-12b-it")
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"messages": spoken(talks, "gemma3")[0]}) for talks in CHATS]
+    prompts.write_text("\n".join(lines))
+    out = tmp_path / "samples"
+    done = worlds.call(
+        "train/sample.py", "--config", worlds.ROOT / "configs" / "sample" / "chat.yaml",
+        "--target", name, "--out", out, "--max_new_tokens", 8, "--dtype", "float32",
+        "--sources", json.dumps([{"kind": "file", "path": str(prompts)}]),
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    tokenizer = tokenizer_of("gemma3")
+    rows = sample_store.read_shards(out)
+    assert len(rows) == len(CHATS)
+    for row in rows:
+        [[start, end]] = row["loss_spans"]
+        assert tokenizer.decode(row["input_ids"][:start]).endswith(TALKS["gemma3"].opening)
+        assert end == len(row["input_ids"]) <= start + 8
+
+
+def test_a_dry_run_tells_of_trouble_in_one_line(home: Path, tmp_path: Path) -> None:
+    """Catches a traceback where the rehearsal meets what it is for: no data, no such target."""
+    file = "llama-3.1-8b-eagle3.yaml"
+    _, _, less = world_of(home, file)
+    for wrong, named in (("--data", "none"), ("--target", "missing/model/folder")):
+        done = distill(file, *less, wrong, tmp_path / named, "--dry_run", "true")
+        assert named in done.error()
+
+
+# ---- estimates ----
+
+
+@cache
+def shapes(name: str, draft: str) -> tuple[ModelShape, DraftShape]:
+    """Of a published target and a draft given as the JSON of its settings."""
+    s = DraftConfig(**json.loads(draft))
+    config = config_of(name)
+    target = model_sizes.target_shape(config)
+    small = config_of(s.init) if s.init else None
+    text = config.get_text_config(decoder=True)
+    return target, model_sizes.draft_shape(s, text, target.vocab, small)
+
+
+def shapes_of(s: DistillConfig) -> tuple[ModelShape, DraftShape]:
+    return shapes(s.target, json.dumps(vars(s.draft)))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_published_size(name: str) -> None:
+    """Guards the entries above and the count: a wrong config would make every estimate wrong."""
+    shape = model_sizes.target_shape(config_of(name))
+    assert shape.parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
+    assert shape.body < shape.parameters
+
+
+def test_parameters_are_those_of_the_reference() -> None:
+    """methods.md 4 and 7.1: EAGLE-3 for Llama-3.1-8B 425 M (layer 243, fc 50, head 131); Medusa 148 M a head of 7 B."""
+    llama = "meta-llama/Llama-3.1-8B-Instruct"
+    target, draft = shapes(llama, '{"family": "eagle3"}')
+    assert draft.trained == draft.parameters == pytest.approx(425e6, rel=0.01)
+    assert draft.late == pytest.approx(243e6, rel=0.01)
+    assert draft.vocab * draft.hidden == pytest.approx(131e6, rel=0.01)
+    assert draft.body == 3 * 4096**2 + 2 * 8 * 128 * 8192  # fc, keys and values
+    config = AutoConfig.for_model("llama", hidden_size=4096, vocab_size=32000)
+    medusa = model_sizes.draft_shape(DraftConfig("medusa", heads=5), config, 32000)
+    assert medusa.trained / 5 == pytest.approx(148e6, rel=0.01)
+    _, eagle1 = shapes(llama, '{"family": "eagle1"}')
+    # 0.24 B with fc of a 7B (methods.md 5); Llama-3's layer has fewer keys and a wider MLP
+    assert eagle1.trained == pytest.approx(0.25e9, rel=0.05)
+    assert eagle1.parameters - eagle1.trained == 4096  # the bias of zeros
+
+
+def test_memory_is_what_it_is_made_of() -> None:
+    """By hand for Llama-3.1-8B with EAGLE-3: weights 16.06 GB in bf16, 16 bytes for each trained parameter."""
+    target, draft = shapes("meta-llama/Llama-3.1-8B-Instruct", '{"family": "eagle3"}')
+    load = StepWorkload(
+        samples=32, tokens=1300, learned=450, longest=2048, most=2048, micro_batch=1
+    )
+    parts = resources.memory_breakdown(target, draft, load, 2, mixed=True)
+    assert parts["target's weights"] == pytest.approx(16.06e9, rel=1e-3)
+    fixed = [parts[name] for name in parts if "fp32" in name]
+    assert sum(fixed) == 16 * draft.trained
+    assert parts["gradients in exchange"] == 0
+    two = resources.memory_breakdown(target, draft, replace(load, processes=2), 2, mixed=True)
+    assert two["gradients in exchange"] == 4 * draft.trained
+    more = resources.memory_breakdown(target, draft, replace(load, micro_batch=2), 2, mixed=True)
+    name = "activations of the draft"
+    assert more[name] == pytest.approx(2 * parts[name], rel=1e-9)
+    assert more["logits"] == parts["logits"]  # they come a piece at a time
+    disk = resources.disk_breakdown(target, draft, 2, keep=2)
+    assert disk["draft"] == 2 * draft.trained
+    assert sum(disk.values()) == (2 + 3 * 12) * draft.trained
+
+
+def test_arithmetic_is_that_of_the_text_book() -> None:
+    """By hand, without attention: 2 N for the target, 6 N for what is trained, 8 N where logits are made twice."""
+    target, draft = shapes("meta-llama/Llama-3.1-8B-Instruct", '{"family": "eagle3"}')
+    load = StepWorkload(samples=1, tokens=1000, learned=500, longest=1000, most=500, micro_batch=1)
+    body = 8.03e9 - 2 * 128256 * 4096
+    teacher = 1000 * 2 * body + 500 * 2 * 2 * 128256 * 4096
+    own = 1000 * 6 * draft.body + 500 * 7 * (6 * 243e6 + 8 * 131e6)
+    assert resources.total_step_flops(target, draft, load) == pytest.approx(teacher + own, rel=0.05)
+    assert resources.hours(3600, 1e15, 1e15) == 1
+    assert resources.hours(3600, 1e15, 1e15, processes=4) == 0.25
+
+
+def test_experts_that_are_not_asked_cost_nothing() -> None:
+    """Catches a mixture of experts whose arithmetic counts all of them."""
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = AutoConfig.for_model("qwen3_moe", **SMALL, **moe, vocab_size=97)
+    shape = model_sizes.target_shape(config)
+    experts = 8 * 8 * 3 * 64 * 32
+    rest = shape.parameters - 2 * 97 * 64 - 64 - experts
+    assert shape.body == pytest.approx(rest + experts / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["eagle1", "eagle3", "medusa", "causal"])
+@pytest.mark.parametrize("most", [96, 640])
+def test_activations_are_what_autograd_keeps(
+    family: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches coefficients that no longer describe the code: within a quarter of what is kept under bf16."""
+    monkeypatch.setattr(divergences, "max_chunk_rows", lambda vocab: 16)  # logits come in pieces
+    config = AutoConfig.for_model(
+        "llama", **{**SMALL, "hidden_size": 128, "head_dim": 32, "intermediate_size": 448},
+        vocab_size=256,
+    )  # fmt: skip
+    kept, target, draft = kept_bytes(family, config, most)
+    load = StepWorkload(1, most, most, longest=most, most=most, micro_batch=1)
+    want = resources.activation_bytes(target, draft, load)
+    if family.startswith("eagle") and most > resources.BLOCK:  # kept for a moment only, in backward
+        want -= 2 * 8 * draft.heads * most * resources.BLOCK
+    assert kept == pytest.approx(want, rel=0.25)
+
+
+def kept_bytes(family: str, config: Any, length: int) -> tuple[int, ModelShape, DraftShape]:
+    """Bytes of all tensors but parameters that one forward under bf16 autocast keeps for its backward."""
+    row = full_row(length)
+    target, trainee, draft = made(family, config, row)
+    parameters = [*trainee.model.parameters(), *target.decoder.model.parameters()]
+    own = {p.untyped_storage().data_ptr() for p in parameters}
+    seen: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        seen[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    objective = trainee.objective(Cast(trainee.model))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = objective(batching.collate([row], 0))
+    del result
+    count = sum(x.untyped_storage().nbytes() for at, x in seen.items() if at not in own)
+    # Weights cast to bf16 have a line of their own. Heads project, and Medusa does all else, in pieces that come again.
+    head = draft.vocab * draft.hidden
+    casts = {"medusa": 0, "eagle1": draft.trained}.get(family, draft.trained - head)
+    if family == "causal":  # the logits of its every row
+        count -= length * 256 * 12
+    return count - 2 * casts, model_sizes.target_shape(config), draft
+
+
+def full_row(length: int) -> sample_store.SampleRow:
+    """A sample of random tokens below 97, all but the first to be learned."""
+    return {
+        "id": "a",
+        "source": "",
+        "origin": "target",
+        "input_ids": torch.randint(0, 97, (length + 1,)).tolist(),
+        "loss_spans": [[1, length + 1]],
+        "finish_reason": "eos",
+    }
+
+
+def made(family: str, config: Any, row: sample_store.SampleRow) -> tuple[Target, Any, DraftShape]:
+    """(a target of that config, its real trainee, what the estimate says of that)."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    target = Target(ModelRunner(model), None, "x", None, "f", frozenset({1}))
+    layers = [0, 1] if family == "causal" else []
+    draft = DraftConfig(family, layers=layers, steps=4, vocab=64)  # type: ignore[arg-type]
+    trainee = registry.FAMILIES[family](
+        families_base.FamilyContext(DistillConfig(draft=draft), target, [row])
+    )
+    text = config.get_text_config(decoder=True)
+    return target, trainee, model_sizes.draft_shape(draft, text, target.decoder.vocab_size)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "google/gemma-3-12b-it"])
+@pytest.mark.parametrize("family", registry.FAMILIES)
+def test_what_is_trained_is_counted(family: str, name: str) -> None:
+    """Catches a family without an estimate, for which a dry run fails, and one that has come to train other parts."""
+    if kind_of(name) == "gemma3" and family in ("causal", "medusa2"):
+        return  # these two take the vision tower along, the one in its copy, the other with adapters of no use
+    _, trainee, draft = made(family, small_config(name, 97), full_row(24))
+    parameters = list(trainee.model.parameters())
+    assert sum(p.numel() for p in parameters if p.requires_grad) == draft.trained
+    assert sum(p.numel() for p in parameters) == draft.parameters
+
+
+class Cast(torch.nn.Module):
+    """A module run in bf16, as accelerate wraps it."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(*args, **kwargs)
+
+
+# ---- what recipes say of themselves ----
+
+
+def forecast(file: str, tokens: int, learned: int) -> str:
+    """The sentence that a recipe's comment has to hold."""
+    s = recipe(file)
+    target, draft = shapes_of(s)
+    load = StepWorkload(
+        samples=s.loop.batch_size,
+        tokens=tokens,
+        learned=learned,
+        longest=s.loop.max_length,
+        most=s.loop.max_length,
+        micro_batch=min(s.loop.micro_batch, s.loop.batch_size),
+    )
+    size = DTYPES[s.target_dtype].itemsize
+    memory = sum(resources.memory_breakdown(target, draft, load, size, mixed=True).values())
+    disk = sum(resources.disk_breakdown(target, draft, size, s.loop.keep).values())
+    flops = resources.total_step_flops(target, draft, load)
+    time = resources.hours(s.loop.steps, flops, SHARE * PEAK)
+    return (
+        f"{draft.trained / 1e6:,.0f} M parameters trained, {format_bytes(memory)} on each GPU at most, "
+        f"{format_bytes(disk)} on disk, {flops / 1e15:.2f} PFLOP a step, {time:,.0f} GPU hours."
+    )
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_comments_say_what_the_estimates_give(file: str) -> None:
+    """Catches figures in a recipe that were right before somebody changed its settings."""
+    lines = (RECIPES / file).read_text().splitlines()
+    said = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+    assumed = re.search(r"samples of ([\d,]+) tokens, ([\d,]+) of them the target's", said)
+    assert assumed is not None, f"{file}: say what the estimates assume of samples"
+    tokens, learned = (int(x.replace(",", "")) for x in assumed.groups())
+    assert forecast(file, tokens, learned) in said
+    assert "Estimated, not measured" in said
+    assert "35 % of 989 TFLOP/s" in said
+    assert "--dry_run true" in said
+    assert "train/sample.py --config configs/sample/chat.yaml" in said
+    assert "command: train/distill.py" in said
+    s = recipe(file)
+    assert f"--target {s.target}" in said  # the sampling command asks the same model
+    assert f"--out {s.data}" in said
+
+
+def test_recipes_do_not_share_folders() -> None:
+    """Catches two recipes that write to one folder, and samples of one target given to another."""
+    found = [recipe(file) for file in FILES]
+    assert len({s.out for s in found}) == len(found)
+    targets = {s.data: {o.target for o in found if o.data == s.data} for s in found}
+    assert all(len(names) == 1 for names in targets.values())
+    for file in FILES:
+        assert set(yaml.safe_load((RECIPES / file).read_text())) >= {
+            "target",
+            "data",
+            "out",
+            "loop",
+        }

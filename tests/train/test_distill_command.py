@@ -1,0 +1,510 @@
+"""train/distill.py as users run it, on tiny models: exact after a kill, equal on two processes, safe on bad input."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from decode.drafts.registry import load_draft
+from decode.engine.engine import decode
+from decode.model.loading import Target, load_target
+from tests import worlds
+from tests.tiny import tiny_model
+from tests.worlds import Done, World, contents
+from train.data import sample_store
+
+COMMAND = "train/distill.py"
+STEPS = 8
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return worlds.build(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples whose answers have between 1 and 40 tokens, in several shards."""
+    return worlds.sampled(
+        world, tmp_path_factory.mktemp("data"), "--max_new_tokens", 40, "--shard_rows", 16
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world: World, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft that one process trained from start to end."""
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    done = distill(world, data, out)
+    assert done.code == 0, done.err
+    return out
+
+
+@pytest.fixture(scope="module")
+def target(world: World) -> Target:
+    return load_target(str(world.target), "cpu")
+
+
+@pytest.fixture
+def train(world: World, data: Path, tmp_path: Path) -> Callable[..., Done]:
+    """Trains into tmp_path / "out"."""
+    return lambda *more: distill(world, data, tmp_path / "out", *more)
+
+
+def arguments(world: World, data: Path, out: Path) -> list[object]:
+    """Every step is logged, every second one saved, every fourth one measured."""
+    return [
+        "--target", world.target, "--data", data, "--draft.init", world.draft, "--out", out,
+        "--loop.steps", STEPS, "--loop.batch_size", 8, "--loop.micro_batch", 8, "--loop.warmup", 2,
+        "--loop.lr", 3e-3, "--loop.log_every", 1, "--loop.save_every", 2, "--loop.eval_every", 4,
+        "--check.prompts", 3, "--check.max_new_tokens", 4,
+    ]  # fmt: skip
+
+
+def distill(world: World, data: Path, out: Path, *more: object) -> Done:
+    return worlds.call(COMMAND, *arguments(world, data, out), *more)
+
+
+def metrics_of(out: Path, *names: str) -> list[tuple[int, ...]]:
+    """(step, value of each name) of the lines of metrics.jsonl that have them, in order."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(x["step"], *(x[n] for n in names)) for x in lines if set(names) <= x.keys()]
+
+
+def losses_of(out: Path) -> list[float]:
+    """The loss of every step; asserts that each is there once and in order."""
+    found = metrics_of(out, "train/loss")
+    assert [step for step, _ in found] == list(range(1, len(found) + 1))
+    return [loss for _, loss in found]
+
+
+def facts_of(out: Path) -> dict[str, Any]:
+    return json.loads((out / "draftsmith.json").read_text())
+
+
+def assert_same_run(out: Path, undisturbed: Path) -> None:
+    """Weights equal bit for bit, and the log tells the same story."""
+    assert (out / WEIGHTS).read_bytes() == (undisturbed / WEIGHTS).read_bytes()
+    for names in (["train/loss", "train/grad_norm", "train/lr"], ["accept/tau", "accept/alpha"]):
+        assert metrics_of(out, *names) == metrics_of(undisturbed, *names)
+    assert len(losses_of(out)) == STEPS
+
+
+# ---- the same result, whatever happens ----
+
+
+def test_killed_and_started_again_ends_with_the_same_bits(
+    world: World, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Bug: after a kill other batches, a fresh optimiser or a half-written checkpoint change the draft."""
+    out = tmp_path / "out"
+    pointer = out / "checkpoints" / "latest"
+    assert worlds.kill_when(pointer.is_file, COMMAND, *arguments(world, data, out)) == -9
+    assert not (out / WEIGHTS).exists()
+    done = distill(world, data, out)
+    assert done.code == 0, done.err
+    assert "from step 0" not in done.err
+    assert_same_run(out, undisturbed)
+
+
+@pytest.mark.slow
+def test_killed_over_and_over_it_still_ends_with_the_same_bits(
+    world: World, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Bug: only the first resumption is exact, or what a kill leaves behind stops the next start."""
+    out = tmp_path / "out"
+    checkpoints = out / "checkpoints"
+
+    def newest() -> str:
+        return max((path.name for path in checkpoints.glob("step-??????")), default="")
+
+    def once() -> int:
+        found = newest()
+        return worlds.kill_when(lambda: newest() > found, COMMAND, *arguments(world, data, out))
+
+    kills = 0
+    while once() != 0:
+        kills += 1
+        assert kills < 2 * STEPS
+    assert kills >= 2
+    assert_same_run(out, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("file", "step"),
+    [("run.yaml", 0), ("step-000004", 2), ("latest", 2), ("draftsmith.json", STEPS)],
+)
+def test_killed_just_before_a_rename(
+    train: Callable,
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    step: int,
+) -> None:
+    """Bug: a checkpoint that is not complete, or not yet the latest, is gone on from, or what is left is in the way."""
+    saved = tmp_path / "out" / "checkpoints" / "step-000004"
+    replace = Path.replace
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name == f"{file}.tmp" and (saved.exists() or file != "latest"):
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train()
+    assert len(list(tmp_path.rglob(f"{file}.tmp"))) == 1
+    done = train()
+    assert done.code == 0, done.err
+    assert f"from step {step}" in done.err
+    assert_same_run(tmp_path / "out", undisturbed)
+    assert list(tmp_path.rglob("*.tmp")) == []
+
+
+def test_lines_of_the_log_do_not_depend_on_a_kill(train: Callable, tmp_path: Path) -> None:
+    """Bug: a line that covers steps on both sides of the kill averages over the later ones only."""
+    settings = ["--loop.log_every", 4, "--loop.save_every", 3, "--loop.eval_every", 0]
+    assert train(*settings).code == 0
+    whole = metrics_of(tmp_path / "out", "train/loss")
+    latest = tmp_path / "out" / "checkpoints" / "latest"
+    latest.write_text("step-000006\n")  # as if killed after step 6
+    assert train(*settings).code == 0
+    assert metrics_of(tmp_path / "out", "train/loss") == whole
+
+
+def test_dropout_goes_on_where_it_was(world: World, train: Callable, tmp_path: Path) -> None:
+    """Bug: random states are not restored, or are saved at another moment than the weights."""
+    tokenizer = worlds.byte_tokenizer()
+    size: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": worlds.CONTEXT}
+    model = tiny_model("gpt2", resid_pdrop=0.2, embd_pdrop=0.2, num_hidden_layers=1, **size)
+    settings = ["--draft.init", worlds.save(tmp_path / "gpt2", model, tokenizer)]
+    out = tmp_path / "out"
+    assert train(*settings).code == 0
+    whole = (out / WEIGHTS).read_bytes()
+    (out / "checkpoints" / "latest").write_text("step-000006\n")  # as if killed after step 6
+    assert "from step 6" in train(*settings).err
+    assert (out / WEIGHTS).read_bytes() == whole
+    assert train(*settings, "--seed", 1, "--overwrite", "true").code == 0
+    assert (out / WEIGHTS).read_bytes() != whole
+
+
+def test_a_finished_run_is_left_as_it_is(
+    train: Callable, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Bug: the same command again trains on, or writes another draft."""
+    assert train().code == 0
+    done = train()
+    assert done.code == 0, done.err
+    assert f"from step {STEPS}" in done.err
+    assert_same_run(tmp_path / "out", undisturbed)
+
+
+def test_two_processes_equal_one(
+    world: World, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Bug: gradients are averaged over processes with unequal token counts, or one process ran and nobody noticed.
+
+    AdamW hides a wrong scale of the gradient, so its norm is compared too.
+    """
+    out = tmp_path / "out"
+    done = worlds.run(COMMAND, *arguments(world, data, out), processes=2)
+    assert done.code == 0, done.err
+    assert facts_of(out)["processes"] == 2
+    assert facts_of(undisturbed)["processes"] == 1
+    assert losses_of(out) == pytest.approx(losses_of(undisturbed), abs=1e-5)
+    assert norms_of(out) == pytest.approx(norms_of(undisturbed), rel=1e-4)
+
+
+def test_micro_batches_do_not_change_the_result(
+    train: Callable, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Bug: each micro-batch is divided by its own token count; rows are unequal, so that shows."""
+    assert train("--loop.micro_batch", 2).code == 0
+    assert losses_of(tmp_path / "out") == pytest.approx(losses_of(undisturbed), abs=1e-5)
+    assert norms_of(tmp_path / "out") == pytest.approx(norms_of(undisturbed), rel=1e-4)
+
+
+def norms_of(out: Path) -> list[float]:
+    return [norm for _, norm in metrics_of(out, "train/grad_norm")]
+
+
+def test_answers_are_of_unequal_length(data: Path) -> None:
+    """Guards the two tests above: with equal lengths a wrong normalisation would go unseen."""
+    spans = [row["loss_spans"][0] for row in sample_store.read_shards(data)]
+    lengths = {end - start for start, end in spans}
+    assert min(lengths) < 5 < 30 < max(lengths)
+
+
+# ---- learning ----
+
+
+def test_the_loss_falls_and_acceptance_rises(train: Callable, tmp_path: Path) -> None:
+    """Bug: the sign of the loss, a frozen optimiser, or labels that are shifted by one."""
+    done = train(
+        "--loop.steps", 40, "--loop.lr", 1e-2, "--loop.batch_size", 16, "--loop.micro_batch", 16,
+        "--loop.save_every", 40, "--loop.eval_every", 40,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    losses = losses_of(tmp_path / "out")
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    overlaps = [overlap for _, overlap in metrics_of(tmp_path / "out", "train/overlap")]
+    assert sum(overlaps[-5:]) > sum(overlaps[:5]) + 0.1 * 5
+
+
+def test_every_parameter_moves(world: World, undisturbed: Path) -> None:
+    """Bug: a part of the draft is not trained."""
+    before, after = load_file(world.draft / WEIGHTS), load_file(undisturbed / WEIGHTS)
+    assert before.keys() == after.keys()
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+
+
+@pytest.mark.parametrize("layers", [[1], [0, 1]])
+def test_a_draft_cut_from_the_target(
+    world: World, data: Path, target: Target, tmp_path: Path, layers: list[int]
+) -> None:
+    """Bug: the cut keeps other layers, saves a config that does not fit them, or changes the target."""
+    out = tmp_path / "out"
+    settings = ["--draft.init", "", "--draft.layers", json.dumps(layers), "--loop.lr", 0]
+    done = distill(world, data, out, *settings)
+    assert done.code == 0, done.err
+    draft = AutoModelForCausalLM.from_pretrained(out)
+    assert draft.config.num_hidden_layers == len(draft.model.layers) == len(layers)
+    weights, own = load_file(world.target / WEIGHTS), load_file(out / WEIGHTS)
+    for number, layer in enumerate(layers):
+        name = "model.layers.{}.mlp.up_proj.weight"
+        assert torch.equal(own[name.format(number)], weights[name.format(layer)])
+    accepted = sum(a for o in answers(target, str(out)) for _, a in o.rounds)
+    drafted = sum(d for o in answers(target, str(out)) for d, _ in o.rounds)
+    assert (accepted == drafted) == (layers == [0, 1])  # the whole target agrees with itself
+
+
+def answers(target: Target, draft: str | None) -> list[Any]:
+    prompts = [target.tokenizer(text)["input_ids"] for text in ("zq one", "zq and another", "q")]
+    loaded = None if draft is None else load_draft(draft, target)
+    return decode(target, loaded, prompts, k=3, max_new_tokens=16)
+
+
+# ---- the draft directory ----
+
+
+def test_the_saved_draft_loads_and_decodes_losslessly(target: Target, undisturbed: Path) -> None:
+    """Bug: the draft that was trained is not the one that was saved, or needs files that are not there."""
+    drafted = answers(target, str(undisturbed))
+    assert [o.output_ids for o in drafted] == [o.output_ids for o in answers(target, None)]
+    assert sum(a for o in drafted for _, a in o.rounds) > 0
+    plain = AutoModelForCausalLM.from_pretrained(undisturbed)
+    saved = load_file(undisturbed / WEIGHTS)
+    assert all(torch.equal(value, saved[name]) for name, value in plain.state_dict().items())
+    last = undisturbed / "checkpoints" / f"step-{STEPS:06d}" / WEIGHTS
+    kept = {name.removeprefix("lm."): value for name, value in load_file(last).items()}
+    assert kept.keys() == saved.keys()
+    assert all(torch.equal(value, saved[name]) for name, value in kept.items())
+
+
+def test_facts_tell_how_the_draft_was_made(world: World, data: Path, undisturbed: Path) -> None:
+    """Bug: a draft cannot be traced to its target, data and settings, or says a checksum that is not its own."""
+    facts = facts_of(undisturbed)
+    assert facts["family"] == "causal"
+    assert facts["target"]["name"] == str(world.target)
+    assert facts["tokenizer_hash"] == sample_store.read_manifest(data).tokenizer_hash
+    assert facts["training"]["loop"]["steps"] == STEPS
+    assert facts["data_manifest"] == json.loads((data / "manifest.json").read_text())
+    assert facts["samples"] == len(sample_store.read_shards(data))
+    assert facts["measured_in_training"]["accept/tau"] >= 1
+    assert {"argv", "git", "versions", "hardware"} <= facts.keys()
+    files = [undisturbed / WEIGHTS, undisturbed / "config.json"]
+    own = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    assert facts["draft_sha256"] == own
+
+
+# ---- bad input destroys nothing ----
+
+
+@pytest.mark.parametrize("save_every", [4, 1])
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
+    train: Callable, tmp_path: Path, save_every: int
+) -> None:
+    """Bug: a diverged run goes on for hours, or its weights replace the last good ones.
+
+    The step that ruins the weights still has a finite loss, so with save_every 1 it is easily saved.
+    """
+    out = tmp_path / "out"
+    assert train("--loop.steps", 2).code == 0
+    good = contents(out / "checkpoints" / "step-000002")
+    wild = ["--loop.lr", 1e30, "--loop.warmup", 0, "--loop.save_every", save_every]
+    done = train(*wild, "--resume", "true")
+    assert done.code == 2
+    assert "the loss is nan at step 4" in done.err.splitlines()[-1]
+    assert contents(out / "checkpoints" / "step-000002") == good
+    assert train("--resume", "true").code == 0  # with the old learning rate
+    assert losses_of(out)[-1] < losses_of(out)[0]
+
+
+def test_a_draft_with_nan_weights_stops_at_once(
+    world: World, train: Callable, tmp_path: Path
+) -> None:
+    """Bug: NaN is averaged away or logged as null, and the run goes on."""
+    broken = tmp_path / "broken"
+    shutil.copytree(world.draft, broken)
+    weights = load_file(broken / WEIGHTS)
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, broken / WEIGHTS, metadata={"format": "pt"})
+    done = train("--draft.init", broken)
+    assert done.code == 2
+    assert "the loss is nan at step 1" in done.err.splitlines()[-1]
+    assert not (tmp_path / "out" / WEIGHTS).exists()
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, "optimizer.bin", "contents.json"])
+def test_a_damaged_checkpoint_is_named(train: Callable, tmp_path: Path, file: str) -> None:
+    """Bug: a run goes on from damaged weights or moments, or quietly from step 0."""
+    assert train("--loop.steps", 2).code == 0
+    damaged = tmp_path / "out" / "checkpoints" / "step-000002" / file
+    worlds.flip_byte(damaged, 0 if file == "contents.json" else -9)
+    before = contents(tmp_path / "out" / "checkpoints")
+    error = train("--loop.steps", 2).error()
+    assert str(damaged.parent) in error
+    assert file in error
+    assert contents(tmp_path / "out" / "checkpoints") == before
+
+
+def test_a_missing_part_of_a_checkpoint_is_named(train: Callable, tmp_path: Path) -> None:
+    """Bug: a checkpoint without its random states resumes with others."""
+    assert train("--loop.steps", 2).code == 0
+    (tmp_path / "out" / "checkpoints" / "step-000002" / "random_states_0.pkl").unlink()
+    assert "random_states_0.pkl is missing" in train("--loop.steps", 2).error()
+
+
+def test_another_run_s_folder_is_refused_until_told(
+    train: Callable, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Bug: a changed learning rate goes on in, or deletes, a draft that took a day."""
+    assert train("--loop.lr", 1e-4).code == 0
+    before = contents(tmp_path / "out")
+    error = train().error()
+    assert "loop" in error
+    assert "--resume" in error
+    assert "--overwrite" in error
+    assert contents(tmp_path / "out") == before
+    assert train("--overwrite", "true").code == 0
+    assert_same_run(tmp_path / "out", undisturbed)
+
+
+def test_a_folder_that_no_run_made_is_never_touched(train: Callable, tmp_path: Path) -> None:
+    """Bug: `--out ~ --overwrite true` deletes somebody's files."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    for told in ("overwrite", "resume"):
+        assert str(tmp_path / "out") in train(f"--{told}", "true").error()
+    assert contents(tmp_path / "out").keys() == {"thesis.txt"}
+
+
+def test_a_draft_with_another_tokenizer_is_refused(
+    world: World, train: Callable, tmp_path: Path
+) -> None:
+    """Bug: the vocabulary sizes agree, so it trains, and every token means another."""
+    error = train("--draft.init", world.stranger).error()
+    assert str(world.stranger) in error
+    assert str(world.target) in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_samples_of_another_tokenizer_are_refused(
+    world: World, train: Callable, tmp_path: Path
+) -> None:
+    """Bug: samples of one target train a draft for another one."""
+    error = train("--target", world.stranger, "--draft.init", world.stranger).error()
+    assert str(world.stranger) in error
+    assert str(world.target) in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [("missing", "manifest.json"), ("empty", "manifest.json"), ("no shards", "no samples")],
+)
+def test_no_data_is_said(
+    data: Path, train: Callable, tmp_path: Path, state: str, named: str
+) -> None:
+    """Bug: an empty data set divides by zero, or gives an untrained draft."""
+    folder = tmp_path / "data"
+    if state != "missing":
+        folder.mkdir()
+    if state == "no shards":
+        shutil.copy(data / "manifest.json", folder)
+    error = train("--data", folder).error()
+    assert str(folder) in error
+    assert named in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_shard_is_named(data: Path, train: Callable, tmp_path: Path) -> None:
+    """Bug: damaged tokens are trained on."""
+    folder = tmp_path / "data"
+    shutil.copytree(data, folder)
+    damaged = sorted((folder / "shards").glob("*.parquet"))[1]
+    worlds.flip_byte(damaged, len(damaged.read_bytes()) // 2)
+    assert str(damaged) in train("--data", folder).error()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (["--loop.lrr", 1], "did you mean 'loop.lr'"),
+        (["--loop.steps", "many"], "loop.steps"),
+        (["--loss", "forward"], "loss"),
+        (["--draft.layers", "[0]"], "draft.init"),  # both
+        (["--draft.init", ""], "draft.layers"),  # neither
+        (["--draft.init", "", "--draft.layers", "[2]"], "[2]"),
+        (["--draft.init", "missing/draft/model"], "missing/draft/model"),
+        (["--loop.max_length", 1], "max_length"),
+    ],
+)
+def test_bad_input_is_one_line_and_makes_no_folder(
+    train: Callable, tmp_path: Path, wrong: list, named: str
+) -> None:
+    """Bug: a typo is ignored, ends in a traceback, or leaves a claimed folder behind."""
+    assert named in train(*wrong).error()
+    assert not (tmp_path / "out").exists()
+
+
+def test_never_measuring_is_never_measuring(train: Callable, tmp_path: Path) -> None:
+    """Bug: loop.eval_every 0 still decodes at the end, which fails where the decoder cannot run the target."""
+    assert train("--loop.eval_every", 0).code == 0
+    assert metrics_of(tmp_path / "out", "accept/tau") == []
+    assert facts_of(tmp_path / "out")["measured_in_training"] == {}
+
+
+def test_what_measuring_needs_is_checked_before_training(train: Callable, tmp_path: Path) -> None:
+    """Bug: settings that the decoder refuses show at the first measurement, hours into the run."""
+    assert "k" in train("--check.k", 0).error()
+    assert not (tmp_path / "out").exists()
+
+
+# ---- tracking ----
+
+
+@pytest.mark.slow
+def test_an_offline_run_writes_below_out_only(world: World, data: Path, tmp_path: Path) -> None:
+    """Bug: W&B, transformers or accelerate leave files in the home, temporary or current folder."""
+    folders = {name: tmp_path / name for name in ("home", "tmp", "cwd")}
+    for folder in folders.values():
+        folder.mkdir()
+    out = tmp_path / "out"
+    env = {"HOME": str(folders["home"]), "TMPDIR": str(folders["tmp"]), "WANDB_MODE": "offline"}
+    done = worlds.run(COMMAND, *arguments(world, data, out), env=env, cwd=folders["cwd"])
+    assert done.code == 0, done.err
+    assert "W&B failed" not in done.err
+    assert len(list((out / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
+    left = {name: sorted(map(str, folder.rglob("*"))) for name, folder in folders.items()}
+    assert left == {name: [] for name in folders}

@@ -1,0 +1,331 @@
+"""train/sample.py as users run it, on a tiny target: complete, the same after a kill, and careful with folders."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from decode.model.loading import load_model
+from tests import worlds
+from tests.worlds import CONTEXT, EOS, Done, World, contents
+from train.data import sample_store
+from train.data.prompts import read_prompts
+from train.data.sources import PromptSource
+
+COMMAND = "train/sample.py"
+FITS, TOO_LONG = "y" * (CONTEXT - 1), "x" * CONTEXT
+Rows = dict[str, tuple[list[int], list[list[int]], str]]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """48 short prompts, one that leaves room for one token, and one that leaves none."""
+    built = worlds.build(tmp_path_factory.mktemp("world"))
+    built.texts.extend([FITS, TOO_LONG])
+    worlds.write_prompts(built.prompts, built.texts)
+    return built
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """A set that one process sampled from start to end, and what the command said."""
+    out = tmp_path_factory.mktemp("sampled") / "out"
+    return out, sample(world, out)
+
+
+@pytest.fixture
+def small(world: World, tmp_path: Path) -> Callable[..., Done]:
+    """Samples 8 prompts into tmp_path / "out", in a second."""
+    prompts = worlds.write_prompts(tmp_path / "few.jsonl", world.texts[:8])
+
+    def start(*more: object) -> Done:
+        return sample(world, tmp_path / "out", "--sources", sources(prompts), *more)
+
+    return start
+
+
+def sources(path: Path) -> str:
+    return json.dumps([{"kind": "file", "path": str(path)}])
+
+
+def arguments(world: World, out: Path) -> list[object]:
+    """Batches of 3 and shards of 6 rows: a kill after the first shard leaves most of the work."""
+    return [
+        "--target", world.target, "--sources", sources(world.prompts), "--out", out,
+        "--max_new_tokens", 24, "--batch_size", 3, "--shard_rows", 6,
+    ]  # fmt: skip
+
+
+def sample(world: World, out: Path, *more: object) -> Done:
+    return worlds.call(COMMAND, *arguments(world, out), *more)
+
+
+def rows_of(out: Path) -> Rows:
+    """{id: what was sampled}; refuses an id that occurs twice."""
+    return {
+        row["id"]: (list(row["input_ids"]), row["loss_spans"], row["finish_reason"])
+        for row in sample_store.read_shards(out)
+    }
+
+
+def ids_of(world: World, texts: list[str]) -> list[str]:
+    """The prompts' ids, in their order."""
+    asked = read_prompts([PromptSource("file", str(world.prompts))], 0)
+    return [prompt.id for prompt in asked if prompt.text in texts]
+
+
+def shard_files(out: Path) -> list[Path]:
+    return sorted((out / "shards").glob("*.parquet"))
+
+
+def test_every_prompt_is_answered_once_or_counted_as_failed(
+    world: World, undisturbed: tuple[Path, Done]
+) -> None:
+    """Bug: prompts vanish, the last incomplete shard is not written, or counts do not add up."""
+    out, done = undisturbed
+    assert done.code == 0, done.err
+    assert "1 failed (too long" in done.err
+    counts = sample_store.read_manifest(out).counts
+    assert {name: count for name, count in counts.items() if count} == {
+        "asked": 50,
+        "answered": 49,
+        "failed": 1,
+    }
+    assert set(rows_of(out)) == set(ids_of(world, world.texts[:-1]))
+
+
+def test_rows_hold_prompt_answer_and_why_it_ended(
+    world: World, undisturbed: tuple[Path, Done]
+) -> None:
+    """Bug: the span to learn is off by one, covers the prompt, or a finish reason is wrong."""
+    tokenizer = worlds.byte_tokenizer()
+    rows = rows_of(undisturbed[0])
+    reasons = set()
+    for name, text in zip(ids_of(world, world.texts[:-1]), world.texts, strict=False):
+        ids, spans, reason = rows[name]
+        prompt = tokenizer(text)["input_ids"]
+        answer = ids[len(prompt) :]
+        assert ids[: len(prompt)] == prompt
+        assert spans == [[len(prompt), len(ids)]]
+        assert not set(answer[:-1]) & set(EOS)
+        assert reason == ("eos" if answer[-1] in EOS else "length")
+        assert len(answer) == 24 or reason == "eos" or len(ids) == CONTEXT
+        reasons.add(reason)
+    assert reasons == {"eos", "length"}
+    assert len(rows[ids_of(world, [FITS])[0]][0]) == CONTEXT
+
+
+def test_killed_and_started_again_gives_the_undisturbed_rows(
+    world: World, undisturbed: tuple[Path, Done], tmp_path: Path
+) -> None:
+    """Bug: a kill loses or repeats prompts, or the rest is sampled with other random numbers."""
+    out = tmp_path / "out"
+    code = worlds.kill_when(lambda: len(shard_files(out)) > 0, COMMAND, *arguments(world, out))
+    before = contents(out / "shards")
+    assert code == -9
+    assert 0 < len(rows_of(out)) < 40
+    again = sample(world, out)
+    assert again.code == 0, again.err
+    assert before.items() <= contents(out / "shards").items()  # nothing is sampled twice
+    assert rows_of(out) == rows_of(undisturbed[0])
+    assert (
+        sample_store.read_manifest(out).counts == sample_store.read_manifest(undisturbed[0]).counts
+    )
+
+
+def test_rows_do_not_depend_on_the_batch(
+    world: World, undisturbed: tuple[Path, Done], tmp_path: Path
+) -> None:
+    """Bug: random numbers hang on the place in the batch, so that other company gives another answer."""
+    assert sample(world, tmp_path / "out", "--batch_size", 7).code == 0
+    assert rows_of(tmp_path / "out") == rows_of(undisturbed[0])
+
+
+@pytest.mark.parametrize("suffix", ["run.yaml.tmp", ".parquet.tmp", "manifest.json.tmp"])
+def test_killed_just_before_a_rename(
+    small: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """Bug: a half-written file is taken for a whole one, or makes the folder look like somebody else's."""
+    replace = Path.replace
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name.endswith(suffix):
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            small()
+    done = small()
+    assert done.code == 0, done.err
+    assert len(rows_of(tmp_path / "out")) == 8
+    assert list(tmp_path.rglob("*.tmp")) == []
+
+
+@pytest.mark.slow
+def test_killed_over_and_over_it_still_ends_the_same(
+    world: World, undisturbed: tuple[Path, Done], tmp_path: Path
+) -> None:
+    """Bug: only the first resumption works, or what a kill leaves behind stops the next start."""
+    out = tmp_path / "out"
+
+    def once() -> int:
+        wanted = len(shard_files(out)) + 2
+        return worlds.kill_when(
+            lambda: len(shard_files(out)) >= wanted, COMMAND, *arguments(world, out)
+        )
+
+    kills = 0
+    while once() != 0:
+        kills += 1
+        assert kills < 20
+    assert kills >= 2
+    assert rows_of(out) == rows_of(undisturbed[0])
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work_and_give_the_same_rows(
+    world: World, undisturbed: tuple[Path, Done], tmp_path: Path
+) -> None:
+    """Bug: processes repeat each other's work, or a row depends on who sampled it.
+
+    Process r of n takes every n-th prompt, so that two really ran shows in every shard's prompts being all even or
+    all odd ones; one process mixes them.
+    """
+    done = worlds.run(COMMAND, *arguments(world, tmp_path / "out"), processes=2)
+    assert done.code == 0, done.err
+    assert rows_of(tmp_path / "out") == rows_of(undisturbed[0])
+    order = ids_of(world, world.texts[:-1])
+
+    def parities(out: Path) -> list[set[int]]:
+        return [
+            {
+                order.index(name) % 2
+                for name in pq.read_table(path, columns=["id"])["id"].to_pylist()
+            }
+            for path in shard_files(out)
+        ]
+
+    assert {0, 1} in parities(undisturbed[0])
+    assert {0, 1} not in parities(tmp_path / "out")
+    assert {0} in parities(tmp_path / "out")
+    assert {1} in parities(tmp_path / "out")
+
+
+def test_greedy_rows_are_the_target_s_own(world: World, small: Callable, tmp_path: Path) -> None:
+    """Bug: at temperature 0 ragged rows mix, see padding or stop at the wrong place."""
+    done = small("--sampling.temperature", 0)
+    assert done.code == 0, done.err
+    model = load_model(str(world.target), "target", "cpu", "float32")
+    rows = rows_of(tmp_path / "out")
+    assert len(rows) == 8
+    for ids, spans, _ in rows.values():
+        prompt = torch.tensor([ids[: spans[0][0]]])
+        own = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=24
+        )
+        assert ids == own[0].tolist()
+
+
+def test_a_complete_set_is_left_as_it_is(small: Callable, tmp_path: Path) -> None:
+    """Bug: the same command again samples all over, or fails because nothing is left to do."""
+    assert small().code == 0
+    before = contents(tmp_path / "out" / "shards")
+    assert small().code == 0
+    assert contents(tmp_path / "out" / "shards") == before
+
+
+def test_a_damaged_shard_is_named_and_only_its_prompts_are_sampled_again(
+    small: Callable, tmp_path: Path
+) -> None:
+    """Bug: damage is passed over and prompts are lost, or the whole set must be thrown away."""
+    assert small().code == 0
+    whole = rows_of(tmp_path / "out")
+    damaged = shard_files(tmp_path / "out")[0]
+    damaged.write_bytes(damaged.read_bytes()[:-40])
+    before = contents(tmp_path / "out")
+    assert str(damaged) in small().error()
+    assert contents(tmp_path / "out") == before
+    damaged.unlink()  # as the message says
+    others = contents(tmp_path / "out" / "shards")
+    assert small().code == 0
+    assert others.items() <= contents(tmp_path / "out" / "shards").items()
+    assert rows_of(tmp_path / "out") == whole
+
+
+def test_another_run_s_folder_is_refused_until_told(
+    world: World, small: Callable, tmp_path: Path
+) -> None:
+    """Bug: samples of two settings are mixed, or an earlier set is deleted, without a word."""
+    assert small().code == 0
+    first = contents(tmp_path / "out")
+    more = sources(worlds.write_prompts(tmp_path / "more.jsonl", world.texts[:12]))
+    error = small("--sources", more).error()
+    assert "sources" in error
+    assert "--resume" in error
+    assert "--overwrite" in error
+    assert contents(tmp_path / "out") == first
+
+    assert small("--sources", more, "--resume", "true").code == 0
+    kept = {name: digest for name, digest in first.items() if name.startswith("shards/")}
+    assert kept.items() <= contents(tmp_path / "out").items()
+    assert set(rows_of(tmp_path / "out")) == set(ids_of(world, world.texts[:12]))
+    assert sample_store.read_manifest(tmp_path / "out").counts["answered"] == 12
+
+    assert small("--seed", 1, "--overwrite", "true").code == 0
+    assert set(rows_of(tmp_path / "out")) == set(ids_of(world, world.texts[:8]))
+    assert not kept.items() & contents(tmp_path / "out").items()
+    assert sample_store.read_manifest(tmp_path / "out").seed == 1
+
+
+@pytest.mark.parametrize("told", ["overwrite", "resume"])
+def test_a_folder_that_no_run_made_is_never_touched(
+    small: Callable, tmp_path: Path, told: str
+) -> None:
+    """Bug: `--out ~ --overwrite true` deletes somebody's files."""
+    (tmp_path / "out" / "deep").mkdir(parents=True)
+    (tmp_path / "out" / "deep" / "thesis.txt").write_text("years of work")
+    assert str(tmp_path / "out") in small(f"--{told}", "true").error()
+    assert contents(tmp_path / "out").keys() == {"deep/thesis.txt"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (["--max_new_tokns", 3], "did you mean 'max_new_tokens'"),
+        (["--max_new_tokens", "many"], "max_new_tokens"),
+        (["--sampling.temperature", -1], "temperature"),
+        (["--config", "missing.yaml"], "missing.yaml"),
+        (["--target", "missing/target/model"], "missing/target/model"),
+        (["--sources", sources(Path("missing.jsonl"))], "missing.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line_and_makes_no_folder(
+    small: Callable, tmp_path: Path, wrong: list, named: str
+) -> None:
+    """Bug: a typo is ignored, ends in a traceback, or leaves a claimed folder behind."""
+    assert named in small(*wrong).error()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("texts", "named"), [([TOO_LONG, "z" * 900], "no prompt fits the context"), ([], "no prompts")]
+)
+def test_nothing_to_answer_is_said(
+    small: Callable, tmp_path: Path, texts: list[str], named: str
+) -> None:
+    """Bug: an empty sampled set is written and training fails much later."""
+    path = worlds.write_prompts(tmp_path / "none.jsonl", texts)
+    assert named in small("--sources", sources(path)).error()
+    assert not (tmp_path / "out").exists()
+
+
+def test_out_that_is_a_file_is_refused(small: Callable, tmp_path: Path) -> None:
+    """Bug: `--out samples.parquet` ends in a traceback."""
+    (tmp_path / "out").write_text("a file")
+    assert str(tmp_path / "out") in small().error()
+    assert (tmp_path / "out").read_text() == "a file"

@@ -1,0 +1,540 @@
+"""What happens to a training while it runs for days: signals, kills, full memory, several processes, the best draft."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from eval.metrics.roofline import GpuSpec
+from tests import hub, worlds
+from tests.train.test_distill_command import (
+    COMMAND,
+    STEPS,
+    WEIGHTS,
+    arguments,
+    assert_same_run,
+    distill,
+    facts_of,
+    losses_of,
+    metrics_of,
+    norms_of,
+)
+from tests.worlds import Done, World
+from train.data import sample_store
+from train.distill import DistillConfig
+from train.families import causal
+from train.families.config import DraftConfig
+from train.planning.dry_run import make_flops_counter
+from train.trainer import acceptance_eval, checkpoint, throughput
+from train.trainer.loop import LoopConfig
+from train.trainer.throughput import ThroughputMeter
+
+Train = Callable[..., Done]
+SPARSE = ["--loop.log_every", 4, "--loop.save_every", STEPS]
+"""Nothing is logged or saved on the way but at step 4."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return worlds.build(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return worlds.sampled(world, tmp_path_factory.mktemp("data"), "--max_new_tokens", 40)
+
+
+@pytest.fixture
+def train(world: World, data: Path, tmp_path: Path) -> Train:
+    """Trains into tmp_path / "out"."""
+    return lambda *more: distill(world, data, tmp_path / "out", *more)
+
+
+def at_step(step: int, action: Callable[[], None]) -> Callable[..., None]:
+    """In place of Meter.add: does `action` once, when `step` steps of this process are done."""
+    real, count = ThroughputMeter.add, [0]
+
+    def add(self: ThroughputMeter, *args: Any) -> None:
+        count[0] += 1
+        if count[0] == step:
+            action()
+        real(self, *args)
+
+    return add
+
+
+# ---- SIGTERM ----
+
+
+def test_sigterm_saves_after_the_step_and_the_same_command_goes_on(
+    world: World, data: Path, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches work lost since the last checkpoint, a line of the log over fewer steps, and exit code 0."""
+    whole = tmp_path / "whole"
+    assert distill(world, data, whole, *SPARSE).code == 0
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ThroughputMeter, "add", at_step(5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        )
+        done = train(*SPARSE)
+    assert done.code == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM: step 6 is saved" in done.err
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not (tmp_path / "out" / WEIGHTS).exists()
+    done = train(*SPARSE)
+    assert done.code == 0, done.err
+    assert "from step 6" in done.err
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
+    for names in (["train/loss", "train/overlap"], ["accept/tau"]):
+        assert metrics_of(tmp_path / "out", *names) == metrics_of(whole, *names)
+    assert facts_of(tmp_path / "out")["measured_in_training"] == metrics_last(whole)
+    here, there = (facts_of(out)["cost"] for out in (tmp_path / "out", whole))
+    assert here["tokens"] == there["tokens"] > 0  # those before the stop are counted
+    assert here["wall_seconds"] > 0
+
+
+def metrics_last(out: Path) -> dict[str, float]:
+    """The last measurement in the log."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "accept/tau" in line][-1]
+    return {name: value for name, value in last.items() if name != "step"}
+
+
+def test_a_finished_run_keeps_its_measurement(train: Train, tmp_path: Path) -> None:
+    """Catches facts that a second start empties: nothing is measured in it."""
+    assert train().code == 0
+    measured = facts_of(tmp_path / "out")["measured_in_training"]
+    assert measured["accept/tau"] >= 1
+    assert train().code == 0
+    assert facts_of(tmp_path / "out")["measured_in_training"] == measured
+
+
+# ---- several processes ----
+
+
+@pytest.fixture(scope="module")
+def of_two(world: World, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft that two processes trained from start to end."""
+    out = tmp_path_factory.mktemp("two") / "out"
+    done = worlds.run(COMMAND, *arguments(world, data, out), processes=2)
+    assert done.code == 0, done.err
+    assert len([line for line in done.out.splitlines() if line.startswith("{")]) == 1
+    assert done.err.count("samples (0 dropped)") == done.err.count("draft saved") == 1
+    return out
+
+
+def stopped(
+    world: World, data: Path, out: Path, stop: Callable[[psutil.Process], None]
+) -> tuple[int, str]:
+    """Two processes, and `stop` of their launcher as soon as a checkpoint is there: (exit code, stderr)."""
+    latest = out / "checkpoints" / "latest"
+    with worlds.started(COMMAND, *arguments(world, data, out), processes=2) as process:
+        end = time.monotonic() + worlds.PATIENCE
+        while not latest.is_file():
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        stop(psutil.Process(process.pid))
+        _, err = process.communicate(timeout=worlds.PATIENCE)
+    assert not (out / WEIGHTS).exists()
+    return process.returncode, err
+
+
+def kill_all(launcher: psutil.Process) -> None:
+    """SIGKILL to the launcher and everything that it started."""
+    for process in [launcher, *launcher.children(recursive=True)]:
+        process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["kill", "terminate"])
+def test_two_processes_stopped_in_mid_run_end_with_the_same_bits(
+    world: World, data: Path, of_two: Path, tmp_path: Path, way: str
+) -> None:
+    """Catches processes that stop after different steps, and a checkpoint that holds one process's state only."""
+    out = tmp_path / "out"
+    stop = kill_all if way == "kill" else psutil.Process.terminate
+    code, err = stopped(world, data, out, stop)
+    assert code != 0
+    assert (err.count("stopped by SIGTERM") == 1) == (way == "terminate"), err
+    done = worlds.run(COMMAND, *arguments(world, data, out), processes=2)
+    assert done.code == 0, done.err
+    assert "from step 0" not in done.err
+    assert_same_run(out, of_two)
+
+
+@pytest.mark.slow
+def test_what_two_processes_saved_one_goes_on_with(
+    world: World, data: Path, of_two: Path, tmp_path: Path
+) -> None:
+    """Catches a checkpoint that only as many processes can read."""
+    out = tmp_path / "out"
+    stopped(world, data, out, psutil.Process.terminate)
+    done = distill(world, data, out)
+    assert done.code == 0, done.err
+    assert "from step 0" not in done.err
+    assert facts_of(out)["processes"] == 1
+    assert losses_of(out) == pytest.approx(losses_of(of_two), abs=1e-5)
+    assert norms_of(out) == pytest.approx(norms_of(of_two), rel=1e-4)
+
+
+@contextmanager
+def ranks(*args: object) -> Iterator[list[subprocess.Popen[str]]]:
+    """The command as processes 0 and 1 of two, with no launcher that could end one for the other's sake."""
+    port = str(worlds._free_port())
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = []
+    for rank in ("0", "1"):
+        env = {**os.environ, **worlds.ENV, **shared, "RANK": rank, "LOCAL_RANK": rank}
+        command = [sys.executable, str(worlds.ROOT / COMMAND), *map(str, args)]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "why", ["another run's folder", "no such data", "a draft without finite weights"]
+)
+def test_a_refusal_ends_every_process_with_one_line(
+    world: World, data: Path, tmp_path: Path, why: str
+) -> None:
+    """Catches process 1 that waits for ever for a main process that has refused, and a line for every process."""
+    out = tmp_path / "out"
+    settings = arguments(world, data, out)
+    if why == "another run's folder":
+        assert distill(world, data, out, "--loop.lr", 1e-5).code == 0
+    elif why == "no such data":
+        settings += ["--data", tmp_path / "missing"]
+    else:
+        settings += ["--loop.lr", 1e30, "--loop.warmup", 0]
+    with ranks(*settings) as processes:
+        ends = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    errors = [[x for x in err.splitlines() if x.startswith("error: ")] for _, err in ends]
+    assert [len(found) for found in errors] == [1, 0]
+    assert all("Traceback" not in err for _, err in ends)
+
+
+# ---- the best draft ----
+
+
+def script(monkeypatch: pytest.MonkeyPatch, taus: list[float]) -> None:
+    """Measurements say these numbers, one after the other."""
+    left = iter(taus)
+    monkeypatch.setattr(
+        acceptance_eval,
+        "measure_acceptance",
+        lambda *_: {"accept/tau": next(left), "accept/alpha": 0.5},
+    )
+
+
+def test_the_best_draft_is_kept_and_saved(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches the last draft saved as the best one, and a best checkpoint that is pruned with the old ones."""
+    settings = ["--loop.eval_every", 1, "--loop.keep_best", "true", "--loop.keep", 1]
+    out = tmp_path / "out"
+    script(monkeypatch, [1.5, 1.7, 2.5, 1.6, 2.4, 2.3, 2.2, 2.1])
+    done = train(*settings)
+    assert done.code == 0, done.err
+    assert "the draft is that of step 3" in done.err
+    kept = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+    assert kept == ["step-000003", f"step-{STEPS:06d}"]
+    weights, best, last = (
+        load_file(folder / WEIGHTS)
+        for folder in (out, *(out / "checkpoints" / name for name in kept))
+    )
+    assert all(torch.equal(weights[name.removeprefix("lm.")], best[name]) for name in best)
+    assert not all(torch.equal(weights[name.removeprefix("lm.")], last[name]) for name in last)
+    assert facts_of(out)["trained_steps"] == 3
+    assert facts_of(out)["measured_in_training"]["accept/tau"] == 2.5
+    script(monkeypatch, [])
+    (out / WEIGHTS).unlink()
+    assert train(*settings).code == 0  # a finished run chooses the same
+    assert all(torch.equal(load_file(out / WEIGHTS)[name], weights[name]) for name in weights)
+
+
+def test_the_best_is_remembered_over_a_kill(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a run that after a kill takes its first measurement for the best."""
+    settings = ["--loop.eval_every", 2, "--loop.keep_best", "true"]
+    script(monkeypatch, [1.5, 2.5, 1.6])
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ThroughputMeter, "add", at_step(6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        )
+        assert train(*settings).code == 143
+    script(monkeypatch, [2.0])
+    assert train(*settings).code == 0
+    assert facts_of(tmp_path / "out")["trained_steps"] == 4
+
+
+# ---- memory and numbers that run out ----
+
+
+@pytest.mark.parametrize(
+    ("size", "named"),
+    [(8, "lower loop.micro_batch from 8 to 4"), (1, "lower loop.max_length from 512")],
+)
+def test_full_memory_is_one_line(
+    train: Train, monkeypatch: pytest.MonkeyPatch, size: int, named: str
+) -> None:
+    """Catches a page of traceback after hours, and advice that no longer helps."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(causal.CausalTrainer, "forward", full)
+    done = train("--loop.micro_batch", size)
+    assert done.code == 2
+    line = done.err.splitlines()[-1]
+    assert line.startswith("error: out of memory: ")
+    assert named in line
+    assert "Traceback" not in done.err
+
+
+def test_a_gradient_that_is_not_finite_is_refused(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches weights that become NaN although every loss that was looked at was finite."""
+    count = [0]
+    real = Accelerator.clip_grad_norm_
+
+    def ruined(self: Accelerator, *args: Any) -> Any:
+        count[0] += 1
+        return torch.tensor(float("inf")) if count[0] == 3 else real(self, *args)
+
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", ruined)
+    done = train()
+    assert done.code == 2
+    assert "the gradient's norm is inf at step 3" in done.err.splitlines()[-1]
+    assert "step-000002, stands" in done.err.splitlines()[-1]
+    assert not (tmp_path / "out" / WEIGHTS).exists()
+    monkeypatch.undo()
+    assert "from step 2" in train().err
+
+
+# ---- going on ----
+
+
+def test_checkpoints_of_another_tokenizer_or_draft_are_refused(
+    train: Train, tmp_path: Path
+) -> None:
+    """Catches weights that fit and mean other tokens, and a traceback where they do not fit."""
+    assert train("--loop.steps", 2).code == 0
+    contents = tmp_path / "out" / "checkpoints" / "step-000002" / checkpoint.CONTENTS
+    settings = (tmp_path / "out" / "run.yaml").read_text()
+    other = ["--draft.init", "", "--draft.layers", "[1]", "--resume", "true"]
+    done = train(*other)
+    assert done.code == 2
+    assert "is of another draft" in done.err.splitlines()[-1]
+    (tmp_path / "out" / "run.yaml").write_text(settings)
+    own = json.loads(contents.read_text())
+    contents.write_text(json.dumps(own | {"tokenizer": "0" * 16}))
+    error = train("--resume", "true").error()
+    assert "0" * 16 in error
+    assert own["tokenizer"] in error
+    assert (tmp_path / "out" / "run.yaml").read_text() == settings
+
+
+def test_what_a_kill_left_half_written_is_cleaned(train: Train, tmp_path: Path) -> None:
+    """Catches gigabytes of half a checkpoint, or of half a shard, that nothing overwrites later."""
+    out, features = tmp_path / "out", tmp_path / "features"
+    settings = ["--loop.steps", 2, "--loop.eval_every", 0, "--features", features]
+    assert train(*settings).code == 0
+    shard, *_ = sorted(features.rglob("*.safetensors"))
+    shard.unlink()  # as if killed before it was there
+    checkpoint_left = out / "checkpoints" / "step-000099.tmp" / "optimizer.bin"
+    shards_left = [out / "on_policy" / "x" / "shards" / "a.parquet.tmp"]
+    shards_left += [shard.with_name("000099.safetensors.tmp")]
+    for left in (checkpoint_left, *shards_left):
+        left.parent.mkdir(parents=True, exist_ok=True)
+        left.write_bytes(b"half")
+    done = train(*settings)
+    assert done.code == 0, done.err
+    assert list(tmp_path.rglob("*.tmp")) == []
+
+
+def test_half_a_shard_of_samples_is_cleaned(world: World, tmp_path: Path) -> None:
+    """Catches files that grow in number with every kill of sampling."""
+    sources = json.dumps([{"kind": "file", "path": str(world.prompts), "limit": 2}])
+    settings = ["--target", world.target, "--sources", sources, "--out", tmp_path / "samples"]
+    command = ["train/sample.py", *settings, "--max_new_tokens", 2]
+    assert worlds.call(*command).code == 0
+    left = tmp_path / "samples" / "shards" / "zzz.parquet.tmp"
+    left.write_bytes(b"half")
+    assert worlds.call(*command).code == 0
+    assert not left.exists()
+
+
+# ---- settings and the log ----
+
+
+def test_epochs_are_counted_in_steps(data: Path, train: Train, tmp_path: Path) -> None:
+    """Catches epochs that forget the last batch, or the batch size."""
+    assert train("--loop.epochs", 0.5, "--loop.eval_every", 0).code == 0
+    steps = -(-len(sample_store.read_shards(data)) // 2 // 8)
+    assert len(losses_of(tmp_path / "out")) == steps
+    assert facts_of(tmp_path / "out")["training"]["loop"]["steps"] == steps
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (["--loop.micro_batch", 0], "loop.micro_batch is 0"),
+        (["--loop.log_every", 0], "loop.log_every is 0"),
+        (["--loop.keep", 0], "loop.keep is 0"),
+        (["--loop.steps", -1], "steps"),
+        (["--loop.keep_best", "true", "--loop.eval_every", 0], "give loop.eval_every"),
+    ],
+)
+def test_numbers_that_make_no_loop_are_said(train: Train, wrong: list, named: str) -> None:
+    """Catches a division by zero at the first line of the log, and keep 0, which would keep all."""
+    assert named in train(*wrong).error()
+
+
+def test_speed_and_memory_are_logged(train: Train, tmp_path: Path) -> None:
+    """Catches speeds of padding, or of measuring and saving; and a share of arithmetic that nobody can know."""
+    assert train("--loop.eval_every", 1).code == 0
+    names = ("tokens_per_second", "learned_per_second", "data_wait_share", "peak_memory_gb")
+    lines = metrics_of(tmp_path / "out", *(f"train/{name}" for name in names))
+    assert len(lines) == STEPS
+    for _, read, learned, waited, memory in lines:
+        assert read > learned > 0
+        assert 0 <= waited < 1
+        assert 0.01 < memory < 100
+    assert metrics_of(tmp_path / "out", "train/mfu") == []
+
+
+def test_the_meter_divides_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a share of one GPU that eight have earned, steps that count again at the next line, and fp32 that is
+    measured against bf16.
+    """
+    monkeypatch.setattr(
+        throughput, "gpu_peaks", lambda device: GpuSpec(1.0, 1.0, bf16=2e6, fp32=1e6)
+    )
+    rows: list[Any] = [{"input_ids": range(10), "loss_spans": [[4, 10]]}]
+    asked = []
+
+    def work(rows: Sequence[Any]) -> dict[str, float]:
+        asked.append(len(rows))
+        return {"bfloat16": 4e6, "float32": 2e6}
+
+    measured = ThroughputMeter(torch.device("cpu"), 8, work)
+    for _ in range(2):
+        measured.add(rows, 0.5, 0.1)
+        measured.add(rows, 1.5, 0.3)
+        found = measured.take()
+        assert found["tokens_per_second"] == 10.0
+        assert found["learned_per_second"] == 6.0
+        assert found["data_wait_share"] == pytest.approx(0.2)
+        assert found["mfu"] == pytest.approx(2 * (4 / 2 + 2 / 1) / 2.0 / 8)
+    assert asked == [1] * 4  # once a step: what was written since then is told once
+
+
+@pytest.mark.parametrize("lora", [0, 8])
+def test_arithmetic_for_mfu_is_that_of_the_models(lora: int, data: Path) -> None:
+    """Catches a share that leaves the target out, or that counts weights which have no gradient as if they had one."""
+    target, draft = str(worlds.ROOT / "assets" / "target"), str(worlds.ROOT / "assets" / "draft")
+    settings = DistillConfig(target=target, draft=DraftConfig(init=draft, lora_rank=lora))
+    rows: list[Any] = [{"input_ids": range(100), "loss_spans": [[1, 100]]}] * 4
+    head = math.prod(load_file(Path(target) / WEIGHTS)["model.embed_tokens.weight"].shape)
+    sizes = []
+    for name in (target, draft):
+        weights = load_file(Path(name) / WEIGHTS)
+        if "lm_head.weight" in weights:  # else the embedding is the head
+            weights.pop("model.embed_tokens.weight")  # which is read, not multiplied
+        sizes.append(sum(value.numel() for value in weights.values()))
+    of_weights = 2 * sizes[0] + (4 if lora else 6) * sizes[1]
+
+    def work(**changes: Any) -> dict[str, float]:
+        return make_flops_counter(replace(settings, **changes), mixed=True, fresh=list)(rows)
+
+    assert sum(work().values()) == pytest.approx(400 * of_weights, rel=0.25)
+    assert work()["float32"] == pytest.approx(400 * 2 * (sizes[0] - head), rel=0.25)
+    assert work(target_dtype="bfloat16") == {
+        "bfloat16": pytest.approx(sum(work().values())),
+        "float32": 0.0,
+    }
+    # Stored states spare the target's layers, and stored laws its head as well.
+    half = work(features="somewhere")
+    assert half["float32"] == 0
+    assert half["bfloat16"] == work()["bfloat16"]
+    none = work(features="somewhere", features_top=8)
+    assert half["bfloat16"] - none["bfloat16"] == 4 * 99 * 2 * head
+
+
+def test_every_gpu_is_found_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an L40S that counts as an L4, an A100 as an A10, and a card of which nothing is known."""
+    names = {"NVIDIA L40S": 362e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA L4": 121e12}
+    names |= {
+        "NVIDIA A10G": 70e12,
+        "NVIDIA H200 NVL": 835e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+    }
+    for name, peak in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        found = throughput.gpu_peaks(torch.device("cuda"))
+        assert found is not None
+        assert found.bf16 == peak
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Voodoo 2")
+    assert throughput.gpu_peaks(torch.device("cuda")) is None
+    assert throughput.gpu_peaks(torch.device("cpu")) is None
+
+
+def test_keeping_one_epoch_apart_from_steps() -> None:
+    """Catches rounding that drops the last part of an epoch."""
+    assert LoopConfig(epochs=3, batch_size=8).over(25).steps == 10
+    assert LoopConfig(steps=7).over(25).steps == 7
+
+
+# ---- a published draft ----
+
+
+@pytest.mark.slow
+def test_a_published_draft_is_trained_on(world: World, data: Path, tmp_path: Path) -> None:
+    """Catches a hub name that is taken for a folder, or whose weights are not those that training starts from."""
+    out = tmp_path / "out"
+    with hub.serving() as server:
+        repo = server.repos["model", "me/draft"] = hub.Repo(False)
+        files = {path.name: path.read_bytes() for path in world.draft.iterdir() if path.is_file()}
+        repo.commit(repo.files | files)
+        env = hub.environment(server, tmp_path / "home")
+        more = [
+            "--draft.init",
+            "me/draft",
+            "--loop.lr",
+            0,
+            "--loop.steps",
+            2,
+            "--loop.eval_every",
+            0,
+        ]
+        done = worlds.run(COMMAND, *arguments(world, data, out), *more, env=env)
+        assert done.code == 0, done.err
+        assert server.sent("GET", WEIGHTS)
+    before, after = load_file(world.draft / WEIGHTS), load_file(out / WEIGHTS)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())

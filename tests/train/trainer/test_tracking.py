@@ -1,0 +1,226 @@
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode.common.cli import UserError
+from train.trainer import tracking
+from train.trainer.tracking import NullTracker, Tracker, resolve_mode
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def start(out: Path, resumed_step: int | None = None) -> Tracker:
+    return Tracker(out, "test", {}, mode="disabled", resumed_step=resumed_step)
+
+
+def run_script(code: str, out: Path, home: Path) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a process with a home and temporary folder of its own and no W&B account."""
+    home.mkdir()
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "XDG", "NETRC"))}
+    env |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "OUT": str(out)}
+    # not below tmp_path: the service's socket has a short limit on its path
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--api_key", "hunter2"],
+            env={**env, "TMPDIR": folder},
+            cwd=home,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    return done
+
+
+OFFLINE = """
+import os
+from pathlib import Path
+from train.tracking import Tracker
+
+out = Path(os.environ["OUT"])
+for resumed in (None, 1):
+    tracker = Tracker(out, "test", {"lr": 1.0, "server": {"api_key": "hunter2"}}, "auto", resumed)
+    tracker.log(1, {"loss": 2.0})
+    tracker.log(2, {"loss": 1.0})
+    tracker.artifact("draft", "model", [out / "metrics.jsonl"])
+    tracker.finish()
+"""
+
+
+def test_offline_is_quiet_stays_inside_out_and_resumes_the_run(tmp_path: Path) -> None:
+    """Bug: W&B asks for an account, writes to the home folder, or a resumed run is a new run.
+
+    Nor may a key get into its files, from the settings or from the command line.
+    """
+    out, home = tmp_path / "out", tmp_path / "home"
+    done = run_script(OFFLINE, out, home)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list(home.rglob("*")) == []
+    assert [path.name for path in tmp_path.iterdir() if path not in (out, home)] == []
+    run_id = (out / "wandb_run_id.txt").read_text().strip()
+    runs = list((out / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(runs) > 0
+    assert {path.name for path in runs} == {f"run-{run_id}.wandb"}
+    assert all(b"hunter2" not in path.read_bytes() for path in out.rglob("*") if path.is_file())
+    assert lines(out) == [
+        {"step": 1, "loss": 2.0},
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "loss": 1.0},
+    ]
+
+
+KILLED = """
+import os, signal, time
+from pathlib import Path
+from train.tracking import Tracker
+
+out = Path(os.environ["OUT"])
+tracker = Tracker(out, "test", {}, "offline")
+tracker.log(1, {"loss": 2.0})
+children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+assert len(children) > 0
+for child in children:
+    os.kill(int(child), signal.SIGKILL)
+time.sleep(0.5)
+for step in range(2, 6):
+    tracker.log(step, {"loss": 1.0})
+    time.sleep(0.1)
+tracker.artifact("draft", "model", [out / "metrics.jsonl"])
+tracker.finish()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds its children in /proc")
+def test_training_survives_a_killed_wandb_service(tmp_path: Path) -> None:
+    """Bug: the out-of-memory killer takes W&B's service and the training dies or hangs with it."""
+    out = tmp_path / "out"
+    done = run_script(KILLED, out, tmp_path / "home")
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in lines(out)] == [1, 2, 3, 4, 5]
+
+
+def test_online_turns_offline_without_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a compute node with a key but no network loses its W&B run, or stops."""
+    started = []
+
+    def start_wandb(out: Path, project: str, config: dict, mode: str, run_id: str) -> str:
+        started.append((mode, run_id))
+        if mode == "online":
+            raise TimeoutError("no route")
+        return "run"
+
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    monkeypatch.setattr(tracking, "_start_wandb", start_wandb)
+    tracker = Tracker(tmp_path, "test", {}, mode="online")
+    assert tracker._run == "run"
+    run_id = (tmp_path / "wandb_run_id.txt").read_text().strip()
+    assert started == [("online", run_id), ("offline", run_id)]
+
+
+def test_a_failing_wandb_is_reported_once(tmp_path: Path, caplog: Any) -> None:
+    """Bug: W&B's exceptions stop the training, or its warnings flood the log."""
+
+    class Broken:
+        def log(self, values: dict) -> None:
+            raise RuntimeError("service is gone")
+
+    tracker = start(tmp_path)
+    tracker._run = Broken()
+    tracker.log(1, {"loss": 1.0})
+    tracker.log(2, {"loss": 1.0})
+    tracker.finish()
+    assert len(caplog.records) == 1
+    assert "service is gone" in caplog.text
+    assert len(lines(tmp_path)) == 2
+
+
+def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
+    """Bug: a killed run loses its last metrics in a buffer."""
+    tracker = start(tmp_path)
+    tracker.log(1, {"loss": float("nan"), "lr": 0.5})
+    assert lines(tmp_path) == [{"step": 1, "loss": None, "lr": 0.5}]
+    tracker.finish()
+
+
+def test_resuming_cuts_the_steps_that_are_trained_again(tmp_path: Path) -> None:
+    """Bug: steps after the checkpoint stand twice in the file, or a torn last line breaks it."""
+    tracker = start(tmp_path)
+    for step in range(1, 6):
+        tracker.log(step, {"loss": 1.0})
+    tracker.finish()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    resumed = start(tmp_path, resumed_step=3)
+    resumed.log(4, {"loss": 0.5})
+    resumed.finish()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert lines(tmp_path)[-1]["loss"] == 0.5
+
+
+def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
+    """Bug: the metrics of two runs into one folder are mixed."""
+    first = start(tmp_path)
+    first.log(1, {"loss": 1.0})
+    first.finish()
+    start(tmp_path).finish()
+    assert lines(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "variable", "key", "expected"),
+    [
+        ("auto", None, "", "offline"),
+        ("auto", None, "k", "online"),
+        ("auto", "disabled", "k", "disabled"),
+        ("auto", "offline", "k", "offline"),
+        ("disabled", "online", "k", "disabled"),
+        ("online", None, "k", "online"),
+    ],
+)
+def test_mode(
+    mode: Any, variable: str | None, key: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a job without an account waits for a key to be typed."""
+    monkeypatch.setenv("NETRC", "/nonexistent")
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    assert resolve_mode(mode) == expected
+
+
+def test_key_of_wandb_login_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a logged-in user's runs silently stay offline."""
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    assert resolve_mode("auto") == "online"
+
+
+def test_online_without_a_key_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: W&B prompts on a terminal that nobody watches."""
+    monkeypatch.setenv("NETRC", "/nonexistent")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(UserError, match="wandb login"):
+        resolve_mode("online")
+
+
+def test_null_tracker_has_every_method_of_the_tracker() -> None:
+    """Bug: a call added to the tracker fails on every process but the first."""
+
+    def public(kind: type) -> set[str]:
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert public(NullTracker) == public(Tracker)

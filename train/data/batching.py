@@ -1,0 +1,180 @@
+"""Which rows a step trains on, and at which positions of them.
+
+The logits at position t predict token t + 1. So t is supervised if token t + 1 lies in a loss span:
+the last position of a prompt is (it predicts the first token of the answer), the last position of
+a row never is.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from decode.common.cli import UserError
+from train.data.sample_store import SampleRow, Subset
+from train.families.alignment import _next_in_same_document
+
+T = TypeVar("T")
+
+
+@dataclass
+class Batch:
+    """Rows padded on the right, and where their logits are wanted.
+
+    Causal attention never looks to the right, so padding there needs no attention mask. Where several rows share a
+    line, `documents` keep them apart.
+    """
+
+    input_ids: Tensor  # [B, T] int64
+    loss_mask: Tensor  # [B, T] bool, True where the next token is to be learned
+    ids: tuple[str, ...] = ()  # of the rows
+    starts: tuple[tuple[int, int], ...] = ()  # line and column where each row begins
+    documents: Tensor | None = None  # [B, T] int64 that tells the rows of a line apart
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on `device`."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            loss_mask=self.loss_mask.to(device, non_blocking=True),
+            documents=None
+            if self.documents is None
+            else self.documents.to(device, non_blocking=True),
+        )
+
+    def positions(self) -> Tensor:
+        """[B, T] or [1, T] int64: of each token in its row."""
+        if self.documents is None:
+            return torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
+        return document_positions(self.input_ids, self.documents)
+
+
+def step_indices(n: int, batch: int, seed: int, step: int) -> list[int]:
+    """Indices of the global batch of `step` (from 0), a function of the arguments alone."""
+    return [shuffled_index(n, seed, place) for place in range(step * batch, (step + 1) * batch)]
+
+
+def shuffled_index(n: int, seed: int, place: int, source: int = 0) -> int:
+    """The index that stands at `place` of the endless order of n rows, for each `source` another one.
+
+    Every epoch is a fresh permutation, and epochs follow each other without a gap, so a batch may
+    hold the end of one and the start of the next.
+    """
+    return int(_permutation(n, seed, place // n, source)[place % n])
+
+
+def rank_slice(rank: int, world: int, rows: Sequence[T]) -> Sequence[T]:
+    """The slice of a global batch that process `rank` of `world` works on; all are equally long."""
+    if len(rows) % world != 0:
+        raise UserError(
+            f"a global batch of {len(rows)} rows cannot be split evenly over {world} processes: "
+            f"make the batch size a multiple of {world}"
+        )
+    size = len(rows) // world
+    return rows[rank * size : (rank + 1) * size]
+
+
+def truncate_rows(rows: Sequence[SampleRow], max_length: int) -> tuple[Sequence[SampleRow], int]:
+    """(rows cut to `max_length` tokens, number of rows dropped with nothing left to learn).
+
+    Rows are cut when they are read: those of a set on disk stay there.
+    """
+    kept = [
+        i
+        for i, row in enumerate(rows)
+        if len(supervised_positions(truncate_row(row, max_length))) > 0
+    ]
+    if len(kept) == 0:
+        raise UserError(
+            f"none of the {len(rows)} samples has a token to learn within max_length {max_length}: "
+            "raise max_length or sample again"
+        )
+    return Subset(rows, kept, lambda row: truncate_row(row, max_length)), len(rows) - len(kept)
+
+
+def collate(rows: Sequence[SampleRow], pad_id: int, multiple: int = 8) -> Batch:
+    """The batch of `rows`, one a line, with T rounded up to `multiple` so that fewer shapes are compiled."""
+    return _place_rows(rows, [(i, 0) for i in range(len(rows))], pad_id, multiple)
+
+
+def pack(rows: Sequence[SampleRow], pad_id: int, multiple: int = 8) -> Batch:
+    """The batch of `rows` on lines of once or twice the length of the longest, whichever number of them pads least."""
+    lengths = [len(row["input_ids"]) for row in rows]
+    most = -(-sum(lengths) // max(lengths))
+    layouts = [_pack_layout(lengths, lines) for lines in range(-(-most // 2), most + 1)]
+    starts, _ = min(layouts, key=lambda layout: layout[1])
+    batch = _place_rows(rows, starts, pad_id, multiple)
+    batch.documents = torch.full_like(batch.input_ids, len(rows))  # of padding
+    for i, (line, column) in enumerate(starts):
+        batch.documents[line, column : column + lengths[i]] = i
+    return batch
+
+
+def supervised_token_count(rows: Sequence[SampleRow]) -> int:
+    """Number of supervised positions, by which a step's loss is divided."""
+    return sum(len(supervised_positions(row)) for row in rows)
+
+
+def supervised_positions(row: SampleRow) -> Tensor:
+    """Supervised positions t, ascending, whose next token lies in a loss span; tokens count once."""
+    learned = np.zeros(len(row["input_ids"]), dtype=bool)
+    for start, end in row["loss_spans"]:
+        learned[start:end] = True
+    return torch.from_numpy(np.flatnonzero(learned[1:]))
+
+
+def _pack_layout(lengths: Sequence[int], lines: int) -> tuple[list[tuple[int, int]], int]:
+    """(line and column of each row, size of the batch): the longest first, each on the line that has least."""
+    ends, starts = [0] * lines, [(0, 0)] * len(lengths)
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        line = ends.index(min(ends))
+        starts[i] = line, ends[line]
+        ends[line] += lengths[i]
+    return starts, lines * max(ends)
+
+
+def _place_rows(
+    rows: Sequence[SampleRow], starts: Sequence[tuple[int, int]], pad_id: int, multiple: int
+) -> Batch:
+    """Each row at its line and column, padding elsewhere."""
+    ends = [column + len(row["input_ids"]) for row, (_, column) in zip(rows, starts, strict=True)]
+    shape = max(line for line, _ in starts) + 1, -(-max(ends) // multiple) * multiple
+    batch = Batch(
+        input_ids=torch.full(shape, pad_id),
+        loss_mask=torch.zeros(shape, dtype=torch.bool),
+        ids=tuple(row["id"] for row in rows),
+        starts=tuple(starts),
+    )
+    for row, (line, column), end in zip(rows, starts, ends, strict=True):
+        batch.input_ids[line, column:end] = torch.tensor(row["input_ids"])
+        batch.loss_mask[line, column + supervised_positions(row)] = True
+    return batch
+
+
+def truncate_row(row: SampleRow, max_length: int) -> SampleRow:
+    """The row's first `max_length` tokens, with spans to match."""
+    if len(row["input_ids"]) <= max_length:
+        return row
+    spans = [[start, min(end, max_length)] for start, end in row["loss_spans"]]
+    spans = [[start, end] for start, end in spans if start < end]
+    return {**row, "input_ids": row["input_ids"][:max_length], "loss_spans": spans}
+
+
+@functools.lru_cache(maxsize=32)  # a batch touches two epochs of each source at its seam
+def _permutation(n: int, seed: int, epoch: int, source: int) -> np.ndarray:
+    order = np.random.default_rng([seed, epoch, source]).permutation(n)
+    return order.astype(np.int32)
+
+
+def document_positions(input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
+    """[B, T] int64: tokens before t in its document."""
+    index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    if documents is None:
+        return index
+    starts = ~_next_in_same_document(input_ids, documents)[:, :-1]  # [B, T - 1] at tokens 1 .. T-1
+    return index - pad(torch.where(starts, index[:, 1:], 0), (1, 0)).cummax(1).values

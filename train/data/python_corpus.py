@@ -1,0 +1,66 @@
+"""Python's standard library as text: what is left out, what is held out, cut into documents.
+
+Every machine that runs this project has this text, so the bundled models and part of the training
+prompts are made from it. Held-out modules and topics are never trained on, nor cut into prompts.
+"""
+
+import re
+import sysconfig
+from pathlib import Path
+
+# Not language: test fixtures, generated tables, code pages, and texts that `topics()` reads itself.
+EXCLUDED_FOLDERS = {
+    "test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages",
+    "__pycache__", "__phello__", "turtledemo", "_vendor", "_bundled",
+}  # fmt: skip
+EXCLUDED_FILES = re.compile(
+    r"(_sysconfigdata.*|.*config-.*|html/entities|stringprep|_pydecimal_tables)"
+)
+
+# Chosen by hand across subjects: text, numbers, files, network, mail, concurrency, GUI, testing, XML.
+HELD_OUT_MODULES = {
+    "textwrap", "fractions", "statistics", "csv", "gzip", "shelve", "sched", "queue", "calendar",
+    "ftplib", "bdb", "asyncio/queues", "email/generator", "http/cookies", "logging/handlers",
+    "multiprocessing/pool", "tkinter/simpledialog", "unittest/result", "urllib/robotparser",
+    "xml/dom/pulldom", "importlib/_abc", "concurrent/futures/thread", "json/encoder", "sqlite3/dump",
+}  # fmt: skip
+HELD_OUT_TOPICS = {"import", "calls", "objects", "typesmapping", "strings", "operator-summary"}
+
+
+def read_modules(held_out: bool) -> dict[str, str]:
+    """{module path without .py: source} of the running Python, sorted by name."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        name = relative.with_suffix("").as_posix()
+        if EXCLUDED_FOLDERS.intersection(relative.parts) or EXCLUDED_FILES.fullmatch(name):
+            continue
+        if (name in HELD_OUT_MODULES) == held_out:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if len(text) > 200:  # package markers say nothing
+                found[name] = text
+    return found
+
+
+def read_help_topics(held_out: bool) -> dict[str, str]:
+    """{topic: text} of the language reference that `help()` shows, without repeated chapters."""
+    from pydoc_data import topics as data
+
+    seen: set[str] = set()
+    found = {}
+    for name, text in sorted(data.topics.items(), key=lambda item: (-len(item[1]), item[0])):
+        lines = {line.strip() for line in text.split("\n") if len(line.strip()) > 30}
+        if name not in HELD_OUT_TOPICS and len(lines & seen) > 0.5 * len(lines):
+            continue  # a section of a longer chapter that is already in
+        seen |= lines
+        if (name in HELD_OUT_TOPICS) == held_out:
+            found[name] = text.strip() + "\n"
+    if not held_out:  # a held-out section must not come back inside a longer chapter
+        secret = {
+            line.strip() for text in read_help_topics(True).values() for line in text.split("\n")
+        }
+        for name, text in found.items():
+            kept = [x for x in text.split("\n") if len(x.strip()) <= 30 or x.strip() not in secret]
+            found[name] = "\n".join(kept)
+    return found

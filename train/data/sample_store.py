@@ -1,0 +1,312 @@
+"""The sampled set on disk: what the target answered, as token ids, and how it was asked.
+
+`<folder>/shards/*.parquet` hold the rows, `<folder>/manifest.json` tells how they were made. A file
+is there whole or not at all, so sampling can be killed at any moment and goes on by the ids. Rows stay
+on disk until they are asked for, so a set may be larger than memory.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypedDict, cast, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from decode.common.cli import UserError
+
+SCHEMA = pa.schema(
+    [
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("origin", pa.string(), nullable=False),
+        pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("loss_spans", pa.list_(pa.list_(pa.int32())), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+    ]
+)
+
+ROW_GROUP_SIZE = 64  # rows that are read together: one of them costs no more than these
+MAX_OPEN_FILES, MAX_CACHED_GROUPS = 64, 16  # kept open, and kept in memory
+
+
+class SampleRow(TypedDict):
+    """One answered prompt. `loss_spans` are [start, end) of the tokens in input_ids to learn."""
+
+    id: str
+    source: str
+    origin: Literal["target", "draft", "text"]
+    input_ids: Sequence[int]  # read_shards gives a numpy int32 view of the shard's memory
+    loss_spans: list[list[int]]
+    finish_reason: str
+
+
+class SampleStore(Sequence[SampleRow]):
+    """The rows of a set, shards in name order, read from disk one group of rows at a time.
+
+    What is held is a few bytes a group and the groups read last. `read_shards` says what is refused.
+    """
+
+    def __init__(self, folder: Path):
+        self.paths = _shard_paths(folder)
+        self._file = functools.lru_cache(MAX_OPEN_FILES)(_open)
+        self._group = functools.lru_cache(MAX_CACHED_GROUPS)(self._read_group)
+        places: list[tuple[int, int]] = []  # (shard, group in it) of each group
+        counts, ids = [0], []
+        for number, path in enumerate(self.paths):
+            for group in range(self._file(path).num_row_groups):
+                batch = self._read_group(number, group)
+                for row in _rows_of_batch(batch):
+                    _check_spans(row, path)
+                if batch.num_rows > 0:
+                    places.append((number, group))
+                    counts.append(batch.num_rows)
+                    ids.append(batch.column("id"))
+        _check_unique_ids(pa.chunked_array(ids, pa.string()), folder)
+        self.group_locations = np.array(places, dtype=np.int32).reshape(-1, 2)
+        self.start = np.cumsum(counts)  # rows before each group, and in all
+
+    def __len__(self) -> int:
+        return int(self.start[-1])
+
+    def __iter__(self) -> Iterator[SampleRow]:
+        for number, group in self.group_locations.tolist():
+            yield from _rows_of_batch(self._read_group(number, group))
+
+    @overload
+    def __getitem__(self, index: int) -> SampleRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[SampleRow]: ...
+    def __getitem__(self, index: int | slice) -> SampleRow | list[SampleRow]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        index = range(len(self))[index]  # counts from the end, and refuses what is outside
+        at = int(np.searchsorted(self.start, index, side="right")) - 1
+        batch = self._group(*self.group_locations[at].tolist())
+        return _rows_of_batch(batch.slice(index - int(self.start[at]), 1))[0]
+
+    def _read_group(self, number: int, group: int) -> pa.RecordBatch:
+        path = self.paths[number]
+        return _read(self._file(path), path, group, SCHEMA.names)
+
+
+class Subset(Sequence[SampleRow]):
+    """The rows of those `numbers`, in that order, each passed through `change` when it is read."""
+
+    def __init__(
+        self,
+        rows: Sequence[SampleRow],
+        numbers: Sequence[int],
+        change: Callable[[SampleRow], SampleRow],
+    ):
+        self.rows, self.change = rows, change
+        self.numbers = np.asarray(numbers, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> SampleRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[SampleRow]: ...
+    def __getitem__(self, index: int | slice) -> SampleRow | list[SampleRow]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return self.change(self.rows[int(self.numbers[index])])
+
+
+@dataclass
+class Manifest:
+    """How a sampled set was made. `counts`: asked = answered + failed + answers_too_short."""
+
+    target: str
+    revision: str | None
+    tokenizer_hash: str
+    chat_template_hash: str | None
+    sampling: dict[str, Any]
+    seed: int
+    counts: dict[str, int]
+    git_sha: str | None
+    versions: dict[str, str]
+
+
+def write_shard(folder: Path, rows: list[SampleRow], name: str) -> Path:
+    """Path of the shard `<folder>/shards/<name>.parquet`, which is complete and on disk.
+
+    Raises FileExistsError rather than replace a shard.
+    """
+    path = folder / "shards" / f"{name}.parquet"
+    if path.exists():
+        raise FileExistsError(f"{path} holds samples: writing over it would lose them")
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, row_group_size=ROW_GROUP_SIZE, write_page_checksum=True)
+    write_atomically(path, sink.getvalue().to_pybytes())
+    return path
+
+
+def add_shard(folder: Path, rows: list[SampleRow]) -> Path:
+    """A shard named by its ids: processes and attempts cannot collide."""
+    digest = hashlib.sha256(" ".join(row["id"] for row in rows).encode()).hexdigest()[:16]
+    return write_shard(folder, rows, digest)
+
+
+def read_shards(folder: Path) -> SampleStore:
+    """Every row of the set, shards in name order; all of it is read once, to be sure of it.
+
+    Raises UserError, naming the file, for an empty set, a damaged shard, missing columns, spans
+    outside their tokens, or an id that occurs twice.
+    """
+    rows = SampleStore(folder)
+    if len(rows) == 0:
+        raise UserError(
+            f"no samples in {folder / 'shards'}: run train/sample.py with this folder first"
+        )
+    return rows
+
+
+def supervised_by_id(folder: Path) -> dict[str, bool]:
+    """{id: whether the row has anything to learn} of every row, none of which needs further sampling.
+
+    Raises UserError for a damaged shard or a repeated id.
+    """
+    found: dict[str, bool] = {}
+    ids = []
+    for path in _shard_paths(folder):
+        batch = _read(_open(path), path, None, ["id", "loss_spans"])
+        ids.append(batch.column("id"))
+        spans = pc.list_value_length(batch.column("loss_spans"))
+        found |= zip(batch.column("id").to_pylist(), pc.greater(spans, 0).to_pylist(), strict=True)
+    _check_unique_ids(pa.chunked_array(ids, pa.string()), folder)
+    return found
+
+
+def done_ids(folder: Path) -> set[str]:
+    """Ids that need no further sampling; raises what `learned_of` does."""
+    return set(supervised_by_id(folder))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """`<folder>/manifest.json`, replaced as a whole."""
+    text = json.dumps(dataclasses.asdict(manifest), indent=2) + "\n"
+    write_atomically(folder / "manifest.json", text.encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a sampled set; fields that we do not know are passed over."""
+    path = folder / "manifest.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}): run train/sample.py with this folder first"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: delete it and run train/sample.py again") from error
+    names = [field.name for field in dataclasses.fields(Manifest)]
+    missing = [name for name in names if name not in data]
+    if len(missing) > 0:
+        raise UserError(
+            f"{path} lacks {', '.join(missing)}: delete it and run train/sample.py again"
+        )
+    return Manifest(**{name: data[name] for name in names})
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Puts `data` at `path` at once: after a crash there is the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")  # not matched by *.parquet
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)  # the new name must survive a power cut too
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def remove_partial(folder: Path) -> None:
+    """Deletes the shards below `folder` that a kill left half written. For one process, before any writes."""
+    for left in folder.rglob("shards/*.tmp"):
+        left.unlink()
+
+
+def _shard_paths(folder: Path) -> list[Path]:
+    return sorted((folder / "shards").glob("*.parquet"))
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    """The shard, with checksums verified as it is read."""
+    try:
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged_shard_error(path, error) from error
+    missing = [name for name in SCHEMA.names if name not in file.schema_arrow.names]
+    if len(missing) > 0:
+        raise UserError(
+            f"shard {path} has no column {', '.join(missing)}: it is no sampled shard of "
+            "this version; move it away and run train/sample.py again"
+        )
+    return file
+
+
+def _read(
+    file: pq.ParquetFile, path: Path, group: int | None, columns: list[str]
+) -> pa.RecordBatch:
+    """The columns of one group of rows, or of all (None), in our types and in one piece."""
+    schema = pa.schema([SCHEMA.field(name) for name in columns])
+    try:
+        table = file.read(columns) if group is None else file.read_row_group(group, columns)
+        batches = table.select(columns).cast(schema).combine_chunks().to_batches()
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged_shard_error(path, error) from error
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema)
+
+
+def _damaged_shard_error(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"shard {path} cannot be read ({str(error).strip().splitlines()[0]:.80}): delete it "
+        "and run train/sample.py again, which only re-does the prompts that were in it"
+    )
+
+
+def _rows_of_batch(batch: pa.RecordBatch) -> list[SampleRow]:
+    """Rows whose token ids are views: a Python int each would take ten times the memory."""
+    ids = batch.column("input_ids")
+    values, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
+    others = batch.drop_columns(["input_ids"]).to_pylist()
+    return [
+        cast(SampleRow, {**other, "input_ids": values[start:end]})
+        for other, start, end in zip(others, offsets, offsets[1:], strict=False)
+    ]
+
+
+def _check_spans(row: SampleRow, path: Path) -> None:
+    length = len(row["input_ids"])
+    for span in row["loss_spans"]:
+        if len(span) != 2 or not 0 <= span[0] < span[1] <= length:
+            raise UserError(
+                f"shard {path}: loss span {span} of id {row['id']} does not lie within its "
+                f"{length} tokens: delete the shard and run train/sample.py again"
+            )
+
+
+def _check_unique_ids(ids: pa.ChunkedArray, folder: Path) -> None:
+    if pc.count_distinct(ids).as_py() == len(ids):
+        return
+    counts = pc.value_counts(ids)
+    twice = counts.filter(pc.greater(counts.field("counts"), 1))[0]["values"]
+    raise UserError(
+        f"id {twice} occurs twice in {folder / 'shards'}: delete one of the shards that "
+        "hold it and run train/sample.py again"
+    )

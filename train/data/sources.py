@@ -1,0 +1,246 @@
+"""Where prompts and texts come from: bundled ones, the standard library, files, data sets of the hub."""
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from decode.common.cli import UserError
+from train.data import python_corpus
+
+BUNDLED_PROMPTS = Path(__file__).resolve().parents[2] / "assets" / "prompts"
+DOMAINS = ("code", "prose", "arithmetic")
+EXCERPT_LENGTHS = (200, 600)  # characters
+SHUFFLE_BUFFER = 10_000  # rows of a streamed data set among which a limit chooses by chance
+
+Content = str | tuple[str, str] | list[dict[str, Any]]
+"""A text, a prompt with its answer, or a chat."""
+
+
+@dataclass
+class PromptSource:
+    """One place that prompts come from."""
+
+    kind: Literal["bundled", "stdlib", "file", "hub"]
+    """bundled: our own; stdlib: cuts of Python's standard library; file: a file of yours;
+    hub: a data set of the Hugging Face Hub."""
+
+    path: str = ""
+    """bundled: code, prose, arithmetic or all; file: .jsonl with `prompt` (and, to be learned as it stands,
+    `response`), `text` or `messages` on each line, or .txt with a blank line between prompts; hub: name of the
+    data set."""
+
+    split: str = "train"
+    """hub: split of the data set."""
+
+    config: str | None = None
+    """hub: configuration of the data set."""
+
+    column: str = "prompt"
+    """hub: column with the text, or with the messages of a chat."""
+
+    response: str = ""
+    """hub, to be learned as it stands: column with the answer to `column`."""
+
+    streaming: bool = False
+    """hub: read rows as they arrive, storing none; a limit then chooses among neighbours."""
+
+    limit: int | None = None
+    """Prompts to take at most, chosen at random by the seed; null takes all. stdlib needs it."""
+
+    samples: int = 1
+    """Answers to sample for each prompt."""
+
+
+def check(source: PromptSource, answered: bool) -> None:
+    """Raises UserError for a source that cannot be read as it is written."""
+    if source.kind == "bundled" and source.path not in (*DOMAINS, "all"):
+        raise UserError(
+            f"source bundled: path {source.path!r} must be one of {', '.join(DOMAINS)}, all"
+        )
+    if source.kind in ("file", "hub") and source.path == "":
+        raise UserError(f"source {source.kind}: path is empty: name the {source.kind} data to read")
+    if source.kind == "stdlib" and source.limit is None and not answered:
+        raise UserError("source stdlib: limit is missing: set how many cuts to take")
+    if source.limit is not None and source.limit < 1:
+        raise UserError(f"source {source.kind}: limit {source.limit} must be at least 1, or null")
+    if source.samples < 1:
+        raise UserError(f"source {source.kind}: samples {source.samples} must be at least 1")
+    if answered and source.samples > 1:
+        raise UserError(f"source {source.kind}: a text is there once: set samples to 1")
+
+
+def read_source(
+    source: PromptSource, rng: random.Random, root: Path, answered: bool
+) -> Iterator[tuple[str, Content]]:
+    """(label, content) of all that `source` offers: shuffled where a limit will choose."""
+    if source.kind == "stdlib" and not answered:
+        for cut in _stdlib_excerpts(rng, tries=20 * (source.limit or 0)):
+            yield "stdlib", cut
+    elif source.kind == "hub":
+        yield from ((source.path, content) for content in _read_hub(source, rng, answered))
+    else:
+        if source.kind == "stdlib":
+            whole = [
+                *python_corpus.read_modules(False).values(),
+                *python_corpus.read_help_topics(False).values(),
+            ]
+            found: list[tuple[str, Content]] = [("stdlib", text) for text in whole]
+        elif source.kind == "bundled":
+            found = _read_bundled(source.path, root)
+        else:
+            found = _read_file(source, answered)
+        if source.limit is not None:
+            rng.shuffle(found)
+        yield from found
+
+
+def _read_bundled(domain: str, root: Path) -> list[tuple[str, Content]]:
+    domains = DOMAINS if domain == "all" else (domain,)
+    return [
+        (f"bundled/{name}", content)
+        for name in domains
+        for content in read_jsonl(root / "train" / f"{name}.jsonl", False)
+    ]
+
+
+def _read_file(source: PromptSource, answered: bool) -> list[tuple[str, Content]]:
+    """Labelled by the file's name only: where it lies on this machine is nobody's business."""
+    path = Path(source.path)
+    if path.suffix not in (".jsonl", ".txt"):
+        raise UserError(f"prompt file {path}: must end in .jsonl or .txt")
+    contents: list[Content]
+    if path.suffix == ".jsonl":
+        contents = read_jsonl(path, answered)
+    else:
+        contents = (
+            [text for text in [_read_text(path)] if text.strip()]
+            if answered
+            else _read_paragraphs(path)
+        )
+    if len(contents) == 0:
+        raise UserError(f"prompt file {path}: has no prompts: add some or drop the source")
+    return [(path.name, content) for content in contents]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"prompt file {path}: {_first_line(error)}: give a readable UTF-8 file"
+        ) from error
+
+
+def _read_paragraphs(path: Path) -> list[Content]:
+    paragraphs = re.split(r"\n[ \t]*\n", _read_text(path))
+    return [text.strip("\n") for text in paragraphs if text.strip() != ""]
+
+
+def read_jsonl(path: Path, answered: bool) -> list[Content]:
+    """One content for each line that is not blank."""
+    contents = []
+    # not splitlines(): JSON strings may hold separators such as U+2028
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if line.strip() == "":
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: not JSON ({error.msg}): write one object a line") from error
+        known = ("prompt", "text", "messages")
+        keys = [key for key in known if isinstance(record, dict) and key in record]
+        if len(keys) == 0:
+            raise UserError(f"{where}: needs an object with `prompt`, `text` or `messages`")
+        content = _content(record[keys[0]], where, record.get("response"), answered)
+        if content is None:
+            raise UserError(f"{where}: `{keys[0]}` is empty: fill it or remove the line")
+        contents.append(content)
+    return contents
+
+
+def _read_hub(source: PromptSource, rng: random.Random, answered: bool) -> Iterator[Content]:
+    """Contents of one column; rows that hold none are passed over."""
+    import datasets  # slow to import, and only this source needs it
+
+    name = f"hub data set {source.path!r}"
+    try:
+        data = datasets.load_dataset(
+            source.path, source.config, split=source.split, streaming=source.streaming
+        )
+    except Exception as error:  # its failures share no class: network, names, formats, scripts
+        raise UserError(
+            f"{name} (config {source.config}, split {source.split!r}) cannot be loaded "
+            f"({_first_line(error)}): check path, config, split and the network"
+        ) from error
+    rows: Iterable[tuple[int, Any]]
+    if source.streaming:
+        limited = source.limit is not None
+        rows = enumerate(
+            data.shuffle(rng.getrandbits(32), buffer_size=SHUFFLE_BUFFER) if limited else data
+        )
+    else:
+        order = list(range(len(data)))
+        if source.limit is not None:
+            rng.shuffle(order)
+        rows = ((index, data[index]) for index in order)
+    for index, row in rows:
+        for column in (source.column, source.response):
+            if column and column not in row:
+                raise UserError(f"{name}: no column {column!r}: choose among {list(row)}")
+        answer = row[source.response] if source.response else None
+        content = _content(row[source.column], f"{name}, row {index}", answer, answered)
+        if content is not None:
+            yield content
+
+
+def _content(value: Any, where: str, answer: Any, answered: bool) -> Content | None:
+    """Text or messages ready to be answered, or with answers where they are wanted; None if there is nothing."""
+    if value is None or (isinstance(value, str) and value.strip() == ""):
+        return None
+    if isinstance(value, str):
+        if not answered or answer is None:
+            return value
+        if not isinstance(answer, str) or answer.strip() == "":
+            raise UserError(f"{where}: the response must be text, not {answer!r:.40}")
+        return value, answer
+    if not isinstance(value, list):
+        raise UserError(f"{where}: a prompt must be text or a list of messages, not {value!r:.40}")
+    messages = [_message(item, where) for item in value]
+    # the target answers itself; where answers are wanted, what follows the last one is of no use
+    while len(messages) > 0 and (messages[-1]["role"] == "assistant") != answered:
+        messages.pop()
+    return messages or None
+
+
+def _message(item: Any, where: str) -> dict[str, Any]:
+    """The message without the empty fields that Arrow adds to it."""
+    message = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
+    if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        raise UserError(f"{where}: every message needs `role` and `content` as text")
+    return message
+
+
+def _stdlib_excerpts(rng: random.Random, tries: int) -> Iterator[str]:
+    """Whole lines from random places of modules that are not held out, 200 to 600 characters."""
+    sources = list(python_corpus.read_modules(False).values())
+    ends = list(itertools.accumulate(len(text) for text in sources))
+    shortest, longest = EXCERPT_LENGTHS
+    for _ in range(tries):
+        text = rng.choices(sources, cum_weights=ends)[0]
+        start = text.find("\n", rng.randrange(len(text))) + 1
+        end = text.find("\n", start + rng.randint(shortest, longest))
+        # without the last newline: it would often be split off the token it belongs to
+        cut = text[start : end if end >= 0 else len(text)].strip("\n")
+        if shortest <= len(cut) <= longest:
+            yield cut
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().split("\n")
+    return lines[0] or type(error).__name__

@@ -1,0 +1,67 @@
+"""The reduced vocabulary of a draft: which of the target's tokens it can say.
+
+`ids` [Vd], rising, are the target's names of draft tokens 0 .. Vd-1. A checkpoint holds them as every engine reads
+them: `d2t` [Vd], an offset (target id = draft id + d2t[draft id], never an index), and `t2d` [V], True for the
+members. A draft with the full vocabulary has no map, and no file of it. The map belongs to one tokenizer: who saves
+it puts the tokenizer's hash beside `digest(ids)`.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.common.cli import UserError
+from train.data.sample_store import SampleRow
+
+
+def count_tokens(rows: Iterable[SampleRow], vocab_size: int) -> Tensor:
+    """[V] int64: how often each token is one to learn, as `batches.token_count` counts: overlaps once."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for row in rows:
+        ids = np.asarray(row["input_ids"])
+        learned = np.zeros(len(ids), dtype=bool)
+        for start, end in row["loss_spans"]:
+            learned[start:end] = True
+        learned[:1] = False  # nothing predicts the first token
+        tokens = ids[learned]
+        if len(tokens) > 0 and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise UserError(
+                f"sample {row['id']} has tokens outside the target's vocabulary of {vocab_size}: "
+                "use the target that the samples were made with"
+            )
+        np.add.at(counts, tokens, 1)  # a bincount for each row would pass over V numbers each time
+    return torch.from_numpy(counts)
+
+
+def build(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor | None:
+    """Ids [size] int64, rising, of `always` (say EOS) and the most frequent others; equally frequent: lower id first.
+
+    None if `size` covers the vocabulary [V] of the counts: there is nothing to map.
+    """
+    kept = sorted(set(always))
+    if len(kept) > 0 and not 0 <= kept[0] <= kept[-1] < len(counts):
+        raise UserError(f"token ids to keep must lie in 0..{len(counts) - 1}, not {kept}")
+    if size >= len(counts):
+        return None
+    if size < max(1, len(kept)):
+        raise UserError(
+            f"a draft vocabulary of {size} cannot hold {max(1, len(kept))} tokens: make it larger"
+        )
+    if int(counts.sum()) == 0:
+        raise UserError("no token to learn was counted, so none is frequent: sample more answers")
+    rank = counts.clone()
+    rank[kept] = torch.iinfo(rank.dtype).max
+    return rank.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def coverage(ids: Tensor, counts: Tensor) -> float:
+    """Share of the counted tokens that the draft can say: no acceptance on this text exceeds it."""
+    return int(counts[ids].sum()) / int(counts.sum())
+
+
+def digest(ids: Tensor) -> str:
+    """16 hex digits that differ for any other map, whatever device and integer type hold it."""
+    return hashlib.sha256(ids.cpu().numpy().astype("<i8").tobytes()).hexdigest()[:16]

@@ -1,0 +1,284 @@
+"""A draft or a sampled set as the folder that goes to the Hugging Face Hub, checked before it is shown or sent.
+
+The folder is written whole or not at all, by names that are known to be safe: no checkpoints, no logs, no pickles.
+What holds a token, a local path, or numbers of other weights is refused before anything is sent.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from decode.checkpoints import layouts
+from decode.common import run_dir
+from decode.common.cli import UserError
+from decode.drafts.base import METADATA_FILE, draft_sha256
+from train.hub import dataset_card, model_card, redaction, serving_configs
+from train.hub.card_tables import card_images
+from train.hub.model_card import CardInputs
+from train.hub.upload import (
+    MARKER_FILES,
+    HubLabels,
+    PublishFolder,
+    TrainingPublishConfig,
+    check_repo_id,
+    is_repo_id,
+    push,
+)
+
+PUBLISHED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "medusa_lm_head.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""Files of a draft that are published as they are; `target/`, which Medusa-2 leaves, by the same names."""
+
+
+def build_draft_folder(
+    draft: Path,
+    report: Mapping[str, Any] | None,
+    referee: Mapping[str, Any] | None,
+    repo: str,
+    labels: HubLabels,
+    out: Path,
+    checks: Mapping[str, Sequence[str]] | None = None,
+    tuned: Mapping[str, Any] | None = None,
+) -> PublishFolder:
+    """Writes `out`, replacing an earlier one. UserError if the draft and what was measured of it do not fit.
+
+    `checks` says what the rules of each engine that was checked find wrong, `tuned` is tuned.json of eval/tune.py.
+    """
+    check_repo_id(repo)
+    check_output_folder(out, draft)
+    facts = check_draft(draft, report, referee, tuned)
+    original = facts.get("original_target") or facts["target"]
+    name = labels.base_model or ("" if Path(original["name"]).exists() else original["name"])
+    labels = HubLabels(name if is_repo_id(name) else "", labels.license, labels.dataset)
+    facts, config = redaction.strip_local_paths(facts), layouts.read_config(str(draft))
+    target = (
+        "./target" if facts.get("original_target") else labels.base_model or facts["target"]["name"]
+    )
+    facts["target"] = {**facts["target"], "name": target}
+    known = CardInputs(
+        facts,
+        config,
+        redaction.strip_local_paths(report),
+        redaction.strip_local_paths(referee),
+        checks or {},
+        redaction.strip_local_paths(tuned),
+    )
+    k, source = serving_configs.choose_k(known.own, facts, config, known.chains)
+    layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
+    job = serving_configs.ServedDraft(
+        facts["family"], repo, target, facts["target"].get("revision"), k, layers
+    )
+    found = serving_configs.build_serving_configs(job)
+
+    fresh = _make_staging_folder(out)
+    left_out = _copy_published_files(draft, fresh)
+    _write(fresh / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
+    measured = {
+        "report.json": known.report,
+        "referee.json": known.referee,
+        "tuned.json": known.tuned,
+    }
+    for file, content in measured.items():
+        if content is not None:
+            _write(fresh / file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    _write(fresh / "run.yaml", yaml.safe_dump(facts.get("training", {}), sort_keys=False))
+    for way in found:
+        for file, text in way.files.items():
+            _write(fresh / "serving" / file, text)
+    for image in card_images(known.own, k):
+        _write(fresh / "images" / image.name, image.svg)
+    model_card.render(known, job, source, found, labels).save(fresh / "README.md")
+    return _check_and_move(fresh, out, "model", left_out)
+
+
+def build_dataset_folder(samples: Path, repo: str, labels: HubLabels, out: Path) -> PublishFolder:
+    """Writes `out` with the shards, the manifest and a data card. UserError for a set that is not whole."""
+    check_repo_id(repo)
+    check_output_folder(out, samples)
+    made = dataset_card.read_stats(samples)
+    fresh = _make_staging_folder(out)
+    dataset_card.copy_shards(samples, fresh)
+    _write(fresh / "manifest.json", json.dumps(made.manifest, indent=2) + "\n")
+    dataset_card.render(made, repo, labels).save(fresh / "README.md")
+    return _check_and_move(
+        fresh, out, "dataset", _unpublished_names(samples, ["shards", "manifest.json"])
+    )
+
+
+def check_draft(
+    draft: Path,
+    report: Mapping[str, Any] | None,
+    referee: Mapping[str, Any] | None,
+    tuned: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """draftsmith.json. UserError if what was measured is not of these very weights, or not lossless."""
+    if not (draft / METADATA_FILE).is_file():
+        raise UserError(
+            f"{draft} holds no {METADATA_FILE}: give --draft, a folder written by train/distill.py"
+        )
+    pickles = [
+        path.name
+        for path in sorted(draft.iterdir())
+        if path.is_file() and redaction.is_pickle(path)
+    ]
+    if len(pickles) > 0:
+        raise UserError(
+            f"{draft} holds {pickles[0]}, a pickle: save it as safetensors and delete it"
+        )
+    facts = run_dir.read_json(draft / METADATA_FILE)
+    missing = [key for key in ("family", "target", "draft_sha256") if key not in facts]
+    if len(missing) > 0:
+        raise UserError(
+            f"{draft / METADATA_FILE} names no {missing[0]}: train the draft again or restore the file"
+        )
+    if facts["family"] not in layouts.VLLM_METHODS:
+        raise UserError(
+            f"draft of family {facts['family']!r}; known: {', '.join(layouts.VLLM_METHODS)}"
+        )
+    sha = draft_sha256(str(draft)) or ""
+    if sha != facts["draft_sha256"]:
+        raise UserError(
+            f"{draft} holds weights {_short(sha)} and {METADATA_FILE} is about {_short(facts['draft_sha256'])}: the draft was "
+            "changed after training, publish it as it was saved"
+        )
+    if report is not None:
+        check_report(report, sha)
+    if referee is not None and referee.get("draft_sha256") != sha:
+        raise UserError(
+            f"the referee's result is of draft {_short(referee.get('draft_sha256'))} and {draft} of {_short(sha)}: run "
+            "scripts/referee.py on this draft"
+        )
+    if referee is not None and "differ" not in referee:
+        raise UserError("give the greedy result of scripts/referee.py, not that of --temperature")
+    if referee is not None and len(referee["differ"]) > 0:
+        raise UserError(
+            f"vLLM decoded {len(referee['differ'])} prompts otherwise than we: find out why first"
+        )
+    if tuned is not None:
+        check_tuned(tuned, sha)
+    return facts
+
+
+def check_tuned(tuned: Mapping[str, Any], sha: str) -> None:
+    """UserError if it is no tuned.json, or one of other drafts."""
+    if not {"chosen", "cells"} <= tuned.keys():
+        raise UserError("--tuned takes the tuned.json that eval/tune.py writes")
+    others = sorted({_short(own) for own in tuned.get("drafts", {}).values()})
+    if sha not in tuned.get("drafts", {}).values():
+        raise UserError(
+            f"the tuned settings are of drafts {', '.join(others) or 'unnamed'} and not {_short(sha)}: run "
+            "eval/tune.py on it"
+        )
+
+
+def check_report(report: Mapping[str, Any], sha: str) -> None:
+    """UserError if the report is of another draft, or says that greedy output was changed."""
+    own = [m for m in report["methods"] if m["draft_sha256"] == sha]
+    if len(own) == 0:
+        others = sorted({_short(m["draft_sha256"]) for m in report["methods"] if m["draft_sha256"]})
+        raise UserError(
+            f"the report measures drafts {', '.join(others) or 'none'} and not {_short(sha)}: run eval/run.py on it"
+        )
+    for m in own:
+        verdict = m["lossless"] or {}
+        if not m["lossy"] and verdict.get("greedy_identical") is False:
+            raise UserError(
+                f"{m['name']} on {m['task']} is not lossless: {verdict.get('identical')} of {verdict.get('prompts')} "
+                "greedy outputs equal transformers' own; a draft is published when all are"
+            )
+
+
+def publish_trained(s: TrainingPublishConfig, draft: Path) -> str:
+    """Publishes a draft as its training left it, with no report; the commit's address. The folder lies beside it."""
+    out = draft.with_name(f"{draft.name}-published")
+    folder = build_draft_folder(draft, None, None, s.repo, s.labels, out)
+    sent = push(folder, s.repo, s.private)
+    return f"{sent['url']} ({sent['tag']})"
+
+
+def check_output_folder(out: Path, source: Path) -> None:
+    """UserError if writing `out` would overwrite the source or something that is not a published folder."""
+    here, there = out.resolve(), source.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise UserError(
+            f"--out {out} and {source} lie in each other: name another folder with --out"
+        )
+    ours = (out / "README.md").is_file() and any(
+        (out / mark).is_file() for mark in MARKER_FILES.values()
+    )
+    if out.exists() and not ours and (out.is_file() or any(out.iterdir())):
+        raise UserError(f"{out} holds something else: name another folder with --out")
+
+
+def _make_staging_folder(out: Path) -> Path:
+    """The empty folder beside `out` in which its successor is written."""
+    fresh = out.with_name(out.name + ".tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    return fresh
+
+
+def _check_and_move(fresh: Path, out: Path, kind: str, left_out: list[str]) -> PublishFolder:
+    """Checks what was written and puts it at `out`."""
+    try:
+        redaction.check_folder(fresh)
+    except UserError:
+        shutil.rmtree(fresh)
+        raise
+    if out.exists():
+        shutil.rmtree(out)
+    fresh.rename(out)
+    return PublishFolder(out, kind, left_out)
+
+
+def _copy_published_files(source: Path, out: Path) -> list[str]:
+    """Copies the files of KEPT; the names of what is left out. Settings lose their local paths, weights nothing."""
+    kept = {path for pattern in PUBLISHED_FILES for path in source.glob(pattern) if path.is_file()}
+    for path in sorted(kept):
+        target = out / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        text = (
+            path.read_text()
+            if path.name in ("tokenizer_config.json", "generation_config.json")
+            else None
+        )
+        clean = None if text is None else redaction.strip_local_paths(json.loads(text))
+        if clean is None or clean == json.loads(text or ""):
+            shutil.copyfile(path, target)  # to the byte
+        else:
+            _write(target, json.dumps(clean, indent=2, ensure_ascii=False) + "\n")
+    names = [path.name for path in kept] + [METADATA_FILE, run_dir.RUN_FILE]
+    if (source / "target" / "config.json").is_file():
+        _copy_published_files(source / "target", out / "target")
+        names.append("target")
+    return _unpublished_names(source, names)
+
+
+def _unpublished_names(folder: Path, names: Sequence[str]) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name not in names)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _short(sha: str | None) -> str:
+    return (sha or "unnamed")[:12]

@@ -1,0 +1,231 @@
+"""How a published draft is served: a file for each engine that loads its family, and the reason where one does not.
+
+Flags and keys are those of vLLM 0.32 and 0.33, SGLang 0.5, TensorRT-LLM 1.x (PyTorch backend), TGI 3 and transformers
+5; engines draft chains. Nothing here runs an engine: what was served for real is told by scripts/referee.py.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from decode.checkpoints import layouts
+from decode.checkpoints.layouts import VLLM_METHODS
+from decode.common.cli import UserError
+from eval.reporting.formatting import format_with_interval
+from eval.reporting.tables import setting_title
+
+ReportEntry = Mapping[str, Any]
+
+SGLANG_ALGORITHMS = {"causal": "STANDALONE", "eagle1": "EAGLE", "eagle3": "EAGLE3"}
+TRTLLM_DECODING_TYPES = {"causal": "DraftTarget", "eagle3": "Eagle3"}
+NO_EMBEDDING_CAPTURE = (
+    "it names layers by their output and so cannot capture the embedding, which this draft reads"
+)
+
+
+@dataclass(frozen=True)
+class ServedDraft:
+    """What is served, and beneath which target."""
+
+    family: str
+    repo: str
+    target: str
+    revision: str | None
+    k: int
+    layers: tuple[int, ...] = ()
+    """EAGLE-3: layers that it taps, as states entering them; empty for the default ones."""
+
+
+@dataclass(frozen=True)
+class EngineServingConfig:
+    """One engine and the files that start it; `files` is empty where it cannot load the draft."""
+
+    engine: str
+    note: str
+    """Which versions, what to know; or why not."""
+    files: Mapping[str, str]
+
+
+def build_serving_configs(job: ServedDraft) -> list[EngineServingConfig]:
+    """One for each engine, in the order of the card."""
+    return [
+        vllm_config(job),
+        triton_config(job),
+        sglang_config(job),
+        trtllm_config(job),
+        tgi_config(job),
+        transformers_config(job),
+    ]
+
+
+def vllm_speculative_config(job: ServedDraft) -> dict[str, Any]:
+    """vLLM's speculative_config."""
+    config = {
+        "model": job.repo,
+        "method": VLLM_METHODS[job.family],
+        "num_speculative_tokens": job.k,
+    }
+    if job.family.startswith("eagle"):
+        config["draft_tensor_parallel_size"] = 1
+    return config
+
+
+def vllm_config(job: ServedDraft) -> EngineServingConfig:
+    revision = ["--revision", job.revision] if job.revision else []
+    words = ["vllm", "serve", job.target, *revision]
+    words += ["--speculative-config", json.dumps(vllm_speculative_config(job))]
+    return EngineServingConfig("vLLM", _vllm_versions(job), {"vllm.sh": _shell_script(job, words)})
+
+
+def triton_config(job: ServedDraft) -> EngineServingConfig:
+    """A model repository for Triton's vLLM backend, which hands model.json to vLLM's engine."""
+    name = f"triton/draftsmith_{job.family}"
+    revision = {"revision": job.revision} if job.revision else {}
+    model = {"model": job.target, **revision, "speculative_config": vllm_speculative_config(job)}
+    config = 'backend: "vllm"\ninstance_group [\n  {\n    count: 1\n    kind: KIND_MODEL\n  }\n]\n'
+    files = {
+        f"{name}/config.pbtxt": config,
+        f"{name}/1/model.json": json.dumps(model, indent=2) + "\n",
+    }
+    note = (
+        f"tritonserver --model-repository serving/triton, with vLLM inside: {_vllm_versions(job)}"
+    )
+    return EngineServingConfig("Triton", note, files)
+
+
+def sglang_config(job: ServedDraft) -> EngineServingConfig:
+    if job.family not in SGLANG_ALGORITHMS or 0 in job.layers:
+        return EngineServingConfig(
+            "SGLang", NO_EMBEDDING_CAPTURE if 0 in job.layers else "has no Medusa", {}
+        )
+    words = ["python", "-m", "sglang.launch_server", "--model", job.target]
+    words += ["--speculative-algorithm", SGLANG_ALGORITHMS[job.family]]
+    words += ["--speculative-draft-model-path", job.repo]
+    words += ["--speculative-num-steps", str(job.k), "--speculative-eagle-topk", "1"]
+    words += ["--speculative-num-draft-tokens", str(job.k + 1)]  # it counts the root as well
+    note = "0.5; its number of draft tokens counts the root: one more than vLLM's"
+    return EngineServingConfig(
+        "SGLang", note, {"sglang.sh": _shell_script(job, words, pinned=False)}
+    )
+
+
+def trtllm_config(job: ServedDraft) -> EngineServingConfig:
+    if 0 in job.layers:
+        return EngineServingConfig("TensorRT-LLM", NO_EMBEDDING_CAPTURE, {})
+    if job.family not in TRTLLM_DECODING_TYPES:
+        what = "has no Medusa" if job.family == "medusa" else "wants EAGLE-3"
+        return EngineServingConfig("TensorRT-LLM", f"its PyTorch backend {what}", {})
+    lines = ["speculative_config:", f"  decoding_type: {TRTLLM_DECODING_TYPES[job.family]}"]
+    lines += [f"  max_draft_len: {job.k}", f"  speculative_model: {job.repo}"]
+    if job.layers:  # it counts layers by their output
+        lines.append(f"  eagle3_layers_to_capture: {list(layouts.capture_to_output(job.layers))}")
+    if job.family == "causal":
+        lines.insert(0, "disable_overlap_scheduler: true")
+    words = ["trtllm-serve", job.target, "--backend", "pytorch"]
+    words += ["--extra_llm_api_options", "serving/trtllm.yml"]
+    files = {
+        "trtllm.yml": "\n".join(lines) + "\n",
+        "trtllm.sh": _shell_script(job, words, pinned=False),
+    }
+    return EngineServingConfig("TensorRT-LLM", "1.x, PyTorch backend", files)
+
+
+def tgi_config(job: ServedDraft) -> EngineServingConfig:
+    if job.family != "medusa":
+        return EngineServingConfig("TGI", "speculates with Medusa heads or n-grams only", {})
+    words = ["text-generation-launcher", "--model-id", job.repo, "--speculate", str(job.k)]
+    note = (
+        "reads the layout of Medusa's authors: write it first with "
+        "scripts/export.py --format medusa-legacy and give its folder as --model-id"
+    )
+    return EngineServingConfig("TGI", note, {"tgi.sh": _shell_script(job, words, pinned=False)})
+
+
+def transformers_config(job: ServedDraft) -> EngineServingConfig:
+    if job.family != "causal":
+        return EngineServingConfig(
+            "transformers", "assistant_model takes language models, not heads", {}
+        )
+    revision = f", revision={job.revision!r}" if job.revision else ""
+    text = f'''"""Assisted generation with transformers, one prompt at a time."""
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+target = AutoModelForCausalLM.from_pretrained({job.target!r}{revision})
+tokenizer = AutoTokenizer.from_pretrained({job.target!r}{revision})
+draft = AutoModelForCausalLM.from_pretrained({job.repo!r})
+draft.generation_config.num_assistant_tokens = {job.k}
+draft.generation_config.num_assistant_tokens_schedule = "constant"
+draft.generation_config.assistant_confidence_threshold = 0.0
+prompt = tokenizer("Speculative decoding is", return_tensors="pt")
+output = target.generate(**prompt, assistant_model=draft, do_sample=False, max_new_tokens=64)
+print(tokenizer.decode(output[0]))
+'''
+    return EngineServingConfig("transformers", "5; batch 1", {"transformers_assistant.py": text})
+
+
+def choose_k(
+    own: Sequence[ReportEntry],
+    facts: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tuned: Sequence[ReportEntry] = (),
+) -> tuple[int, str]:
+    """(K to serve with, where it comes from): the tuned one, else of the measured chains the fastest, else what the
+    recipe was checked at.
+
+    Compared are entries of task "all" in one setting, the lowest temperature and the smallest batch; `own` are those
+    of this draft. `tuned` are eval.choose.fastest_chains, in which this setting is the first.
+    """
+    if len(tuned) > 0:
+        best = tuned[0]
+        speedup = format_with_interval(best["speedup"], best["ci"], 2, "×")
+        where = setting_title(best["temperature"], best["batch_size"])
+        measured = f"{speedup} in rounds, {where}, n = {best['prompts']}"
+        return best["k"], f"the fastest of {best['tried']} that eval/tune.py tried ({measured})"
+    chains = [
+        m
+        for m in own
+        if m["task"] == "all" and m["tree"] is None and not m["lossy"] and m["speedup"] is not None
+    ]
+    if len(chains) > 0:
+        setting = min((m["temperature"], m["batch_size"]) for m in chains)
+        rivals = [m for m in chains if (m["temperature"], m["batch_size"]) == setting]
+        best = max(rivals, key=lambda m: m["speedup"])
+        tried = sorted({m["k"] for m in rivals})
+        where = f"at temperature {setting[0]:g}, batch {setting[1]}"
+        others = "the only one measured" if len(tried) == 1 else f"the fastest of {tried} measured"
+        return best["k"], f"{others}, {where}"
+    k = facts.get("training", {}).get("check", {}).get("k")
+    if k is None:
+        raise UserError(
+            "neither report nor draftsmith.json says how many tokens to draft: give --report"
+        )
+    most = config.get("num_heads") or k  # Medusa drafts no more than it has heads
+    return min(k, most), "no speed-up of a chain was measured; this is the recipe's"
+
+
+def _vllm_versions(job: ServedDraft) -> str:
+    return (
+        "up to 0.32, which was the last with Medusa" if job.family == "medusa" else "0.32 and 0.33"
+    )
+
+
+def _shell_script(job: ServedDraft, words: Sequence[str], pinned: bool = True) -> str:
+    """A shell script of one command, a flag a line; says which revision is meant where the command cannot."""
+    lines, line = [], ""
+    for word in words:
+        quoted = shlex.quote(word)
+        if word.startswith("--") and line:
+            lines.append(line)
+            line = quoted
+        else:
+            line = f"{line} {quoted}".strip()
+    body = " \\\n  ".join([*lines, line])
+    note = (
+        ""
+        if pinned or not job.revision
+        else f"# trained for revision {job.revision} of the target\n"
+    )
+    return f"{note}{body}\n"

@@ -1,0 +1,210 @@
+"""The folder of features: which samples lie in which shard, what is there already, and whether it can be used.
+
+Each kind has a manifest.json, which says whose features they are, and shards/*.safetensors. Which samples a shard
+holds depends on the samples alone. Shards are mapped into memory and only rows that a batch needs are read; checksums
+go by sample, at its first reading.
+"""
+
+import fcntl
+import functools
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from decode.common import run_dir
+from decode.common.cli import UserError
+from train.data import batching
+from train.data.sample_store import SampleRow, remove_partial, write_atomically
+from train.teacher.feature_codec import FeatureSchema
+
+FORMAT_VERSION = 1
+"""Of files and of what each holds: folders of another one are refused."""
+SHARD_TOKENS = 2**15
+"""Tokens of a shard; small sets have shorter ones, so that there are about SHARDS."""
+TARGET_SHARD_COUNT = 16
+MAX_OPEN_SHARDS = 1024
+"""Shards mapped at once."""
+LOCK_FILE = "lock"
+"""A file of no content, held while shards are made."""
+SAFETENSORS_DTYPES = {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+}
+"""Their names in a safetensors header."""
+
+
+class FeatureStore:
+    """The folder, for these samples in this order: where each of them lies, and what is there."""
+
+    def __init__(
+        self, folder: Path, kinds: Sequence[FeatureSchema], rows: Sequence[SampleRow], key: dict
+    ):
+        """`key` is what a folder must have been made for. UserError if it was made for something else."""
+        self.folder, self.kinds, self.rows = folder, kinds, rows
+        self.key = {
+            "format": FORMAT_VERSION,
+            **key,
+            "samples": samples_digest(rows),
+            "count": len(rows),
+        }
+        for kind in kinds:
+            self._check_manifest(kind)
+        tokens = np.array([len(row["input_ids"]) for row in rows])
+        learned = np.array([len(batching.supervised_positions(row)) for row in rows])
+        self.counts = {False: tokens, True: learned}  # rows of each sample, by Kind.supervised
+        self.plan = assign_shards(tokens)
+        self.shard = np.empty(len(rows), np.int64)
+        self.place = np.empty(len(rows), np.int64)  # within its shard
+        self.start = {which: np.empty(len(rows), np.int64) for which in self.counts}
+        for number, members in enumerate(self.plan):
+            self.shard[members], self.place[members] = number, np.arange(len(members))
+            for which, counts in self.counts.items():
+                self.start[which][members] = np.cumsum(counts[members]) - counts[members]
+        self.sample_index = {row["id"]: i for i, row in enumerate(rows)}
+        self.checked = {kind.name: np.zeros(len(rows), bool) for kind in kinds}
+        self._opened = functools.lru_cache(MAX_OPEN_SHARDS)(self._open)
+
+    def path(self, kind: FeatureSchema, shard: int) -> Path:
+        return self.folder / kind.name / "shards" / f"{shard:06d}.safetensors"
+
+    def size(self, kind: FeatureSchema, shard: int | None = None) -> int:
+        """Bytes of the tensors of a shard, or of all."""
+        members = np.arange(len(self.rows)) if shard is None else self.plan[shard]
+        return kind.row_bytes * int(self.counts[kind.supervised][members].sum()) + 8 * len(members)
+
+    def bytes_per_token(self) -> float:
+        """Of the tensors on disk, for each token of the samples."""
+        return sum(map(self.size, self.kinds)) / int(self.counts[False].sum())
+
+    def missing_shards(self) -> list[tuple[int, list[FeatureSchema]]]:
+        """Shards that are not there, with the kinds they are missing in."""
+        found = [
+            (shard, [kind for kind in self.kinds if not self.path(kind, shard).is_file()])
+            for shard in range(len(self.plan))
+        ]
+        return [(shard, kinds) for shard, kinds in found if kinds]
+
+    def claim(self) -> IO[bytes]:
+        """Says in the folder what it is for, and keeps other commands from filling it until what it returns is closed.
+
+        The system lets go of it when a process ends, however that ends. UserError while another command fills it.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = (self.folder / LOCK_FILE).open("ab")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            raise UserError(
+                f"another command is filling features in {self.folder}: start this one when that is done"
+            ) from error
+        remove_partial(self.folder)
+        for kind in self.kinds:
+            text = json.dumps({"kind": kind.name, **self.key}, indent=1) + "\n"
+            write_atomically(self.folder / kind.name / "manifest.json", text.encode())
+        return lock
+
+    def write(self, kind: FeatureSchema, shard: int, tensors: dict[str, Tensor]) -> None:
+        """The shard of `kind` from tensors whose rows are those of its samples, one after the other."""
+        members = self.plan[shard]
+        ends = np.cumsum(self.counts[kind.supervised][members])
+        pieces = [
+            {name: tensors[name][start:end] for name in kind.fields}
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+        sums = torch.tensor([checksum(piece) for piece in pieces])
+        write_atomically(self.path(kind, shard), save({**tensors, "checksum": sums}))
+
+    def read(self, kind: FeatureSchema, sample: int) -> dict[str, Tensor]:
+        """The rows of one sample, views of the mapped shard. UserError names the shard if it is damaged."""
+        shard, which = int(self.shard[sample]), kind.supervised
+        start = int(self.start[which][sample])
+        end = start + int(self.counts[which][sample])
+        file = self._opened(kind.name, shard)
+        found = {name: file.get_slice(name)[start:end] for name in kind.fields}
+        if not self.checked[kind.name][sample]:
+            if checksum(found) != int(file.get_tensor("checksum")[self.place[sample]]):
+                raise self._damaged(kind, shard, f"sample {self.rows[sample]['id']} was altered")
+            self.checked[kind.name][sample] = True
+        return found
+
+    def check(self) -> None:
+        """UserError unless every shard is there whole; what it holds is checked when it is read."""
+        for kind in self.kinds:
+            for shard in range(len(self.plan)):
+                self._opened(kind.name, shard)
+
+    def _open(self, name: str, shard: int) -> Any:
+        kind = next(kind for kind in self.kinds if kind.name == name)
+        try:
+            file = safe_open(self.path(kind, shard), "pt")
+            found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise self._damaged(kind, shard, str(error)) from error
+        members = self.plan[shard]
+        count = int(self.counts[kind.supervised][members].sum())
+        wanted: dict[str, tuple[str, list[int]]] = {"checksum": ("I64", [len(members)])}
+        for key, (dtype, shape) in kind.fields.items():
+            wanted[key] = SAFETENSORS_DTYPES[dtype], [count, *shape]
+        if {key: (x.get_dtype(), x.get_shape()) for key, x in found.items()} != wanted:
+            raise self._damaged(kind, shard, "it holds other tensors")
+        return file
+
+    def _damaged(self, kind: FeatureSchema, shard: int, why: str) -> UserError:
+        return UserError(
+            f"features {self.path(kind, shard)} cannot be used ({why:.80}): delete this file, and the same "
+            "command makes it again"
+        )
+
+    def _check_manifest(self, kind: FeatureSchema) -> None:
+        path = self.folder / kind.name / "manifest.json"
+        if not (path.parent / "shards").exists():
+            return
+        found = run_dir.read_json(path)
+        differ = [
+            f"{name} {found.get(name)} there, {value} here"
+            for name, value in self.key.items()
+            if found.get(name) != value
+        ]
+        if differ:
+            raise UserError(
+                f"features in {path.parent} were made for something else ({'; '.join(differ)}): name another "
+                "folder with --features, or delete this one"
+            )
+
+
+def assign_shards(tokens: np.ndarray) -> list[np.ndarray]:
+    """Numbers of the samples in each shard. Those of one length lie together: they pad each other least."""
+    limit = min(SHARD_TOKENS, -(-int(tokens.sum()) // TARGET_SHARD_COUNT))
+    order = np.argsort(tokens, kind="stable")
+    shard = (np.cumsum(tokens[order]) - tokens[order]) // limit
+    return [order[shard == number] for number in np.unique(shard)]
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> int:
+    """CRC-32 of their bytes, in the order of their names."""
+    data = [
+        tensors[name].contiguous().view(torch.uint8).numpy().reshape(-1) for name in sorted(tensors)
+    ]
+    return functools.reduce(lambda before, x: zlib.crc32(x.data, before), data, 0)
+
+
+def samples_digest(rows: Sequence[SampleRow]) -> str:
+    """16 hex digits over ids, tokens and what of them is learned."""
+    sha = hashlib.sha256()
+    for row in rows:
+        sha.update(f"{row['id']} {len(row['input_ids'])} {row['loss_spans']}".encode())
+        sha.update(np.ascontiguousarray(row["input_ids"], dtype=np.int32).data)
+    return sha.hexdigest()[:16]

@@ -1,0 +1,213 @@
+"""Metrics of a run: always as JSON lines on disk, and in Weights & Biases unless it is disabled.
+
+The file is the record; W&B is a convenience that may fail (no network, a killed service) without
+stopping the training. Nothing is written outside the run's output folder.
+"""
+
+import json
+import logging
+import math
+import netrc
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from decode.common.cli import UserError
+from train.data.sample_store import write_atomically
+
+LOG = logging.getLogger(__name__)
+
+WandbMode = Literal["auto", "online", "offline", "disabled"]
+SECRET_NAMES = ("token", "key", "password", "secret")
+
+
+class Tracker:
+    """Writes `<out>/metrics.jsonl` and a W&B run. For the main process only.
+
+    With `resumed_step` the run goes on: lines of later steps are cut from the file (they will be
+    trained again) and the W&B run is the one of before. With None both start anew.
+    `auto` follows WANDB_MODE if set, else is online if there is an API key, else offline. Online
+    turns into offline when W&B cannot be reached.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        project: str,
+        config: Mapping[str, Any],
+        mode: WandbMode = "auto",
+        resumed_step: int | None = None,
+    ) -> None:
+        resolved = resolve_mode(mode)
+        path = out / "metrics.jsonl"
+        write_atomically(path, _lines_up_to(path, resumed_step))
+        self._file = path.open("a", encoding="utf-8")
+        self._run: Any = None
+        if resolved != "disabled":
+            run_id = _run_id(out, resumed_step is not None)
+            self._run = self._try(lambda: _start_wandb(out, project, config, resolved, run_id))
+            if self._run is None and resolved == "online":  # a node without network: sync it later
+                self._run = self._try(lambda: _start_wandb(out, project, config, "offline", run_id))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One line {"step": step, **values}, on disk when this returns. NaN and inf become null."""
+        line = {"step": step, **{name: _finite(value) for name, value in values.items()}}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._run is not None:
+            self._try(lambda: self._run.log({"step": step, **values}))
+
+    def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
+        """Hands files and folders to W&B as one artifact of type `kind`."""
+        if self._run is not None:
+            self._try(lambda: self._run.log_artifact(_artifact(name, kind, paths)))
+
+    def finish(self) -> None:
+        """Closes the file and the W&B run."""
+        self._file.close()
+        if self._run is not None:
+            self._try(self._run.finish)
+        self._run = None
+
+    def _try(self, action: Callable[[], Any]) -> Any:
+        """What `action` returns; when W&B fails, None, said once, and W&B is off from then on."""
+        try:
+            return action()
+        except Exception as error:  # whatever W&B raises must not end a training
+            self._run = None
+            reason = " ".join(str(error).split())
+            LOG.warning("W&B failed (metrics.jsonl goes on): %s", reason)
+            return None
+
+
+class NullTracker:
+    """Does nothing: for every process but the main one."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
+        """Nothing."""
+
+    def finish(self) -> None:
+        """Nothing."""
+
+
+def resolve_mode(mode: WandbMode) -> str:
+    """online, offline or disabled. Raises UserError for online without an API key.
+
+    W&B itself would ask for the key on the terminal, which a training job does not have.
+    """
+    asked = os.environ.get("WANDB_MODE", "auto") if mode == "auto" else mode
+    if asked == "auto":
+        return "online" if _has_key() else "offline"
+    if asked not in ("online", "offline", "disabled"):
+        raise UserError(f"WANDB_MODE={asked!r}: use online, offline or disabled, or unset it")
+    if asked == "online" and not _has_key():
+        raise UserError(
+            "W&B is to be online but there is no API key: run `wandb login`, set WANDB_API_KEY, or "
+            "track offline"
+        )
+    return asked
+
+
+def _start_wandb(out: Path, project: str, config: Mapping[str, Any], mode: str, run_id: str) -> Any:
+    """A W&B run that writes only below `out` and says nothing on the terminal."""
+    folder = out.resolve() / "wandb"
+    folder.mkdir(parents=True, exist_ok=True)
+    # Read by W&B when it is imported and by its service, which inherits them.
+    os.environ["WANDB_DIR"] = str(out.resolve())
+    for name in ("CACHE", "DATA", "ARTIFACT"):
+        os.environ[f"WANDB_{name}_DIR"] = str(folder / name.lower())
+    import wandb
+
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        save_code=False,
+        disable_git=True,
+        x_disable_meta=True,  # it holds the command line, where a key may stand
+        init_timeout=60,
+    )
+    try:
+        run = wandb.init(
+            dir=str(out.resolve()),
+            project=project,
+            id=run_id,
+            resume="allow",
+            mode=mode,  # type: ignore[arg-type]
+            config=_mask_secrets(dict(config)),
+            settings=settings,
+        )
+    except Exception:
+        wandb.teardown()  # or its service holds on to the id and the next attempt fails
+        raise
+    # Our own step as x-axis: W&B drops values whose own step goes back, as on resuming.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def _artifact(name: str, kind: str, paths: Sequence[Path]) -> Any:
+    import wandb
+
+    artifact = wandb.Artifact(name, type=kind)
+    for path in paths:
+        if path.is_dir():
+            artifact.add_dir(str(path), name=path.name)
+        else:
+            artifact.add_file(str(path))
+    return artifact
+
+
+def _lines_up_to(path: Path, step: int | None) -> bytes:
+    """The metric lines with a step of at most `step`; none for None. A torn line is left out."""
+    if step is None or not path.is_file():
+        return b""
+    kept = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # written when the process was killed
+    return "".join(kept).encode()
+
+
+def _run_id(out: Path, resumed: bool) -> str:
+    path = out / "wandb_run_id.txt"
+    if resumed and path.is_file():
+        return path.read_text(encoding="utf-8").strip()
+    run_id = secrets.token_hex(4)
+    write_atomically(path, f"{run_id}\n".encode())
+    return run_id
+
+
+def _has_key() -> bool:
+    """Whether W&B finds an API key: in WANDB_API_KEY or where `wandb login` puts it."""
+    if os.environ.get("WANDB_API_KEY", "") != "":
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        return netrc.netrc(path).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _mask_secrets(value: Any) -> Any:
+    """`value` with *** for every key that names a secret (api_key, hub_token, ...)."""
+    if isinstance(value, dict):
+        return {k: "***" if v and _is_secret(k) else _mask_secrets(v) for k, v in value.items()}
+    return [_mask_secrets(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _is_secret(name: str) -> bool:
+    return name.lower().rsplit("_", 1)[-1] in SECRET_NAMES
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
