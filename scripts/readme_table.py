@@ -14,7 +14,7 @@ if not __package__:
 
 from decode.common.cli import UserError, run_command
 from decode.common.run_dir import read_json, write_atomically
-from eval.report import number, with_interval
+from eval.reporting.formatting import format_number, format_with_interval
 
 
 @dataclass
@@ -35,10 +35,10 @@ def render_table(report: dict[str, Any]) -> str:
     ]
     pooled = [m for m in report["methods"] if m["task"] == "all"]
     for m in sorted(pooled, key=lambda m: (m["temperature"], m["speedup"])):
-        alpha = with_interval(m["alpha"], m["alpha_ci"], 3) if m["name"] != "plain" else "–"
+        alpha = format_with_interval(m["alpha"], m["alpha_ci"], 3) if m["name"] != "plain" else "–"
         lines.append(
-            f"| {m['temperature']:g} | {m['name']} | {number(m['tau'], 2)} | {alpha} | "
-            f"{number(m['tokens_per_second'], 0)} | {with_interval(m['speedup'], m['speedup_ci'], 2, '×')} |"
+            f"| {m['temperature']:g} | {m['name']} | {format_number(m['tau'], 2)} | {alpha} | "
+            f"{format_number(m['tokens_per_second'], 0)} | {format_with_interval(m['speedup'], m['speedup_ci'], 2, '×')} |"
         )
     hardware = report["hardware"]
     prompts = pooled[0]["prompts"]
@@ -55,7 +55,7 @@ def comparison_text(report: dict[str, Any]) -> str:
     parts = []
     for c in report["comparisons"]:
         if c["task"] == "all":
-            change = with_interval(c["difference"], c["ci"], 3)
+            change = format_with_interval(c["difference"], c["ci"], 3)
             parts.append(f"α of {c['a']} − {c['b']} at T = {c['temperature']:g}: {change}")
     greedy = [
         m["lossless"] for m in report["methods"] if m["task"] == "all" and m["temperature"] == 0

@@ -41,12 +41,12 @@ class _SuffixNode:
         self.child: TreePosition = 0  # behind `token`
         self.others: dict[int, TreePosition] | None = None
 
-    def get(self, token: int) -> "Spot | None":
+    def get(self, token: int) -> "TreePosition | None":
         if token == self.token:
             return self.child
         return self.others.get(token) if self.others else None
 
-    def put(self, token: int, child: "Spot") -> None:
+    def put(self, token: int, child: "TreePosition") -> None:
         """A new child, a node in place of a place, or one that became more frequent."""
         if token == self.token or self.token == _NO_CHILD:
             self.token, self.child = token, child

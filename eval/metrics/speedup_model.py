@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from eval.metrics import acceptance
 from eval.metrics.bootstrap import paired_ratio_interval
 from eval.metrics.records import DecodeRecord
-from eval.reporting.checklist import STRONG_ALPHA, STRONG_DRAFT_LENGTHS
 
 MAX_RELATIVE_HALF_WIDTH = 0.1
 """A measured speed-up whose interval is wider than ± this share says too little to judge a prediction by."""
@@ -201,6 +200,8 @@ def prediction_record(k: int, guess: float, measured: MeasuredSpeedup) -> dict[s
     }
 
 
+STRONG_ALPHA, STRONG_DRAFT_LENGTHS = 0.8, (7, 10)
+"""From this α on a draft counts as strong, and guides give it more."""
 GUIDE_DRAFT_LENGTHS = {"code": (4, 7), "prose": (3, 4)}
 """Draft lengths that guides give by domain."""
 

@@ -26,9 +26,6 @@ from eval.reporting.formatting import (
 )
 from eval.reporting.summary import lossless_verdict
 
-STRONG_ALPHA, STRONG_DRAFT_LENGTHS = 0.8, (7, 10)
-"""From this α on a draft counts as strong, and guides give it more."""
-
 
 def build_checklist(
     report: Report, entry: ReportEntry, facts: DecisionInputs, tuned: dict[str, Any] | None

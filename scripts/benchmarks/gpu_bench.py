@@ -42,7 +42,7 @@ from decode.common import run_dir
 from decode.common.cli import UserError, run_command, to_dict
 from decode.drafts.causal import CausalDraft
 from decode.drafts.registry import load_draft
-from decode.engine import compile
+from decode.engine.compile import COMPILE_OPTIONS
 from decode.engine.engine import decode
 from decode.model.loading import DTYPES, load_target, pick_device
 from decode.model.runner import ModelRunner
@@ -237,7 +237,7 @@ def main(s: GpuBenchConfig) -> None:
     if self_test:
         console.print("SELF-TEST on tiny models: no figure below says anything about speed")
         s = self_test_config(s)
-    compile.COMPILE_OPTIONS["cuda"].update(s.inductor)
+    COMPILE_OPTIONS["cuda"].update(s.inductor)
     lab = build_harness(s, self_test)
     result: dict[str, Any] = {
         "self_test": self_test, "figures": FIGURE_NOTES, "modes": MODES, "settings": to_dict(s),

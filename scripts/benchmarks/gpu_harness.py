@@ -247,8 +247,11 @@ class GpuHarness:
         }
 
     def make_batch(
-        self, name: str, rows: int, sampling: SamplingParams = SamplingParams()
-    ) -> BenchBatch:  # noqa: B008 (frozen)
+        self,
+        name: str,
+        rows: int,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+    ) -> BenchBatch:
         """Rows for a method at the usual context."""
         draft, k = self.methods()[name]
         context, reach = self.sizes.context, 1 if draft is None else draft.reach(k)

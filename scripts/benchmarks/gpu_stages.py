@@ -14,6 +14,7 @@ from decode.drafts.causal import CausalDraft
 from decode.engine.engine import SpeculativeEngine
 from decode.model import attention
 from decode.verification.sampling import SamplingParams
+from scripts.benchmarks import gpu_timers
 from scripts.benchmarks.gpu_harness import (
     BenchBatch,
     GpuHarness,
@@ -36,7 +37,7 @@ def texts(lab: GpuHarness) -> Iterator[Measurement]:
         got = [o.output_ids for o in out]
         tau = (sum(map(len, got)) - len(got)) / max(1, sum(len(o.rounds) for o in out))
         against, want = ("the small target", lab.small) if draft is None else ("plain", lab.plain())
-        yield {"method": name, "tau": tau, "against": against} | gpu_timers.agreement(got, want)
+        yield {"method": name, "tau": tau, "against": against} | gpu_timers.compare_texts(got, want)
     arms = HFGenerate(lab)
     few = lab.prompts[:4]
     got = [arms.tokens(prompt, lab.sizes.max_new_tokens, **arms.assisted()) for prompt in few]
@@ -44,12 +45,12 @@ def texts(lab: GpuHarness) -> Iterator[Measurement]:
         1, arms.target_passes
     )  # its first pass reads the prompt and verifies
     row = {"method": f"transformers assisted k={lab.sizes.k}", "tau": tau, "against": "plain"}
-    yield row | gpu_timers.agreement(got, lab.plain()[: len(few)])
+    yield row | gpu_timers.compare_texts(got, lab.plain()[: len(few)])
 
 
 def bandwidth(lab: GpuHarness) -> Iterator[Measurement]:
     """What the memory really gives, in bytes a second."""
-    found = gpu_timers.bandwidths(lab.device, lab.sizes.copy_bytes, lab.sizes.repeats)
+    found = gpu_timers.measure_bandwidth(lab.device, lab.sizes.copy_bytes, lab.sizes.repeats)
     lab.bandwidth = max(found.values())
     yield found
 
@@ -68,8 +69,12 @@ def with_roofline(lab: GpuHarness, ms: dict[str, float]) -> Measurement:
     each = lab.target.decoder.model.dtype.itemsize
     floor = partial(gpu_timers.floor_ms, lab.shape, lab.sizes.context, each=each)
     promised, real = floor(lab.sizes.bandwidth), floor(lab.bandwidth) if lab.bandwidth else None
-    row = {"ms": ms, "floor_ms": promised, "share": gpu_timers.share(promised, ms["median"])}
-    return row | ({"share_of_real": gpu_timers.share(real, ms["median"])} if real else {})
+    row = {
+        "ms": ms,
+        "floor_ms": promised,
+        "share": gpu_timers.roofline_share(promised, ms["median"]),
+    }
+    return row | ({"share_of_real": gpu_timers.roofline_share(real, ms["median"])} if real else {})
 
 
 def verify(lab: GpuHarness) -> Iterator[Measurement]:
@@ -192,14 +197,14 @@ def host(lab: GpuHarness) -> Iterator[Measurement]:
         rig, found = None if name == "planted" else make(), list[str]()
         run = make if rig is None else partial(rig.round, False)
         run()
-        with gpu_timers.syncs(found):
+        with gpu_timers.record_syncs(found):
             for _ in range(3):
                 run()
         yield {"method": name, "rounds": 3, "waits": len(found), "where": sorted(set(found))}
     engine = SpeculativeEngine(lab.target, CausalDraft(lab.assistant), k=lab.sizes.k)
     records = engine.speculate(lab.prompts[:2], max_new_tokens=40)
     warm = [next(records) for _ in range(4)]  # two first tokens, then a round
-    with gpu_timers.syncs_forbidden():
+    with gpu_timers.forbid_syncs():
         more = [next(records) for _ in range(10)]
     yield {"method": "engine's loop", "rounds": len(warm + more) // 2, "waits": 0, "where": []}
 
@@ -235,7 +240,7 @@ def graph_texts(lab: GpuHarness) -> Iterator[Measurement]:
             SpeculativeEngine(lab.target, draft, k=k, mode=mode), [*lab.prompts, filler], rows=1
         )
         got = [o.output_ids for o in out[:-1]]
-        yield {"method": name, "mode": mode} | gpu_timers.agreement(got, lab.plain())
+        yield {"method": name, "mode": mode} | gpu_timers.compare_texts(got, lab.plain())
 
 
 STAGES: dict[str, tuple[Callable[[GpuHarness], Iterator[Measurement]], float]] = {

@@ -32,7 +32,7 @@ from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics import acceptance
-from eval.metrics.acceptance import Sample
+from eval.metrics.records import DecodeRecord
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from train.data import batching, sample_store
 from train.data.sample_store import SampleRow
@@ -143,14 +143,16 @@ def decode_samples(
     draft: EagleDraft,
     items: list[TaskPrompt],
     temperature: float,
-) -> list[Sample]:
+) -> list[DecodeRecord]:
     prompts = [item.prompt_ids for item in items]
     outputs = decode(
         target, draft, prompts, k=s.k, rows=8, max_new_tokens=s.max_new_tokens,
         sampling=SamplingParams(temperature), seed=0,
     )  # fmt: skip
     return [
-        Sample(item.task, item.id, len(item.prompt_ids), len(o.output_ids), o.rounds, 0.0, 0.0, [])
+        DecodeRecord(
+            item.task, item.id, len(item.prompt_ids), len(o.output_ids), o.rounds, 0.0, 0.0, []
+        )
         for item, o in zip(items, outputs, strict=True)
     ]
 

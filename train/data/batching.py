@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 
 from decode.common.cli import UserError
 from train.data.sample_store import SampleRow, Subset
-from train.families.alignment import _next_in_same_document
 
 T = TypeVar("T")
 
@@ -176,5 +175,14 @@ def document_positions(input_ids: Tensor, documents: Tensor | None = None) -> Te
     index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     if documents is None:
         return index
-    starts = ~_next_in_same_document(input_ids, documents)[:, :-1]  # [B, T - 1] at tokens 1 .. T-1
+    starts = ~next_in_same_document(input_ids, documents)[:, :-1]  # [B, T - 1] at tokens 1 .. T-1
     return index - pad(torch.where(starts, index[:, 1:], 0), (1, 0)).cummax(1).values
+
+
+def next_in_same_document(like: Tensor, documents: Tensor | None) -> Tensor:
+    """[B, T] bool: token t + 1 exists and belongs to the document of token t."""
+    if documents is None:
+        same = torch.ones_like(like[:, 1:], dtype=torch.bool)
+    else:
+        same = documents[:, 1:] == documents[:, :-1]
+    return pad(same, (0, 1))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from train.data.batching import document_positions
+from train.data.batching import document_positions, next_in_same_document
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,8 @@ def target_run_length(loss_mask: Tensor, documents: Tensor | None = None) -> Ten
     `documents` [B, T] tells the documents of a packed row apart: neighbours with equal numbers are of one. None:
     a row is one document.
     """
-    written = loss_mask & _next_in_same_document(loss_mask, documents)
+    written = loss_mask & next_in_same_document(loss_mask, documents)
     length = written.shape[1]
     index = torch.arange(length, device=written.device)
     stops = torch.where(written, length, index)
     return stops.flip(1).cummin(1).values.flip(1) - index  # the next stop, from where we are
-
-
-def _next_in_same_document(like: Tensor, documents: Tensor | None) -> Tensor:
-    """[B, T] bool: token t + 1 exists and belongs to the document of token t."""
-    if documents is None:
-        same = torch.ones_like(like[:, 1:], dtype=torch.bool)
-    else:
-        same = documents[:, 1:] == documents[:, :-1]
-    return pad(same, (0, 1))

@@ -29,6 +29,7 @@ from decode.model import compatibility
 from decode.model.loading import DTYPES, Target, check_model_path
 from train.data import batching, mixture
 from train.data.sample_store import SampleRow
+from train.families import causal
 from train.families.base import TrainableDraft
 from train.planning import model_sizes, resources
 from train.planning.resources import format_bytes

@@ -9,6 +9,7 @@ from decode.engine.engine import decode
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.metrics import acceptance
+from eval.metrics.records import DecodeRecord
 from train.data.prompts import encode_prompt, read_prompts
 from train.data.sources import DOMAINS, PromptSource
 
@@ -59,9 +60,7 @@ def measure_acceptance(
     )
     target.decoder.capture_hidden_states(None)  # training catches what it needs by itself
     samples = [
-        acceptance.Sample(
-            "train", str(i), len(o.prompt_ids), len(o.output_ids), o.rounds, 0.0, 0.0, []
-        )
+        DecodeRecord("train", str(i), len(o.prompt_ids), len(o.output_ids), o.rounds, 0.0, 0.0, [])
         for i, o in enumerate(outputs)
     ]
     values = {"accept/tau": acceptance.tau(samples), "accept/alpha": acceptance.alpha(samples, k)}

@@ -13,7 +13,7 @@ from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
-from decode.model import attention
+from decode.model import attention, runner
 from decode.model.compatibility import check_supported
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner

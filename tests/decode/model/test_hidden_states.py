@@ -9,6 +9,7 @@ from torch import nn
 from decode.common.cli import UserError
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
+from decode.model import runner
 from decode.model.hidden_states import (
     HiddenStateHooks,
     HiddenStateSpec,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.metrics import acceptance
-from eval.metrics.acceptance import Sample
+from eval.metrics.records import DecodeRecord
 
 SEED = 0
 K = 4
@@ -21,10 +21,10 @@ def sample(
     seconds: float = 1.0,
     name: str = "a",
     task: str = "code",
-) -> Sample:
+) -> DecodeRecord:
     """A sample whose output is untrimmed (first token + accepted + one a round) unless given."""
     untrimmed = 1 + sum(accepted + 1 for _, accepted in rounds)
-    return Sample(
+    return DecodeRecord(
         task=task,
         id=name,
         prompt_tokens=7,
@@ -42,7 +42,7 @@ any_seconds = st.floats(0.1, 10.0)
 
 
 @st.composite
-def untrimmed_samples(draw: st.DrawFn, min_size: int = 1) -> list[Sample]:
+def untrimmed_samples(draw: st.DrawFn, min_size: int = 1) -> list[DecodeRecord]:
     prompts = draw(st.lists(st.tuples(many_rounds, any_seconds), min_size=min_size, max_size=8))
     return [sample(r, seconds=s, name=str(i)) for i, (r, s) in enumerate(prompts)]
 
@@ -140,7 +140,7 @@ def test_short_drafts_do_not_count_against_later_positions() -> None:
 
 
 @given(untrimmed_samples())
-def test_tau_law(samples: list[Sample]) -> None:
+def test_tau_law(samples: list[DecodeRecord]) -> None:
     """Catches any drift between the counters: untrimmed, τ = 1 + accepted ÷ rounds."""
     accepted = sum(a for s in samples for _, a in s.rounds)
     total = sum(len(s.rounds) for s in samples)
@@ -148,7 +148,7 @@ def test_tau_law(samples: list[Sample]) -> None:
 
 
 @given(untrimmed_samples())
-def test_counters_agree(samples: list[Sample]) -> None:
+def test_counters_agree(samples: list[DecodeRecord]) -> None:
     """Catches by-position, histogram and total counts that were computed from different rounds."""
     reached = acceptance.reached_by_position(samples, K).sum(0)
     accepted = acceptance.accepted_by_position(samples, K).sum(0)
@@ -170,7 +170,7 @@ def test_counters_agree(samples: list[Sample]) -> None:
 
 
 @given(untrimmed_samples(min_size=2), st.randoms(use_true_random=False))
-def test_order_of_prompts_does_not_matter(samples: list[Sample], random: object) -> None:
+def test_order_of_prompts_does_not_matter(samples: list[DecodeRecord], random: object) -> None:
     """Catches pairing by list position: shuffled plain samples give the same speed-up."""
     plain = [sample([(0, 0)] * 5, seconds=1.0 + i, name=str(i)) for i in range(len(samples))]
     shuffled = plain[:]
@@ -181,7 +181,7 @@ def test_order_of_prompts_does_not_matter(samples: list[Sample], random: object)
 
 @settings(derandomize=True)
 @given(untrimmed_samples(min_size=2))
-def test_intervals_hold_the_estimate(samples: list[Sample]) -> None:
+def test_intervals_hold_the_estimate(samples: list[DecodeRecord]) -> None:
     """Catches an interval of another quantity (such as a mean of ratios) than the one printed."""
     plain = [sample([(0, 0)] * 5, seconds=2.0, name=s.id) for s in samples]
     entry = acceptance.summarize(samples, plain, K, SEED)
@@ -240,7 +240,7 @@ def test_unpaired_prompts_are_refused() -> None:
 
 
 @given(untrimmed_samples(min_size=2))
-def test_no_difference_with_itself(samples: list[Sample]) -> None:
+def test_no_difference_with_itself(samples: list[DecodeRecord]) -> None:
     """Catches unpaired resampling: a method against itself differs by exactly nothing."""
     result = acceptance.compare_alpha(samples, samples, K, SEED)
     assert result["prompts"] == len(samples)

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from eval.reporting import summary, tables
+from eval.reporting import render, summary, tables
 from eval.reporting.formatting import format_identical
 from tests import drafts, worlds
 

@@ -18,7 +18,7 @@ from tests.worlds import EOS, Done, World
 from train.data import mixture, sample_store
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
-from train.planning import dry_run, model_sizes
+from train.planning import dry_run, model_sizes, resources
 from train.trainer import throughput
 from train.trainer.on_policy import OnPolicyBuffer, prompt_from_row
 
