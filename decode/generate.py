@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from decode.common.chat_template import encode_prompt
-from decode.common.cli import UserError, run_command
+from decode.common.cli import run_command
+from decode.common.errors import UserError
 from decode.drafts.registry import pick_draft
 from decode.engine.engine import RequestOutput, RoundRecord, add_record, speculate
 from decode.model.loading import load_target

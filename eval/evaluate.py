@@ -9,7 +9,8 @@ from typing import Any
 from rich.progress import Progress
 
 from decode.common import run_dir
-from decode.common.cli import UserError, to_yaml
+from decode.common.cli import to_yaml
+from decode.common.errors import UserError
 from decode.model.loading import Target, load_model, load_target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, multi_turn, timing

@@ -15,8 +15,9 @@ if not __package__:
 
 from rich.console import Console
 
-from decode.common.cli import UserError, run_command
-from decode.common.run_dir import read_json
+from decode.common.cli import run_command
+from decode.common.errors import UserError
+from decode.common.files import read_json
 from decode.model.loading import load_tokenizer
 from eval.reporting.advice import read_report
 from eval.reporting.formatting import target_name

@@ -18,7 +18,7 @@ if not __package__:
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from decode.common import run_dir
+from decode.common import files, run_dir
 from decode.common.cli import run_command
 from decode.model.loading import load_target
 from eval.benchmark import baselines, config
@@ -96,7 +96,7 @@ def main(s: EvalConfig) -> None:
         )
         sys.exit(EXIT_INTERRUPTED)
     outputs = out / "outputs.jsonl"
-    run_dir.write_atomically(outputs, "".join(format_output_line(*line) + "\n" for line in lines))
+    files.write_atomically(outputs, "".join(format_output_line(*line) + "\n" for line in lines))
     write_report(report, out, select_traces(report, read_outputs(outputs), target.tokenizer))
     Console().print(terminal_table(report))
     print(format_summary_line(report, out))

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from decode.common import run_dir
+from decode.common import files, run_dir
 from decode.common.cli import run_command, to_yaml
 from decode.model.loading import load_target
 from eval.benchmark import config
@@ -162,9 +162,9 @@ def write_eval_configs(s: TuneConfig, load: SweepContext, tuned: dict[str, Any],
             + to_yaml(tuned_eval_config(s, load, own, temperature, batch, task))
         )
         name = f"T{temperature:g}-B{batch}-{task}.yaml"
-        run_dir.write_atomically(folder / name.replace("/", "_"), text)
+        files.write_atomically(folder / name.replace("/", "_"), text)
         if place == (s.temperatures[0], 1, ALL_TASKS) or len(places) == 1:
-            run_dir.write_atomically(out / "tuned.yaml", text)
+            files.write_atomically(out / "tuned.yaml", text)
 
 
 def tuned_eval_config(
@@ -228,11 +228,11 @@ def main(s: TuneConfig) -> None:
     except KeyboardInterrupt:
         console.print(f"stopped; what is finished is kept in {out}: the same command goes on")
         sys.exit(130)
-    run_dir.write_atomically(
+    files.write_atomically(
         out / "tuned.json", json.dumps(tuned, indent=1, ensure_ascii=False) + "\n"
     )
     write_eval_configs(s, load, tuned, out)
-    run_dir.write_atomically(out / "tuned.md", render_markdown(tuned))
+    files.write_atomically(out / "tuned.md", render_markdown(tuned))
     console.print(terminal_table(tuned))
     foretold = tuned["predictions"]
     line = {

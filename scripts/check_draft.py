@@ -19,7 +19,8 @@ if not __package__:
 from rich.console import Console
 from rich.table import Table
 
-from decode.common.cli import UserError, run_command
+from decode.common.cli import run_command
+from decode.common.errors import UserError
 from scripts.engine_compat.rules import hf, sglang, trtllm, vllm
 from scripts.engine_compat.rules.checkpoint import (
     IGNORED,

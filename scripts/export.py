@@ -27,7 +27,8 @@ from transformers import AutoConfig
 
 from decode.checkpoints import importers, layouts
 from decode.checkpoints.importers import DraftCheckpoint, Tensors
-from decode.common.cli import UserError, run_command
+from decode.common.cli import run_command
+from decode.common.errors import UserError, first_line
 from decode.drafts.base import METADATA_FILE, check_tokenizer, draft_sha256, read_metadata
 from decode.drafts.registry import draft_family
 from decode.model.loading import load_model, load_target, load_tokenizer, tokenizer_fingerprint
@@ -137,7 +138,7 @@ def _target_architectures(target: str) -> list[str]:
     try:
         return list(AutoConfig.from_pretrained(target).architectures or [])
     except Exception as error:  # any of a dozen kinds, from no network to an unknown model type
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"config of target {target!r} cannot be read: {reason}") from error
 
 

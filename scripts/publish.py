@@ -24,8 +24,9 @@ from rich.markdown import Markdown
 from rich.text import Text
 from rich.tree import Tree
 
-from decode.common import run_dir
-from decode.common.cli import UserError, run_command
+from decode.common import files
+from decode.common.cli import run_command
+from decode.common.errors import UserError
 from decode.drafts.base import read_metadata
 from scripts.check_draft import check_draft_files
 from train.hub import publish, upload
@@ -73,9 +74,9 @@ def main(s: PublishConfig) -> None:
     if s.samples:
         folder = publish.build_dataset_folder(Path(s.samples), s.repo, s.labels, out)
     else:
-        report = run_dir.read_json(Path(s.report)) if s.report else None
-        referee = run_dir.read_json(Path(s.referee)) if s.referee else None
-        tuned = run_dir.read_json(Path(s.tuned)) if s.tuned else None
+        report = files.read_json(Path(s.report)) if s.report else None
+        referee = files.read_json(Path(s.referee)) if s.referee else None
+        tuned = files.read_json(Path(s.tuned)) if s.tuned else None
         draft = Path(s.draft)
         publish.check_draft(draft, report, referee, tuned)  # before rules are held against it
         folder = publish.build_draft_folder(

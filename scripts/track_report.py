@@ -12,8 +12,10 @@ if not __package__:
 
 import yaml
 
-from decode.common.cli import UserError, run_command
-from decode.common.run_dir import RUN_FILE, read_json
+from decode.common.cli import run_command
+from decode.common.errors import UserError
+from decode.common.files import read_json
+from decode.common.run_dir import RUN_FILE
 from decode.drafts.base import METADATA_FILE
 from train.trainer.tracking import Tracker
 

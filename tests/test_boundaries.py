@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from decode.common.cli import UserError, parse_settings
+from decode.common.cli import parse_settings
+from decode.common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 BELOW = {

@@ -32,7 +32,8 @@ from rich.progress import (
 )
 
 from decode.common import run_dir
-from decode.common.cli import UserError, run_command
+from decode.common.cli import run_command
+from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.registry import pick_draft
 from decode.engine.engine import RequestOutput, add_record, speculate

@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from decode.checkpoints import layouts
-from decode.common.cli import UserError
+from decode.common.errors import UserError, first_line
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_FILES = (layouts.WEIGHTS_FILE, "medusa_lm_head.safetensors")
@@ -69,7 +69,7 @@ def resolve_folder(name: str) -> str:
             folder = snapshot_download(name, allow_patterns=[*DOWNLOAD_PATTERNS, *PICKLE_FILES])
         return folder
     except Exception as error:  # any of a dozen kinds, from no network to no such repository
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"draft {name!r} cannot be fetched: {reason}") from error
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.model.compatibility import rope_configs
 
 WEIGHTS_FILE = "model.safetensors"

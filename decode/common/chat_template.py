@@ -4,7 +4,7 @@ from typing import Any
 
 import jinja2
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError, first_line
 
 Messages = list[dict[str, Any]]
 
@@ -29,7 +29,7 @@ def encode_prompt(tokenizer: Any, prompt: str | Messages) -> list[int]:
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         except jinja2.TemplateError as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise UserError(
                 f"the target's chat template refuses its messages ({reason}): change or remove it"
             ) from error

@@ -14,13 +14,11 @@ from typing import Any, TypeVar, get_args, get_origin
 import jsonargparse
 import yaml
 
+from decode.common.errors import UserError
+
 T = TypeVar("T")
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
-
-class UserError(Exception):
-    """Bad input: one line that names what is wrong and what to change. Commands exit with 2."""
 
 
 class _Parser(jsonargparse.ArgumentParser):

@@ -1,6 +1,5 @@
 """A command's output folder: who may write into it, and what it tells of its making."""
 
-import json
 import platform
 import shutil
 import subprocess
@@ -12,7 +11,9 @@ from typing import Any
 import torch
 import yaml
 
-from decode.common.cli import UserError, to_dict, to_yaml
+from decode.common.cli import to_dict, to_yaml
+from decode.common.errors import UserError
+from decode.common.files import write_atomically
 
 RUN_FILE = "run.yaml"
 CONTROL_SETTINGS = (
@@ -72,23 +73,6 @@ def _differences(found: Path, wanted: dict[str, Any]) -> list[str]:
         return [f"{found.name} is damaged"]
     keys = (set(earlier) | set(wanted)) - set(CONTROL_SETTINGS)
     return sorted(key for key in keys if earlier.get(key) != wanted.get(key))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file is either the old or the new one, whatever happens in between."""
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(text)
-    scratch.replace(path)
-
-
-def read_json(path: Path) -> Any:
-    """UserError naming the file when it is absent or damaged."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: delete it and make it again") from error
 
 
 def hardware() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import SlotMapping, TreeNodes
 from decode.model.loading import Target

@@ -2,7 +2,7 @@
 
 import torch
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_tokenizer
 from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens, max_depth, max_slots
 from decode.model.kv_cache import SlotMapping

@@ -8,7 +8,7 @@ committed anew, from the target's. EAGLE-2 is EAGLE-1 or -3 with a DynamicTree.
 import torch
 
 from decode.checkpoints import importers, layouts
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
 from decode.drafts.drafting import build_tree_plan, draft_tokens, max_depth, max_slots
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from decode.checkpoints import importers, layouts
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_target
 from decode.drafts.drafting import build_tree_plan, draft_tokens, max_depth, max_slots
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec

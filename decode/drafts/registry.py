@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from decode.checkpoints import importers
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import Draft, read_metadata
 from decode.model.loading import Target
 from decode.verification.tree import TreeShape
@@ -23,11 +23,7 @@ def load_draft(
     Any that is saved here, and published ones in the layouts of decode/checkpoints/importers.py. UserError if its tokenizer is
     not the target's; a warning where heads do not say which theirs is.
     """
-    from decode.drafts import (
-        causal,
-        eagle,
-        medusa,  # families import this module
-    )
+    from decode.drafts import causal, eagle, medusa
     from decode.drafts.cross_device import CrossDeviceDraft
 
     families = {

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import build_token_tree
 from decode.verification.rules import NO_DRAFT

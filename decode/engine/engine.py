@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext
 from decode.engine.cuda_graph import AsyncHostCopy, CudaGraphRunner
 from decode.engine.round import (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import Draft, Proposal
 from decode.engine.compile import compile_function
 from decode.model.loading import Target

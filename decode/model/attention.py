@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.model.kv_cache import SlotMapping
 
 ATTENTION_NAME = "draftsmith"

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError, first_line
 from decode.model.runner import ModelRunner
 
 
@@ -58,7 +58,7 @@ def load_model(name: str, what: str, device: str, dtype: str, revision: str | No
             output_loading_info=True,
         )
     except Exception as error:  # any of a dozen kinds, from HTTP to a truncated safetensors file
-        raise UserError(f"{what} {name!r} cannot be loaded: {_first_line(error)}") from error
+        raise UserError(f"{what} {name!r} cannot be loaded: {first_line(error)}") from error
     model, info = result
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # transformers fills them at random and only warns
@@ -73,7 +73,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision)
     except Exception as error:
-        raise UserError(f"tokenizer of {name!r} cannot be loaded: {_first_line(error)}") from error
+        raise UserError(f"tokenizer of {name!r} cannot be loaded: {first_line(error)}") from error
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -101,7 +101,3 @@ def load_target(
         fingerprint=tokenizer_fingerprint(tokenizer),
         eos=frozenset(eos),
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.model import attention, small_batch_linear
 from decode.model.compatibility import check_supported, context_length, use_grouped_experts
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 
 Sampler = Callable[[torch.Tensor], torch.Tensor]
 """weights [B, ..., n], non-negative, any scale -> indices [B, ...] drawn in proportion to them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 import transformers
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
 from decode.model.loading import Target, load_model
 from decode.verification.sampling import SamplingParams

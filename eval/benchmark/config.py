@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.verification.sampling import SamplingParams
 from eval.tasks.loading import Task
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 
 
 class Journal:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.ngram import NgramDraft

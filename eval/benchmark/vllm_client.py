@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.checkpoints.layouts import VLLM_METHODS
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.registry import draft_family
 from decode.engine.engine import row_seeds
 from decode.verification.sampling import SamplingParams

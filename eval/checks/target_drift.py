@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.engine.engine import decode
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams

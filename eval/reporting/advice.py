@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode.common.cli import UserError
-from decode.common.run_dir import read_json
+from decode.common.errors import UserError
+from decode.common.files import read_json
 from eval.metrics.roofline import with_model_sizes
 from eval.reporting.checklist import build_checklist
 from eval.reporting.decision import (

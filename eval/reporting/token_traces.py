@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from eval.reporting.formatting import Report
 from eval.reporting.tables import real_draft_entries, report_sections, unique_names
 

@@ -12,7 +12,7 @@ import jinja2
 import yaml
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError, first_line
 
 ASSETS_DIR = Path(__file__).resolve().parents[2] / "assets"
 BUNDLED_PROMPTS_DIR = ASSETS_DIR / "prompts"
@@ -205,7 +205,7 @@ def _read_hub_dataset(task: str, recipe: DatasetSpec) -> Iterator[DatasetRow]:
             recipe.hub, recipe.config, split=recipe.split, revision=recipe.revision
         )
     except Exception as error:  # datasets and the Hub raise many kinds
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(
             f"task {task!r}: no data set {recipe.hub!r} from the Hub ({reason}): give its file as `path`"
         ) from error

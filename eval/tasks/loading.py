@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from decode.common.chat_template import Messages, encode_prompt
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.model.loading import Target
 from eval.tasks.dataset_specs import (
     BUNDLED_PROMPTS_DIR,

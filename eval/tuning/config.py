@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.cross_device import CrossDeviceDraft
 from decode.drafts.ngram import NgramDraft
 from decode.drafts.suffix import SuffixDraft

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.engine.engine import RoundRecord, SpeculativeEngine, row_seeds
 from decode.model.loading import Target

@@ -25,8 +25,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from decode.common import run_dir
-from decode.common.cli import UserError, run_command
+from decode.common import files, run_dir
+from decode.common.cli import run_command
+from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.ngram import NgramDraft
 from decode.drafts.registry import load_draft
@@ -262,7 +263,7 @@ def main(s: DecoderBenchConfig) -> None:
     result |= {"k": s.k, "prompts": len(prompts), **run_dir.provenance()}
     line = json.dumps(result)
     if s.out:
-        run_dir.write_atomically(Path(s.out), line + "\n")
+        files.write_atomically(Path(s.out), line + "\n")
     print(line)
 
 

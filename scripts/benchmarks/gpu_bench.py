@@ -38,8 +38,9 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from decode.common import run_dir
-from decode.common.cli import UserError, run_command, to_dict
+from decode.common import files, run_dir
+from decode.common.cli import run_command, to_dict
+from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
 from decode.drafts.registry import load_draft
 from decode.engine.compile import COMPILE_OPTIONS
@@ -254,7 +255,7 @@ def main(s: GpuBenchConfig) -> None:
         line = json.dumps(result)
         if s.out:
             Path(s.out).parent.mkdir(parents=True, exist_ok=True)
-            run_dir.write_atomically(Path(s.out), line + "\n")
+            files.write_atomically(Path(s.out), line + "\n")
         return line
 
     for name in (name for name in STAGES if name in s.stages):

@@ -26,8 +26,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from decode.common import run_dir
-from decode.common.cli import UserError, run_command
+from decode.common import files, run_dir
+from decode.common.cli import run_command
+from decode.common.errors import UserError
 from decode.model.loading import DTYPES, Target, pick_device
 from decode.model.runner import ModelRunner
 from train.data.batching import Batch, collate
@@ -240,7 +241,7 @@ def main(s: TrainBenchConfig) -> None:
     }
     line = json.dumps(result)
     if s.out:
-        run_dir.write_atomically(Path(s.out), line + "\n")
+        files.write_atomically(Path(s.out), line + "\n")
     print(line)
 
 

@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.checkpoints import importers, layouts
-from decode.common import run_dir
-from decode.common.cli import UserError, run_command
+from decode.common import files, run_dir
+from decode.common.cli import run_command
+from decode.common.errors import UserError
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
 from decode.model.loading import load_target
@@ -83,14 +84,14 @@ def load_rows(file: str, sizes: dict[str, Any]) -> list[dict[str, Any]]:
     """Those of an earlier run of these sizes, which goes on."""
     if not file or not Path(file).is_file():
         return []
-    held = run_dir.read_json(Path(file))
+    held = files.read_json(Path(file))
     return held["rows"] if {key: held.get(key) for key in sizes} == sizes else []
 
 
 def save_rows(file: str, sizes: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     if file:
         result = {**sizes, "rows": rows, **run_dir.provenance()}
-        run_dir.write_atomically(Path(file), json.dumps(result, indent=1) + "\n")
+        files.write_atomically(Path(file), json.dumps(result, indent=1) + "\n")
 
 
 def main(s: CorruptionStudyConfig) -> None:

@@ -33,8 +33,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from decode.common import run_dir
-from decode.common.cli import UserError, run_command
+from decode.common import files, run_dir
+from decode.common.cli import run_command
+from decode.common.errors import UserError
 from decode.drafts.base import draft_sha256
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
@@ -289,7 +290,7 @@ def main(s: VllmParityConfig) -> None:
     }  # fmt: skip
     line = json.dumps(result)
     if s.out:
-        run_dir.write_atomically(Path(s.out), line + "\n")
+        files.write_atomically(Path(s.out), line + "\n")
     print(line)
     if not agree:
         sys.exit(1)

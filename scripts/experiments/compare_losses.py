@@ -26,8 +26,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from decode.common import run_dir
-from decode.common.cli import UserError, run_command
+from decode.common import files, run_dir
+from decode.common.cli import run_command
+from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
@@ -126,7 +127,7 @@ def evaluate_draft(s: CompareLossesConfig, folder: Path) -> dict[str, list[list[
         result[str(temperature)] = [
             [item.task, len(o.output_ids), o.rounds] for item, o in zip(items, outputs, strict=True)
         ]
-    run_dir.write_atomically(kept, json.dumps({"settings": how} | result))
+    files.write_atomically(kept, json.dumps({"settings": how} | result))
     return result
 
 
@@ -246,7 +247,7 @@ def main(s: CompareLossesConfig) -> None:
     rows = build_table(s, steps)
     facts = {"tokens": s.tokens, "seeds": s.seeds, "k": s.k, "max_new_tokens": s.max_new_tokens}
     facts |= {"command": " ".join(["python", *sys.argv]), **run_dir.provenance(), "cells": rows}
-    run_dir.write_atomically(Path(s.out), json.dumps(facts, indent=1) + "\n")
+    files.write_atomically(Path(s.out), json.dumps(facts, indent=1) + "\n")
     print_table(console, rows)
 
 

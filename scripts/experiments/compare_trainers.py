@@ -34,8 +34,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from decode.common import run_dir
-from decode.common.cli import UserError, run_command
+from decode.common import files, run_dir
+from decode.common.cli import run_command
+from decode.common.errors import UserError
 from decode.model.loading import load_target
 from scripts.experiments import reference_trainers
 from scripts.experiments.step_timer import StepTimer
@@ -179,7 +180,7 @@ def main(s: CompareTrainersConfig) -> None:
     made["versions"]["trl"] = _package_version("trl")
     line = json.dumps({"arms": cells, "settings": settings, **made})
     if s.out:
-        run_dir.write_atomically(Path(s.out), line + "\n")
+        files.write_atomically(Path(s.out), line + "\n")
     print(line)
 
 

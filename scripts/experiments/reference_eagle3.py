@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from decode.common import run_dir
+from decode.common import files, run_dir
 from decode.common.cli import run_command
 from decode.drafts.eagle import EagleDraft
 from decode.engine.engine import decode
@@ -196,7 +196,7 @@ def main(s: ReferenceEagle3Config) -> None:
     result = {"cells": cells, "ratios": ratios, "samples": len(rows), "steps": s.steps}
     line = json.dumps(result | run_dir.provenance())
     if s.out:
-        run_dir.write_atomically(Path(s.out), line + "\n")
+        files.write_atomically(Path(s.out), line + "\n")
     print(line)
 
 

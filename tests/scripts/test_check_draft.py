@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from decode.checkpoints import importers, layouts
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE, draft_sha256
 from decode.drafts.eagle_model import Eagle3Model, llama_config
 from decode.model.hidden_states import HiddenStateSpec

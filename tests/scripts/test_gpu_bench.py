@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decode.common.cli import UserError, parse_settings
+from decode.common.cli import parse_settings
+from decode.common.errors import UserError
 from decode.engine import round as rounds
 from scripts.benchmarks import gpu_bench, gpu_harness, gpu_stages, gpu_timers
 from scripts.benchmarks.gpu_harness import BenchSizes, GpuHarness, hf_copy

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.model.loading import load_target
 from eval.tasks.loading import load_task_prompts
 from scripts.engine_compat import vllm_parity

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.data.sample_store import SampleRow, Subset
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.data.prompts import Prompt, encode_prompt, make_prompt
 
 TurnSelection = Literal["last", "all"]

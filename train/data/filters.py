@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.data.prompts import Prompt, prompt_text
 
 OVERLAP_WORDS = (

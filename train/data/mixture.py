@@ -8,8 +8,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from decode.common import run_dir
-from decode.common.cli import UserError
+from decode.common import files
+from decode.common.errors import UserError
 from train.data import batching, sample_store
 from train.data.sample_store import SampleRow
 
@@ -123,7 +123,7 @@ def load(
 def data_manifests(data: DataSpec) -> Any:
     """How the data was made: the manifest of one folder, or [{path, weight, manifest}] of several."""
     if isinstance(data, str):
-        return run_dir.read_json(Path(data) / "manifest.json")
+        return files.read_json(Path(data) / "manifest.json")
     return [
         {"path": part.path, "weight": part.weight, "manifest": data_manifests(part.path)}
         for part in mixture_parts(data)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from transformers import AutoConfig, GenerationConfig
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError, first_line
 from decode.model import compatibility
 from decode.model.loading import Target, check_model_path, load_tokenizer, tokenizer_fingerprint
 from train.data import conversations, prompts
@@ -73,7 +73,7 @@ def load_target_tokenizer(name: str, revision: str | None) -> TargetTokenizer:
     try:
         config = AutoConfig.from_pretrained(name, revision=revision)
     except Exception as error:  # any of a dozen kinds
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"target {name!r} cannot be loaded: {reason}") from error
     try:
         eos = GenerationConfig.from_pretrained(name, revision=revision or "main").eos_token_id

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decode.common import chat_template
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.data.sources import (
     BUNDLED_PROMPTS,
     Content,

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
+from decode.common.files import write_atomically
 
 SCHEMA = pa.schema(
     [
@@ -217,22 +217,6 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} lacks {', '.join(missing)}: delete it and run train/sample.py again"
         )
     return Manifest(**{name: data[name] for name in names})
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Puts `data` at `path` at once: after a crash there is the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")  # not matched by *.parquet
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the new name must survive a power cut too
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def remove_partial(folder: Path) -> None:

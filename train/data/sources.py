@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError, first_line
 from train.data import python_corpus
 
 BUNDLED_PROMPTS = Path(__file__).resolve().parents[2] / "assets" / "prompts"
@@ -132,7 +132,7 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"prompt file {path}: {_first_line(error)}: give a readable UTF-8 file"
+            f"prompt file {path}: {first_line(error)}: give a readable UTF-8 file"
         ) from error
 
 
@@ -176,7 +176,7 @@ def _read_hub(source: PromptSource, rng: random.Random, answered: bool) -> Itera
     except Exception as error:  # its failures share no class: network, names, formats, scripts
         raise UserError(
             f"{name} (config {source.config}, split {source.split!r}) cannot be loaded "
-            f"({_first_line(error)}): check path, config, split and the network"
+            f"({first_line(error)}): check path, config, split and the network"
         ) from error
     rows: Iterable[tuple[int, Any]]
     if source.streaming:
@@ -239,8 +239,3 @@ def _stdlib_excerpts(rng: random.Random, tries: int) -> Iterator[str]:
         cut = text[start : end if end >= 0 else len(text)].strip("\n")
         if shortest <= len(cut) <= longest:
             yield cut
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().split("\n")
-    return lines[0] or type(error).__name__

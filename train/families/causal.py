@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import check_tokenizer, read_metadata
 from decode.drafts.causal import CausalDraft
 from decode.model import attention

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from decode.checkpoints import layouts
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts import eagle
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config

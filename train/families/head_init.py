@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from decode.checkpoints import importers
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.registry import draft_family
 from decode.model.loading import Target
 from train.families.config import DraftConfig

@@ -16,7 +16,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.medusa import MedusaModel
 from decode.model.hidden_states import HiddenStateSpec, layer_stack, lm_head_function
 from decode.model.loading import Target

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.data.sample_store import SampleRow
 
 

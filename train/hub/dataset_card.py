@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from huggingface_hub import DatasetCard, DatasetCardData
 
-from decode.common import run_dir
-from decode.common.cli import UserError
+from decode.common import files
+from decode.common.errors import UserError
 from eval.reporting.formatting import escape_markdown
 from train.data import sample_store
 from train.hub import redaction
@@ -44,7 +44,7 @@ class DatasetStats:
 def read_stats(folder: Path) -> DatasetStats:
     """Counts every row. UserError for a damaged set, or one whose manifest counts other rows."""
     sample_store.read_manifest(folder)
-    manifest = run_dir.read_json(folder / "manifest.json")
+    manifest = files.read_json(folder / "manifest.json")
     rows: Counter[tuple[str, str]] = Counter()
     tokens: Counter[tuple[str, str]] = Counter()
     learned: Counter[tuple[str, str]] = Counter()

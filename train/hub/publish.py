@@ -13,8 +13,9 @@ from typing import Any
 import yaml
 
 from decode.checkpoints import layouts
+from decode.common import files as files
 from decode.common import run_dir
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE, draft_sha256
 from train.hub import dataset_card, model_card, redaction, serving_configs
 from train.hub.card_tables import card_images
@@ -142,7 +143,7 @@ def check_draft(
         raise UserError(
             f"{draft} holds {pickles[0]}, a pickle: save it as safetensors and delete it"
         )
-    facts = run_dir.read_json(draft / METADATA_FILE)
+    facts = files.read_json(draft / METADATA_FILE)
     missing = [key for key in ("family", "target", "draft_sha256") if key not in facts]
     if len(missing) > 0:
         raise UserError(

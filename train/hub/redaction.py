@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import get_token
 from safetensors import SafetensorError, safe_open
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 
 # From / or ~ or a drive on, two parts at least: a lone "/x" in a text is as likely no path. What stands before
 # must not make it the middle of a URL, of a hub name or of a closing tag.

@@ -12,7 +12,7 @@ from typing import Any
 
 from decode.checkpoints import layouts
 from decode.checkpoints.layouts import VLLM_METHODS
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from eval.reporting.formatting import format_with_interval
 from eval.reporting.tables import setting_title
 

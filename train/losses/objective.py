@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.data.batching import Batch
 from train.losses.divergences import (
     HASS_TOP_K,

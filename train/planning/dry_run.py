@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from decode.checkpoints import layouts
-from decode.common.cli import UserError
+from decode.common.errors import UserError, first_line
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import load_draft
 from decode.model import compatibility
@@ -274,5 +274,5 @@ def _config(name: str, what: str, revision: str | None = None) -> Any:
     try:
         return AutoConfig.from_pretrained(name, revision=revision)
     except Exception as error:  # any of a dozen kinds
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"{what} {name!r} cannot be loaded: {reason}") from error

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target
 from train.data import batching

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from eval.reporting.formatting import format_bytes
 from train.data import batching
 from train.data.sample_store import SampleRow

@@ -20,10 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from decode.common import run_dir
-from decode.common.cli import UserError
+from decode.common import files
+from decode.common.errors import UserError
+from decode.common.files import write_atomically
 from train.data import batching
-from train.data.sample_store import SampleRow, remove_partial, write_atomically
+from train.data.sample_store import SampleRow, remove_partial
 from train.teacher.feature_codec import FeatureSchema
 
 FORMAT_VERSION = 1
@@ -172,7 +173,7 @@ class FeatureStore:
         path = self.folder / kind.name / "manifest.json"
         if not (path.parent / "shards").exists():
             return
-        found = run_dir.read_json(path)
+        found = files.read_json(path)
         differ = [
             f"{name} {found.get(name)} there, {value} here"
             for name, value in self.key.items()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, lm_head_function
 from decode.model.loading import Target

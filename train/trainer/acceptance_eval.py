@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.engine.engine import decode
 from decode.model.loading import Target

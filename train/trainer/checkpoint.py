@@ -15,8 +15,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from decode.common import run_dir
-from decode.common.cli import UserError
+from decode.common import files as common_files
+from decode.common.errors import UserError
 
 LATEST = "latest"
 CONTENTS = "contents.json"
@@ -73,7 +73,7 @@ def save(
         (scratch / CONTENTS).write_text(json.dumps(contents))
         shutil.rmtree(final, ignore_errors=True)  # a step trained again after a kill
         scratch.replace(final)
-        run_dir.write_atomically(home / LATEST, final.name + "\n")
+        common_files.write_atomically(home / LATEST, final.name + "\n")
         for old in sorted(home.glob("step-??????"))[:-keep]:
             if old.name != checkpoint_name(best):
                 shutil.rmtree(old)
@@ -87,7 +87,7 @@ def discard_checkpoint(out: Path, step: int) -> None:
         return
     earlier = [path.name for path in sorted(bad.parent.glob("step-??????")) if path < bad]
     if earlier:
-        run_dir.write_atomically(bad.parent / LATEST, earlier[-1] + "\n")
+        common_files.write_atomically(bad.parent / LATEST, earlier[-1] + "\n")
     else:
         (bad.parent / LATEST).unlink()
     shutil.rmtree(bad)
@@ -105,7 +105,7 @@ def check_tokenizer(out: Path, tokenizer: str) -> None:
     found = (
         tokenizer
         if path is None
-        else run_dir.read_json(path / CONTENTS).get("tokenizer", tokenizer)
+        else common_files.read_json(path / CONTENTS).get("tokenizer", tokenizer)
     )
     if found != tokenizer:
         raise UserError(
@@ -122,7 +122,7 @@ def load_latest(accelerator: Accelerator, out: Path, tokenizer: str) -> Training
     path = latest_checkpoint(out)
     if path is None:
         return TrainingState(tokenizer)
-    contents = run_dir.read_json(path / CONTENTS)
+    contents = common_files.read_json(path / CONTENTS)
     found = _digests(path)
     for name, digest in contents.pop("files").items():
         if found.get(name) != digest:

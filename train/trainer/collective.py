@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 
 
 class SingleRankError(UserError):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from decode.common import run_dir
+from decode.common import files, run_dir
 from decode.common.cli import to_dict
 from decode.drafts.base import METADATA_FILE, draft_sha256
 from decode.model.loading import Target
@@ -46,7 +46,7 @@ def save_draft(
     out = Path(s.out)
     trainee.save(out)
     facts["draft_sha256"] = draft_sha256(s.out)
-    run_dir.write_atomically(out / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
+    files.write_atomically(out / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
     tracker.artifact("settings", "settings", [out / run_dir.RUN_FILE])
     for number, part in enumerate(mixture.mixture_parts(s.data)):
         name = f"manifest-{number}" if number else "manifest"

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.distributed.tensor import DTensor
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.losses.objective import LossFn

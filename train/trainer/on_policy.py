@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from accelerate import Accelerator
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.engine.engine import decode
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.families.base import TrainableDraft
 from train.trainer.loop import LoopConfig
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from decode.common.cli import UserError
-from train.data.sample_store import write_atomically
+from decode.common.errors import UserError
+from decode.common.files import write_atomically
 
 LOG = logging.getLogger(__name__)
 

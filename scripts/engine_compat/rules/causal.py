@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import read_metadata
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from scripts.engine_compat.rules.checkpoint import SILENT, DraftFiles, Rule, has_file

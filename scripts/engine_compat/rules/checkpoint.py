@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from decode.checkpoints import importers, layouts
-from decode.common.cli import UserError
+from decode.common.errors import UserError, first_line
 from decode.drafts.base import draft_sha256, read_metadata
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 
@@ -89,7 +89,7 @@ def read_target(name: str, tokenizer: bool) -> TargetInfo:
     try:
         config = AutoConfig.from_pretrained(name).get_text_config(decoder=True)
     except Exception as error:  # any of a dozen kinds, from no network to an unknown model type
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"config of target {name!r} cannot be read: {reason}") from error
     print_ = tokenizer_fingerprint(load_tokenizer(name)) if tokenizer else None
     return TargetInfo(name, config.to_dict(), print_)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from decode.checkpoints import layouts
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from scripts.engine_compat.rules.checkpoint import (
     DraftFiles,
     TensorShape,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from decode.checkpoints import importers, layouts
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from decode.checkpoints import layouts
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle3Model, llama_config

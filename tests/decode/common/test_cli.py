@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from decode.common.cli import (
-    UserError,
-    parse_settings,
-    run_command,
-    setting_names,
-    to_dict,
-    to_yaml,
-)
+from decode.common.cli import parse_settings, run_command, setting_names, to_dict, to_yaml
+from decode.common.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts import eagle
 from decode.drafts.base import DraftContext, Proposal
 from decode.drafts.cross_device import CrossDeviceDraft

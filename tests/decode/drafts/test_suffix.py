@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import DraftContext
 from decode.drafts.suffix import SuffixDraft, SuffixMatch, SuffixTree, corpus_from
 from decode.engine.engine import decode

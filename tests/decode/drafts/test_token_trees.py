@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.engine.engine import decode

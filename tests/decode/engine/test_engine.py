@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import Draft, Proposal, draft_sha256
 from decode.drafts.causal import CausalDraft
 from decode.drafts.cross_device import CrossDeviceDraft

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft

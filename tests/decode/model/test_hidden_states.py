@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
 from decode.model import runner

@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.engine.engine import row_seeds
 from decode.verification import sampling
 from decode.verification.sampling import CounterRNG, SamplingParams, sample_inverse_cdf, warp

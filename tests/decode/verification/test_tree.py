@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.verification.rules import (
     NO_DRAFT,
     VerificationResult,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.ngram import NgramDraft
 from decode.engine.engine import RequestOutput, SpeculativeEngine
 from decode.model.loading import Target

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from eval.benchmark.journal import Journal
 
 MACHINE = {"device": "here"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from eval.reporting.token_traces import read_outputs, select_traces, split_by_origin
 from tests.eval.reporting.test_report import entry, plain
 from tests.worlds import byte_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import draft_sha256
 from decode.drafts.causal import CausalDraft
 from decode.engine.engine import RoundRecord

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.data.batching import (
     Batch,
     collate,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from tests.worlds import byte_tokenizer
 from train.data.conversations import (
     Conversation,

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.data.filters import (
     FilterConfig,
     drop_near_duplicates,

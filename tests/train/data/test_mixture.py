@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from decode.common.cli import UserError, parse_settings, to_yaml
+from decode.common.cli import parse_settings, to_yaml
+from decode.common.errors import UserError
 from tests import worlds
 from tests.train.data.test_sample_store import MANIFEST
 from train.data.batching import step_indices

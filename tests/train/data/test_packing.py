@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateSpec
 from tests.tiny import ARCHITECTURES, FEW, WINDOW, tiny_model, tiny_prompts, tiny_target

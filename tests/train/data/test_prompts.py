@@ -14,7 +14,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from decode.common.cli import UserError, parse_settings
+from decode.common.cli import parse_settings
+from decode.common.errors import UserError
 from train.data import python_corpus
 from train.data.filters import drop_overlaps
 from train.data.prompts import (

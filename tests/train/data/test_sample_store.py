@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.data.sample_store import (
     ROW_GROUP_SIZE,
     SCHEMA,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decode.checkpoints.layouts import capture_to_output, default_aux_layers, output_to_capture
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from tests.tiny import tiny_model
 from train.data.batching import (
     Batch,

@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode

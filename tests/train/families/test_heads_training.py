@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from decode.checkpoints import layouts
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE, Draft, DraftContext
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model
 from decode.drafts.medusa import MedusaModel

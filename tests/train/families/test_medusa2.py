@@ -9,7 +9,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts import medusa
 from decode.drafts.base import METADATA_FILE
 from decode.engine.engine import decode

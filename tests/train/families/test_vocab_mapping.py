@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decode.checkpoints.layouts import d2t_offsets, ids_from_d2t, ids_of_pair, t2d_mask
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.data.batching import supervised_token_count
 from train.data.sample_store import SampleRow
 from train.families.vocab_mapping import build, count_tokens, coverage, digest

@@ -10,7 +10,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from decode.checkpoints.layouts import read_config
-from decode.common.run_dir import read_json
+from decode.common.files import read_json
 from tests import drafts
 from train.hub import model_card, serving_configs
 from train.hub.model_card import CardInputs

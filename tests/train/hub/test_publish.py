@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub import DatasetCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.hub import redaction
 
 HF, OPENAI = "hf_" + "aB3" * 11, "sk-" + "proj-x9" * 5

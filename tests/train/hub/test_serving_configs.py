@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from decode.checkpoints.layouts import VLLM_METHODS
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from eval.tuning.selection import fastest_chains
 from tests.drafts import entry, tuned
 from train.hub.serving_configs import (

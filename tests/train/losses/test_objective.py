@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.common.cli import UserError, parse_settings
+from decode.common.cli import parse_settings
+from decode.common.errors import UserError
 from tests.train.losses.test_divergences import IDS, logits
 from train.distill import DistillConfig
 from train.losses.divergences import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decode.common.cli import UserError
+from decode.common.errors import UserError
 from train.trainer import tracking
 from train.trainer.tracking import NullTracker, Tracker, resolve_mode
 

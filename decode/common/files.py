@@ -1,0 +1,38 @@
+"""Files that are either the old version or the new one after a crash, and JSON that names its file when it is bad."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from decode.common.errors import UserError
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replaces `path` by a file with `content`; text is written as UTF-8.
+
+    After a crash or a power cut there is the old file or the new one, never a part: the data is synced before the
+    rename, the folder after it. Missing parent folders are made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_json(path: Path) -> Any:
+    """The parsed content of `path`. UserError that names the file when it is absent or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: delete it and make it again") from error
