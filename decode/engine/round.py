@@ -5,24 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from decode.common.errors import UserError
 from decode.drafts.base import Draft, Proposal
 from decode.engine.compile import compile_function
 from decode.model.loading import Target
-from decode.verification.rules import (
-    NO_DRAFT,
-    VerificationResult,
-    verify_block,
-    verify_chain,
-    verify_greedy,
-    verify_tree,
-    verify_tree_sampled,
-    verify_typical,
-)
-from decode.verification.sampling import Sampler, SamplingParams, warp
-from decode.verification.tree import chain_parents
-
-VERIFICATION_RULES = ("exact", "block", "typical")
+from decode.verification.registry import DraftedTokens, find_rule
+from decode.verification.rules import NO_DRAFT, VerificationResult
+from decode.verification.sampling import Sampler, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -34,14 +22,10 @@ class StepConfig:
     sampling: SamplingParams
     choose: Sampler
     rule: str = "exact"
-    """exact: the rule that fits the draft, lossless; block: whole drafted blocks (Sun et al. 2025), lossless, for
-    chains of sampled tokens; typical: Medusa's typical acceptance, which is LOSSY."""
+    """Name of a registered rule (decode/verification/registry.py)."""
 
     def __post_init__(self) -> None:
-        if self.rule not in VERIFICATION_RULES:
-            raise UserError(
-                f"no verification rule {self.rule!r}; there are {', '.join(VERIFICATION_RULES)}"
-            )
+        find_rule(self.rule)
 
 
 @dataclass
@@ -194,31 +178,18 @@ def node_depths(proposal: Proposal) -> torch.Tensor:
 
 
 def verify(proposal: Proposal, logits: torch.Tensor, rules: StepConfig) -> VerificationResult:
-    """Which drafts stay and what follows them, by the rule that is exact for how they were made."""
-    tokens, tree, sampling, choose = proposal.tokens, proposal.tree, rules.sampling, rules.choose
-    if rules.rule == "typical":
-        parents = chain_parents(tokens.shape[1], tokens.device) if tree is None else tree.parents
-        levels = tokens.shape[1] if tree is None else tree.levels
-        p = warp(logits, SamplingParams(1.0) if sampling.greedy else sampling)
-        verdict = verify_typical(tokens, parents, levels, p, choose)
-        if not sampling.greedy:
-            return verdict
-        last = verdict.path.gather(1, verdict.accepted[:, None])  # type: ignore[union-attr]
-        return VerificationResult(
-            verdict.accepted, logits.argmax(-1).gather(1, last)[:, 0], verdict.path
-        )
-    if tree is None and sampling.greedy:
-        return verify_greedy(tokens, logits.argmax(-1))
-    if sampling.greedy:
-        return verify_tree(tokens, tree.parents, tree.levels, logits.argmax(-1))  # type: ignore[union-attr]
-    p = warp(logits, sampling)
-    if tree is None:
-        if rules.rule == "block" and proposal.q is not None:
-            return verify_block(tokens, p, proposal.q, choose)
-        return verify_chain(tokens, p, proposal.q, choose)
-    if proposal.q is None:
-        return verify_tree(tokens, tree.parents, tree.levels, choose(p))
-    return verify_tree_sampled(tokens, tree.parents, tree.levels, p, proposal.q, choose)
+    """Which drafted tokens stay and what follows them, by the registered rule `rules.rule`."""
+    tokens, tree = proposal.tokens, proposal.tree
+    drafted = DraftedTokens(
+        tokens=tokens,
+        logits=logits,
+        q=proposal.q,
+        parents=None if tree is None else tree.parents,
+        depth=tokens.shape[1] if tree is None else tree.levels,
+        sampling=rules.sampling,
+        sampler=rules.choose,
+    )
+    return find_rule(rules.rule).verify(drafted)
 
 
 def commit(

@@ -15,9 +15,10 @@ from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.ngram import NgramDraft
-from decode.engine.round import VERIFICATION_RULES, BatchState, StepConfig, read_results, run_round
+from decode.engine.round import BatchState, StepConfig, read_results, run_round
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
+from decode.verification.registry import VERIFICATION_RULES
 from decode.verification.sampling import CounterRNG, SamplingParams
 from decode.verification.tree import DynamicTree
 from tests.decode.drafts.test_token_trees import BUSHY
@@ -119,7 +120,7 @@ def seated(target: Target, draft: Draft | None, rules: StepConfig) -> BatchState
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains keep their empty columns, which only a CPU looks for."""
-    monkeypatch.setattr(decode.round, "trimmed", lambda proposal, compiled: proposal)
+    monkeypatch.setattr(decode.engine.round, "drop_empty_columns", lambda proposal, compiled: proposal)
 
 
 def reads(target: Target, draft: Draft | None, sampled: bool = False, rule: str = "exact") -> Any:

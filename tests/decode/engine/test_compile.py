@@ -57,7 +57,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         )
 
     torch._dynamo.reset()
-    monkeypatch.setattr(rounds, "fast", fast)
+    monkeypatch.setattr(rounds, "compile_function", fast)
     return made
 
 

@@ -19,7 +19,7 @@ from decode.engine.engine import decode, row_seeds, speculate
 from decode.model.kv_cache import SlotMapping
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
-from decode.verification import rules
+from decode.verification import registry, rules
 from decode.verification.rules import (
     NO_DRAFT,
     accept_weights,
@@ -487,7 +487,7 @@ PROPOSE, COMMIT = CausalDraft.propose, engine.commit
 @pytest.mark.parametrize(
     ("owner", "name", "bug"),
     [
-        (engine, "warp", bonus_unwarped),
+        (registry, "warp", bonus_unwarped),
         (SlotMapping, "mask", mask_one_ahead),
         (CausalDraft, "propose", propose_wrong_law),
         (engine, "commit", commit_without_rollback),
