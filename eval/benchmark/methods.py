@@ -6,10 +6,8 @@ from typing import Any
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, draft_sha256
-from decode.drafts.early_exit import EarlyExitDraft
-from decode.drafts.ngram import NgramDraft
-from decode.drafts.registry import load_draft
-from decode.drafts.suffix import SuffixDraft
+from decode.drafts.cross_device import CrossDeviceDraft
+from decode.drafts.registry import DRAFT_FAMILIES, create_draft, find_family, load_draft
 from decode.model.loading import Target
 from decode.verification.tree import DynamicTree, StaticTree, TreeShape, tree_from_paths
 from eval.benchmark.config import EvalConfig, MethodConfig, TreeConfig
@@ -47,17 +45,20 @@ def build_draft(m: MethodConfig, target: Target, dtype: str) -> Draft:
         return SimulatedDraft(m.alpha, target.decoder.vocab_size, cost)
     if m.draft:
         return load_draft(m.draft, target, m.device or None, dtype, shape)
-    if m.name == "ngram":
-        return NgramDraft()
-    if m.name == "suffix":
-        return SuffixDraft()
-    if m.name == "early-exit":
-        draft = EarlyExitDraft(target, m.layers, shape)
-        target.decoder.first_layers(m.layers)  # refuses
+    draft = create_draft(m.name, target, m.layers, shape)
+    if draft is not None:
         return draft
     if m.name == "simulated":
         raise UserError("method 'simulated' needs `alpha`, the acceptance to simulate: [0.8, 0.7]")
     raise UserError(f"method {m.name!r} needs `draft`, the folder of a saved draft")
+
+
+def follows_tree_shape(m: MethodConfig, draft: Draft) -> bool:
+    """Whether the method's draft, built for `m`, can propose trees of a given shape."""
+    if isinstance(draft, CrossDeviceDraft):  # the shape would not reach the draft inside
+        return False
+    family = find_family(m.draft) if m.draft else DRAFT_FAMILIES[m.name]
+    return family.supports_trees
 
 
 def fit_simulated_drafts(

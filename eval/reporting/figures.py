@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from decode.drafts.registry import DRAFT_FAMILIES
 from eval.metrics import roofline
 from eval.reporting.formatting import Report, ReportEntry
 from eval.reporting.plots import (
@@ -21,8 +22,6 @@ from eval.reporting.tables import measured_settings, setting_title, unique_names
 
 Tuned = dict[str, Any]
 PROBABILITY_YLIM = (0.0, 1.03)
-METHODS_WITHOUT_DRAFT_WEIGHTS = ("plain", "ngram", "suffix")
-"""Methods that read no weights but the target's."""
 
 
 def build_charts(report: Report, tuned: Tuned | None) -> list[ReportChart]:
@@ -245,7 +244,8 @@ def roofline_tokens_per_second(
 ) -> float | None:
     """Tokens a second that bandwidth allows this method with its measured τ; None where sizes are not known."""
     width = roofline.DTYPE_BYTES.get(entry["dtype"])
-    free = {"parameters": 0} if entry["name"] in METHODS_WITHOUT_DRAFT_WEIGHTS else None
+    without_weights = {"plain", *(f.name for f in DRAFT_FAMILIES.values() if not f.has_weights)}
+    free = {"parameters": 0} if entry["name"] in without_weights else None
     draft = models["drafts"].get(entry["name"], free)
     if width is None or draft is None or entry["tau"] is None:
         return None

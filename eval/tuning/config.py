@@ -5,21 +5,15 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from decode.common.errors import UserError
-from decode.drafts.cross_device import CrossDeviceDraft
-from decode.drafts.ngram import NgramDraft
-from decode.drafts.suffix import SuffixDraft
 from decode.model.loading import Target
 from decode.verification.tree import DynamicTree, expected_tokens_per_round, optimal_static_tree
 from eval.benchmark import config
 from eval.benchmark.config import MethodConfig, TreeConfig
 from eval.benchmark.journal import Journal
-from eval.benchmark.methods import build_draft
+from eval.benchmark.methods import build_draft, follows_tree_shape
 from eval.tasks import loading
 from eval.tasks.loading import Task, TaskPrompt
 from eval.tuning.sweep import Setting, SweepContext, SweepStage, measure_rank_accuracy
-
-CHAIN_ONLY_DRAFTS = (NgramDraft, SuffixDraft, CrossDeviceDraft)
-"""Drafts that propose chains only."""
 
 
 @dataclass
@@ -145,7 +139,7 @@ def tree_stage(
     arms: list[Setting] = []
     expected: dict[Setting, float] = {}
     for m in s.methods:
-        if isinstance(load.drafts[m.name], CHAIN_ONLY_DRAFTS):
+        if not follows_tree_shape(m, load.drafts[m.name]):
             continue
         most = s.tree_width * (1 + (s.tree_levels - 1) * s.tree_width)
         arms += [
