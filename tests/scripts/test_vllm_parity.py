@@ -142,7 +142,7 @@ def test_both_draft_by_the_same_law(monkeypatch: pytest.MonkeyPatch) -> None:
         "ours": "drawn",
         "vllm": "likeliest",
     }
-    monkeypatch.setattr(vllm_parity, "family_of", lambda path: "medusa")
+    monkeypatch.setattr(vllm_parity, "draft_family", lambda path: "medusa")
     assert vllm_parity.draft_sampling(asked) == {"ours": "likeliest", "vllm": "likeliest"}
     assert vllm_parity.draft_sampling(replace(asked, control=True)) == {
         "ours": "drawn",

@@ -115,5 +115,5 @@ def render(made: DatasetStats, repo: str, labels: HubLabels) -> DatasetCard:
         tags=["speculative-decoding", "distillation", "synthetic"],
         configs=[{"config_name": "default", "data_files": "shards/*.parquet"}],
     )
-    body = render_template("samples_card.md.j2", fields)
+    body = render_template("dataset_card.md.j2", fields)
     return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{body}")

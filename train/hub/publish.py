@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from decode.checkpoints import layouts
-from decode.common import files as files
-from decode.common import run_dir
 from decode.common.errors import UserError
+from decode.common.files import read_json
+from decode.common.run_dir import RUN_FILE
 from decode.drafts.base import METADATA_FILE, draft_sha256
 from train.hub import dataset_card, model_card, redaction, serving_configs
 from train.hub.card_tables import card_images
@@ -143,7 +143,7 @@ def check_draft(
         raise UserError(
             f"{draft} holds {pickles[0]}, a pickle: save it as safetensors and delete it"
         )
-    facts = files.read_json(draft / METADATA_FILE)
+    facts = read_json(draft / METADATA_FILE)
     missing = [key for key in ("family", "target", "draft_sha256") if key not in facts]
     if len(missing) > 0:
         raise UserError(
@@ -265,7 +265,7 @@ def _copy_published_files(source: Path, out: Path) -> list[str]:
             shutil.copyfile(path, target)  # to the byte
         else:
             _write(target, json.dumps(clean, indent=2, ensure_ascii=False) + "\n")
-    names = [path.name for path in kept] + [METADATA_FILE, run_dir.RUN_FILE]
+    names = [path.name for path in kept] + [METADATA_FILE, RUN_FILE]
     if (source / "target" / "config.json").is_file():
         _copy_published_files(source / "target", out / "target")
         names.append("target")

@@ -19,7 +19,7 @@ from train.hub.serving_configs import (
     vllm_speculative_config,
 )
 
-GOLDEN = Path(__file__).parent / "golden" / "serving"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "serving"
 JOBS = {
     "causal": ServedDraft("causal", "me/draft", "org/target", None, 3),
     "medusa": ServedDraft("medusa", "me/draft", "org/target", None, 4),
