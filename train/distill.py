@@ -168,7 +168,7 @@ def load_components(
     """Everything loaded, and the settings with steps counted. Refuses early what would only show later."""
     target = load_target(s.target, str(accelerator.device), s.target_dtype, s.revision)
     rows, dropped = load_rows(s, target)
-    s = replace(s, loop=s.loop.over(len(rows)))
+    s = replace(s, loop=s.loop.resolve_epochs(len(rows)))
     if not s.overwrite:
         checkpoint.check_tokenizer(Path(s.out), target.fingerprint)
     worth = make_acceptance_eval(s.check, target, s.seed)
@@ -188,8 +188,10 @@ def build_training(s: DistillConfig, accelerator: Accelerator, parts: RunCompone
         model=model,
         optimizers=optimizers,
         objective=trainee.objective(model),
-        choose=own.step if own else partial(rows.step, s.loop.batch_size, s.seed),
-        work=planning_dry_run.make_flops_counter(s, in_bf16, own.fresh if own else list),
+        select_batch=own.global_batch
+        if own
+        else partial(rows.global_batch, s.loop.batch_size, s.seed),
+        step_flops=planning_dry_run.make_flops_counter(s, in_bf16, own.fresh if own else list),
     )
 
 
@@ -235,7 +237,7 @@ def fill_feature_store(accelerator: Accelerator, parts: RunComponents, console: 
     """What the target says is on disk behind it, if the run reads it from there."""
     if isinstance(parts.trainee.teacher, CachedTeacher):
         rank, wait = accelerator.process_index, accelerator.wait_for_everyone
-        parts.trainee.teacher.fill(console, rank, accelerator.num_processes, wait)
+        parts.trainee.teacher.fill_store(console, rank, accelerator.num_processes, wait)
 
 
 def distill(

@@ -36,7 +36,8 @@ from decode.common.cli import run_command
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.registry import pick_draft
-from decode.engine.engine import RequestOutput, add_record, speculate
+from decode.engine.engine import speculate
+from decode.engine.records import DecodeRecord, add_record
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from train.data import sample_store
@@ -108,30 +109,32 @@ class ConversationState:
 
     def __init__(self, prompt: Prompt, script: Conversation):
         self.prompt, self.prompt_segments = prompt, script.prompt_segments[:1]
-        self.later = script.prompt_segments[1:]
+        self.pending_turns = script.prompt_segments[1:]
         self.replies: list[list[int]] = []
         self.reason = ""
 
-    def ids(self) -> list[int]:
+    def prompt_ids(self) -> list[int]:
         """What has been given and said, up to where the next reply begins."""
         return [*join_turns(self.prompt_segments, self.replies)[0], *self.prompt_segments[-1]]
 
-    def add_reply(self, output: RequestOutput, context: int) -> bool:
+    def add_reply(self, output: DecodeRecord, context: int) -> bool:
         """Takes a reply; True if another one is to come.
 
         A chat ends early with a reply that did not end by itself, or that left no room for another.
         """
         self.replies.append(output.output_ids)
         self.reason = output.finish_reason
-        if not self.later or output.finish_reason != "eos":
+        if not self.pending_turns or output.finish_reason != "eos":
             return False
-        self.prompt_segments.append(skip_repeated_turn_end(output.output_ids, self.later.pop(0)))
-        if len(self.ids()) < context:
+        self.prompt_segments.append(
+            skip_repeated_turn_end(output.output_ids, self.pending_turns.pop(0))
+        )
+        if len(self.prompt_ids()) < context:
             return True
         self.prompt_segments.pop()
         return False
 
-    def name(self) -> str:
+    def seed_key(self) -> str:
         """Of the next reply, for its randomness."""
         return f"{self.prompt.id}/{len(self.replies)}" if self.replies else self.prompt.id
 
@@ -165,7 +168,7 @@ def generate_answers(
     for group in filter(None, [single, *groups]):
         talks = [ConversationState(asked.prompt, asked.conversation) for asked in group]
         while talks:
-            outputs, next_turn = [RequestOutput(talk.ids()) for talk in talks], []
+            outputs, next_turn = [DecodeRecord(talk.prompt_ids()) for talk in talks], []
             for record in speculate(
                 target,
                 draft,
@@ -174,7 +177,7 @@ def generate_answers(
                 rows=s.batch_size,
                 sampling=s.sampling,
                 max_new_tokens=s.max_new_tokens,
-                seeds=[reply_seed(talk.name(), s.seed) for talk in talks],
+                seeds=[reply_seed(talk.seed_key(), s.seed) for talk in talks],
             ):
                 add_record(outputs[record.prompt], record)
                 tokens += len(record.tokens)
@@ -257,7 +260,7 @@ def main(s: SampleConfig) -> None:
         device = str(state.device) if s.device == "auto" else s.device
         target = load_target(s.target, device, s.dtype, s.revision)
         draft = pick_draft(s.draft, target, dtype=s.dtype)
-        reader = TargetTokenizer.of(target)
+        reader = TargetTokenizer.from_target(target)
         write = partial(generate_answers, s, target, draft)
     asked, dropped = load_prompts(s, reader)
     fitting = [a for a in asked if 0 < a.tokens() < reader.context + (s.origin == "text")]

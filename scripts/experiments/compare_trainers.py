@@ -107,7 +107,7 @@ def run_our_trainer(s: CompareTrainersConfig, on_policy: bool, features: str) ->
         read: list[int] = []
 
         def choose(step: int) -> Sequence[SampleRow]:
-            rows = training.choose(step)
+            rows = training.select_batch(step)
             read.append(sum(len(row["input_ids"]) for row in rows))
             return rows
 
@@ -120,7 +120,7 @@ def run_our_trainer(s: CompareTrainersConfig, on_policy: bool, features: str) ->
         clock.start()
         state = TrainingState(parts.target.fingerprint)
         train(
-            replace(training, choose=choose), loop, state, Path(folder), Watch(), dict,
+            replace(training, select_batch=choose), loop, state, Path(folder), Watch(), dict,
             Progress(disable=True),
         )  # fmt: skip
         return clock.found(lambda step: read[step])

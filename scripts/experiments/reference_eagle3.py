@@ -32,7 +32,7 @@ from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics import acceptance
-from eval.metrics.records import DecodeRecord
+from decode.engine.records import DecodeRecord
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from train.data import batching, sample_store
 from train.data.sample_store import SampleRow
@@ -110,7 +110,7 @@ def train_draft(
     where = FeatureFolder(Path(s.features), 64, target.decoder.context)
     trainee = build_eagle3(FamilyContext(cast(Any, recipe_of), target, rows, "cpu", where))
     assert isinstance(trainee.teacher, CachedTeacher)
-    trainee.teacher.fill(Console(stderr=True), 0, 1, lambda: None)
+    trainee.teacher.fill_store(Console(stderr=True), 0, 1, lambda: None)
     model = cast(EagleTrainer, trainee.model)
     if recipe == "usual":
         model.__class__ = ReferenceEagleTrainer
@@ -145,16 +145,10 @@ def decode_samples(
     temperature: float,
 ) -> list[DecodeRecord]:
     prompts = [item.prompt_ids for item in items]
-    outputs = decode(
+    return decode(
         target, draft, prompts, k=s.k, rows=8, max_new_tokens=s.max_new_tokens,
         sampling=SamplingParams(temperature), seed=0,
     )  # fmt: skip
-    return [
-        DecodeRecord(
-            item.task, item.id, len(item.prompt_ids), len(o.output_ids), o.rounds, 0.0, 0.0, []
-        )
-        for item, o in zip(items, outputs, strict=True)
-    ]
 
 
 def main(s: ReferenceEagle3Config) -> None:

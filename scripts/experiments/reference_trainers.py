@@ -21,7 +21,9 @@ def train_reference(s: Any, kind: str) -> dict[str, float]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows, _ = mixture.load(s.data, s.max_length)
-    order = [row for step in range(s.warm + s.steps) for row in rows.step(s.batch_size, 0, step)]
+    order = [
+        row for step in range(s.warm + s.steps) for row in rows.global_batch(s.batch_size, 0, step)
+    ]
     teacher = load_model(s.target, "target", str(device), s.dtype)
     student = load_model(s.draft, "draft", str(device), "float32")
     clock = StepTimer(device, s.warm, s.steps)

@@ -210,7 +210,7 @@ def test_texts_pairs_and_the_library_train_beside_samples(
     assert max(len(row["input_ids"]) for row in rows) == 64
     parts = [mixture.MixturePart(str(tmp_path / "out")), mixture.MixturePart(str(answered))]
     mixed, _ = mixture.load(parts, 100)
-    assert {row["origin"] for row in mixed.step(4, 0, 0)} == {"text", "target"}
+    assert {row["origin"] for row in mixed.global_batch(4, 0, 0)} == {"text", "target"}
     counts = sample_store.read_manifest(tmp_path / "out").counts
     assert counts["dropped_as_repeats"] > 0  # windows of a text that repeats itself
     assert counts["asked"] == counts["answered"] == len(rows)

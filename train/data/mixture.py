@@ -70,10 +70,10 @@ class Mixture(Sequence[SampleRow]):
     def __init__(self, sources: Sequence[Sequence[SampleRow]], weights: Sequence[float]):
         self.sources = sources
         self.shares = [Fraction(str(weight)) for weight in weights]
-        self.first = np.cumsum([0, *map(len, sources)])  # row number that each source begins with
+        self.offsets = np.cumsum([0, *map(len, sources)])  # row number that each source begins with
 
     def __len__(self) -> int:
-        return int(self.first[-1])
+        return int(self.offsets[-1])
 
     @overload
     def __getitem__(self, index: int) -> SampleRow: ...
@@ -83,19 +83,19 @@ class Mixture(Sequence[SampleRow]):
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[index]
-        source = int(np.searchsorted(self.first, index, side="right")) - 1
-        row = self.sources[source][index - int(self.first[source])]
+        source = int(np.searchsorted(self.offsets, index, side="right")) - 1
+        row = self.sources[source][index - int(self.offsets[source])]
         return row if len(self.sources) == 1 else {**row, "id": f"{source}/{row['id']}"}
 
-    def at(self, place: int, seed: int) -> SampleRow:
+    def row_at(self, place: int, seed: int) -> SampleRow:
         """The row at `place` of the endless order."""
         source, number = source_at(self.shares, place)
         index = batching.shuffled_index(len(self.sources[source]), seed, number, source)
-        return self[int(self.first[source]) + index]
+        return self[int(self.offsets[source]) + index]
 
-    def step(self, batch: int, seed: int, step: int) -> list[SampleRow]:
+    def global_batch(self, batch: int, seed: int, step: int) -> list[SampleRow]:
         """The global batch of `step` (from 0)."""
-        return [self.at(place, seed) for place in range(step * batch, (step + 1) * batch)]
+        return [self.row_at(place, seed) for place in range(step * batch, (step + 1) * batch)]
 
 
 def load(

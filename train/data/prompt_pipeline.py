@@ -40,7 +40,7 @@ class TargetTokenizer:
     eos: frozenset[int]
 
     @classmethod
-    def of(cls, target: Target) -> "TargetTokenizer":
+    def from_target(cls, target: Target) -> "TargetTokenizer":
         """That of a loaded target."""
         context = target.decoder.context
         return cls(

@@ -103,14 +103,14 @@ class Subset(Sequence[SampleRow]):
     def __init__(
         self,
         rows: Sequence[SampleRow],
-        numbers: Sequence[int],
-        change: Callable[[SampleRow], SampleRow],
+        indices: Sequence[int],
+        transform: Callable[[SampleRow], SampleRow],
     ):
-        self.rows, self.change = rows, change
-        self.numbers = np.asarray(numbers, dtype=np.int64)
+        self.rows, self.transform = rows, transform
+        self.indices = np.asarray(indices, dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.indices)
 
     @overload
     def __getitem__(self, index: int) -> SampleRow: ...
@@ -119,7 +119,7 @@ class Subset(Sequence[SampleRow]):
     def __getitem__(self, index: int | slice) -> SampleRow | list[SampleRow]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        return self.change(self.rows[int(self.numbers[index])])
+        return self.transform(self.rows[int(self.indices[index])])
 
 
 @dataclass

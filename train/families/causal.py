@@ -37,22 +37,24 @@ class CausalTrainer(nn.Module):
         self.lm, self.head, self.criterion = lm, head, criterion
         self.finish = logit_transform(lm)
 
-    def forward(self, batch: Batch, look: TeacherOutput) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         states = compute_hidden_states(self.lm, batch, HiddenStateSpec(final=True))[
             batch.loss_mask
         ]  # [N, H]
         projection = self.lm.get_output_embeddings()
 
         def sums(teacher: Tensor, states: Tensor) -> dict[str, Tensor]:
-            law = self.criterion.law(self.head(teacher))
+            target = self.criterion.target_distribution(self.head(teacher))
             q_logits = self.finish(projection(states))
-            loss = self.criterion.values(law, q_logits).sum()
+            loss = self.criterion.position_losses(target, q_logits).sum()
             with torch.no_grad():
-                overlap = divergences.acceptance.of(divergences.pair_log_probs(law.plain, q_logits))
-                agree = law.plain[0].argmax(-1) == q_logits.argmax(-1)
+                overlap = divergences.acceptance.of(
+                    divergences.pair_log_probs(target.log_probs, q_logits)
+                )
+                agree = target.log_probs[0].argmax(-1) == q_logits.argmax(-1)
             return {"loss": loss, "overlap": overlap.sum(), "top1": agree.sum().float()}
 
-        inputs = [look.teacher[batch.loss_mask], states]
+        inputs = [output.head_inputs[batch.loss_mask], states]
         return divergences.sums_in_chunks(
             sums, inputs, divergences.max_chunk_rows(projection.weight.shape[0])
         )

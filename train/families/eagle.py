@@ -101,12 +101,12 @@ class EagleTrainer(nn.Module):
         self.criterion, self.weights = criterion, weights
         self.embedding = embedding  # no buffer: it is the target's, and not to be sent around
 
-    def forward(self, batch: Batch, look: TeacherOutput) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         places = self.alignment(batch.input_ids, batch.loss_mask, self.steps, batch.documents)
         rows = SupervisedRows(places, self.steps)
         first = places.step(0)
         dtype = self.net.fc.weight.dtype
-        start = self.net.start(look.features.to(dtype))
+        start = self.net.start(output.features.to(dtype))
         embeds = self.net.embed(first.token, self.embedding).to(dtype)
         # Only slots that are trained go through the layer; of the others its keys are all that is ever seen.
         keys, values = self.net.keys(start, embeds, first.position)
@@ -142,10 +142,10 @@ class EagleTrainer(nn.Module):
                 found["feature"] = near.detach()
             return found
 
-        label = look.features if isinstance(self.net, Eagle1Model) else look.features[..., :0]
+        label = output.features if isinstance(self.net, Eagle1Model) else output.features[..., :0]
         own = torch.stack(states, 1)  # [N, J, h]
         weight = step_weights(self.weights, rows, say, own, ids, size)
-        inputs = [rows.take(look.teacher), own, rows.valid, weight, rows.take(label)]
+        inputs = [rows.take(output.head_inputs), own, rows.valid, weight, rows.take(label)]
         return divergences.sums_in_chunks(sums, inputs, size)
 
     def trained(self, p_logits: Tensor, valid: Tensor) -> Tensor:

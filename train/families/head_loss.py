@@ -125,9 +125,9 @@ def loss_and_metrics(
     """
     total = said[0].new_zeros((), dtype=torch.float32)
     found: dict[str, Tensor] = {}
-    whole = criterion.law(p_logits, ids)
+    whole = criterion.target_distribution(p_logits, ids)
     for j, q_logits in enumerate(said):
-        values = weight[:, j] * criterion.values(whole, q_logits)
+        values = weight[:, j] * criterion.position_losses(whole, q_logits)
         total = total + values.where(valid[:, j], 0.0).sum()
     some = slice(None, None, max(1, len(p_logits) // METRIC_ROWS))
     with torch.no_grad():

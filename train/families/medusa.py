@@ -66,11 +66,11 @@ class MedusaTrainer(nn.Module):
         super().__init__()
         self.net, self.head, self.criterion, self.weights = net, head, criterion, weights
 
-    def forward(self, batch: Batch, look: TeacherOutput) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         steps = len(self.net.blocks)
         places = Alignment(batch.input_ids, batch.loss_mask, steps, batch.documents)
         rows = SupervisedRows(places, steps)
-        seen = look.features.to(next(self.net.parameters()).dtype)
+        seen = output.features.to(next(self.net.parameters()).dtype)
         slots = torch.stack([rows.values_at_slots(seen, j) for j in range(steps)], 1)  # [N, K, H]
         size = divergences.max_chunk_rows(self.net.config["vocab_size"])
 
@@ -86,7 +86,7 @@ class MedusaTrainer(nn.Module):
 
         weight = step_weights(self.weights, rows, say, slots, None, size)
         return divergences.sums_in_chunks(
-            sums, [rows.take(look.teacher), slots, rows.valid, weight], size
+            sums, [rows.take(output.head_inputs), slots, rows.valid, weight], size
         )
 
 

@@ -47,8 +47,8 @@ class DivergenceConfig:
 class TargetDistribution(NamedTuple):
     """What p is in a comparison; computed once, it serves several drafts."""
 
-    plain: tuple[Tensor, Tensor | None]  # a `target_law` at temperature 1
-    warm: tuple[Tensor, Tensor | None]  # at the comparison's
+    log_probs: tuple[Tensor, Tensor | None]  # a `target_law` at temperature 1
+    tempered_log_probs: tuple[Tensor, Tensor | None]  # at the comparison's
     top_columns: Tensor | None  # [N, K] columns that are told apart; None: all
 
 
@@ -58,43 +58,47 @@ class Criterion:
     A sum over positions of `values(law(p_logits, ids), q_logits)` is what drafts minimise, of whatever family.
     """
 
-    def __init__(self, name: str, how: DivergenceConfig | None = None):
-        self.how = how or DivergenceConfig()
-        self.terms = [(name, 1.0), *self.how.mix.items()]
+    def __init__(self, name: str, config: DivergenceConfig | None = None):
+        self.config = config or DivergenceConfig()
+        self.terms = [(name, 1.0), *self.config.mix.items()]
 
-    def law(self, p_logits: Tensor, ids: Tensor | None = None) -> TargetDistribution:
+    def target_distribution(
+        self, p_logits: Tensor, ids: Tensor | None = None
+    ) -> TargetDistribution:
         """Of p_logits [N, V], on the draft's columns `ids` [Vd]."""
         plain = target_log_probs(p_logits, ids)
-        heat, top = self.how.temperature, self.how.top
+        heat, top = self.config.temperature, self.config.top
         warm = plain if heat == 1 else target_log_probs(p_logits, ids, heat)
         best = plain[0].topk(min(top, plain[0].shape[-1]), -1).indices if top else None
         return TargetDistribution(plain, warm, best)
 
-    def values(self, law: TargetDistribution, q_logits: Tensor) -> Tensor:
+    def position_losses(self, target: TargetDistribution, q_logits: Tensor) -> Tensor:
         """[N] of q_logits [N, Vd]."""
-        whole = pair_log_probs(law.warm, q_logits, self.how.temperature)
-        pair = whole if law.top_columns is None else bucket_tail(whole, law.top_columns)
+        whole = pair_log_probs(target.tempered_log_probs, q_logits, self.config.temperature)
+        pair = whole if target.top_columns is None else bucket_tail(whole, target.top_columns)
         total = q_logits.new_zeros((), dtype=whole.q.dtype)
         for name, weight in self.terms:
-            total = total + weight * self._term(name, law, q_logits, whole, pair)
+            total = total + weight * self._term(name, target, q_logits, whole, pair)
         return total
 
     def _term(
         self,
         name: str,
-        law: TargetDistribution,
+        target: TargetDistribution,
         q_logits: Tensor,
         whole: LogProbPair,
         pair: LogProbPair,
     ) -> Tensor:
         if name == "hard_ce":  # of the best token itself, never of all others together
             return hard_ce.of(
-                whole if self.how.temperature == 1 else pair_log_probs(law.plain, q_logits)
+                whole
+                if self.config.temperature == 1
+                else pair_log_probs(target.log_probs, q_logits)
             )
         if name == "top_k":
-            return top_k.of(whole, self.how.top or HASS_TOP_K)
+            return top_k.of(whole, self.config.top or HASS_TOP_K)
         if name == "jsd":
-            return jsd.of(pair, self.how.beta)
+            return jsd.of(pair, self.config.beta)
         return LOSSES[name].of(pair)
 
 

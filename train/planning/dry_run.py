@@ -210,7 +210,7 @@ def try_steps(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
-        for step, choose in enumerate((lambda _: long, training.choose)):
+        for step, choose in enumerate((lambda _: long, training.select_batch)):
             if every:  # the draft writes here, and has ready what the loop then asks for
                 began = time.perf_counter()
                 choose(step)
@@ -218,7 +218,7 @@ def try_steps(
             watch, state = SingleStepTracker(), TrainingState("", step)
             with contextlib.suppress(_StopLoop):
                 train(
-                    replace(training, choose=choose),
+                    replace(training, select_batch=choose),
                     once,
                     state,
                     Path(folder),
@@ -226,7 +226,7 @@ def try_steps(
                     dict,
                     Progress(disable=True),
                 )
-    batch = training.choose(1)
+    batch = training.select_batch(1)
     each = writing / min(every, once.steps) if every else 0.0
     wrote = {"writing_seconds": writing} if every else {}
     return {

@@ -69,9 +69,13 @@ class CachedTeacher:
         self.hidden = self.live.hidden
         self.top = min(where.top, self.vocab)
         final = hidden_state_schema(HiddenStateSpec(final=True), self.hidden)
-        self.law = distribution_schema(self.top, self.vocab) if self.top else final
-        self.states = None if taps is None else hidden_state_schema(taps, self.hidden)
-        kinds = {kind.name: kind for kind in (self.states, self.law) if kind is not None}
+        self.distribution_schema = distribution_schema(self.top, self.vocab) if self.top else final
+        self.states_schema = None if taps is None else hidden_state_schema(taps, self.hidden)
+        kinds = {
+            kind.name: kind
+            for kind in (self.states_schema, self.distribution_schema)
+            if kind is not None
+        }
         key = {
             "target": target.name,
             "revision": target.revision,
@@ -90,12 +94,13 @@ class CachedTeacher:
 
     def get_output(self, batch: Batch) -> TeacherOutput:
         """What `Teacher.look` gives, with zeros at padding."""
-        features = self._read_hidden_states(self.states, batch)
+        features = self._read_hidden_states(self.states_schema, batch)
         if self.top:
             return TeacherOutput(features, self._read_distributions(batch))
-        same = self.states == self.law
+        same = self.states_schema == self.distribution_schema
         return TeacherOutput(
-            features, features if same else self._read_hidden_states(self.law, batch)
+            features,
+            features if same else self._read_hidden_states(self.distribution_schema, batch),
         )
 
     def _read_hidden_states(self, kind: FeatureSchema | None, batch: Batch) -> Tensor:
@@ -120,7 +125,7 @@ class CachedTeacher:
             batch.input_ids.shape,
             [self.cache.sample_index[name] for name in batch.ids],
         )
-        found = [self.cache.read(self.law, sample) for sample in samples]
+        found = [self.cache.read(self.distribution_schema, sample) for sample in samples]
         places = [batching.supervised_positions(self.cache.rows[sample]) for sample in samples]
         starts = [line * shape[1] + column for line, column in batch.starts]
         flat = torch.cat([at + start for at, start in zip(places, starts, strict=True)])  # [M]
@@ -129,7 +134,7 @@ class CachedTeacher:
         payload[flat.to(self.device)] = torch.cat(laws).to(self.device)
         return payload.unflatten(0, shape)
 
-    def fill(
+    def fill_store(
         self,
         console: Console,
         rank: int = 0,

@@ -50,12 +50,12 @@ def fill_missing_shards(
     if todo:
         needed = sum(cache.size(kind, shard) for shard, kinds in todo for kind in kinds)
         console.print(
-            f"features: {len(todo)} of {len(cache.plan)} shards to make in {cache.folder}, {format_bytes(needed)}; "
+            f"features: {len(todo)} of {len(cache.shard_members)} shards to make in {cache.folder}, {format_bytes(needed)}; "
             f"{cache.bytes_per_token():,.0f} bytes a token "
             f"(bf16 taps and final state: 8 H = {8 * live.hidden:,})"
         )
         check_disk_space(cache.folder, needed)
-        with cache.claim() if rank == 0 else contextlib.nullcontext():
+        with cache.lock() if rank == 0 else contextlib.nullcontext():
             wait()  # nobody writes a shard before everybody has seen what is missing
             write_shards(cache, live, top, todo[rank::world], make_progress_bar(console, rank == 0))
             wait()
@@ -70,12 +70,14 @@ def write_shards(
     progress: Progress,
 ) -> None:
     """Writes these shards, each in the kinds that it is missing in."""
-    tokens = [int(cache.counts[False][cache.plan[shard]].sum()) for shard, _ in todo]
+    tokens = [int(cache.counts[False][cache.shard_members[shard]].sum()) for shard, _ in todo]
     began, done = time.perf_counter(), 0
     with progress:
         bar = progress.add_task("features", total=sum(tokens), speed="")
         for (shard, kinds), count in zip(todo, tokens, strict=True):
-            made = extract_features(live, top, [cache.rows[i] for i in cache.plan[shard]], kinds)
+            made = extract_features(
+                live, top, [cache.rows[i] for i in cache.shard_members[shard]], kinds
+            )
             for kind in kinds:
                 cache.write(kind, shard, made[kind.name])
             done += count
@@ -92,15 +94,17 @@ def extract_features(
     device, vocab = live.model.device, live.model.get_output_embeddings().weight.shape[0]
     for some in microbatches(rows):
         batch = batching.collate(some, pad_id=0).to(device)
-        look = live.get_output(batch)
+        output = live.get_output(batch)
         ends = torch.tensor([len(row["input_ids"]) for row in some], device=device)
         inside = torch.arange(batch.input_ids.shape[1], device=device) < ends[:, None]
         for kind in kinds:
             if kind.supervised:
-                for piece in look.teacher[batch.loss_mask].split(divergences.max_chunk_rows(vocab)):
+                for piece in output.head_inputs[batch.loss_mask].split(
+                    divergences.max_chunk_rows(vocab)
+                ):
                     made[kind.name].append(pack_distribution(live.head(piece), top))
             else:
-                states = look.teacher if kind.name == FINAL_STATES else look.features
+                states = output.head_inputs if kind.name == FINAL_STATES else output.features
                 states = states[inside].unflatten(-1, (-1, live.hidden))
                 made[kind.name].append(pack_hidden_states(states))
     return {name: concat_pieces(pieces) for name, pieces in made.items()}

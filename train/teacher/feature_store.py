@@ -65,16 +65,16 @@ class FeatureStore:
         tokens = np.array([len(row["input_ids"]) for row in rows])
         learned = np.array([len(batching.supervised_positions(row)) for row in rows])
         self.counts = {False: tokens, True: learned}  # rows of each sample, by Kind.supervised
-        self.plan = assign_shards(tokens)
+        self.shard_members = assign_shards(tokens)
         self.shard = np.empty(len(rows), np.int64)
-        self.place = np.empty(len(rows), np.int64)  # within its shard
+        self.index_in_shard = np.empty(len(rows), np.int64)  # within its shard
         self.start = {which: np.empty(len(rows), np.int64) for which in self.counts}
-        for number, members in enumerate(self.plan):
-            self.shard[members], self.place[members] = number, np.arange(len(members))
+        for number, members in enumerate(self.shard_members):
+            self.shard[members], self.index_in_shard[members] = number, np.arange(len(members))
             for which, counts in self.counts.items():
                 self.start[which][members] = np.cumsum(counts[members]) - counts[members]
         self.sample_index = {row["id"]: i for i, row in enumerate(rows)}
-        self.checked = {kind.name: np.zeros(len(rows), bool) for kind in kinds}
+        self.verified = {kind.name: np.zeros(len(rows), bool) for kind in kinds}
         self._opened = functools.lru_cache(MAX_OPEN_SHARDS)(self._open)
 
     def path(self, kind: FeatureSchema, shard: int) -> Path:
@@ -82,7 +82,7 @@ class FeatureStore:
 
     def size(self, kind: FeatureSchema, shard: int | None = None) -> int:
         """Bytes of the tensors of a shard, or of all."""
-        members = np.arange(len(self.rows)) if shard is None else self.plan[shard]
+        members = np.arange(len(self.rows)) if shard is None else self.shard_members[shard]
         return kind.row_bytes * int(self.counts[kind.supervised][members].sum()) + 8 * len(members)
 
     def bytes_per_token(self) -> float:
@@ -93,11 +93,11 @@ class FeatureStore:
         """Shards that are not there, with the kinds they are missing in."""
         found = [
             (shard, [kind for kind in self.kinds if not self.path(kind, shard).is_file()])
-            for shard in range(len(self.plan))
+            for shard in range(len(self.shard_members))
         ]
         return [(shard, kinds) for shard, kinds in found if kinds]
 
-    def claim(self) -> IO[bytes]:
+    def lock(self) -> IO[bytes]:
         """Says in the folder what it is for, and keeps other commands from filling it until what it returns is closed.
 
         The system lets go of it when a process ends, however that ends. UserError while another command fills it.
@@ -119,7 +119,7 @@ class FeatureStore:
 
     def write(self, kind: FeatureSchema, shard: int, tensors: dict[str, Tensor]) -> None:
         """The shard of `kind` from tensors whose rows are those of its samples, one after the other."""
-        members = self.plan[shard]
+        members = self.shard_members[shard]
         ends = np.cumsum(self.counts[kind.supervised][members])
         pieces = [
             {name: tensors[name][start:end] for name in kind.fields}
@@ -135,16 +135,16 @@ class FeatureStore:
         end = start + int(self.counts[which][sample])
         file = self._opened(kind.name, shard)
         found = {name: file.get_slice(name)[start:end] for name in kind.fields}
-        if not self.checked[kind.name][sample]:
-            if checksum(found) != int(file.get_tensor("checksum")[self.place[sample]]):
+        if not self.verified[kind.name][sample]:
+            if checksum(found) != int(file.get_tensor("checksum")[self.index_in_shard[sample]]):
                 raise self._damaged(kind, shard, f"sample {self.rows[sample]['id']} was altered")
-            self.checked[kind.name][sample] = True
+            self.verified[kind.name][sample] = True
         return found
 
     def check(self) -> None:
         """UserError unless every shard is there whole; what it holds is checked when it is read."""
         for kind in self.kinds:
-            for shard in range(len(self.plan)):
+            for shard in range(len(self.shard_members)):
                 self._opened(kind.name, shard)
 
     def _open(self, name: str, shard: int) -> Any:
@@ -154,7 +154,7 @@ class FeatureStore:
             found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise self._damaged(kind, shard, str(error)) from error
-        members = self.plan[shard]
+        members = self.shard_members[shard]
         count = int(self.counts[kind.supervised][members].sum())
         wanted: dict[str, tuple[str, list[int]]] = {"checksum": ("I64", [len(members)])}
         for key, (dtype, shape) in kind.fields.items():

@@ -37,7 +37,7 @@ class TeacherOutput:
     """What a teacher says of one batch; logits are its `head` of rows of `teacher`, made where they are needed."""
 
     features: Tensor  # [B, T, F] what the draft taps
-    teacher: Tensor  # [B, T, P] means something at supervised positions
+    head_inputs: Tensor  # [B, T, P] means something at supervised positions
 
 
 class LiveTeacher:

@@ -15,7 +15,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from decode.common import files as common_files
+from decode.common import files
 from decode.common.errors import UserError
 
 LATEST = "latest"
@@ -73,7 +73,7 @@ def save(
         (scratch / CONTENTS).write_text(json.dumps(contents))
         shutil.rmtree(final, ignore_errors=True)  # a step trained again after a kill
         scratch.replace(final)
-        common_files.write_atomically(home / LATEST, final.name + "\n")
+        files.write_atomically(home / LATEST, final.name + "\n")
         for old in sorted(home.glob("step-??????"))[:-keep]:
             if old.name != checkpoint_name(best):
                 shutil.rmtree(old)
@@ -87,7 +87,7 @@ def discard_checkpoint(out: Path, step: int) -> None:
         return
     earlier = [path.name for path in sorted(bad.parent.glob("step-??????")) if path < bad]
     if earlier:
-        common_files.write_atomically(bad.parent / LATEST, earlier[-1] + "\n")
+        files.write_atomically(bad.parent / LATEST, earlier[-1] + "\n")
     else:
         (bad.parent / LATEST).unlink()
     shutil.rmtree(bad)
@@ -103,9 +103,7 @@ def check_tokenizer(out: Path, tokenizer: str) -> None:
     """UserError if the newest checkpoint is of another tokenizer: its weights may fit and mean other tokens."""
     path = latest_checkpoint(out)
     found = (
-        tokenizer
-        if path is None
-        else common_files.read_json(path / CONTENTS).get("tokenizer", tokenizer)
+        tokenizer if path is None else files.read_json(path / CONTENTS).get("tokenizer", tokenizer)
     )
     if found != tokenizer:
         raise UserError(
@@ -122,7 +120,7 @@ def load_latest(accelerator: Accelerator, out: Path, tokenizer: str) -> Training
     path = latest_checkpoint(out)
     if path is None:
         return TrainingState(tokenizer)
-    contents = common_files.read_json(path / CONTENTS)
+    contents = files.read_json(path / CONTENTS)
     found = _digests(path)
     for name, digest in contents.pop("files").items():
         if found.get(name) != digest:
@@ -157,8 +155,8 @@ def latest_checkpoint(out: Path) -> Path | None:
 
 
 def _digests(folder: Path) -> dict[str, Any]:
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != CONTENTS)
-    return {str(p.relative_to(folder)): _digest(p) for p in files}
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != CONTENTS)
+    return {str(p.relative_to(folder)): _digest(p) for p in paths}
 
 
 def _digest(path: Path) -> str:

@@ -75,7 +75,7 @@ class LoopConfig:
         if self.keep_best and self.eval_every == 0:
             raise UserError("loop.keep_best needs measurements of τ: give loop.eval_every")
 
-    def over(self, samples: int) -> "LoopConfig":
+    def resolve_epochs(self, samples: int) -> "LoopConfig":
         """The same with `steps` counted, should `epochs` be given."""
         if self.epochs == 0:
             return self
@@ -121,14 +121,14 @@ class Training:
     """As `prepare` wrapped it."""
     optimizers: Sequence[torch.optim.Optimizer]
     objective: LossFn
-    choose: Callable[[int], Sequence[SampleRow]]
+    select_batch: Callable[[int], Sequence[SampleRow]]
     """The global batch of a step (from 0), the same in every process."""
-    work: Callable[[Sequence[SampleRow]], FlopsByDtype]
+    step_flops: Callable[[Sequence[SampleRow]], FlopsByDtype]
     """Operations of a step over these samples, by the shapes of the models."""
 
 
 def train(
-    job: Training,
+    training: Training,
     s: LoopConfig,
     state: TrainingState,
     out: Path,
@@ -136,35 +136,35 @@ def train(
     measure: Callable[[], dict[str, float]],
     progress: Progress,
 ) -> bool:
-    """Steps on from `state`, in place, to `s.steps`, each on the batch that `job.choose` gives for it.
+    """Steps on from `state`, in place, to `s.steps`, each on the batch that `training.select_batch` gives for it.
 
     `measure` decodes with the draft as it is and returns what to log. False if SIGTERM came first: the step was
     finished and saved. UserError when loss or gradient is not finite, the last good checkpoint stands; or when memory
     runs out.
     """
-    accelerator = job.accelerator
+    accelerator = training.accelerator
     main, world = accelerator.is_main_process, accelerator.num_processes
-    meter = ThroughputMeter(accelerator.device, world, job.work)
+    meter = ThroughputMeter(accelerator.device, world, training.step_flops)
     bar = progress.add_task(
         "distilling", total=s.steps, completed=state.step, loss="", alpha="", speed=""
     )
     with SigtermHandler() as stop, report_out_of_memory(out_of_memory_advice(s)):
         for step in range(state.step, s.steps):
-            for optimizer, peak in zip(job.optimizers, (s.lr, s.muon_lr), strict=False):
+            for optimizer, peak in zip(training.optimizers, (s.lr, s.muon_lr), strict=False):
                 for group in optimizer.param_groups:
                     group["lr"] = peak * lr_multiplier(step, s) * group.get("scale", 1.0)
             began = time.perf_counter()
-            chosen = job.choose(step)
+            chosen = training.select_batch(step)
             tokens = batching.supervised_token_count(chosen)
             mine = batching.rank_slice(accelerator.process_index, world, chosen)
             waited = time.perf_counter() - began
-            sums = _accumulate_gradients(job, mine, s.micro_batch, world / tokens, s.pack)
-            norm = accelerator.clip_grad_norm_(job.model.parameters(), s.clip)
+            sums = _accumulate_gradients(training, mine, s.micro_batch, world / tokens, s.pack)
+            norm = accelerator.clip_grad_norm_(training.model.parameters(), s.clip)
             values = _reduce_metrics(accelerator, {**sums, "stop": float(stop.received)}, norm)
             stopping = values.pop("stop") > 0
             norm = values.pop("norm")
             _check_finite(values["loss"], norm, step, out, main)
-            for optimizer in job.optimizers:
+            for optimizer in training.optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             took = time.perf_counter() - began
@@ -177,7 +177,7 @@ def train(
             state.step = done = step + 1
             last = done == s.steps
             if done % s.log_every == 0 or done % s.save_every == 0 or last:
-                means, speed = window_means(state.sums), meter.take()
+                means, speed = window_means(state.sums), meter.flush()
                 lines = {**means, "grad_norm": norm, "lr": s.lr * lr_multiplier(step, s), **speed}
                 tracker.log(done, {f"train/{name}": value for name, value in lines.items()})
                 rate = f"{speed['tokens_per_second']:,.0f} tok/s"
@@ -247,13 +247,13 @@ def _check_finite(loss: float, norm: float, step: int, out: Path, main: bool) ->
 
 
 def _accumulate_gradients(
-    job: Training, rows: Sequence[SampleRow], micro_batch: int, scale: float, pack: bool
+    training: Training, rows: Sequence[SampleRow], micro_batch: int, scale: float, pack: bool
 ) -> dict[str, torch.Tensor]:
     """Backward through every micro-batch; returns this process's detached sums.
 
     `scale` is processes ÷ global tokens: data parallelism averages gradients over processes.
     """
-    accelerator, model = job.accelerator, job.model
+    accelerator, model = training.accelerator, training.model
     totals: dict[str, torch.Tensor] = {}
     rows = sorted(
         rows, key=lambda row: len(row["input_ids"])
@@ -265,7 +265,7 @@ def _accumulate_gradients(
         # processes exchange gradients once a step, with the last micro-batch
         accelerator.sync_gradients = last  # DeepSpeed updates the weights where this is set
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            sums = job.objective(batch)
+            sums = training.objective(batch)
             accelerator.backward(sums["loss"] * scale)
         for name, value in sums.items():
             totals[name] = totals.get(name, torch.zeros_like(value)) + value.detach()

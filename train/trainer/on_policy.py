@@ -101,7 +101,7 @@ class OnPolicyBuffer:
         self.written: dict[str, SampleRow] = {}
         self.new: list[SampleRow] = []
 
-    def step(self, step: int) -> list[SampleRow]:
+    def global_batch(self, step: int) -> list[SampleRow]:
         """The global batch of `step`; with the first one of a round the draft writes, all processes together."""
         if self.round < 0:
             self._discard_rounds_after(step)
@@ -113,7 +113,7 @@ class OnPolicyBuffer:
             source, number = source_at(self.shares, place)
             own = source == 1
             chosen.append(
-                self.written[draft_row_id(number)] if own else self.rows.at(number, self.seed)
+                self.written[draft_row_id(number)] if own else self.rows.row_at(number, self.seed)
             )
         return chosen
 
@@ -158,7 +158,7 @@ class OnPolicyBuffer:
         draft = self.trainee.draft()
         author = Target(draft.decoder, None, "draft", None, "", self.target.eos)  # type: ignore[attr-defined]
         room = min(self.max_length, author.decoder.context) - self.s.max_new_tokens
-        sources = [self.rows.at(number, self.seed + PROMPT_SEED_OFFSET) for number in numbers]
+        sources = [self.rows.row_at(number, self.seed + PROMPT_SEED_OFFSET) for number in numbers]
         prompts = [
             prompt_from_row(row, max(1, room), np.random.default_rng([self.seed, number]))
             for row, number in zip(sources, numbers, strict=True)

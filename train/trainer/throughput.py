@@ -32,7 +32,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 class ThroughputMeter:
     """Adds up steps between two lines of the log; what lies between steps (measuring, saving) does not count.
 
-    `work` gives the operations that a step over some samples takes by the models' shapes, and is asked once a step.
+    `step_flops` gives the operations that a step over some samples takes by the models' shapes, and is asked once a step.
     `mfu` is the share of the time in which the device at its best would have done them, each in its dtype; it is left
     out where nobody knows what the device can do. Memory is this process's.
     """
@@ -41,9 +41,9 @@ class ThroughputMeter:
         self,
         device: torch.device,
         processes: int,
-        work: Callable[[Sequence[SampleRow]], FlopsByDtype],
+        step_flops: Callable[[Sequence[SampleRow]], FlopsByDtype],
     ):
-        self.device, self.processes, self.work = device, processes, work
+        self.device, self.processes, self.step_flops = device, processes, step_flops
         self.gpu = gpu_peaks(device)
         self._reset()
 
@@ -54,10 +54,10 @@ class ThroughputMeter:
         self.seconds += seconds
         self.data_wait_seconds += waited
         if self.gpu is not None:
-            parts = self.work(rows).items()
-            self.needed += sum(count / self.gpu.flops(dtype) for dtype, count in parts)
+            parts = self.step_flops(rows).items()
+            self.ideal_seconds += sum(count / self.gpu.flops(dtype) for dtype, count in parts)
 
-    def take(self) -> dict[str, float]:
+    def flush(self) -> dict[str, float]:
         """What to log of the steps since the last call. Tokens are those of samples, without padding."""
         found = {
             "tokens_per_second": self.tokens / self.seconds,
@@ -66,13 +66,13 @@ class ThroughputMeter:
             "peak_memory_gb": peak_memory_bytes(self.device) / 1e9,
         }
         if self.gpu is not None:
-            found["mfu"] = self.needed / self.seconds / self.processes
+            found["mfu"] = self.ideal_seconds / self.seconds / self.processes
         self._reset()
         return found
 
     def _reset(self) -> None:
         self.tokens = self.learned = 0
-        self.seconds = self.data_wait_seconds = self.needed = 0.0
+        self.seconds = self.data_wait_seconds = self.ideal_seconds = 0.0
 
 
 @contextmanager

@@ -48,9 +48,13 @@ class Tracker:
         self._run: Any = None
         if resolved != "disabled":
             run_id = _run_id(out, resumed_step is not None)
-            self._run = self._try(lambda: _start_wandb(out, project, config, resolved, run_id))
+            self._run = self._call_wandb(
+                lambda: _start_wandb(out, project, config, resolved, run_id)
+            )
             if self._run is None and resolved == "online":  # a node without network: sync it later
-                self._run = self._try(lambda: _start_wandb(out, project, config, "offline", run_id))
+                self._run = self._call_wandb(
+                    lambda: _start_wandb(out, project, config, "offline", run_id)
+                )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """One line {"step": step, **values}, on disk when this returns. NaN and inf become null."""
@@ -58,21 +62,21 @@ class Tracker:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if self._run is not None:
-            self._try(lambda: self._run.log({"step": step, **values}))
+            self._call_wandb(lambda: self._run.log({"step": step, **values}))
 
     def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
         """Hands files and folders to W&B as one artifact of type `kind`."""
         if self._run is not None:
-            self._try(lambda: self._run.log_artifact(_artifact(name, kind, paths)))
+            self._call_wandb(lambda: self._run.log_artifact(_artifact(name, kind, paths)))
 
     def finish(self) -> None:
         """Closes the file and the W&B run."""
         self._file.close()
         if self._run is not None:
-            self._try(self._run.finish)
+            self._call_wandb(self._run.finish)
         self._run = None
 
-    def _try(self, action: Callable[[], Any]) -> Any:
+    def _call_wandb(self, action: Callable[[], Any]) -> Any:
         """What `action` returns; when W&B fails, None, said once, and W&B is off from then on."""
         try:
             return action()

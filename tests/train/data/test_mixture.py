@@ -64,14 +64,14 @@ def test_one_source_is_what_it_was() -> None:
     """Bug: runs with one folder meet other batches than before there were mixtures."""
     mixture = Mixture([rows("a", 7)], [1.0])
     for step in range(6):
-        ids = [row["id"] for row in mixture.step(3, 5, step)]
+        ids = [row["id"] for row in mixture.global_batch(3, 5, step)]
         assert ids == [f"a{i}" for i in step_indices(7, 3, 5, step)]
 
 
 def test_each_source_is_an_endless_run_of_fresh_permutations() -> None:
     """Bug: sources share one permutation, a small one is never shuffled again, or an epoch leaves rows out."""
     mixture = Mixture([rows("a", 6), rows("b", 6), rows("c", 3)], [2, 1, 1])
-    stream = [row for step in range(12) for row in mixture.step(8, 0, step)]
+    stream = [row for step in range(12) for row in mixture.global_batch(8, 0, step)]
     orders = {}
     for name, size, times in (("a", 6, 8), ("b", 6, 4), ("c", 3, 8)):
         own = [row["input_ids"][-1] for row in stream if row["source"] == name]
@@ -90,9 +90,9 @@ def test_steps_depend_on_nothing_but_the_arguments() -> None:
         return Mixture([rows("a", 5), rows("b", 3)], [3, 1])
 
     mixture = made()
-    straight = [mixture.step(4, 1, step) for step in range(9)]
-    assert [made().step(4, 1, step) for step in (8, 3)] == [straight[8], straight[3]]
-    assert [made().step(4, 2, step) for step in range(9)] != straight
+    straight = [mixture.global_batch(4, 1, step) for step in range(9)]
+    assert [made().global_batch(4, 1, step) for step in (8, 3)] == [straight[8], straight[3]]
+    assert [made().global_batch(4, 2, step) for step in range(9)] != straight
 
 
 def test_two_answers_to_one_prompt_stay_two(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_two_answers_to_one_prompt_stay_two(tmp_path: Path) -> None:
     mixture, dropped = load([MixturePart(path) for path in paths], 99, "aa", "t")
     ids = [row["id"] for row in mixture]
     assert ids == [f"{part}/same{i}" for part in (0, 1) for i in range(3)]
-    assert [row["id"] for row in mixture.step(6, 0, 0)] != ids
+    assert [row["id"] for row in mixture.global_batch(6, 0, 0)] != ids
     assert dropped == 0
     assert [row["id"] for row in mixture[2:4]] == [mixture[2]["id"], mixture[3]["id"]]
     assert [row["id"] for row in load(paths[0], 99)[0]] == ["same0", "same1", "same2"]

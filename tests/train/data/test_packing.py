@@ -148,7 +148,7 @@ def test_packed_samples_read_their_own_states_from_disk(
     where = FeatureFolder(tmp_path / "features", top, 64)
     trainee = trainee_of(family, tiny_target(model_of()), where)
     assert isinstance(trainee.teacher, CachedTeacher)
-    trainee.teacher.fill(Console(quiet=True))
+    trainee.teacher.fill_store(Console(quiet=True))
     whole = learned(trainee, batching.collate(SAMPLES, 0))
     assert_same(learned(trainee, batching.pack(SAMPLES, 0)), whole)
 

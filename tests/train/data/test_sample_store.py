@@ -222,7 +222,7 @@ from train import mixture
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 before = peak()
 rows, _ = mixture.load(sys.argv[1], 256)
-seen = sum(len(row["input_ids"]) for step in range(200) for row in rows.step(16, 0, step))
+seen = sum(len(row["input_ids"]) for step in range(200) for row in rows.global_batch(16, 0, step))
 print(len(rows), seen, peak() - before)
 """
 

@@ -121,8 +121,8 @@ def test_what_is_compared_and_mixed_stays_within_the_peak(name: str, how: Diverg
 
         def sums(teacher: Tensor, hidden: Tensor) -> dict[str, Tensor]:
             with torch.no_grad():
-                law = criterion.law(teacher @ target_head)
-            return {"loss": criterion.values(law, hidden @ head).sum()}
+                law = criterion.target_distribution(teacher @ target_head)
+            return {"loss": criterion.position_losses(law, hidden @ head).sum()}
 
         sums_in_chunks(sums, [teacher, hidden], rows)["loss"].backward()
     assert live.peak - before < 10 * 4 * rows * V + 2 * 4 * H * V

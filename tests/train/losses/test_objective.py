@@ -31,7 +31,7 @@ def value_of(
     name: str, p: Tensor, q: Tensor, ids: Tensor | None = None, how: DivergenceConfig | None = None
 ) -> Tensor:
     criterion = Criterion(name, how)
-    return criterion.values(criterion.law(p, ids), q)
+    return criterion.position_losses(criterion.target_distribution(p, ids), q)
 
 
 def gradient_of(name: str, p: Tensor, q: Tensor, how: DivergenceConfig) -> Tensor:

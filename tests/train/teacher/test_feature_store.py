@@ -87,7 +87,7 @@ def stored(
 ) -> CachedTeacher:
     """Filled features."""
     made = CachedTeacher(target, taps, rows, folder_of(path, top))
-    made.fill(Console(quiet=True))
+    made.fill_store(Console(quiet=True))
     return made
 
 
@@ -118,7 +118,7 @@ def test_states_are_those_of_the_live_target(
     """
     target = tiny_target(tiny_model(arch))
     cached, live = stored(tmp_path, target, taps), LiveTeacher(target, taps)
-    assert len(cached.cache.plan) >= 10
+    assert len(cached.cache.shard_members) >= 10
     for seed in range(4):
         batch = some(seed)
         assert (
@@ -169,7 +169,7 @@ def laws(tmp_path: Path, target: Target, top: int) -> Laws:
         mask = batch.loss_mask
         pairs.append(
             [
-                source.head(source.get_output(batch).teacher[mask]).softmax(-1)
+                source.head(source.get_output(batch).head_inputs[mask]).softmax(-1)
                 for source in (live, cached)
             ]
         )
@@ -211,7 +211,7 @@ def test_without_a_top_laws_come_from_final_states(tmp_path: Path, target: Targe
         assert {kind.name for kind in made.cache.kinds} == kinds
         batch = some(0)
         look, mask = made.get_output(batch), batch.loss_mask
-        again = made.head(look.teacher[mask]).softmax(-1)
+        again = made.head(look.head_inputs[mask]).softmax(-1)
         torch.testing.assert_close(again, cached[: len(again)])
 
 
@@ -262,14 +262,15 @@ def test_losses_are_those_of_the_live_target(tmp_path: Path, model: Any, family:
     cached = trainee_of(family, tiny_target(model), folder_of(tmp_path, VOCAB))
     cached.model.load_state_dict(live.model.state_dict())
     assert isinstance(cached.teacher, CachedTeacher)
-    cached.teacher.fill(Console(quiet=True))
+    cached.teacher.fill_store(Console(quiet=True))
     batch = some(0)
     with torch.no_grad():
         wanted = live.objective(live.model)(batch)
         found = cached.objective(cached.model)(batch)
         if family != "causal":
             look = TeacherOutput(
-                live.teacher.get_output(batch).features, cached.teacher.get_output(batch).teacher
+                live.teacher.get_output(batch).features,
+                cached.teacher.get_output(batch).head_inputs,
             )
             exact = cached.model(batch, look)
         else:
@@ -327,12 +328,12 @@ FILLER = """
 import sys, time
 from pathlib import Path
 from rich.console import Console
-from train.feature_cache import Cache
-from train.packed import states_kind
-from decode.taps import Taps
+from train.teacher.feature_store import FeatureStore
+from train.teacher.feature_codec import hidden_state_schema
+from decode.model.hidden_states import HiddenStateSpec
 sys.path.insert(0, ".")
-from tests.test_features import ROWS
-with Cache(Path(sys.argv[1]), [states_kind(Taps((0, 1, 2)), 32)], ROWS, {}).claim():
+from tests.train.teacher.test_feature_store import ROWS
+with FeatureStore(Path(sys.argv[1]), [hidden_state_schema(HiddenStateSpec((0, 1, 2)), 32)], ROWS, {}).lock():
     print("held", flush=True)
     time.sleep(60)
 """
@@ -354,7 +355,7 @@ def test_two_commands_do_not_fill_one_folder(tmp_path: Path, target: Target) -> 
         other.kill()
     stored(folder, target)
     filled = contents(folder)
-    with CachedTeacher(target, TAPS, ROWS, folder_of(folder)).cache.claim():  # nothing is missing
+    with CachedTeacher(target, TAPS, ROWS, folder_of(folder)).cache.lock():  # nothing is missing
         stored(folder, target)
     assert contents(folder) == filled
 
@@ -381,7 +382,7 @@ def test_two_processes_make_the_files_of_one(
     def work(rank: int, target: Target) -> None:
         try:
             made = CachedTeacher(target, TAPS, ROWS, folder_of(tmp_path / "two"))
-            made.fill(Console(quiet=True), rank, 2, lambda: barrier.wait() and None)
+            made.fill_store(Console(quiet=True), rank, 2, lambda: barrier.wait() and None)
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -458,8 +459,8 @@ def test_a_damaged_shard_is_named(tmp_path: Path, target: Target, kind: str, dam
         worlds.flip_byte(path, {"byte": -1, "sum": offset + 1, "header": 12}[damage])
     again = CachedTeacher(target, TAPS, ROWS, folder_of(tmp_path))
     with pytest.raises(UserError) as refusal:  # noqa: PT012
-        again.fill(Console(quiet=True))
-        again.get_output(batching.collate([ROWS[int(i)] for i in made.cache.plan[4]], 0))
+        again.fill_store(Console(quiet=True))
+        again.get_output(batching.collate([ROWS[int(i)] for i in made.cache.shard_members[4]], 0))
     assert str(path) in str(refusal.value)
     path.unlink()
     stored(tmp_path, target)
@@ -477,7 +478,7 @@ def test_reading_a_sample_does_not_read_its_shard(tmp_path: Path) -> None:
         patch.setattr(feature_store, "SHARD_TOKENS", 2**30)
         patch.setattr(feature_store, "TARGET_SHARD_COUNT", 1)
         cache = FeatureStore(tmp_path, [kind], rows, {})
-    assert len(cache.plan) == 1
+    assert len(cache.shard_members) == 1
     states = torch.zeros(2**16, 3, 683, dtype=torch.uint8).view(torch.float8_e4m3fn)
     cache.write(kind, 0, {"states": states, "scale": torch.ones(2**16, 3, dtype=torch.bfloat16)})
     assert cache.path(kind, 0).stat().st_size > 128e6
@@ -502,10 +503,10 @@ def test_a_disk_without_room_is_refused_before_the_pass(
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(feature_extraction.shutil, "disk_usage", lambda path: usage(size - 1))
     with pytest.raises(UserError, match="features_top"):
-        made.fill(Console(quiet=True))
+        made.fill_store(Console(quiet=True))
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr(feature_extraction.shutil, "disk_usage", lambda path: usage(size))
-    made.fill(Console(quiet=True))
+    made.fill_store(Console(quiet=True))
     monkeypatch.setattr(feature_extraction.shutil, "disk_usage", lambda path: usage(0))
     stored(tmp_path / "new", target)
 
@@ -514,12 +515,12 @@ def test_it_says_what_it_will_take(tmp_path: Path, target: Target) -> None:
     """Bug: nobody is told the size before hours of writing; or every process says it."""
     text = io.StringIO()
     made = CachedTeacher(target, TAPS, ROWS, folder_of(tmp_path))
-    made.fill(Console(file=text, width=300))
+    made.fill_store(Console(file=text, width=300))
     said = text.getvalue()
     assert formatting.format_bytes(sum(map(made.cache.size, made.cache.kinds))) in said
     assert f"{made.cache.bytes_per_token():,.0f} bytes a token" in said
     assert f"8 H = {8 * 32}" in said
-    made.fill(Console(file=text, width=300))
+    made.fill_store(Console(file=text, width=300))
     assert text.getvalue() == said  # nothing to do, nothing to say
 
 

@@ -446,7 +446,7 @@ def test_the_meter_divides_what_it_adds(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(2):
         measured.add(rows, 0.5, 0.1)
         measured.add(rows, 1.5, 0.3)
-        found = measured.take()
+        found = measured.flush()
         assert found["tokens_per_second"] == 10.0
         assert found["learned_per_second"] == 6.0
         assert found["data_wait_share"] == pytest.approx(0.2)
@@ -507,8 +507,8 @@ def test_every_gpu_is_found_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_keeping_one_epoch_apart_from_steps() -> None:
     """Catches rounding that drops the last part of an epoch."""
-    assert LoopConfig(epochs=3, batch_size=8).over(25).steps == 10
-    assert LoopConfig(steps=7).over(25).steps == 7
+    assert LoopConfig(epochs=3, batch_size=8).resolve_epochs(25).steps == 10
+    assert LoopConfig(steps=7).resolve_epochs(25).steps == 7
 
 
 # ---- a published draft ----
