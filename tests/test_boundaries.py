@@ -1,10 +1,17 @@
-"""What may import what, which file names are safe, and that every configuration file is accepted."""
+"""The rules of the tree: folder sizes, class names, import directions, safe file names, and configs that are accepted.
+
+Each rule is a function of a folder that holds packages and returns what breaks it, a line each. One test applies the
+rules to this checkout; the others plant a violation in a temporary folder and expect it to be found.
+"""
 
 import ast
 import importlib
+import inspect
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import packages_distributions
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,64 +21,335 @@ from decode.common.cli import parse_settings
 from decode.common.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-BELOW = {
-    "decode": set(),
-    "eval": {"decode"},
-    "train": {"decode", "eval"},
-    "scripts": {"decode", "eval", "train"},
+MAX_FILES = 12
+"""Source files of one folder, `__init__.py` not counted."""
+PACKAGES = ("decode", "eval", "train", "scripts")
+"""Each may import the ones before it."""
+ALLOWED: dict[str, dict[str, set[str]]] = {
+    "decode": {
+        "common": set(),
+        "model": {"common"},
+        "verification": {"common", "model"},
+        "checkpoints": {"common", "model"},
+        "drafts": {"common", "model", "verification", "checkpoints"},
+        "engine": {"common", "model", "verification", "drafts"},
+    },
+    "eval": {
+        "metrics": set(),
+        "tasks": set(),
+        "benchmark": {"metrics", "tasks"},
+        "checks": {"metrics", "tasks", "benchmark"},
+        "tuning": {"metrics", "tasks", "benchmark"},
+        "reporting": {"metrics"},
+    },
+    "train": {
+        "data": set(),
+        "losses": {"data"},
+        "teacher": {"data", "losses"},
+        "families": {"data", "losses", "teacher"},
+        "trainer": {"data", "losses", "teacher", "families"},
+        "planning": {"data", "losses", "teacher", "families", "trainer"},
+        "hub": {"data", "families"},
+    },
+    "scripts": {"benchmarks": set(), "experiments": set(), "engine_compat": set()},
 }
-OURS = {*BELOW, "tests"}
+"""{package: {subpackage: the subpackages of the same package that it may import}}, each after those that it may import.
+
+Files at a package's top are commands above all its subpackages: they may import all and nothing imports them. Only
+scripts/ is a collection of commands, whose subpackages may import commands.
+"""
 
 
-def imports(source: str) -> Iterator[str]:
-    """The full names that a module imports anywhere in it; a relative one begins with a dot."""
-    for node in ast.walk(ast.parse(source)):
+def modules(root: Path) -> dict[str, Path]:
+    """{full module name: file} of all packages below `root`; a package itself goes by its folder's name."""
+    found = {}
+    for package in PACKAGES:
+        for file in sorted((root / package).rglob("*.py")):
+            parts = file.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imported_names(file: Path) -> Iterator[str]:
+    """The full names that a file imports anywhere in it, "a.b" and "a.b.c" for `from a.b import c`.
+
+    A relative import begins with a dot.
+    """
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield "." * node.level + (node.module or "")
+            base = "." * node.level + (node.module or "")
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def trespasses(package: str, source: str) -> list[str]:
-    """Imports that `package` may not make."""
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """{module: the modules of ours that it imports}; names of functions and classes are left out."""
+    files = modules(root)
+    return {
+        name: {other for other in imported_names(file) if other in files and other != name}
+        for name, file in files.items()
+    }
+
+
+def crowded_folders(root: Path) -> list[str]:
+    """Folders with more than MAX_FILES source files (*.py, *.sh, *.j2)."""
+    counts: dict[Path, int] = defaultdict(int)
+    for package in PACKAGES:
+        for file in (root / package).rglob("*"):
+            counts[file.parent] += file.suffix in (".py", ".sh", ".j2") and (
+                file.name != "__init__.py"
+            )
     return [
-        name
-        for name in imports(source)
-        if name.startswith(".") or name.split(".")[0] in OURS - BELOW[package] - {package}
+        f"{folder.relative_to(root)}: {count} files"
+        for folder, count in sorted(counts.items())
+        if count > MAX_FILES
     ]
 
 
-@pytest.mark.parametrize("package", BELOW)
-def test_imports_point_down(package: str) -> None:
-    """Catches a cycle between rooms: decode <- eval <- train <- scripts, absolute imports only."""
-    files = sorted((ROOT / package).rglob("*.py"))
-    assert len(files) > 0
-    for file in files:
-        assert trespasses(package, file.read_text()) == [], file
+def repeated_classes(root: Path) -> list[str]:
+    """Names that more than one class of a module's top level has."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for name, file in modules(root).items():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(name)
+    return [f"{name}: {', '.join(where)}" for name, where in places.items() if len(where) > 1]
 
 
-def test_trespasses_are_seen() -> None:
-    """The test above is blind if one of these passes, wherever in the file it stands."""
-    assert trespasses("decode", "import os\nfrom decode.model.runner import Target\n") == []
-    assert trespasses("eval", "def f():\n    from decode import verify\n") == []
-    assert trespasses("decode", "def f():\n    from eval.metrics.acceptance import tau\n") == [
-        "eval.metrics.acceptance"
-    ]
-    assert trespasses("eval", "import torch, train.losses.divergences as t\n") == [
-        "train.losses.divergences"
-    ]
-    assert trespasses("train", "from scripts import publish\n") == ["scripts"]
-    assert trespasses("train", "from .losses import kl\nfrom . import x\n") == [".losses", "."]
-    assert trespasses("scripts", "from tests.tiny import tiny_model\n") == ["tests.tiny"]
+def forbidden_package_imports(root: Path) -> list[str]:
+    """Relative imports, imports of tests, and imports of a package that stands above."""
+    found = []
+    for name, file in modules(root).items():
+        own = name.split(".")[0]
+        above = {*PACKAGES[PACKAGES.index(own) + 1 :], "tests"}
+        for other in imported_names(file):
+            if other.startswith(".") or other.split(".")[0] in above:
+                found.append(f"{name} imports {other}")
+    return found
 
 
-def test_no_file_hides_a_module() -> None:
-    """Catches train/datasets.py: `python train/x.py` puts train/ first on the path."""
+def forbidden_subpackage_imports(
+    root: Path, allowed: Mapping[str, Mapping[str, set[str]]] = ALLOWED
+) -> list[str]:
+    """Imports between subpackages of one package that `allowed` does not name, and imports of its top files."""
+    found = []
+    for name, others in import_graph(root).items():
+        package, *rest = name.split(".")
+        if not rest or not (root / package / rest[0]).is_dir():
+            continue  # a file at the top of its package
+        may = allowed[package].get(rest[0], set()) | {rest[0]}
+        for other in sorted(others):
+            if not other.startswith(f"{package}."):
+                continue
+            sub = other.split(".")[1]
+            command = package == "scripts" and not (root / package / sub).is_dir()
+            if sub not in may and not command:
+                found.append(f"{name} imports {other}")
+    return found
+
+
+def unlisted_subpackages(
+    root: Path, allowed: Mapping[str, Mapping[str, set[str]]] = ALLOWED
+) -> list[str]:
+    """Subpackages that `allowed` does not name, and named ones that are not there."""
+    found = []
+    for package in PACKAGES:
+        there = {file.parent.name for file in (root / package).glob("*/*.py")}
+        found += [f"{package}/{name}" for name in there ^ set(allowed[package])]
+    return sorted(found)
+
+
+def upward_edges(allowed: Mapping[str, Mapping[str, set[str]]] = ALLOWED) -> list[str]:
+    """Allowed imports of a subpackage that is listed later: with none, the allowed imports have no cycle."""
+    found = []
+    for subpackages in allowed.values():
+        order = list(subpackages)
+        for name, others in subpackages.items():
+            found += [f"{name} may import {x}" for x in others - set(order[: order.index(name)])]
+    return found
+
+
+def import_cycles(root: Path) -> list[str]:
+    """One line for each cycle of modules that a depth-first search meets, as "a -> b -> a"."""
+    graph, found, finished = import_graph(root), [], set[str]()
+
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            found.append(" -> ".join([*path[path.index(name) :], name]))
+        elif name not in finished:
+            for other in sorted(graph[name]):
+                visit(other, [*path, name])
+            finished.add(name)
+
+    for name in sorted(graph):
+        visit(name, [])
+    return found
+
+
+def shadowing_files(root: Path) -> list[str]:
+    """Files named as an installed module: `python train/x.py` puts train/ first on the import path."""
     taken = {*sys.stdlib_module_names, *packages_distributions()}
     assert {"datasets", "queue"} < taken
-    for package in ("decode", "eval", "train"):
-        for file in (ROOT / package).rglob("*.py"):
-            assert file.stem == "__init__" or file.stem not in taken, file
+    return [
+        str(file.relative_to(root))
+        for name, file in modules(root).items()
+        if file.name != "__init__.py" and not name.startswith("scripts.") and file.stem in taken
+    ]
+
+
+def folders_without_docstring(root: Path) -> list[str]:
+    """Folders of source files without an `__init__.py` that begins with a docstring."""
+    folders = {file.parent for file in modules(root).values()}
+    found = []
+    for folder in sorted(folders):
+        init = folder / "__init__.py"
+        if not init.is_file() or not ast.get_docstring(ast.parse(init.read_text())):
+            found.append(str(folder.relative_to(root)))
+    return found
+
+
+RULES = [
+    crowded_folders,
+    repeated_classes,
+    forbidden_package_imports,
+    forbidden_subpackage_imports,
+    unlisted_subpackages,
+    import_cycles,
+    shadowing_files,
+    folders_without_docstring,
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_tree_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
+    assert len(modules(ROOT)) > 100
+    assert rule(ROOT) == []
+
+
+# ---- planted violations ----
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small tree that keeps every rule but the list of subpackages."""
+    write(tmp_path, "decode/model/runner.py", "class Runner: ...\n")
+    write(tmp_path, "decode/engine/loop.py", "from decode.model.runner import Runner\n")
+    write(tmp_path, "decode/generate.py", "import decode.engine.loop\n")
+    write(tmp_path, "eval/metrics/tau.py", "def f():\n    from decode.model import runner\n")
+    write(tmp_path, "train/distill.py", "import torch\nfrom eval.metrics.tau import tau\n")
+    write(tmp_path, "scripts/publish.py", "from train import distill\n")
+    for rule in RULES:
+        assert rule is unlisted_subpackages or rule(tmp_path) == []
+    return tmp_path
+
+
+def write(root: Path, path: str, text: str) -> None:
+    """Writes a file, and an `__init__.py` with a docstring in every folder above it that has none."""
+    file = root / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    for folder in file.relative_to(root).parents[:-1]:
+        if not (root / folder / "__init__.py").exists():
+            (root / folder / "__init__.py").write_text('"""A package."""\n')
+
+
+def test_a_thirteenth_file_is_found(tree: Path) -> None:
+    for number in range(11):
+        write(tree, f"decode/model/part{number}.py", "")
+    assert crowded_folders(tree) == []
+    write(tree, "decode/model/page.j2", "")
+    assert crowded_folders(tree) == ["decode/model: 13 files"]
+
+
+def test_a_second_class_of_one_name_is_found(tree: Path) -> None:
+    write(tree, "train/data/rows.py", "class Other: ...\n\nclass Runner: ...\n")
+    assert repeated_classes(tree) == ["Runner: decode.model.runner, train.data.rows"]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "found"),
+    [
+        ("decode/model/x.py", "def f():\n    from eval.metrics.tau import tau\n", "eval.metrics.tau"),
+        ("eval/metrics/x.py", "import torch, train.losses.kl as t\n", "train.losses.kl"),
+        ("train/data/x.py", "from scripts import publish\n", "scripts"),
+        ("train/data/x.py", "from .losses import kl\n", ".losses"),
+        ("scripts/x.py", "from tests.tiny import tiny_model\n", "tests.tiny"),
+    ],
+)  # fmt: skip
+def test_an_import_of_an_upper_package_is_found(
+    tree: Path, path: str, text: str, found: str
+) -> None:
+    write(tree, path, text)
+    module = path.removesuffix(".py").replace("/", ".")
+    assert f"{module} imports {found}" in forbidden_package_imports(tree)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("decode/model/x.py", "from decode.engine import loop\n"),  # back
+        ("decode/model/x.py", "def f():\n    import decode.engine.loop\n"),
+        ("decode/engine/x.py", "from decode.generate import main\n"),
+        ("decode/verification/x.py", "from decode.checkpoints.y import z\n"),
+    ],
+)
+def test_an_import_back_inside_a_package_is_found(tree: Path, path: str, text: str) -> None:
+    write(tree, "decode/checkpoints/y.py", "")
+    write(tree, path, text)
+    module = path.removesuffix(".py").replace("/", ".")
+    assert all(line.startswith(f"{module} imports ") for line in forbidden_subpackage_imports(tree))
+    assert len(forbidden_subpackage_imports(tree)) > 0
+
+
+def test_commands_of_scripts_may_be_imported_by_its_subpackages(tree: Path) -> None:
+    write(tree, "scripts/engine_compat/study.py", "from scripts.publish import main\n")
+    assert forbidden_subpackage_imports(tree) == []
+    write(tree, "scripts/benchmarks/x.py", "from scripts.engine_compat import study\n")
+    assert len(forbidden_subpackage_imports(tree)) > 0
+
+
+def test_an_unlisted_subpackage_is_found(tree: Path) -> None:
+    allowed: dict[str, dict[str, set[str]]] = {
+        "decode": {"model": set(), "engine": {"model"}},
+        "eval": {"metrics": set()},
+        "train": {},
+        "scripts": {"benchmarks": set()},
+    }
+    assert unlisted_subpackages(tree, allowed) == ["scripts/benchmarks"]
+    write(tree, "decode/misc/x.py", "")
+    assert unlisted_subpackages(tree, allowed) == ["decode/misc", "scripts/benchmarks"]
+
+
+def test_allowed_imports_have_no_cycle() -> None:
+    assert upward_edges() == []
+    assert upward_edges({"decode": {"model": {"engine"}, "engine": {"model"}}}) == [
+        "model may import engine"
+    ]
+
+
+def test_a_cycle_of_modules_is_found(tree: Path) -> None:
+    write(tree, "decode/model/a.py", "from decode.model.b import f\n")
+    write(tree, "decode/model/b.py", "def f():\n    from decode.model import c\n")
+    write(tree, "decode/model/c.py", "import decode.model.a\n")
+    cycle = ["decode.model.a", "decode.model.b", "decode.model.c", "decode.model.a"]
+    assert import_cycles(tree) == [" -> ".join(cycle)]
+    assert all(after in import_graph(tree)[before] for before, after in pairwise(cycle))
+
+
+def test_a_file_named_as_an_installed_module_is_found(tree: Path) -> None:
+    write(tree, "train/data/datasets.py", "")
+    assert shadowing_files(tree) == ["train/data/datasets.py"]
+
+
+def test_a_folder_without_a_docstring_is_found(tree: Path) -> None:
+    (tree / "decode" / "model" / "__init__.py").write_text("")
+    (tree / "eval" / "metrics" / "__init__.py").unlink()
+    assert folders_without_docstring(tree) == ["decode/model", "eval/metrics"]
+
+
+# ---- configs ----
 
 
 def load_config(file: Path) -> object:
@@ -83,7 +361,8 @@ def load_config(file: Path) -> object:
     command = Path(first.removeprefix(prefix).strip())
     assert (ROOT / command).is_file(), f"{file} names {command}, which is not there"
     module = importlib.import_module(".".join(command.with_suffix("").parts))
-    return parse_settings(module.Settings, "", ["--config", str(file)])
+    (settings,) = inspect.signature(module.main).parameters.values()
+    return parse_settings(settings.annotation, "", ["--config", str(file)])
 
 
 def test_every_config_is_accepted() -> None:
@@ -112,27 +391,3 @@ def test_bad_configs_are_seen(tmp_path: Path) -> None:
     file.write_text("distributed_type: MULTI_GPU\nno_such_setting: 1\n")
     with pytest.raises(ValueError, match="no_such_setting"):
         load_config_from_file(str(file))
-
-
-def listed(text: str) -> set[str]:
-    """The files that the tables at the end of docs/architecture.md name, with their folders."""
-    found, folder = set(), ""
-    for line in text.partition("## Every file")[2].splitlines():
-        name = line.split("`")[1] if line.startswith("| `") else ""
-        if name.endswith("/"):
-            folder = name
-        elif name:
-            found.add(folder + name)
-    return found
-
-
-def test_every_file_is_listed() -> None:
-    """Catches a file that came or went and a page that still tells of another house."""
-    there = {
-        str(file.relative_to(ROOT))
-        for package in BELOW
-        for pattern in ("*.py", "*.sh")
-        for file in (ROOT / package).rglob(pattern)
-        if file.name != "__init__.py"
-    }
-    assert listed((ROOT / "docs" / "architecture.md").read_text()) == there

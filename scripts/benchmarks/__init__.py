@@ -1,0 +1,10 @@
+"""Speed and memory, measured: of decoding (decoder_bench), of training (train_bench), and on a GPU (gpu_bench).
+
+decoder_bench.py   command: this decoder beside transformers' own, milliseconds a token
+train_bench.py     command: training throughput of every draft family, and where a step's time goes
+gpu_bench.py       command: everything about speed that needs a GPU, in stages
+gpu_stages.py      its stages;  gpu_harness.py  the models and rounds they time;  gpu_timers.py  clocks and rooflines
+widen_llama.py     enlarges a small Llama to the shape of a large one without changing its probabilities
+
+May import decode, eval and train.
+"""
