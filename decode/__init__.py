@@ -1,0 +1,12 @@
+"""Speculative decoding: text of a target model, produced faster with the help of a draft.
+
+- common: command lines, files, errors, progress
+- model: transformers models in fixed shapes
+- verification: sampling, token trees and acceptance rules
+- checkpoints: draft checkpoints on disk
+- drafts: the draft families
+- engine: rounds of drafting and verification, compiled code and CUDA graphs
+- generate.py: the command that continues one prompt
+
+common <- model <- verification, checkpoints <- drafts <- engine <- generate.py; nothing outside decode is imported.
+"""

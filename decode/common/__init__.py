@@ -1,0 +1,12 @@
+"""What every package needs and no model: command lines, output folders, files, errors and progress.
+
+- errors: UserError, and the first line of another exception's message
+- cli: settings of a command from defaults, YAML and the command line
+- renamed_settings: old names of settings, read under their new names
+- run_dir: the output folder of a run, and the provenance of its results
+- files: atomic writing, and JSON with an error that names the file
+- progress: bars in a terminal, plain lines in a log
+- chat_template: a prompt as token ids
+
+It imports no other package of this repository.
+"""

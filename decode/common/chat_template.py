@@ -1,4 +1,4 @@
-"""A prompt as token ids: the chat template where the tokenizer has one, the plain text where not."""
+"""A prompt as token ids: with the tokenizer's chat template where it has one, else as plain text."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ Messages = list[dict[str, Any]]
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Messages) -> list[int]:
-    """Ids that end where the model's answer begins, with one BOS at most.
+    """Ids of the prompt, up to where the model's answer begins, with one BOS at most.
 
-    A plain text becomes one user message if there is a chat template. UserError for messages without a template,
-    or that the template refuses.
+    A plain text becomes one user message if the tokenizer has a chat template. UserError for messages when it has
+    none, and for messages that the template refuses.
     """
     if tokenizer.chat_template is None:
         if not isinstance(prompt, str):
             raise UserError(
-                "a chat, but the target's tokenizer has no chat template: use an instruction-tuned target or "
-                "plain text prompts"
+                "the prompt is a chat, but the target's tokenizer has no chat template: use an instruction-tuned "
+                "target or plain text prompts"
             )
         ids = tokenizer(prompt)["input_ids"]
     else:
@@ -34,6 +34,9 @@ def encode_prompt(tokenizer: Any, prompt: str | Messages) -> list[int]:
                 f"the target's chat template refuses its messages ({reason}): change or remove it"
             ) from error
     bos = tokenizer.bos_token_id
-    while bos is not None and ids[:2] == [bos, bos]:  # the text or the template brought its own
+    while bos is not None and ids[:2] == [
+        bos,
+        bos,
+    ]:  # the text or the template has a BOS of its own
         ids = ids[1:]
     return list(ids)

@@ -1,7 +1,7 @@
-"""Typed settings for every command: dataclass defaults < --config YAML < --key value.
+"""Typed settings of every command: dataclass defaults, overridden by --config YAML, overridden by --key value.
 
-An unknown key is an error, `--help` is written from the docstrings of the fields, and bad input
-ends a command with one line that says what to change and exit code 2.
+An unknown key is an error, `--help` shows the docstrings of the fields, and bad input ends a command with one line
+that says what to change and exit code 2. Old names of settings are read too (decode/common/renamed_settings.py).
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import jsonargparse
 import yaml
 
 from decode.common.errors import UserError
+from decode.common.renamed_settings import rename_arguments, renamed_settings
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 class _Parser(jsonargparse.ArgumentParser):
-    """Raises UserError where argparse would print a page of usage."""
+    """An argument parser that raises UserError where argparse would print its usage and exit."""
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
         raise UserError(_one_line(message)) from ex
@@ -31,7 +32,8 @@ class _Parser(jsonargparse.ArgumentParser):
 def parse_settings(settings: type[T], about: str, argv: list[str] | None = None) -> T:
     """An instance of the dataclass `settings` from the command line `argv` (sys.argv by default).
 
-    Raises UserError for an unknown key, a value of the wrong type or a missing config file.
+    Raises UserError for an unknown key, a value of the wrong type, a missing config file, or a setting that is given
+    under its old and its new name.
     """
     parser = _Parser(description=about, default_env=False, allow_abbrev=False)
     parser.add_argument(
@@ -42,13 +44,16 @@ def parse_settings(settings: type[T], about: str, argv: list[str] | None = None)
     for flag, value in zip(argv, argv[1:], strict=False):
         if flag == "--config" and not Path(value).is_file():
             raise UserError(f"config file {value!r} does not exist: check the path after --config")
+    argv = rename_arguments(argv, renamed_settings(settings))
     lists = {f"--{f.name}" for f in dataclasses.fields(settings) if _takes_list(f.type)}  # type: ignore[arg-type]
-    fresh: list[str] = []
-    for word in argv:  # jsonargparse would merge lists of equal length item by item
-        fresh += [f"{word.split('=')[0]}=[]", word] if word.split("=")[0] in lists else [word]
-    argv = fresh
+    words: list[str] = []
+    for (
+        word
+    ) in argv:  # jsonargparse would merge lists of equal length item by item: empty them first
+        name = word.split("=")[0]
+        words += [f"{name}=[]", word] if name in lists else [word]
     try:
-        parsed = parser.parse_args(argv)
+        parsed = parser.parse_args(words)
         return settings(**_fields(parser.instantiate(parsed), settings))
     except UserError as error:
         raise UserError(_with_hint(str(error), settings)) from error
@@ -57,9 +62,9 @@ def parse_settings(settings: type[T], about: str, argv: list[str] | None = None)
 def run_command(
     main: Callable[[T], None], settings: type[T], about: str | None, first: str = ""
 ) -> None:
-    """Parse the command line, call `main`, and turn UserError into one line and exit code 2.
+    """Parses the command line, calls `main` and turns UserError into one line on stderr and exit code 2.
 
-    The setting named `first` may stand at the front of the command line without its flag.
+    `about` is the text of --help. The setting named `first` may be the first argument, without its flag.
     """
     argv = sys.argv[1:]
     if first and argv and not argv[0].startswith("-"):
@@ -77,7 +82,7 @@ def to_yaml(settings: Any) -> str:
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
-    """Plain containers only (tuples become lists), ready for YAML or JSON."""
+    """The settings as nested dicts and lists (tuples become lists), ready for YAML or JSON."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -111,7 +116,7 @@ def _one_line(message: str) -> str:
 
 
 def _with_hint(message: str, settings: type) -> str:
-    """Adds `did you mean` when the message names an unknown key close to a real one."""
+    """`message` with `did you mean` added when it names an unknown key that is close to a real one."""
     dotted = setting_names(settings)
     names = [*dotted, *(name.rsplit(".", 1)[-1] for name in dotted)]
     for word in message.replace("'", " ").replace('"', " ").replace("=", " ").split():

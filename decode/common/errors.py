@@ -1,4 +1,4 @@
-"""UserError, which ends a command with one line, and the one-line form of other exceptions."""
+"""UserError, which ends a command with a one-line message, and the one-line form of other exceptions."""
 
 
 class UserError(Exception):

@@ -1,4 +1,4 @@
-"""Files that are either the old version or the new one after a crash, and JSON that names its file when it is bad."""
+"""Atomic writing (after a crash a file is the old version or the new one), and JSON with an error that names the file."""
 
 import json
 import os
@@ -9,10 +9,10 @@ from decode.common.errors import UserError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces `path` by a file with `content`; text is written as UTF-8.
+    """Replaces `path` by a file with `content`; text is written as UTF-8. Missing parent folders are made.
 
-    After a crash or a power cut there is the old file or the new one, never a part: the data is synced before the
-    rename, the folder after it. Missing parent folders are made.
+    After a crash or a power cut the old file or the new one is there, never a part of it: the data is synced before
+    the rename, and the folder after it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")

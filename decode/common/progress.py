@@ -13,16 +13,36 @@ LINE_SECONDS = 30.0
 """Seconds between two lines of one task in a log."""
 
 
-class ProgressLog:
-    """Reports tasks as `description 120/720, 3.1/s, 3 min 12 s left`, one line every LINE_SECONDS and one at the end.
+def progress_bars(
+    console: Console | None = None,
+    fields: Sequence[str] = (),
+    disable: bool = False,
+    line_seconds: float = LINE_SECONDS,
+) -> "Progress | ProgressLog":
+    """A context manager that shows tasks on `console` (default: stderr): bars in a terminal, otherwise lines of a log.
 
-    It has the methods of rich's Progress that this project calls, so that either serves: add_task, advance, update.
+    `fields` name keywords of add_task and update that are shown beside a task, such as loss and speed. In a log a task
+    has at most one line in `line_seconds`. With `disable` nothing is shown.
+    """
+    console = Console(stderr=True) if console is None else console
+    if not console.is_terminal:
+        return ProgressLog(fields, disable, line_seconds)
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    extra = [TextColumn("{task.fields[" + name + "]}") for name in fields]
+    return Progress(*columns, *extra, TimeRemainingColumn(), console=console, disable=disable)
+
+
+class ProgressLog:
+    """Writes `description 120/720, 3.1/s, 3 min 12 s left`: a line every `line_seconds` for each task, and a last one.
+
+    It has those methods of rich's Progress that this project calls (add_task, advance, update), so that one can stand
+    for the other.
     """
 
     def __init__(
-        self, fields: Sequence[str] = (), disable: bool = False, every: float = LINE_SECONDS
+        self, fields: Sequence[str] = (), disable: bool = False, line_seconds: float = LINE_SECONDS
     ):
-        self.fields, self.disable, self.every = fields, disable, every
+        self.fields, self.disable, self.line_seconds = fields, disable, line_seconds
         self.tasks: list[LoggedTask] = []
 
     def __enter__(self) -> "ProgressLog":
@@ -41,50 +61,49 @@ class ProgressLog:
     def add_task(
         self, description: str, total: float | None = None, completed: float = 0, **fields: Any
     ) -> int:
-        """The number of a new task, of which `completed` of `total` units were done before."""
+        """The number of a new task, of which `completed` of `total` units (None: unknown) are done already."""
         self.tasks.append(LoggedTask(description, total, completed, fields))
         return len(self.tasks) - 1
 
     def advance(self, task: int, steps: float = 1) -> None:
-        """`steps` more units are done."""
+        """Adds `steps` to the units of `task` that are done."""
         self.update(task, completed=self.tasks[task].completed + steps)
 
     def update(self, task: int, completed: float | None = None, **fields: Any) -> None:
-        """Sets what is done so far, and the fields that are shown behind it."""
-        found = self.tasks[task]
-        found.fields |= fields
+        """Sets the units of `task` that are done, and values of the fields shown beside it."""
+        logged = self.tasks[task]
+        logged.fields |= fields
         if completed is not None:
-            found.completed = completed
-        if time.monotonic() - found.line_at >= self.every:
-            self._print(found)
+            logged.completed = completed
+        if time.monotonic() - logged.printed_at >= self.line_seconds:
+            self._print(logged)
 
     def _print(self, task: "LoggedTask") -> None:
-        task.line_at, task.printed = time.monotonic(), task.completed
+        task.printed_at, task.printed = time.monotonic(), task.completed
         if not self.disable:
             sys.stderr.write(task.line(self.fields) + "\n")
             sys.stderr.flush()
 
 
 class LoggedTask:
-    """One task of a ProgressLog."""
+    """The state of one task of a ProgressLog."""
 
     def __init__(
         self, description: str, total: float | None, completed: float, fields: dict[str, Any]
     ):
         self.description, self.total, self.fields = description, total, fields
-        self.completed = self.first = completed
-        self.printed = completed
-        self.began = self.line_at = time.monotonic()
+        self.completed = self.initial = self.printed = completed
+        self.started_at = self.printed_at = time.monotonic()
 
-    def line(self, fields: Sequence[str]) -> str:
-        """What is done of the total, units a second since it began, the named fields, and the time left."""
-        seconds = time.monotonic() - self.began
-        rate = (self.completed - self.first) / seconds if seconds > 0 else 0.0
+    def line(self, field_names: Sequence[str]) -> str:
+        """Units done and in total, units per second since the task was added, the named fields, and the time left."""
+        seconds = time.monotonic() - self.started_at
+        speed = (self.completed - self.initial) / seconds if seconds > 0 else 0.0
         total = "" if self.total is None else f"/{self.total:g}"
-        parts = [f"{self.description} {self.completed:g}{total}", f"{rate:.3g}/s"]
-        parts += [str(self.fields[name]) for name in fields if self.fields.get(name)]
-        if self.total is not None and rate > 0:
-            parts.append(f"{duration((self.total - self.completed) / rate)} left")
+        parts = [f"{self.description} {self.completed:g}{total}", f"{speed:.3g}/s"]
+        parts += [str(self.fields[name]) for name in field_names if self.fields.get(name)]
+        if self.total is not None and speed > 0:
+            parts.append(f"{duration((self.total - self.completed) / speed)} left")
         return ", ".join(parts)
 
 
@@ -94,18 +113,3 @@ def duration(seconds: float) -> str:
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
-
-
-def progress_bars(
-    console: Console | None = None, fields: Sequence[str] = (), disable: bool = False
-) -> Progress | ProgressLog:
-    """A context manager that shows tasks on `console` (default: stderr): bars in a terminal, else lines of a log.
-
-    `fields` name keywords of add_task and update that are shown beside a task, such as loss and speed.
-    """
-    console = Console(stderr=True) if console is None else console
-    if not console.is_terminal:
-        return ProgressLog(fields, disable)
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
-    extra = [TextColumn("{task.fields[" + name + "]}") for name in fields]
-    return Progress(*columns, *extra, TimeRemainingColumn(), console=console, disable=disable)

@@ -1,4 +1,4 @@
-"""A command's output folder: who may write into it, and what it tells of its making."""
+"""A command's output folder: which run may write into it, and the provenance of the files in it."""
 
 import platform
 import shutil
@@ -14,69 +14,66 @@ import yaml
 from decode.common.cli import to_dict, to_yaml
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
+from decode.common.renamed_settings import rename_keys, renamed_settings
 
 RUN_FILE = "run.yaml"
-CONTROL_SETTINGS = (
-    "overwrite",
-    "resume",
-    "dry_run",
-    "publish",
-)  # how to start and end, not what to do
+CONTROL_SETTINGS = ("overwrite", "resume", "dry_run", "publish")
+"""Settings that say how a run starts and ends. They may differ between two starts of one run."""
 
 
 def claim_run_dir(folder: str, settings: Any) -> bool:
-    """Makes `folder` this run's; True if it goes on with an earlier, equal run found there.
+    """Makes `folder` the output folder of this run; True if it continues an earlier run with equal settings there.
 
-    Settings carry `overwrite` and may carry `resume`. A folder of another run is refused with UserError (naming what
-    differs) unless one of them is set; a folder that no run of ours made is never touched. Writes run.yaml, which
-    `--config` reads back.
+    Settings have a field `overwrite` and may have `resume`. A folder of a run with other settings is refused with
+    UserError (which names those that differ) unless one of the two is set; a folder with files but without run.yaml is
+    always refused. Writes run.yaml, which `--config` reads back.
     """
     path = Path(folder)
-    wanted = {k: v for k, v in to_dict(settings).items() if k not in CONTROL_SETTINGS}
+    run_file = path / RUN_FILE
     asked = to_dict(settings)
-    found = path / RUN_FILE
-    goes_on = False
+    resumes = False
     if path.is_dir() and any(path.iterdir()):
-        scratch = found.with_name(found.name + ".tmp")
-        if not found.is_file() and list(path.iterdir()) == [scratch]:
-            scratch.unlink()  # a run that was killed in this very function
-        elif not found.is_file():
+        partial = run_file.with_name(run_file.name + ".tmp")
+        if not run_file.is_file() and list(path.iterdir()) == [partial]:
+            partial.unlink()  # the earlier run was killed while it wrote run.yaml
+        elif not run_file.is_file():
             raise UserError(
                 f"{folder} holds files that no run wrote: choose another folder with --out"
             )
         elif asked["overwrite"]:
             shutil.rmtree(path)
         else:
-            goes_on = _same_run(found, wanted) or asked.get("resume", False)
-            if not goes_on:
-                names = ", ".join(_differences(found, wanted))
-                advice = "--resume true goes on with it, " if "resume" in asked else ""
+            differing = _differing_settings(run_file, settings)
+            resumes = not differing or asked.get("resume", False)
+            if not resumes:
+                advice = "--resume true continues it, " if "resume" in asked else ""
                 raise UserError(
-                    f"{folder} belongs to another run (different: {names}): {advice}"
+                    f"{folder} belongs to another run (different: {', '.join(differing)}): {advice}"
                     "--overwrite true deletes it, --out names another folder"
                 )
     if path.exists() and not path.is_dir():
         raise UserError(f"{folder} is a file: name a folder with --out")
     path.mkdir(parents=True, exist_ok=True)
-    write_atomically(found, to_yaml(settings))
-    return goes_on
+    write_atomically(run_file, to_yaml(settings))
+    return resumes
 
 
-def _same_run(found: Path, wanted: dict[str, Any]) -> bool:
-    return not _differences(found, wanted)
-
-
-def _differences(found: Path, wanted: dict[str, Any]) -> list[str]:
+def _differing_settings(run_file: Path, settings: Any) -> list[str]:
+    """Names of the settings whose values in `run_file`, read under their new names, are not those of `settings`."""
     try:
-        earlier = yaml.safe_load(found.read_text()) or {}
+        earlier = yaml.safe_load(run_file.read_text()) or {}
     except yaml.YAMLError:
-        return [f"{found.name} is damaged"]
+        earlier = None
+    if not isinstance(earlier, dict):
+        return [f"{run_file.name} is damaged"]
+    earlier = rename_keys(earlier, renamed_settings(type(settings)), str(run_file))
+    wanted = to_dict(settings)
     keys = (set(earlier) | set(wanted)) - set(CONTROL_SETTINGS)
     return sorted(key for key in keys if earlier.get(key) != wanted.get(key))
 
 
 def hardware() -> dict[str, Any]:
-    """What the numbers of this process were measured on."""
+    """Device name, number of GPUs, CPU threads and architecture of the machine that this process runs on."""
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else _cpu_name(),
@@ -87,6 +84,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that results depend on."""
     names = ("torch", "transformers", "accelerate", "datasets")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
@@ -107,7 +105,7 @@ def git_sha() -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """Command line, commit, versions and hardware, to stand beside every artefact."""
+    """Command line, commit, versions and hardware, as stored beside every result."""
     return {
         "argv": sys.argv,
         "git": git_sha(),

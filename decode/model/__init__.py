@@ -1,0 +1,14 @@
+"""A causal LM of transformers that runs in fixed shapes: ragged rows, token trees and roll-back.
+
+- loading: models and tokenizers from a folder or the Hub, and `Target`
+- compatibility: which models can be decoded with drafts, and for how many positions
+- runner: `ModelRunner`, prefill and decode steps of one model with its K/V cache
+- kv_cache: the K/V buffers, and which slots a forward writes and sees
+- attention: the attention function that all models run with
+- split_kv_attention: its Triton kernel for long buffers on a GPU
+- layer_stack: where the decoder layers of a model are, and models of some of its layers
+- hidden_states: hidden states captured during a forward, and the LM head as a function
+- small_batch_linear: a faster linear layer for few rows on a CPU
+
+It imports decode.common only.
+"""
