@@ -1,0 +1,14 @@
+"""The training loop and what it needs around each step.
+
+    loop.py             optimiser steps over global batches, gradient accumulation, logging, saving
+    checkpoint.py       atomic checkpoints with checksums; resuming
+    tracking.py         metrics.jsonl and Weights & Biases
+    throughput.py       tokens per second, MFU, memory
+    collective.py       errors, values and SIGTERM across ranks
+    sharding.py         FSDP2 and DeepSpeed: limits, and gathering the whole draft
+    on_policy.py        training rows that the draft generates itself
+    acceptance_eval.py  τ and α of the draft during training
+    draft_metadata.py   draftsmith.json of a trained draft
+
+May import decode, eval, train.data, train.losses, train.teacher and train.families.
+"""

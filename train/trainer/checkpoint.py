@@ -1,8 +1,8 @@
-"""Checkpoints that are there whole or not at all, and that say when they are damaged.
+"""Training checkpoints: written atomically, and verified by checksums when they are loaded.
 
-`<out>/checkpoints/step-000100/` is renamed into place once complete; `<out>/checkpoints/latest`, written last,
-names the one to go on from. The trained state is what `Accelerator.save_state` keeps; `contents.json` beside it holds
-`State` and a checksum of every file.
+`<out>/checkpoints/step-000100/` is renamed into place once it is complete; `<out>/checkpoints/latest`, written after
+it, names the checkpoint to resume from. Weights, optimisers and random states are saved by `Accelerator.save_state`;
+`contents.json` beside them holds the `TrainingState` and a checksum of every file.
 """
 
 import hashlib
@@ -21,47 +21,50 @@ from decode.common.errors import UserError
 LATEST = "latest"
 CONTENTS = "contents.json"
 
-# Tied embeddings are stored once; being told so at every checkpoint breaks the progress bar.
+# Accelerate warns at every checkpoint that tied embeddings are stored once, which breaks the progress bar.
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 
 
 @dataclass
 class TrainingState:
-    """Where a training stands, besides its weights."""
+    """The state of a training run besides its weights, optimisers and random states."""
 
     tokenizer: str
-    """Fingerprint of the target's, which says what the weights' rows mean."""
+    """Fingerprint of the target's tokenizer, which gives the rows of the draft's embeddings their meaning."""
     step: int = 0
     """Steps done."""
     sums: dict[str, float] = field(default_factory=dict)
-    """Of the steps since the last line of the log."""
+    """Sums of the metrics over the steps since the last line of the log."""
     measured: dict[str, float] = field(default_factory=dict)
-    """The last measurement of τ and α; with loop.keep_best the best."""
+    """The last measurement of τ and α, or with loop.keep_best the best one."""
     measured_at: int = 0
-    """The step of that measurement; 0: there is none."""
+    """The step after which `measured` was measured; 0: nothing was measured yet."""
     learned: int = 0
-    """Supervised tokens so far."""
+    """Supervised tokens trained on so far."""
     seconds: float = 0.0
-    """Of the steps so far, on the wall: what lies between them (measuring, saving) does not count."""
+    """Wall-clock time of the steps so far, without measuring and saving between them."""
 
 
 def checkpoint_name(step: int) -> str:
-    """Of the checkpoint after `step` steps."""
+    """The folder name of the checkpoint after `step` steps."""
     return f"step-{step:06d}"
 
 
 def checkpoint_dir(out: Path, step: int) -> Path:
-    """Its folder."""
+    """The folder of the checkpoint after `step` steps."""
     return out / "checkpoints" / checkpoint_name(step)
 
 
 def save(
     accelerator: Accelerator, out: Path, state: TrainingState, keep: int, best: int = 0
 ) -> None:
-    """Writes the state after `state.step` steps; forgets all but the last `keep` checkpoints and that of `best`."""
-    home = out / "checkpoints"
+    """Writes the checkpoint after `state.step` steps; deletes all but the last `keep` ones and that of step `best`.
+
+    Every rank must call it.
+    """
+    folder = out / "checkpoints"
     final = checkpoint_dir(out, state.step)
-    scratch = home / f"{final.name}.tmp"
+    scratch = folder / f"{final.name}.tmp"
     if accelerator.is_main_process:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -71,17 +74,17 @@ def save(
     if accelerator.is_main_process:
         contents = {**asdict(state), "files": _digests(scratch)}
         (scratch / CONTENTS).write_text(json.dumps(contents))
-        shutil.rmtree(final, ignore_errors=True)  # a step trained again after a kill
+        shutil.rmtree(final, ignore_errors=True)  # the step was trained again after a kill
         scratch.replace(final)
-        files.write_atomically(home / LATEST, final.name + "\n")
-        for old in sorted(home.glob("step-??????"))[:-keep]:
+        files.write_atomically(folder / LATEST, final.name + "\n")
+        for old in sorted(folder.glob("step-??????"))[:-keep]:
             if old.name != checkpoint_name(best):
                 shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
 
 def discard_checkpoint(out: Path, step: int) -> None:
-    """Forgets the checkpoint of `step`, whose weights turned out to be ruined, and goes back to the one before."""
+    """Deletes the checkpoint of `step`, whose weights are ruined; `latest` then names the one before it."""
     bad = checkpoint_dir(out, step)
     if not bad.is_dir():
         return
@@ -94,13 +97,16 @@ def discard_checkpoint(out: Path, step: int) -> None:
 
 
 def remove_partial(out: Path) -> None:
-    """Deletes what a kill left half written. For one process, before any other writes."""
+    """Deletes checkpoints that a kill left half written. To be called by one process before any other writes."""
     for scratch in (out / "checkpoints").glob("step-*.tmp"):
         shutil.rmtree(scratch)
 
 
 def check_tokenizer(out: Path, tokenizer: str) -> None:
-    """UserError if the newest checkpoint is of another tokenizer: its weights may fit and mean other tokens."""
+    """UserError if the newest checkpoint belongs to another tokenizer.
+
+    Its weights could have the right shapes and still stand for other tokens.
+    """
     path = latest_checkpoint(out)
     found = (
         tokenizer if path is None else files.read_json(path / CONTENTS).get("tokenizer", tokenizer)
@@ -113,9 +119,9 @@ def check_tokenizer(out: Path, tokenizer: str) -> None:
 
 
 def load_latest(accelerator: Accelerator, out: Path, tokenizer: str) -> TrainingState:
-    """Restores the newest checkpoint and returns its state; that of step 0 when there is none.
+    """Restores the newest checkpoint and returns its state, or the state of step 0 when there is no checkpoint.
 
-    UserError names the checkpoint and the file if anything in it is missing or altered.
+    UserError names the checkpoint and the file if one of its files is missing or damaged.
     """
     path = latest_checkpoint(out)
     if path is None:
@@ -134,22 +140,25 @@ def load_latest(accelerator: Accelerator, out: Path, tokenizer: str) -> Training
 
 
 def load(accelerator: Accelerator, path: Path) -> None:
-    """Restores the weights, optimisers and random states of one checkpoint. UserError if they are of another draft."""
+    """Restores weights, optimisers and random states from the checkpoint in `path`.
+
+    UserError if the checkpoint belongs to a draft with other parameters.
+    """
     try:
         accelerator.load_state(str(path))
     except (
         RuntimeError,
         ValueError,
-    ) as error:  # names or shapes of the weights, or of the optimiser
+    ) as error:  # other names or shapes of weights or optimiser states
         reason = " ".join(str(error).split())
         raise UserError(
-            f"checkpoint {path} is of another draft ({reason:.120}): go on with its settings, or start over with "
+            f"checkpoint {path} is of another draft ({reason:.120}): resume with its settings, or start over with "
             "--overwrite true"
         ) from error
 
 
 def latest_checkpoint(out: Path) -> Path | None:
-    """The checkpoint to go on from."""
+    """The checkpoint that `latest` names; None when there is none."""
     pointer = out / "checkpoints" / LATEST
     return pointer.parent / pointer.read_text().strip() if pointer.is_file() else None
 

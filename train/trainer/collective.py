@@ -1,4 +1,4 @@
-"""Several processes that end together: a refusal by one is a refusal by all, and SIGTERM stops all after one step."""
+"""Collectives over ranks: raising one rank's UserError on all, broadcasting a value, and a SIGTERM handler."""
 
 import signal
 import sys
@@ -13,36 +13,37 @@ from decode.common.errors import UserError
 
 
 class SingleRankError(UserError):
-    """Happened to one process in the midst of a step: the others cannot be told, their launcher ends them."""
+    """An error of one rank in the middle of a step: the other ranks cannot be notified, so the launcher ends them."""
 
 
 @contextmanager
 def raise_on_all_ranks(accelerator: Accelerator | PartialState) -> Iterator[None]:
-    """All processes leave this block, or none: a UserError in any of them is raised in the main one, the others exit.
+    """Barrier that re-raises any rank's UserError on all ranks: the main one raises it, the others exit with code 2.
 
-    They wait for each other at its end; within it only where none of them can refuse alone.
+    All ranks wait for each other at the end of the block. A collective call inside the block is safe only where no rank
+    can raise a UserError before it on its own.
     """
-    said = ""
+    message = ""
     try:
         yield
     except SingleRankError:
         raise
     except UserError as error:
-        said = str(error)
-    found = [line for line in gather_object([said]) if line]
-    if found and accelerator.is_main_process:
-        raise UserError(found[0])
-    if found:
+        message = str(error)
+    messages = [text for text in gather_object([message]) if text]
+    if messages and accelerator.is_main_process:
+        raise UserError(messages[0])
+    if messages:
         sys.exit(2)
 
 
 def broadcast(value: Any) -> Any:
-    """The main process's `value`, in every process."""
+    """The main process's `value`, on every rank."""
     return broadcast_object_list([value])[0]
 
 
 class SigtermHandler:
-    """Within it SIGTERM ends nothing by itself: it sets `asked`."""
+    """Context manager in which SIGTERM sets `received` instead of ending the process."""
 
     received = False
 

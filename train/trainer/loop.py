@@ -1,7 +1,7 @@
-"""One training loop for every draft: the same batches after a crash, on one process or many.
+"""One training loop for every draft family, with the same batches after a crash, on one process or many.
 
-Gradients are of the summed loss divided by the number of supervised tokens of the *global* batch, so neither
-micro-batches nor processes nor padding change what is optimised.
+The gradient is that of the summed loss divided by the number of supervised tokens of the *global* batch, so
+micro-batches, processes and padding do not change the objective.
 """
 
 import contextlib
@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 from decode.common.errors import UserError
+from decode.common.progress import ProgressBars, progress_bars
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.losses.objective import LossFn
@@ -30,40 +31,41 @@ from train.trainer.tracking import NullTracker, Tracker
 
 @dataclass
 class LoopConfig:
-    """How the optimiser runs."""
+    """Optimiser, batch sizes, and how often to log, measure and save."""
 
     steps: int = 1000
     """Optimiser steps."""
     epochs: float = 0.0
-    """Passes over the samples, in place of `steps`; 0: `steps` counts."""
+    """Passes over the samples, used in place of `steps`; 0: `steps` is used."""
     batch_size: int = 16
-    """Samples a step, over all processes and micro-batches."""
+    """Samples per optimiser step, summed over processes and micro-batches."""
     micro_batch: int = 16
-    """Samples a forward pass, each process; lower it when memory runs out (same result)."""
+    """Samples per forward pass of each process; a lower value needs less memory and gives the same result."""
     pack: bool = False
-    """Samples of a forward pass share lines instead of being padded to the longest (same result)."""
+    """Packs several samples of a forward pass into one line instead of padding each to the longest (same result)."""
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
     muon_lr: float = 0.0
-    """Peak learning rate of Muon for the matrices inside layers, 0.02 say; 0: AdamW trains them like the rest."""
+    """Peak learning rate of Muon for the weight matrices inside layers, such as 0.02; 0: AdamW trains them as well."""
     warmup: int = 50
-    """Steps of linear warm-up; then a cosine falls to a tenth."""
+    """Steps of linear warm-up; afterwards the learning rate falls to a tenth of its peak along a cosine."""
     weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW and Muon."""
     clip: float = 1.0
-    """Largest norm of the gradient."""
+    """The gradient is scaled down to this norm where its norm is larger."""
     max_length: int = 512
-    """Longer samples are cut."""
+    """Tokens; longer samples are cut."""
     log_every: int = 10
-    """Steps between lines in the log."""
+    """Steps between lines of the log."""
     eval_every: int = 100
-    """Steps between measurements of τ and α with the real decoder; 0 never measures."""
+    """Steps between measurements of τ and α with the decoder; 0: never."""
     save_every: int = 100
     """Steps between checkpoints."""
     keep: int = 2
-    """Checkpoints to keep, the last ones."""
+    """How many of the newest checkpoints to keep."""
     keep_best: bool = False
-    """The saved draft is the one whose measured τ was best, not the last; that checkpoint is kept too. Differences mean
-    something if check.prompts is large."""
+    """Saves the draft with the highest measured τ instead of the last one, and keeps its checkpoint. Differences of τ
+    are meaningful only if check.prompts is large."""
 
     def __post_init__(self) -> None:
         counts = ("batch_size", "micro_batch", "max_length", "log_every", "save_every", "keep")
@@ -76,55 +78,58 @@ class LoopConfig:
             raise UserError("loop.keep_best needs measurements of τ: give loop.eval_every")
 
     def resolve_epochs(self, samples: int) -> "LoopConfig":
-        """The same with `steps` counted, should `epochs` be given."""
+        """The same settings with `steps` computed from `epochs`, if `epochs` is given."""
         if self.epochs == 0:
             return self
         return replace(self, steps=math.ceil(self.epochs * samples / self.batch_size), epochs=0.0)
 
 
 def lr_multiplier(step: int, s: LoopConfig) -> float:
-    """Share of the peak learning rate: linear warm-up, then a cosine to a tenth at the last step."""
+    """The learning rate as a share of its peak: linear warm-up, then a cosine to a tenth at the last step."""
     if step < s.warmup:
         return (step + 1) / s.warmup
-    done = (step - s.warmup) / max(1, s.steps - s.warmup)
-    return 0.55 + 0.45 * math.cos(math.pi * done)
+    progress = (step - s.warmup) / max(1, s.steps - s.warmup)
+    return 0.55 + 0.45 * math.cos(math.pi * progress)
 
 
 def build_optimizers(
     model: torch.nn.Module,
     matrices: Sequence[torch.nn.Parameter],
-    slow: Sequence[torch.nn.Parameter],
+    low_lr_parameters: Sequence[torch.nn.Parameter],
     s: LoopConfig,
 ) -> list[torch.optim.Optimizer]:
-    """AdamW for what `model` trains, a quarter of the rate for `slow`; with `muon_lr` Muon for `matrices`."""
+    """AdamW for the trainable parameters of `model`, with a quarter of the rate for `low_lr_parameters`.
+
+    With `muon_lr` the parameters in `matrices` get Muon instead.
+    """
     if s.muon_lr == 0:
         matrices = []
-    taken = {id(p) for p in [*matrices, *slow]}
+    taken = {id(p) for p in [*matrices, *low_lr_parameters]}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
     groups: list[dict[str, Any]] = [{"params": rest}]
-    if slow:
-        groups.append({"params": list(slow), "scale": 0.25})
-    made: list[torch.optim.Optimizer] = [
+    if low_lr_parameters:
+        groups.append({"params": list(low_lr_parameters), "scale": 0.25})
+    optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(groups, lr=s.lr, weight_decay=s.weight_decay)
     ]
     if matrices:
-        made.append(torch.optim.Muon(matrices, lr=s.muon_lr, weight_decay=s.weight_decay))
-    return made
+        optimizers.append(torch.optim.Muon(matrices, lr=s.muon_lr, weight_decay=s.weight_decay))
+    return optimizers
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and on what."""
+    """The model with its optimisers and loss, and which samples each step trains on."""
 
     accelerator: Accelerator
     model: torch.nn.Module
-    """As `prepare` wrapped it."""
+    """The model as wrapped by `Accelerator.prepare`."""
     optimizers: Sequence[torch.optim.Optimizer]
     objective: LossFn
     select_batch: Callable[[int], Sequence[SampleRow]]
-    """The global batch of a step (from 0), the same in every process."""
+    """Step (from 0) -> samples of its global batch, the same on every rank."""
     step_flops: Callable[[Sequence[SampleRow]], FlopsByDtype]
-    """Operations of a step over these samples, by the shapes of the models."""
+    """FLOPs of a training step over these samples, computed from the shapes of the models."""
 
 
 def train(
@@ -134,13 +139,13 @@ def train(
     out: Path,
     tracker: Tracker | NullTracker,
     measure: Callable[[], dict[str, float]],
-    progress: Progress,
+    progress: ProgressBars,
 ) -> bool:
-    """Steps on from `state`, in place, to `s.steps`, each on the batch that `training.select_batch` gives for it.
+    """Trains from step `state.step` to `s.steps`, updating `state` in place and writing checkpoints to `out`.
 
-    `measure` decodes with the draft as it is and returns what to log. False if SIGTERM came first: the step was
-    finished and saved. UserError when loss or gradient is not finite, the last good checkpoint stands; or when memory
-    runs out.
+    `measure` decodes with the current draft and returns τ and α to log. Returns False if SIGTERM ended the training
+    early, after the current step was finished and saved. UserError when the loss or the gradient is not finite (the
+    last good checkpoint is kept) or when memory runs out.
     """
     accelerator = training.accelerator
     main, world = accelerator.is_main_process, accelerator.num_processes
@@ -156,9 +161,9 @@ def train(
             began = time.perf_counter()
             chosen = training.select_batch(step)
             tokens = batching.supervised_token_count(chosen)
-            mine = batching.rank_slice(accelerator.process_index, world, chosen)
+            rank_rows = batching.rank_slice(accelerator.process_index, world, chosen)
             waited = time.perf_counter() - began
-            sums = _accumulate_gradients(training, mine, s.micro_batch, world / tokens, s.pack)
+            sums = _accumulate_gradients(training, rank_rows, s.micro_batch, world / tokens, s.pack)
             norm = accelerator.clip_grad_norm_(training.model.parameters(), s.clip)
             values = _reduce_metrics(accelerator, {**sums, "stop": float(stop.received)}, norm)
             stopping = values.pop("stop") > 0
@@ -202,7 +207,7 @@ def train(
 
 
 def out_of_memory_advice(s: LoopConfig) -> str:
-    """What to lower when a step does not fit in memory."""
+    """Advice on which setting to lower when a step does not fit in memory."""
     if s.micro_batch > 1:
         return f"lower loop.micro_batch from {s.micro_batch} to {s.micro_batch // 2}, the result is the same"
     return (
@@ -212,7 +217,7 @@ def out_of_memory_advice(s: LoopConfig) -> str:
 
 
 def window_means(window: dict[str, float]) -> dict[str, float]:
-    """Sums divided by what they are of: "alpha_2" by "count_2" where there is one, else by "tokens"."""
+    """Means from sums: "alpha_2" is divided by "count_2" if there is such a sum, everything else by "tokens"."""
     return {
         name: value / max(1.0, window.get(f"count_{name.rpartition('_')[2]}", window["tokens"]))
         for name, value in window.items()
@@ -221,48 +226,51 @@ def window_means(window: dict[str, float]) -> dict[str, float]:
 
 
 def _reduce_metrics(accelerator: Accelerator, sums: dict[str, Any], norm: Any) -> dict[str, float]:
-    """Sums over all processes, and the norm, which is theirs already: one wait for the device."""
+    """`sums` added up over all ranks, with `norm` (already global) under "norm"; waits for the device once."""
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     names = sorted(sums)
     device = accelerator.device
-    mine = torch.stack([torch.as_tensor(sums[name], device=device).float() for name in names])
-    total = accelerator.reduce(mine, reduction="sum")
-    every = torch.cat([total, torch.as_tensor(norm, device=device).float().reshape(1)])
-    return dict(zip([*names, "norm"], every.tolist(), strict=True))
+    stacked = torch.stack([torch.as_tensor(sums[name], device=device).float() for name in names])
+    total = accelerator.reduce(stacked, reduction="sum")
+    values = torch.cat([total, torch.as_tensor(norm, device=device).float().reshape(1)])
+    return dict(zip([*names, "norm"], values.tolist(), strict=True))
 
 
 def _check_finite(loss: float, norm: float, step: int, out: Path, main: bool) -> None:
-    """UserError if loss or gradient are not finite. Weights that give no loss are ruined: their checkpoint goes."""
+    """UserError if the loss or the gradient is not finite.
+
+    A loss that is not finite means that the weights themselves are ruined, so their checkpoint is deleted as well.
+    """
     if math.isfinite(loss) and math.isfinite(norm):
         return
     what = f"the gradient's norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
     if main and not math.isfinite(loss):
         checkpoint.discard_checkpoint(out, step)
-    left = checkpoint.latest_checkpoint(out)
+    latest = checkpoint.latest_checkpoint(out)
     raise UserError(
         f"{what} at step {step + 1}: lower loop.lr or raise loop.warmup; "
-        + (f"the last good checkpoint, {left}, stands" if left else "there is no good checkpoint")
+        + (f"the last good checkpoint is {latest}" if latest else "there is no good checkpoint")
     )
 
 
 def _accumulate_gradients(
     training: Training, rows: Sequence[SampleRow], micro_batch: int, scale: float, pack: bool
 ) -> dict[str, torch.Tensor]:
-    """Backward through every micro-batch; returns this process's detached sums.
+    """Runs forward and backward of every micro-batch; returns this rank's detached sums.
 
-    `scale` is processes ÷ global tokens: data parallelism averages gradients over processes.
+    `scale` is ranks ÷ supervised tokens of the global batch, because data parallelism averages gradients over ranks.
     """
     accelerator, model = training.accelerator, training.model
     totals: dict[str, torch.Tensor] = {}
     rows = sorted(
         rows, key=lambda row: len(row["input_ids"])
-    )  # those of one length pad each other least
-    lay = batching.pack if pack else batching.collate
+    )  # rows of similar length need the least padding
+    make_batch = batching.pack if pack else batching.collate
     for at in range(0, len(rows), micro_batch):
-        batch = lay(rows[at : at + micro_batch], pad_id=0).to(accelerator.device)
+        batch = make_batch(rows[at : at + micro_batch], pad_id=0).to(accelerator.device)
         last = at + micro_batch >= len(rows)
-        # processes exchange gradients once a step, with the last micro-batch
+        # ranks exchange gradients once a step, with the last micro-batch
         accelerator.sync_gradients = last  # DeepSpeed updates the weights where this is set
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
             sums = training.objective(batch)
@@ -272,14 +280,6 @@ def _accumulate_gradients(
     return totals
 
 
-def make_progress_bar(console: Any, shown: bool) -> Progress:
-    """The one progress bar of a training: loss, α, speed and time left."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]} {task.fields[alpha]} {task.fields[speed]}"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not shown,
-    )
+def make_progress_bar(console: Console, shown: bool) -> ProgressBars:
+    """The progress bar of a training run: steps, loss, α, tokens per second and time left."""
+    return progress_bars(console, ("loss", "alpha", "speed"), disable=not shown)

@@ -1,4 +1,4 @@
-"""How fast steps run and what they take: tokens a second, share of the GPU's arithmetic, memory, waiting for data."""
+"""Training throughput: tokens per second, model FLOPs utilisation (MFU), peak memory and time waiting for data."""
 
 import resource
 import sys
@@ -13,28 +13,28 @@ from train.data.sample_store import SampleRow
 from train.trainer.collective import SingleRankError
 
 FlopsByDtype = dict[str, float]
-"""Operations by the dtype that they are done in."""
+"""{dtype: FLOPs computed in it}."""
 
 
 def gpu_peaks(device: torch.device) -> GpuSpec | None:
-    """What the device can do at best; None where that is not known."""
+    """Peak FLOP/s and bandwidth of the device; None for a CPU or an unknown GPU."""
     return GPU_SPECS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes in use at once so far: of the GPU, or of this process."""
+    """Peak memory so far in bytes: allocated on the GPU, or resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024  # macOS counts bytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes
 
 
 class ThroughputMeter:
-    """Adds up steps between two lines of the log; what lies between steps (measuring, saving) does not count.
+    """Averages over the steps between two lines of the log, without the time for measuring and saving between steps.
 
-    `step_flops` gives the operations that a step over some samples takes by the models' shapes, and is asked once a step.
-    `mfu` is the share of the time in which the device at its best would have done them, each in its dtype; it is left
-    out where nobody knows what the device can do. Memory is this process's.
+    `step_flops` gives the FLOPs of a step over some samples from the models' shapes; it is called once per step. `mfu`
+    is the time that the device would need for them at its peak FLOP/s of each dtype, divided by the measured time; it
+    is left out where the device's peak is not known. Memory is that of this process.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ThroughputMeter:
         self._reset()
 
     def add(self, rows: Sequence[SampleRow], seconds: float, waited: float) -> None:
-        """A step over the samples `rows` took `seconds`, `waited` of them for the samples."""
+        """Adds a step over the samples `rows` that took `seconds`, of which `waited` were spent on loading them."""
         self.tokens += sum(len(row["input_ids"]) for row in rows)
         self.learned += batching.supervised_token_count(rows)
         self.seconds += seconds
@@ -58,17 +58,17 @@ class ThroughputMeter:
             self.ideal_seconds += sum(count / self.gpu.flops(dtype) for dtype, count in parts)
 
     def flush(self) -> dict[str, float]:
-        """What to log of the steps since the last call. Tokens are those of samples, without padding."""
-        found = {
+        """The averages to log of the steps since the last call, and resets them. Padding does not count as tokens."""
+        metrics = {
             "tokens_per_second": self.tokens / self.seconds,
             "learned_per_second": self.learned / self.seconds,
             "data_wait_share": self.data_wait_seconds / self.seconds,
             "peak_memory_gb": peak_memory_bytes(self.device) / 1e9,
         }
         if self.gpu is not None:
-            found["mfu"] = self.ideal_seconds / self.seconds / self.processes
+            metrics["mfu"] = self.ideal_seconds / self.seconds / self.processes
         self._reset()
-        return found
+        return metrics
 
     def _reset(self) -> None:
         self.tokens = self.learned = 0
@@ -77,7 +77,7 @@ class ThroughputMeter:
 
 @contextmanager
 def report_out_of_memory(advice: str) -> Iterator[None]:
-    """Turns a device's running out of memory into one line that ends with `advice`."""
+    """Context manager that turns torch's out-of-memory error into a one-line UserError that ends with `advice`."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,7 +1,7 @@
-"""Metrics of a run: always as JSON lines on disk, and in Weights & Biases unless it is disabled.
+"""Logging of a run's metrics: always as JSON lines on disk, and in Weights & Biases unless it is disabled.
 
-The file is the record; W&B is a convenience that may fail (no network, a killed service) without
-stopping the training. Nothing is written outside the run's output folder.
+metrics.jsonl is the authoritative log. W&B may fail (no network, a killed service) without stopping the training.
+Nothing is written outside the run's output folder.
 """
 
 import json
@@ -27,10 +27,9 @@ SECRET_NAMES = ("token", "key", "password", "secret")
 class Tracker:
     """Writes `<out>/metrics.jsonl` and a W&B run. For the main process only.
 
-    With `resumed_step` the run goes on: lines of later steps are cut from the file (they will be
-    trained again) and the W&B run is the one of before. With None both start anew.
-    `auto` follows WANDB_MODE if set, else is online if there is an API key, else offline. Online
-    turns into offline when W&B cannot be reached.
+    With `resumed_step` the run is resumed: lines of later steps are cut from the file, since those steps will be
+    trained again, and the same W&B run is continued. With None both start anew. `mode` auto follows WANDB_MODE if it is
+    set, else it is online if there is an API key, else offline. Online becomes offline when W&B cannot be reached.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Tracker:
                 )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One line {"step": step, **values}, on disk when this returns. NaN and inf become null."""
+        """Appends the line {"step": step, **values} and flushes it. NaN and inf become null."""
         line = {"step": step, **{name: _finite(value) for name, value in values.items()}}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -65,7 +64,7 @@ class Tracker:
             self._call_wandb(lambda: self._run.log({"step": step, **values}))
 
     def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
-        """Hands files and folders to W&B as one artifact of type `kind`."""
+        """Logs files and folders to W&B as one artifact of type `kind`."""
         if self._run is not None:
             self._call_wandb(lambda: self._run.log_artifact(_artifact(name, kind, paths)))
 
@@ -77,18 +76,18 @@ class Tracker:
         self._run = None
 
     def _call_wandb(self, action: Callable[[], Any]) -> Any:
-        """What `action` returns; when W&B fails, None, said once, and W&B is off from then on."""
+        """The result of `action`. If W&B fails: None, one warning, and W&B is off from then on."""
         try:
             return action()
-        except Exception as error:  # whatever W&B raises must not end a training
+        except Exception as error:  # no error of W&B may end a training
             self._run = None
             reason = " ".join(str(error).split())
-            LOG.warning("W&B failed (metrics.jsonl goes on): %s", reason)
+            LOG.warning("W&B failed (metrics.jsonl is still written): %s", reason)
             return None
 
 
 class NullTracker:
-    """Does nothing: for every process but the main one."""
+    """The tracker of every process but the main one: it logs nothing."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Nothing."""
@@ -101,28 +100,28 @@ class NullTracker:
 
 
 def resolve_mode(mode: WandbMode) -> str:
-    """online, offline or disabled. Raises UserError for online without an API key.
+    """The W&B mode: online, offline or disabled. UserError for online without an API key.
 
     W&B itself would ask for the key on the terminal, which a training job does not have.
     """
-    asked = os.environ.get("WANDB_MODE", "auto") if mode == "auto" else mode
-    if asked == "auto":
+    resolved = os.environ.get("WANDB_MODE", "auto") if mode == "auto" else mode
+    if resolved == "auto":
         return "online" if _has_key() else "offline"
-    if asked not in ("online", "offline", "disabled"):
-        raise UserError(f"WANDB_MODE={asked!r}: use online, offline or disabled, or unset it")
-    if asked == "online" and not _has_key():
+    if resolved not in ("online", "offline", "disabled"):
+        raise UserError(f"WANDB_MODE={resolved!r}: use online, offline or disabled, or unset it")
+    if resolved == "online" and not _has_key():
         raise UserError(
             "W&B is to be online but there is no API key: run `wandb login`, set WANDB_API_KEY, or "
             "track offline"
         )
-    return asked
+    return resolved
 
 
 def _start_wandb(out: Path, project: str, config: Mapping[str, Any], mode: str, run_id: str) -> Any:
-    """A W&B run that writes only below `out` and says nothing on the terminal."""
+    """A W&B run that writes only below `out` and prints nothing on the terminal."""
     folder = out.resolve() / "wandb"
     folder.mkdir(parents=True, exist_ok=True)
-    # Read by W&B when it is imported and by its service, which inherits them.
+    # W&B reads these when it is imported, and its service process inherits them.
     os.environ["WANDB_DIR"] = str(out.resolve())
     for name in ("CACHE", "DATA", "ARTIFACT"):
         os.environ[f"WANDB_{name}_DIR"] = str(folder / name.lower())
@@ -133,7 +132,7 @@ def _start_wandb(out: Path, project: str, config: Mapping[str, Any], mode: str, 
         console="off",
         save_code=False,
         disable_git=True,
-        x_disable_meta=True,  # it holds the command line, where a key may stand
+        x_disable_meta=True,  # its metadata include the command line, which may contain a key
         init_timeout=60,
     )
     try:
@@ -147,9 +146,9 @@ def _start_wandb(out: Path, project: str, config: Mapping[str, Any], mode: str, 
             settings=settings,
         )
     except Exception:
-        wandb.teardown()  # or its service holds on to the id and the next attempt fails
+        wandb.teardown()  # else its service keeps the id and the next attempt fails
         raise
-    # Our own step as x-axis: W&B drops values whose own step goes back, as on resuming.
+    # A step metric of our own: W&B drops values whose built-in step goes back, as it does after resuming.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run
@@ -168,7 +167,7 @@ def _artifact(name: str, kind: str, paths: Sequence[Path]) -> Any:
 
 
 def _lines_up_to(path: Path, step: int | None) -> bytes:
-    """The metric lines with a step of at most `step`; none for None. A torn line is left out."""
+    """The metric lines up to and including `step`; none for None. An incomplete line is left out."""
     if step is None or not path.is_file():
         return b""
     kept = []
@@ -177,7 +176,7 @@ def _lines_up_to(path: Path, step: int | None) -> bytes:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
-            continue  # written when the process was killed
+            continue  # the process was killed while it wrote this line
     return "".join(kept).encode()
 
 
@@ -191,7 +190,7 @@ def _run_id(out: Path, resumed: bool) -> str:
 
 
 def _has_key() -> bool:
-    """Whether W&B finds an API key: in WANDB_API_KEY or where `wandb login` puts it."""
+    """Whether there is a W&B API key, in WANDB_API_KEY or in the file that `wandb login` writes."""
     if os.environ.get("WANDB_API_KEY", "") != "":
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
@@ -203,7 +202,7 @@ def _has_key() -> bool:
 
 
 def _mask_secrets(value: Any) -> Any:
-    """`value` with *** for every key that names a secret (api_key, hub_token, ...)."""
+    """`value` with *** in place of each value whose key names a secret (api_key, hub_token, ...)."""
     if isinstance(value, dict):
         return {k: "***" if v and _is_secret(k) else _mask_secrets(v) for k, v in value.items()}
     return [_mask_secrets(item) for item in value] if isinstance(value, list | tuple) else value
