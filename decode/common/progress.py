@@ -7,7 +7,14 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 LINE_SECONDS = 30.0
 """Seconds between two lines of one task in a log."""
@@ -18,7 +25,7 @@ def progress_bars(
     fields: Sequence[str] = (),
     disable: bool = False,
     line_seconds: float = LINE_SECONDS,
-) -> "Progress | ProgressLog":
+) -> "ProgressBars":
     """A context manager that shows tasks on `console` (default: stderr): bars in a terminal, otherwise lines of a log.
 
     `fields` name keywords of add_task and update that are shown beside a task, such as loss and speed. In a log a task
@@ -60,16 +67,16 @@ class ProgressLog:
 
     def add_task(
         self, description: str, total: float | None = None, completed: float = 0, **fields: Any
-    ) -> int:
+    ) -> TaskID:
         """The number of a new task, of which `completed` of `total` units (None: unknown) are done already."""
         self.tasks.append(LoggedTask(description, total, completed, fields))
-        return len(self.tasks) - 1
+        return TaskID(len(self.tasks) - 1)
 
-    def advance(self, task: int, steps: float = 1) -> None:
+    def advance(self, task: TaskID, steps: float = 1) -> None:
         """Adds `steps` to the units of `task` that are done."""
         self.update(task, completed=self.tasks[task].completed + steps)
 
-    def update(self, task: int, completed: float | None = None, **fields: Any) -> None:
+    def update(self, task: TaskID, completed: float | None = None, **fields: Any) -> None:
         """Sets the units of `task` that are done, and values of the fields shown beside it."""
         logged = self.tasks[task]
         logged.fields |= fields
@@ -105,6 +112,10 @@ class LoggedTask:
         if self.total is not None and speed > 0:
             parts.append(f"{duration((self.total - self.completed) / speed)} left")
         return ", ".join(parts)
+
+
+ProgressBars = Progress | ProgressLog
+"""What `progress_bars` returns."""
 
 
 def duration(seconds: float) -> str:
