@@ -1,9 +1,9 @@
-"""Whether to switch speculation on, from a report's own numbers, with the production checklist filled in.
+"""Recommends from a report whether to switch speculative decoding on, with a production checklist.
 
     python eval/advise.py outputs/quickstart/report/report.json
     python eval/advise.py report.json --tuned outputs/tune/tuned.json --rows 8 --length 4096 --memory_gb 24
 
-Markdown on stdout; --out FILE writes it there as well. What was not measured is said to be missing.
+Prints Markdown; --out FILE writes it to that file as well. Values that were not measured are listed as missing.
 """
 
 import sys
@@ -16,32 +16,33 @@ if not __package__:
 from decode.common.cli import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json, write_atomically
-from eval.reporting.advice import advice_markdown, advise, read_report
-from eval.reporting.formatting import target_name
+from eval.reporting.advice import advice_markdown, advise
+from eval.reporting.report_data import read_report, target_name
 
 
 @dataclass
 class AdviseConfig:
     report: str
-    """A report.json of eval/run.py; may stand first without its name."""
+    """A report.json of eval/run.py; may be given first, without --report."""
     tuned: str = ""
     """A tuned.json of eval/tune.py on the same target."""
     rows: int = 0
-    """Requests at a time that are planned; 0: the report's batch size."""
+    """Planned number of concurrent requests; 0: the report's batch size."""
     length: int = 0
-    """Tokens of prompt and reply that each of them holds; 0: the mean reply of the report."""
+    """Planned tokens of prompt and reply per request; 0: the report's mean reply."""
     memory_gb: float = 0.0
-    """Memory of the device in GB (1e9 bytes); 0: that of the report's GPU, if it is a known one."""
+    """Memory of the device in GB (1e9 bytes); 0: that of the report's GPU by its data sheet, if it is a known one."""
     out: str = ""
-    """File for the text; empty writes none."""
+    """File that the advice is also written to; empty: none."""
 
 
 def main(s: AdviseConfig) -> None:
+    """Prints the advice on a report."""
+    for name, value in (("rows", s.rows), ("length", s.length), ("memory_gb", s.memory_gb)):
+        if value < 0:
+            raise UserError(f"{name} must not be negative")
     report = read_report(Path(s.report))
     tuned = read_json(Path(s.tuned)) if s.tuned else None
-    for name in ("rows", "length", "memory_gb"):
-        if getattr(s, name) < 0:
-            raise UserError(f"{name} must not be negative")
     advice = advise(report, tuned, 1e9 * s.memory_gb or None, s.rows or None, s.length or None)
     text = advice_markdown(advice, target_name(report))
     if s.out:

@@ -1,9 +1,9 @@
-"""report.json (schema 1) as Markdown, as one self-contained HTML page, and as a console table.
+"""Renders a report.json (schema 1) again as report.md and as report.html, one page that needs no other file.
 
-    python eval/report.py outputs/quickstart/report            # renders report.md and report.html again
-    python eval/report.py DIR --tuned outputs/tune/tuned.json  # with the plots of a tuning run
+    python eval/report.py outputs/quickstart/report
+    python eval/report.py DIR --tuned outputs/tune/tuned.json  # adds the plots of a tuning run
 
-Every result stands with its n and its 95 % interval; what was not measured is shown as –, or not at all.
+Every result has its number of prompts and its 95 % interval; what was not measured is a dash or left out.
 """
 
 import sys
@@ -19,21 +19,21 @@ from decode.common.cli import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json
 from decode.model.loading import load_tokenizer
-from eval.reporting.advice import read_report
-from eval.reporting.formatting import target_name
 from eval.reporting.render import write_report
+from eval.reporting.report_data import read_report, target_name
 from eval.reporting.token_traces import TokenTrace, read_outputs, select_traces
 
 
 @dataclass
 class ReportConfig:
     folder: str
-    """Output folder of eval/run.py; may stand first without its name."""
+    """Output folder of eval/run.py; may be given first, without --folder."""
     tuned: str = ""
-    """A tuned.json of eval/tune.py on the same target: adds its plots and settings."""
+    """A tuned.json of eval/tune.py on the same target: adds its plots and tuned settings."""
 
 
 def main(s: ReportConfig) -> None:
+    """Renders the report in the folder and prints the path of its HTML page."""
     folder = Path(s.folder)
     report = read_report(folder / "report.json")
     tuned = read_json(Path(s.tuned)) if s.tuned else None
@@ -42,7 +42,7 @@ def main(s: ReportConfig) -> None:
         try:
             tokenizer = load_tokenizer(target_name(report))
         except UserError as error:
-            Console(stderr=True).print(f"no traces: {error}", highlight=False)
+            Console(stderr=True).print(f"report without token traces: {error}", highlight=False)
         else:
             traces = select_traces(report, read_outputs(folder / "outputs.jsonl"), tokenizer)
     write_report(report, folder, traces, tuned)

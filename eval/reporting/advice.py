@@ -1,47 +1,59 @@
-"""TODO: eval.reporting.advice."""
+"""Advice from a report: the recommendation and its reasons, the rules of thumb, and the production checklist."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from decode.common.errors import UserError
-from decode.common.files import read_json
-from eval.metrics.roofline import with_model_sizes
 from eval.reporting.checklist import build_checklist
 from eval.reporting.decision import (
-    RuleOfThumb,
+    GOOD_ACCEPTANCE,
+    HARMFUL_ACCEPTANCE,
+    IDLE_UTILISATION,
+    LONG_REPLY_TOKENS,
+    MAX_SIZE_RATIO,
+    MIN_SIZE_RATIO,
+    DecisionInputs,
     collect_decision_inputs,
     decide,
-    rules_of_thumb,
+    format_memory,
+    format_reply_length,
+    format_size_ratio,
+    size_ratio,
     verdict_from_measurement,
 )
 from eval.reporting.formatting import (
-    Report,
-    ReportEntry,
+    NOT_MEASURED,
     Table,
     escape_markdown,
+    format_number,
+    format_percent,
     format_with_interval,
     table_markdown,
 )
-from eval.reporting.tables import ReportSection, real_draft_entries, report_sections
+from eval.reporting.report_data import (
+    Report,
+    ReportEntry,
+    fastest_entry,
+    pooled_sections,
+    report_sections,
+)
 
 RECOMMENDATION_TEXT = {
     "on": "switch it on",
     "off": "leave it off",
-    "batch": "batch instead",
+    "batch": "use larger batches instead",
     "measure": "measure more before deciding",
 }
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What the page and the command print."""
+    """The advice of one report, as the HTML page and `eval/advise.py` show it."""
 
     headline: str
     reasons: list[str]
     tables: list[Table]
     checklist: dict[str, list[str]]
+    """Lines by step of the production checklist."""
 
 
 def advise(
@@ -51,50 +63,72 @@ def advise(
     rows: int | None = None,
     length: int | None = None,
 ) -> Advice:
-    """Advice from the report's own numbers. `memory` bytes, `rows` and `length` describe the planned load."""
-    pooled = [section for section in report_sections(report) if section.task == "all"]
-    leading = fastest_entry(pooled[0]) if pooled else None
-    if leading is None:
+    """Advice on the fastest draft at the lowest temperature and smallest batch of the report.
+
+    tuned: the contents of a tuned.json. memory: bytes of the device. rows, length: planned concurrent requests and
+    tokens of each; None takes the report's batch size and mean reply.
+    """
+    pooled = pooled_sections(report)
+    fastest = fastest_entry(pooled[0]) if pooled else None
+    if fastest is None:
         return Advice("Nothing to advise on: no speed-up was measured.", [], [], {})
-    facts = collect_decision_inputs(report, leading, memory, rows, length)
-    verdict, reasons = decide(facts)
-    name = f"{leading['name']} at K = {leading['k']}" if leading["k"] else leading["name"]
+    inputs = collect_decision_inputs(report, fastest, memory, rows, length)
+    recommendation, reasons = decide(inputs)
+    name = f"{fastest['name']} at K = {fastest['k']}" if fastest["k"] else fastest["name"]
     return Advice(
-        headline=f"{RECOMMENDATION_TEXT[verdict].capitalize()}: {name}, {pooled[0].setting}.",
+        headline=f"{RECOMMENDATION_TEXT[recommendation].capitalize()}: {name}, {pooled[0].setting}.",
         reasons=reasons,
-        tables=[_rules_table(rules_of_thumb(report, leading, facts)), _settings_table(report)],
-        checklist=build_checklist(report, leading, facts, tuned),
+        tables=[_rules_table(report, fastest, inputs), _settings_table(report)],
+        checklist=build_checklist(report, fastest, inputs, tuned),
     )
 
 
-def fastest_entry(section: ReportSection) -> ReportEntry | None:
-    """The fastest drafting entry of a section; None where there is none with a speed-up."""
-    real = real_draft_entries(section)
-    return real[0] if real else None
-
-
-def _rules_table(found: Sequence[RuleOfThumb]) -> Table:
-    rows = [[rule.name, rule.recommended, rule.value, rule.holds] for rule in found]
+def _rules_table(report: Report, entry: ReportEntry, inputs: DecisionInputs) -> Table:
+    """The rules of thumb with the report's values, and whether each holds."""
+    alpha, ratio = entry["alpha"], size_ratio(report, entry)
+    busy, reply = inputs.utilisation, inputs.reply_tokens
+    rate = format_number(entry["acceptance_rate"], 3)
+    accepted = f"α {format_number(alpha, 3)}; accepted ÷ drafted {rate}"
+    size = "no weights of its own" if entry["draft"] is None else format_size_ratio(ratio)
+    holds: list[bool | None] = [
+        None if busy is None else busy < IDLE_UTILISATION,
+        None if reply is None else reply > LONG_REPLY_TOKENS,
+        inputs.fits,
+        None if alpha is None else alpha >= GOOD_ACCEPTANCE,
+        None if alpha is None else alpha >= HARMFUL_ACCEPTANCE,
+        None if ratio is None else MIN_SIZE_RATIO <= ratio <= MAX_SIZE_RATIO,
+    ]
+    rules = [
+        ["GPU use below 50 %", "yes", format_percent(busy)],
+        ["replies above 100 tokens", "yes", format_reply_length(inputs, entry)],
+        ["the draft fits", "yes", format_memory(inputs)],
+        ["acceptance to aim for", "at least 60 %", accepted],
+        ["acceptance that slows down", "not below 50 %", accepted],
+        ["size of the draft", "1/50 to 1/10 of the target", size],
+    ]
+    answers = {None: "missing", True: "yes", False: "no"}
+    rows = [[*rule, answers[x]] for rule, x in zip(rules, holds, strict=True)]
+    if entry["draft"] is None:
+        rows[-1][-1] = NOT_MEASURED
     return Table("Rules of thumb", ["rule", "wants", "here", "holds"], rows, prose=True)
 
 
 def _settings_table(report: Report) -> Table:
-    """The fastest method of each task and setting, and whether it clearly helps there."""
+    """The fastest draft of each task and setting, and whether it is clearly faster than plain decoding."""
     rows = []
     for section in report_sections(report):
         best = fastest_entry(section)
         if best is not None:
             value = format_with_interval(best["speedup"], best["speedup_ci"], 2, "×")
-            helps = {"on": "yes", "off": "no"}.get(
-                verdict_from_measurement(best["speedup_ci"]), "unclear"
-            )
+            verdict = verdict_from_measurement(best["speedup_ci"])
+            helps = {"on": "yes", "off": "no"}.get(verdict, "unclear")
             rows.append([section.task, section.setting, best["name"], str(best["k"]), value, helps])
     header = ["task", "setting", "fastest draft", "K", "speed-up", "helps"]
     return Table("By task and setting", header, rows, prose=True)
 
 
 def advice_markdown(advice: Advice, target: str) -> str:
-    """The advice as Markdown."""
+    """The advice as Markdown; `target` is the target's name."""
     parts = [
         f"# Speculative decoding of {escape_markdown(target)}: advice",
         f"**{escape_markdown(advice.headline)}** {escape_markdown(' '.join(advice.reasons))}",
@@ -106,11 +140,3 @@ def advice_markdown(advice: Advice, target: str) -> str:
         ),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def read_report(path: Path) -> Report:
-    """A report of schema 1, with the sizes of its models; UserError for anything else."""
-    report = read_json(path)
-    if not isinstance(report, dict) or report.get("schema") != 1 or "methods" not in report:
-        raise UserError(f"{path} is no report of eval/run.py (schema 1): give its report.json")
-    return with_model_sizes(report)

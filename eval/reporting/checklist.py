@@ -1,8 +1,9 @@
-"""The production checklist, filled in with a report's own numbers: baseline, draft, tuning, roll-out."""
+"""The production checklist with a report's own numbers: baseline, draft, tuning, roll-out."""
 
 from typing import Any
 
 from eval.metrics import roofline
+from eval.metrics.records import ALL_TASKS
 from eval.metrics.speedup_model import recommended_k_range
 from eval.reporting.decision import (
     GOOD_ACCEPTANCE,
@@ -15,57 +16,30 @@ from eval.reporting.decision import (
 )
 from eval.reporting.formatting import (
     NOT_MEASURED,
-    Report,
-    ReportEntry,
     Table,
     format_number,
     format_percent,
     format_with_interval,
-    get_nested,
-    target_name,
 )
+from eval.reporting.report_data import Report, ReportEntry, get_nested, target_name
 from eval.reporting.summary import lossless_verdict
 
 
 def build_checklist(
-    report: Report, entry: ReportEntry, facts: DecisionInputs, tuned: dict[str, Any] | None
+    report: Report, entry: ReportEntry, inputs: DecisionInputs, tuned: dict[str, Any] | None
 ) -> dict[str, list[str]]:
-    """Baseline, draft, tuning, roll-out: what to do, with the report's numbers in it."""
-    same = (entry["temperature"], entry["batch_size"], "all")
-    peers = [m for m in report["methods"] if (m["temperature"], m["batch_size"], m["task"]) == same]
-    plain = next((m for m in peers if m["name"] == "plain"), None)
-    others = [
-        f"{m['name']} {format_with_interval(m['speedup'], m['speedup_ci'], 2, '×')}"
-        for m in peers
-        if m["name"] not in ("plain", entry["name"])
+    """{step: lines}: what to do in each step, with the numbers of `entry`, the draft that the advice is about.
+
+    tuned: the contents of a tuned.json, None if there is none.
+    """
+    setting = (entry["temperature"], entry["batch_size"], ALL_TASKS)
+    peers = [
+        m for m in report["methods"] if (m["temperature"], m["batch_size"], m["task"]) == setting
     ]
-    latency = (
-        ["not measured"]
-        if plain is None
-        else [
-            f"round {format_number(get_nested(plain, 'latency_ms', 'p50'), 1)} ms median, "
-            f"{format_number(get_nested(plain, 'latency_ms', 'p95'), 1)} ms p95, "
-            f"first token {format_number(get_nested(plain, 'latency_ms', 'first_token'), 1)} ms"
-        ]
-    )
+    plain = next((m for m in peers if m["name"] == "plain"), None)
     return {
-        "1. Baseline": [
-            f"Plain decoding of {target_name(report)} by the same engine: "
-            f"{format_number(None if plain is None else plain['tokens_per_second'], 1)} tokens/s, "
-            f"{format_number(None if plain is None else plain['ms_per_token'], 2)} ms a token; {latency[0]}.",
-            f"GPU use during it: {_format_or_missing(facts.utilisation, format_percent)}. "
-            f"Tokens of a reply: {format_reply_length(facts, entry)}.",
-        ],
-        "2. Draft": [
-            f"{entry['name']}: τ {format_with_interval(entry['tau'], entry['tau_ci'], 2)}, "
-            f"α {format_with_interval(entry['alpha'], entry['alpha_ci'], 3)}, "
-            f"{format_with_interval(entry['speedup'], entry['speedup_ci'], 2, '×')}.",
-            f"Beside it on the same prompts: {', '.join(others) or 'nothing'}.",
-            f"Size: {_draft_size_text(report, entry)}. Memory: {format_memory(facts)}.",
-            lossless_verdict(report),
-            *contradictions(entry, size_ratio(report, entry)),
-            *_retraining_advice(entry),
-        ],
+        "1. Baseline": _baseline_lines(report, entry, inputs, plain),
+        "2. Draft": _draft_lines(report, entry, inputs, peers),
         "3. Tuning": tuning_advice(tuned, entry),
         "4. Roll-out": [
             *rollout_advice(entry, plain, tuned),
@@ -74,8 +48,63 @@ def build_checklist(
     }
 
 
+def _baseline_lines(
+    report: Report, entry: ReportEntry, inputs: DecisionInputs, plain: ReportEntry | None
+) -> list[str]:
+    speed = latency = "not measured"
+    if plain is not None:
+        speed = (
+            f"{format_number(plain['tokens_per_second'], 1)} tokens/s, "
+            f"{format_number(plain['ms_per_token'], 2)} ms per token"
+        )
+        latency = (
+            f"round {format_number(get_nested(plain, 'latency_ms', 'p50'), 1)} ms median, "
+            f"{format_number(get_nested(plain, 'latency_ms', 'p95'), 1)} ms p95, "
+            f"first token {format_number(get_nested(plain, 'latency_ms', 'first_token'), 1)} ms"
+        )
+    use = inputs.utilisation
+    return [
+        f"Plain decoding of {target_name(report)} by the same engine: {speed}; {latency}.",
+        f"GPU use during plain decoding: {'not measured' if use is None else format_percent(use)}. "
+        f"Tokens per reply: {format_reply_length(inputs, entry)}.",
+    ]
+
+
+def _draft_lines(
+    report: Report, entry: ReportEntry, inputs: DecisionInputs, peers: list[ReportEntry]
+) -> list[str]:
+    others = [
+        f"{m['name']} {format_with_interval(m['speedup'], m['speedup_ci'], 2, '×')}"
+        for m in peers
+        if m["name"] not in ("plain", entry["name"])
+    ]
+    lines = [
+        f"{entry['name']}: τ {format_with_interval(entry['tau'], entry['tau_ci'], 2)}, "
+        f"α {format_with_interval(entry['alpha'], entry['alpha_ci'], 3)}, "
+        f"{format_with_interval(entry['speedup'], entry['speedup_ci'], 2, '×')}.",
+        f"Other methods on the same prompts: {', '.join(others) or 'none'}.",
+        f"Size: {_draft_size_text(report, entry)}. Memory: {format_memory(inputs)}.",
+        lossless_verdict(report),
+        *contradictions(entry, size_ratio(report, entry)),
+    ]
+    alpha = entry["alpha"]
+    if entry["draft"] is not None and alpha is not None and alpha < GOOD_ACCEPTANCE:
+        lines.append(
+            f"α {alpha:.2f} is below the 60 % that guides aim for: distill the draft on the target's own answers to "
+            "your prompts."
+        )
+    return lines
+
+
+def _draft_size_text(report: Report, entry: ReportEntry) -> str:
+    if entry["draft"] is None:
+        return "no weights of its own"
+    ratio = size_ratio(report, entry)
+    return "unknown" if ratio is None else f"{format_size_ratio(ratio)} of the target"
+
+
 def tuned_table(tuned: dict[str, Any]) -> Table:
-    """The fastest setting of each method by domain, temperature and batch size, beside what guides say."""
+    """The fastest setting of each method by domain, temperature and batch size, with the K that guides recommend."""
     rows = [
         [
             c["task"],
@@ -96,109 +125,96 @@ def tuned_table(tuned: dict[str, Any]) -> Table:
 
 
 def tuning_advice(tuned: dict[str, Any] | None, entry: ReportEntry) -> list[str]:
-    """The settings that were chosen, beside what guides say."""
+    """The tuned settings of the entry's method, with the K that guides recommend."""
     if tuned is None:
-        guess = recommended_k_range("", entry["alpha"])
-        said = f"; guides say {guess[0]} to {guess[1]} for a draft as strong" if guess else ""
-        return [f"Not tuned: K = {entry['k']} was given{said}. Run eval/tune.py."]
-    found = []
+        guide = recommended_k_range("", entry["alpha"])
+        advice = (
+            f"; guides recommend K {guide[0]} to {guide[1]} at this acceptance" if guide else ""
+        )
+        return [f"Not tuned: K = {entry['k']} was given{advice}. Run eval/tune.py."]
+    lines = []
     for c in tuned["chosen"]:
-        place = (c["method"], c["temperature"], c["batch_size"])
-        if place != (entry["name"], entry["temperature"], entry["batch_size"]):
+        setting = (c["method"], c["temperature"], c["batch_size"])
+        if setting != (entry["name"], entry["temperature"], entry["batch_size"]):
             continue
-        said = f"; guides say K {c['guide'][0]} to {c['guide'][1]}" if c["guide"] else ""
-        found.append(
-            f"{c['task']}: {c['setting']}, {format_with_interval(c['speedup'], c['ci'], 2, '×')} in rounds; "
-            f"chosen on one half of the prompts and measured on the other: {format_number(c['held_out'], 2, '×')}{said}."
+        guide = f"; guides recommend K {c['guide'][0]} to {c['guide'][1]}" if c["guide"] else ""
+        held_out = format_number(c["held_out"], 2, "×")
+        lines.append(
+            f"{c['task']}: {c['setting']}, {format_with_interval(c['speedup'], c['ci'], 2, '×')} in rounds; chosen on "
+            f"one half of the prompts and measured on the other half: {held_out}{guide}."
         )
-    if not found:
-        setting = f"temperature {entry['temperature']:g}, batch {entry['batch_size']}"
-        return [f"{entry['name']} was not tuned at {setting}."]
-    foretold = tuned["predictions"]
-    if foretold["median_error"] is not None:
-        found.append(
-            f"Other prompts foretold speed-ups within {format_percent(foretold['median_error'])} (median of "
-            f"{foretold['counted']} draft lengths that were measured closely enough to judge by)."
+    if not lines:
+        setting_text = f"temperature {entry['temperature']:g}, batch {entry['batch_size']}"
+        return [f"{entry['name']} was not tuned at {setting_text}."]
+    predictions = tuned["predictions"]
+    if predictions["median_error"] is not None:
+        lines.append(
+            f"Speed-ups predicted from other prompts were off by {format_percent(predictions['median_error'])} (median "
+            f"of the {predictions['counted']} draft lengths with a precise enough measurement)."
         )
-    return found
+    return lines
 
 
 def rollout_advice(
     entry: ReportEntry, plain: ReportEntry | None, tuned: dict[str, Any] | None
 ) -> list[str]:
-    """What to watch, and the values at which to act."""
-    found = [
-        "Begin with a small share of traffic, plain decoding beside it, on the same prompts where possible."
+    """What to monitor in production, and the values at which to act."""
+    lines = [
+        "Start with a small share of the traffic and compare with plain decoding, on the same prompts where possible."
     ]
     if entry["tau"] is not None and entry["speedup"]:
-        low = max(1.0, entry["tau"] / entry["speedup"])
-        found.append(
-            f"Watch tokens a target pass (τ; vLLM prints it as mean acceptance length): {entry['tau']:.2f} here. "
-            f"At the measured cost of a round it breaks even at {low:.2f}: switch off below."
+        break_even = max(1.0, entry["tau"] / entry["speedup"])
+        lines.append(
+            f"Monitor tokens per target pass (τ; vLLM prints it as mean acceptance length): {entry['tau']:.2f} here. "
+            f"At the measured cost of a round it breaks even at {break_even:.2f}: switch speculation off below that."
         )
     p95 = get_nested(entry, "latency_ms", "p95")
     if p95 is not None:
-        beside = get_nested(plain, "latency_ms", "p95") if plain is not None else None
-        found.append(
-            f"Watch the p95 of a round: {p95:.1f} ms here, {format_number(beside, 1)} ms plain. It rises with load before "
-            "throughput falls."
+        plain_p95 = None if plain is None else get_nested(plain, "latency_ms", "p95")
+        lines.append(
+            f"Monitor the p95 of a round: {p95:.1f} ms here, {format_number(plain_p95, 1)} ms in plain decoding. Under "
+            "load it rises before throughput falls."
         )
-    found.append(batch_size_advice(entry, tuned))
-    found.append(
-        "Watch acceptance by domain: a new kind of prompt shows there first. Sample, distill and measure again."
+    lines.append(batch_size_advice(entry, tuned))
+    lines.append(
+        "Monitor acceptance by domain: it drops first where prompts are of a new kind. Then sample, distill and "
+        "measure again."
     )
-    return found
+    return lines
 
 
 def verification_headroom(report: Report, entry: ReportEntry) -> list[str]:
-    """How many tokens a pass may verify before arithmetic costs more than reading weights, on a known GPU."""
+    """How many tokens a pass can verify before computing takes longer than reading the weights; only for known GPUs."""
     gpu = roofline.GPU_SPECS.get(report["hardware"].get("device"))
     width = roofline.DTYPE_BYTES.get(entry["dtype"])
-    if gpu is None or width != 2:  # the table's arithmetic is that of bf16
+    if gpu is None or width != 2:  # GPU_SPECS holds the operations a second of 16-bit dtypes
         return []
     tokens = f"{roofline.ridge_point(gpu, width):.0f} tokens"
     return [
-        f"By the data sheet this GPU reads weights as long as it computes {tokens}: keep batch × tokens verified a "
-        f"round well below (here {entry['batch_size']} × {entry['k'] + 1})."
+        f"By its data sheet this GPU computes {tokens} in the time that it reads the weights once: keep batch × tokens "
+        f"verified per round well below that (here {entry['batch_size']} × {entry['k'] + 1})."
     ]
 
 
 def batch_size_advice(entry: ReportEntry, tuned: dict[str, Any] | None) -> str:
-    """Up to which batch size the method was measured to help."""
+    """Up to which batch size the method was measured to be faster than plain decoding."""
     cells = [
         c
         for c in (tuned or {}).get("cells", [])
         if c["method"] == entry["name"]
-        and c["task"] == "all"
+        and c["task"] == ALL_TASKS
         and c["temperature"] == entry["temperature"]
         and c["speedup"] is not None
     ]
     sizes = sorted({c["batch_size"] for c in cells})
     if len(sizes) < 2:
-        only = f"Measured at batch {entry['batch_size']} only"
-        return f"{only}: speed-ups fall as batches grow. Run eval/tune.py with several batch_sizes."
+        return (
+            f"Measured at batch {entry['batch_size']} only, and speed-ups fall as batches grow: run eval/tune.py with "
+            "several batch_sizes."
+        )
     best = {b: max(c["speedup"] for c in cells if c["batch_size"] == b) for b in sizes}
     helps = [b for b in sizes if best[b] > 1]
     shown = ", ".join(f"{b}: {x:.2f}×" for b, x in best.items())
-    if len(helps) == 0:
-        return f"It helped at no measured batch size ({shown})."
-    return f"By batch size: {shown}. Switch off above {max(helps)} requests at a time."
-
-
-def _retraining_advice(entry: ReportEntry) -> list[str]:
-    if entry["alpha"] is None or entry["alpha"] >= GOOD_ACCEPTANCE or entry["draft"] is None:
-        return []
-    return [
-        f"α {entry['alpha']:.2f} is below the 60 % to aim for: distill on the target's own answers to your prompts."
-    ]
-
-
-def _draft_size_text(report: Report, entry: ReportEntry) -> str:
-    if entry["draft"] is None:
-        return "no weights of its own"
-    ratio = size_ratio(report, entry)
-    return "not known" if ratio is None else f"{format_size_ratio(ratio)} of the target"
-
-
-def _format_or_missing(value: Any, form: Any) -> str:
-    return "not measured" if value is None else form(value)
+    if not helps:
+        return f"It was slower than plain decoding at every measured batch size ({shown})."
+    return f"By batch size: {shown}. Switch off above {max(helps)} concurrent requests."

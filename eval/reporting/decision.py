@@ -1,23 +1,23 @@
-"""The decision: whether to switch speculation on, by what was measured and by rules of thumb beside it.
+"""Decides from a report whether to switch speculative decoding on.
 
-The rules are those that guides to production repeat: switch on below 50 % GPU use for replies above 100 tokens with a
-draft that fits, batch instead above 80 % or when memory is short; aim for 60 % acceptance, below 50 % it may harm; a
-draft of 1/50 to 1/10 of the target. A measured speed-up overrules them: it already contains what they guess at.
+The rules of thumb are those that production guides repeat: switch it on below 50 % GPU use for replies above 100 tokens
+if the draft fits in memory; use larger batches instead above 80 % GPU use or if memory is short; aim for 60 %
+acceptance, and expect a slow-down below 50 %; choose a draft of 1/50 to 1/10 of the target's size. A measured speed-up
+takes precedence over these rules, because it already contains everything that they estimate.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from eval.metrics import roofline
 from eval.reporting.formatting import (
     NOT_MEASURED,
-    Report,
-    ReportEntry,
     format_bytes,
     format_number,
     format_percent,
     format_with_interval,
 )
+from eval.reporting.report_data import Report, ReportEntry
 
 IDLE_UTILISATION, BUSY_UTILISATION = 0.5, 0.8
 LONG_REPLY_TOKENS = 100
@@ -28,113 +28,119 @@ HeuristicVerdict = Literal["on", "batch", "between", "missing"]
 MeasuredVerdict = Literal["on", "off", "unclear", "missing"]
 Recommendation = Literal["on", "off", "batch", "measure"]
 
-
-@dataclass(frozen=True)
-class DecisionInputs:
-    """What the decision rests on; None where it was not measured or not said."""
-
-    speedup: float | None
-    ci: tuple[float, float] | None
-    utilisation: float | None
-    """Share of time that the GPU was busy during plain decoding, 0 to 1."""
-    reply: float | None
-    """Tokens of a reply, on average."""
-    needed: float | None
-    """Bytes of both models and their caches at the planned load."""
-    available: float | None
-    """Bytes of memory."""
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the draft fits beside the target."""
-        if self.needed is None or self.available is None:
-            return None
-        return self.needed <= self.available
-
-
-@dataclass(frozen=True)
-class RuleOfThumb:
-    """A rule of thumb beside the measured value."""
-
-    name: str
-    recommended: str
-    value: str
-    holds: str
-    """yes, no, missing, or – where it does not apply."""
-
-
-def verdict_from_heuristic(facts: DecisionInputs) -> HeuristicVerdict:
-    """The rule of thumb alone."""
-    if facts.fits is False or (
-        facts.utilisation is not None and facts.utilisation > BUSY_UTILISATION
-    ):
-        return "batch"
-    if None in (facts.utilisation, facts.reply, facts.fits):
-        return "missing"
-    idle = facts.utilisation is not None and facts.utilisation < IDLE_UTILISATION
-    long = facts.reply is not None and facts.reply > LONG_REPLY_TOKENS
-    return "on" if idle and long else "between"
-
-
-def verdict_from_measurement(ci: tuple[float, float] | None) -> MeasuredVerdict:
-    """The measurement alone: the interval of the speed-up lies above 1, below 1, or around it."""
-    if ci is None:
-        return "missing"
-    return "on" if ci[0] > 1 else "off" if ci[1] < 1 else "unclear"
-
-
-def decide(facts: DecisionInputs) -> tuple[Recommendation, list[str]]:
-    """The verdict and why. Memory that does not suffice decides alone, then the measurement, then the rule."""
-    by_rule, by_measurement = verdict_from_heuristic(facts), verdict_from_measurement(facts.ci)
-    value = format_with_interval(facts.speedup, facts.ci, 2, "×")
-    if facts.fits is False:
-        short = f"{format_bytes(facts.needed or 0)} are needed and {format_bytes(facts.available or 0)} are there"
-        return "batch", [f"Both models and their caches do not fit: {short}."]
-    if by_measurement in ("on", "off"):
-        reasons = [f"Measured: {value} the speed of plain decoding."]
-        against = {"on": ("batch", "between"), "off": ("on",)}[by_measurement]
-        if by_rule in against:
-            use, reply = format_percent(facts.utilisation), format_number(facts.reply, 0)
-            reasons.append(
-                f"The rule of thumb says {HEURISTIC_PHRASES[by_rule]} (GPU use {use}, {reply} tokens a reply); the measurement "
-                "contradicts it and wins."
-            )
-        return ("on" if by_measurement == "on" else "off"), reasons
-    why = (
-        f"The measured {value} may be above or below 1: more prompts would tell."
-        if by_measurement == "unclear"
-        else "No interval of the speed-up was measured."
-    )
-    if by_rule == "missing":
-        lacking = [name for name, x in _heuristic_inputs(facts).items() if x is None]
-        return "measure", [why, f"The rule of thumb lacks {', '.join(lacking)}."]
-    if by_rule == "between":
-        return "measure", [why, "The rule of thumb does not decide here either."]
-    return by_rule, [why, f"The rule of thumb says {HEURISTIC_PHRASES[by_rule]}."]
-
-
 HEURISTIC_PHRASES = {
-    "on": "to switch it on",
-    "batch": "to batch instead",
-    "between": "neither on nor off",
+    "on": "switching it on",
+    "batch": "larger batches instead",
+    "between": "neither for nor against it",
 }
 
 
+@dataclass(frozen=True)
+class DecisionInputs:
+    """The values that the decision depends on; None where one was neither measured nor given."""
+
+    speedup: float | None
+    speedup_ci: tuple[float, float] | None
+    utilisation: float | None
+    """Share of time that the GPU was busy during plain decoding, 0 to 1."""
+    reply_tokens: float | None
+    """Mean tokens per reply."""
+    needed_bytes: float | None
+    """Memory of both models and their KV caches at the planned load."""
+    available_bytes: float | None
+    """Memory of the device."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the draft fits in memory beside the target; None where unknown."""
+        if self.needed_bytes is None or self.available_bytes is None:
+            return None
+        return self.needed_bytes <= self.available_bytes
+
+
+def verdict_from_heuristic(inputs: DecisionInputs) -> HeuristicVerdict:
+    """The recommendation of the rules of thumb alone."""
+    if inputs.fits is False or (
+        inputs.utilisation is not None and inputs.utilisation > BUSY_UTILISATION
+    ):
+        return "batch"
+    if inputs.utilisation is None or inputs.reply_tokens is None or inputs.fits is None:
+        return "missing"
+    idle, long = inputs.utilisation < IDLE_UTILISATION, inputs.reply_tokens > LONG_REPLY_TOKENS
+    return "on" if idle and long else "between"
+
+
+def verdict_from_measurement(speedup_ci: tuple[float, float] | None) -> MeasuredVerdict:
+    """The recommendation of the measurement alone: the speed-up's interval lies above 1, below 1, or contains 1."""
+    if speedup_ci is None:
+        return "missing"
+    return "on" if speedup_ci[0] > 1 else "off" if speedup_ci[1] < 1 else "unclear"
+
+
+def decide(inputs: DecisionInputs) -> tuple[Recommendation, list[str]]:
+    """The recommendation and its reasons.
+
+    Memory that does not suffice decides alone; next comes the measurement, and last the rules of thumb.
+    """
+    heuristic = verdict_from_heuristic(inputs)
+    measured = verdict_from_measurement(inputs.speedup_ci)
+    value = format_with_interval(inputs.speedup, inputs.speedup_ci, 2, "×")
+    if inputs.fits is False:
+        needed = f"{format_bytes(inputs.needed_bytes or 0)} needed"
+        available = f"{format_bytes(inputs.available_bytes or 0)} available"
+        return "batch", [f"Both models and their KV caches do not fit: {needed}, {available}."]
+    if measured in ("on", "off"):
+        reasons = [f"Measured: {value} the speed of plain decoding."]
+        if heuristic in {"on": ("batch", "between"), "off": ("on",)}[measured]:
+            use = format_percent(inputs.utilisation)
+            reply = format_number(inputs.reply_tokens, 0)
+            reasons.append(
+                f"The rule of thumb recommends {HEURISTIC_PHRASES[heuristic]} (GPU use {use}, {reply} tokens per "
+                "reply). The measurement contradicts it and takes precedence."
+            )
+        return ("on" if measured == "on" else "off"), reasons
+    why = (
+        f"The measured {value} is not clearly above or below 1: measure on more prompts."
+        if measured == "unclear"
+        else "The report has no confidence interval of the speed-up."
+    )
+    if heuristic == "missing":
+        values = {
+            "GPU use": inputs.utilisation,
+            "the length of replies": inputs.reply_tokens,
+            "memory (give --memory_gb)": inputs.fits,
+        }
+        missing = ", ".join(name for name, x in values.items() if x is None)
+        return "measure", [why, f"The rule of thumb cannot be applied, missing: {missing}."]
+    if heuristic == "between":
+        return "measure", [why, "The rule of thumb does not decide here either."]
+    return heuristic, [why, f"The rule of thumb recommends {HEURISTIC_PHRASES[heuristic]}."]
+
+
 def collect_decision_inputs(
-    report: Report, entry: ReportEntry, memory: float | None, rows: int | None, length: int | None
+    report: Report,
+    entry: ReportEntry,
+    available_bytes: float | None,
+    rows: int | None,
+    length: int | None,
 ) -> DecisionInputs:
-    """The facts about one entry; memory by the data sheet where the GPU is a known one."""
-    known = roofline.GPU_SPECS.get(report["hardware"].get("device"))
+    """The inputs of one entry's decision.
+
+    available_bytes: memory of the device; None takes that of the data sheet if the report's GPU is a known one.
+    rows, length: planned concurrent requests and tokens of each, as for `estimate_memory`.
+    """
+    gpu = roofline.GPU_SPECS.get(report["hardware"].get("device"))
+    if available_bytes is None and gpu is not None:
+        available_bytes = gpu.memory
     parts = estimate_memory(report, entry, rows, length)
+    ci = entry["speedup_ci"]
     return DecisionInputs(
         speedup=entry["speedup"],
-        ci=None
-        if entry["speedup_ci"] is None
-        else (entry["speedup_ci"][0], entry["speedup_ci"][1]),
+        speedup_ci=None if ci is None else (ci[0], ci[1]),
         utilisation=gpu_utilisation(report),
-        reply=untruncated_reply_tokens(entry),
-        needed=None if parts is None else sum(parts.values()),
-        available=memory if memory is not None or known is None else known.memory,
+        reply_tokens=untruncated_reply_tokens(entry),
+        needed_bytes=None if parts is None else sum(parts.values()),
+        available_bytes=available_bytes,
     )
 
 
@@ -145,7 +151,7 @@ def gpu_utilisation(report: Report) -> float | None:
 
 
 def untruncated_reply_tokens(entry: ReportEntry) -> float | None:
-    """Mean tokens of a reply; None where most were cut at the run's limit, unless even so they are long."""
+    """Mean tokens per reply; None if the token limit cut most replies, unless their mean is long all the same."""
     mean = mean_reply_tokens(entry)
     finish = entry.get("finish") or {}
     cut = finish.get("length", 0) > sum(finish.values()) / 2 or "finish" not in entry
@@ -153,7 +159,7 @@ def untruncated_reply_tokens(entry: ReportEntry) -> float | None:
 
 
 def mean_reply_tokens(entry: ReportEntry) -> float | None:
-    """Mean tokens of a reply as measured, cut or not."""
+    """Mean tokens per reply as measured, cut by the token limit or not."""
     if entry.get("mean_output_tokens") is not None:
         return float(entry["mean_output_tokens"])
     total = entry["counts"].get("output_tokens")
@@ -163,78 +169,39 @@ def mean_reply_tokens(entry: ReportEntry) -> float | None:
 def estimate_memory(
     report: Report, entry: ReportEntry, rows: int | None, length: int | None
 ) -> dict[str, int] | None:
-    """Bytes by what holds them at the planned load (default: the measured batch, replies alone); None if unknown."""
+    """Bytes of weights and KV caches by part at the planned load; None where a model's size is unknown.
+
+    rows: concurrent requests (None: the measured batch size). length: tokens of prompt and reply of each (None: the
+    mean reply).
+    """
     models, reply = report.get("models") or {}, mean_reply_tokens(entry)
     target, width = models.get("target"), roofline.DTYPE_BYTES.get(entry["dtype"])
     draft = models.get("drafts", {}).get(entry["name"])
     if target is None or width is None or (entry["draft"] is not None and draft is None):
         return None
     tokens = length if length is not None else round(reply or 0)
-    sizes = [None if x is None else roofline.ModelSize(**x) for x in (target, draft)]
-    assert sizes[0] is not None
-    return roofline.memory_breakdown(sizes[0], sizes[1], rows or entry["batch_size"], tokens, width)
-
-
-def rules_of_thumb(report: Report, entry: ReportEntry, facts: DecisionInputs) -> list[RuleOfThumb]:
-    """The rules of thumb with the report's values in them."""
-    ratio = size_ratio(report, entry)
-    alpha, rate = entry["alpha"], entry["acceptance_rate"]
-    accepts = f"α {format_number(alpha, 3)}; accepted ÷ drafted {format_number(rate, 3)}"
-    harmful = None if alpha is None else alpha >= HARMFUL_ACCEPTANCE
-    share = "no weights of its own" if entry["draft"] is None else format_size_ratio(ratio)
-    inside_ratio = None if ratio is None else MIN_SIZE_RATIO <= ratio <= MAX_SIZE_RATIO
-    known = {
-        "GPU use below 50 %": None
-        if facts.utilisation is None
-        else facts.utilisation < IDLE_UTILISATION,
-        "replies above 100 tokens": None
-        if facts.reply is None
-        else facts.reply > LONG_REPLY_TOKENS,
-        "the draft fits": facts.fits,
-    }
-    values = {
-        "GPU use below 50 %": format_percent(facts.utilisation),
-        "replies above 100 tokens": format_reply_length(facts, entry),
-        "the draft fits": format_memory(facts),
-    }
-    found = [
-        RuleOfThumb(name, "yes", values[name], _format_holds(holds))
-        for name, holds in known.items()
-    ]
-    found += [
-        RuleOfThumb(
-            "acceptance to aim for",
-            "at least 60 %",
-            accepts,
-            _format_holds(_at_least(alpha, GOOD_ACCEPTANCE)),
-        ),
-        RuleOfThumb("acceptance that harms", "not below 50 %", accepts, _format_holds(harmful)),
-        RuleOfThumb(
-            "size of the draft",
-            "1/50 to 1/10 of the target",
-            share,
-            NOT_MEASURED if entry["draft"] is None else _format_holds(inside_ratio),
-        ),
-    ]
-    return found
+    return roofline.memory_breakdown(
+        roofline.ModelSize(**target),
+        None if draft is None else roofline.ModelSize(**draft),
+        rows or entry["batch_size"],
+        tokens,
+        width,
+    )
 
 
 def contradictions(entry: ReportEntry, ratio: float | None) -> list[str]:
-    """Where acceptance or size say one thing and the measured speed-up another: the measurement wins."""
+    """Sentences about rules on acceptance or draft size (`ratio`) that the measured speed-up contradicts."""
     measured, alpha = verdict_from_measurement(entry["speedup_ci"]), entry["alpha"]
     value = format_with_interval(entry["speedup"], entry["speedup_ci"], 2, "×")
-    found = []
+    cases = []
     if alpha is not None and alpha < HARMFUL_ACCEPTANCE and measured == "on":
-        found.append(f"α {alpha:.2f} is below 50 %, said to harm, yet {value} was measured.")
+        cases.append(f"α {alpha:.2f} is below the 50 % that guides require, yet {value}")
     if alpha is not None and alpha >= GOOD_ACCEPTANCE and measured == "off":
-        found.append(
-            f"α {alpha:.2f} reaches the 60 % to aim for, yet {value} was measured: drafting costs more than it saves."
-        )
+        cases.append(f"α {alpha:.2f} reaches the 60 % that guides aim for, yet {value}")
     if ratio is not None and not MIN_SIZE_RATIO <= ratio <= MAX_SIZE_RATIO and measured == "on":
-        found.append(
-            f"The draft is {format_size_ratio(ratio)} of the target, outside the rule, yet {value} was measured."
-        )
-    return [f"{text} The measurement wins." for text in found]
+        size = f"The draft is {format_size_ratio(ratio)} of the target"
+        cases.append(f"{size}, outside the 1/50 to 1/10 of guides, yet {value}")
+    return [f"{case} was measured. The measurement takes precedence." for case in cases]
 
 
 def size_ratio(report: Report, entry: ReportEntry) -> float | None:
@@ -246,39 +213,26 @@ def size_ratio(report: Report, entry: ReportEntry) -> float | None:
     return float(draft["parameters"] / target["parameters"])
 
 
-def format_reply_length(facts: DecisionInputs, entry: ReportEntry) -> str:
-    """The mean length of a reply, and whether the run cut it; – where nothing is known."""
+def format_reply_length(inputs: DecisionInputs, entry: ReportEntry) -> str:
+    """The mean tokens per reply, and whether the token limit cut most replies; – where unknown."""
     mean = mean_reply_tokens(entry)
-    if mean is None or facts.reply is not None:
+    if mean is None or inputs.reply_tokens is not None:
         return format_number(mean, 0)
     return f"{mean:.0f}, cut at the run's limit"
 
 
-def _heuristic_inputs(facts: DecisionInputs) -> dict[str, Any]:
-    return {
-        "GPU use": facts.utilisation,
-        "the length of replies": facts.reply,
-        "memory (give --memory_gb)": facts.fits,
-    }
-
-
-def format_memory(facts: DecisionInputs) -> str:
-    needed = "sizes unknown" if facts.needed is None else f"{format_bytes(facts.needed)} needed"
-    there = (
-        "memory not known" if facts.available is None else f"{format_bytes(facts.available)} there"
+def format_memory(inputs: DecisionInputs) -> str:
+    """Memory needed and available, as text."""
+    needed, available = (
+        None if count is None else format_bytes(count)
+        for count in (inputs.needed_bytes, inputs.available_bytes)
     )
-    return f"{needed}, {there}"
+    first = "model sizes unknown" if needed is None else f"{needed} needed"
+    return first + (", memory unknown" if available is None else f", {available} available")
 
 
 def format_size_ratio(ratio: float | None) -> str:
-    return (
-        NOT_MEASURED if ratio is None else f"1/{1 / ratio:.0f}" if ratio <= 0.5 else f"{ratio:.2f}"
-    )
-
-
-def _at_least(value: float | None, least: float) -> bool | None:
-    return None if value is None else value >= least
-
-
-def _format_holds(holds: bool | None) -> str:
-    return "missing" if holds is None else "yes" if holds else "no"
+    """The draft's size over the target's as 1/n, above one half as a decimal number; – for None."""
+    if ratio is None:
+        return NOT_MEASURED
+    return f"1/{1 / ratio:.0f}" if ratio <= 0.5 else f"{ratio:.2f}"

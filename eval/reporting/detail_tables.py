@@ -1,20 +1,21 @@
-"""Tables of what stands behind the results: other engines, checks of losslessness and quality, failures, the setup."""
+"""Tables behind the results: other engines, checks of losslessness and answer quality, failures, setup, versions."""
 
 from collections.abc import Sequence
 
+from eval.metrics.records import ALL_TASKS
 from eval.reporting.formatting import (
-    Report,
-    ReportEntry,
+    NOT_MEASURED,
     Table,
     format_number,
     format_percent,
     format_value,
     format_with_interval,
 )
+from eval.reporting.report_data import Report, ReportEntry
 
 
 def supporting_tables(report: Report) -> list[Table]:
-    """Every such table, also empty ones."""
+    """All of these tables, those without rows included."""
     return [
         _engine_table(report.get("engines") or []),
         _acceptance_difference_table(report.get("comparisons") or []),
@@ -28,7 +29,7 @@ def supporting_tables(report: Report) -> list[Table]:
 
 
 def _engine_table(engines: Sequence[ReportEntry]) -> Table:
-    """Other engines on the same prompts, all tasks pooled, and how they were timed."""
+    """Other engines on the same prompts, all tasks pooled, timed in turn with our methods or in a later pass."""
     rows = [
         [
             e["engine"] + (f", {' '.join(e['repaired'])} repaired" if e.get("repaired") else ""),
@@ -41,11 +42,11 @@ def _engine_table(engines: Sequence[ReportEntry]) -> Table:
             format_with_interval(e["speedup"], e.get("speedup_ci"), 2, "×"),
             format_with_interval(e.get("gain"), e.get("gain_ci"), 2, "×"),
             "in turn with ours" if e.get("in_turn") else "apart, after ours",
-            "–" if e["same_as_ours"] is None else f"{e['same_as_ours']}/{e['prompts']}",
+            NOT_MEASURED if e["same_as_ours"] is None else f"{e['same_as_ours']}/{e['prompts']}",
             format_number(len(e["failed"]), 0),
         ]
         for e in engines
-        if e["task"] == "all"
+        if e["task"] == ALL_TASKS
     ]
     header = ["engine", "draft", "K", "temperature", "n", "τ", "tokens/s", "× our plain"]
     header += ["× itself undrafted", "timed", "texts as ours", "failed"]
@@ -53,7 +54,7 @@ def _engine_table(engines: Sequence[ReportEntry]) -> Table:
 
 
 def _sampling_distribution_table(law: ReportEntry | None) -> Table:
-    """Whether sampled text follows the target's law; the control is the same draft with a rule known to be lossy."""
+    """Tests that sampled text follows the target's distribution; the control is the same draft with a lossy rule."""
     header = ["method", "smallest p", "tokens", "passed", "control was caught"]
     if law is None:
         return Table("", header, [])
@@ -69,12 +70,13 @@ def _sampling_distribution_table(law: ReportEntry | None) -> Table:
                 format_value(verdict["control_caught"]),
             ]
         )
-    title = f"Sampled text against the target's law, temperature {law['temperature']:g}, level {law['level']:g}"
+    setting = f"temperature {law['temperature']:g}, level {law['level']:g}"
+    title = f"Sampled text against the target's distribution, {setting}"
     return Table(title, header, rows)
 
 
 def _answer_quality_table(methods: Sequence[ReportEntry]) -> Table:
-    """Answers that have a reference: scores of each method beside plain decoding's on the same prompts."""
+    """Mean scores of answers that have a reference, with plain decoding's scores on the same prompts."""
     rows = [
         [
             m["name"],
@@ -95,11 +97,12 @@ def _answer_quality_table(methods: Sequence[ReportEntry]) -> Table:
 
 
 def _failure_table(methods: Sequence[ReportEntry], engines: Sequence[ReportEntry]) -> Table:
+    """Prompts that a method or engine could not decode, with the first line of the error."""
     named = [(m["name"], m) for m in methods] + [(f"{e['engine']} {e['name']}", e) for e in engines]
     rows = [
         [name, f"{m['temperature']:g}", f["task"], f["id"], f["error"]]
         for name, m in named
-        if m["task"] == "all"
+        if m["task"] == ALL_TASKS
         for f in m.get("failed") or []
     ]
     header = ["method", "temperature", "task", "prompt", "error"]
@@ -107,6 +110,7 @@ def _failure_table(methods: Sequence[ReportEntry], engines: Sequence[ReportEntry
 
 
 def _acceptance_difference_table(comparisons: Sequence[ReportEntry]) -> Table:
+    """Paired differences of a metric between two methods on the same prompts."""
     rows = [
         [
             f"{c['a']} − {c['b']}",
@@ -123,7 +127,7 @@ def _acceptance_difference_table(comparisons: Sequence[ReportEntry]) -> Table:
 
 
 def _target_drift_table(quality: ReportEntry | None) -> Table:
-    """The target beside the one it was before its heads were trained with it."""
+    """A target that was trained together with its heads (Medusa-2), compared with the original target."""
     header = ["before", "now", "n", "perplexity before", "now", "change of log perplexity", "KL"]
     if quality is None:
         return Table("", header, [])
@@ -141,12 +145,15 @@ def _target_drift_table(quality: ReportEntry | None) -> Table:
         ),
         format_number(quality["kl"], 4),
     ]
-    title = "The target was trained with its heads: on answers of the one before, a token"
+    title = (
+        "Change of the target by training it with its heads, per token of the original's answers"
+    )
     return Table(title, header, [row])
 
 
 def _setup_table(methods: Sequence[ReportEntry]) -> Table:
-    fields = (
+    """Draft weights, K, tree, mode, dtype and verification rule of each method."""
+    fields = [
         "name",
         "draft",
         "draft_sha256",
@@ -156,19 +163,21 @@ def _setup_table(methods: Sequence[ReportEntry]) -> Table:
         "dtype",
         "verification",
         "lossy",
-    )
-    short = [{**m, "draft_sha256": (m["draft_sha256"] or "")[:12] or None} for m in methods]
-    for m in short:
+    ]
+    rows: list[list[str]] = []
+    for m in methods:
+        shown = {**m, "draft_sha256": (m["draft_sha256"] or "")[:12] or None}
         if paths := (m["tree"] or {}).get("paths"):
-            m["tree"] = f"fixed, {len(paths)} nodes"
-    rows = {
-        tuple(format_value(m[field]) for field in fields): None for m in short
-    }  # unique, in order
+            shown["tree"] = f"fixed, {len(paths)} nodes"
+        row = [format_value(shown[field]) for field in fields]
+        if row not in rows:
+            rows.append(row)
     header = ["method", "draft", "draft sha256", "K", "tree", *fields[5:]]
-    return Table("Methods", header, [list(row) for row in rows], prose=True, detail=True)
+    return Table("Methods", header, rows, prose=True, detail=True)
 
 
 def _environment_table(report: Report) -> Table:
+    """Seed, target, hardware, versions, tasks and git revision of the run."""
     rows = [["seed", format_value(report["seed"])]]
     for part in ("target", "hardware", "versions"):
         value = report[part]
@@ -176,9 +185,10 @@ def _environment_table(report: Report) -> Table:
         rows += [[f"{part} {key}".strip(), format_value(text)] for key, text in fields]
     rows += [[name, format_value(report[name])] for name in ("tasks", "git") if report.get(name)]
     if report.get("gpu_utilisation") is not None:
-        rows.append(["GPU use in plain decoding", format_percent(report["gpu_utilisation"] / 100)])
-    if report.get("resumed"):
         rows.append(
-            ["kept of an interrupted run", format_number(report["resumed"], 0) + " measurements"]
+            ["GPU use during plain decoding", format_percent(report["gpu_utilisation"] / 100)]
         )
+    if report.get("resumed"):
+        count = format_number(report["resumed"], 0)
+        rows.append(["resumed from an interrupted run", f"{count} measurements"])
     return Table("Hardware and versions", ["what", "value"], rows, prose=True)

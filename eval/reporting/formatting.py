@@ -1,25 +1,24 @@
-"""Values of a report as words: numbers with their intervals, dashes for what was not measured."""
+"""Numbers, intervals and tables as text; values that were not measured become a dash."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Report = dict[str, Any]
-ReportEntry = dict[str, Any]
 Interval = Sequence[float] | None
+"""[low, high] of a 95 % interval; None if it was not measured."""
 
 NOT_MEASURED = "–"
 
 
 def format_number(value: float | None, digits: int, unit: str = "", signed: bool = False) -> str:
-    """The number with that many decimals, thousands set apart, or – for None."""
+    """The number with `digits` decimals and a comma between thousands, or – for None."""
     return NOT_MEASURED if value is None else f"{value:{'+' if signed else ''},.{digits}f}{unit}"
 
 
 def format_with_interval(
     value: float | None, interval: Interval, digits: int, unit: str = "", signed: bool = False
 ) -> str:
-    """The number and its [low, high], or the number alone, or – for None."""
+    """The number followed by its [low, high]; the number alone if the interval is None; – if the value is None."""
     text = format_number(value, digits, unit, signed)
     if value is None or interval is None:
         return text
@@ -28,20 +27,20 @@ def format_with_interval(
 
 
 def format_percent(value: float | None) -> str:
-    """A share as whole per cent, or – for None."""
+    """A share (0 to 1) in whole per cent, or – for None."""
     return NOT_MEASURED if value is None else f"{100 * value:.0f} %"
 
 
 def format_bytes(count: float) -> str:
-    """Bytes in the unit that leaves few digits."""
+    """A number of bytes in B, KiB, MiB or GiB."""
     for unit, limit in (("B", 2**10), ("KiB", 2**20), ("MiB", 2**30)):
         if count < limit:
             return f"{count * 2**10 / limit:,.0f} {unit}"
     return f"{count / 2**30:,.1f} GiB"
 
 
-def format_identical(lossless: ReportEntry | None) -> str:
-    """How many prompts decode to the reference's own ids, as 40/40 or 39/40 + 1 tie, or –."""
+def format_identical(lossless: dict[str, Any] | None) -> str:
+    """An entry's `lossless` field as "40/40" or "39/40 + 1 tie" prompts with the reference's token ids, or –."""
     if lossless is None or lossless["greedy_identical"] is None:
         return NOT_MEASURED
     ties = len(lossless["ties"])
@@ -50,7 +49,7 @@ def format_identical(lossless: ReportEntry | None) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value of the report as plain words: – for None, yes or no, "key value" for a dict."""
+    """Any value of a report as text: – for None, yes or no for a bool, "key value, key value" for a dict."""
     if value is None:
         return NOT_MEASURED
     if isinstance(value, bool):
@@ -62,28 +61,16 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
-def get_nested(entry: ReportEntry, outer: str, inner: str) -> Any:
-    """entry[outer][inner], or None where either is absent: reports gain fields over time."""
-    return (entry.get(outer) or {}).get(inner)
-
-
-def target_name(report: Report) -> str:
-    """The target's name, whether the report gives it alone or with its revision and tokenizer."""
-    target = report["target"]
-    return str(target["name"]) if isinstance(target, dict) else format_value(target)
-
-
 def escape_markdown(text: str) -> str:
-    """Text that cannot break a table row or turn into HTML."""
+    """Escapes what would end a Markdown table cell or start an HTML tag; line breaks become spaces."""
     return text.replace("<", "&lt;").replace("|", "\\|").replace("\n", " ")
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table of the report; every row is as long as the header.
+    """A table of text cells; every row has as many cells as the header.
 
-    `prose` tables hold text, which is set left and may wrap; the others hold numbers. `detail` tables are folded away
-    on the page.
+    The HTML page aligns `prose` cells to the left and lets them wrap; it shows `detail` tables collapsed.
     """
 
     title: str
@@ -94,7 +81,7 @@ class Table:
 
 
 def table_markdown(table: Table) -> str:
-    """The table with its title as a heading."""
+    """The table as Markdown under a second-level heading with its title."""
     lines = [table.header, ["---"] * len(table.header), *table.rows]
     body = "\n".join(
         "| " + " | ".join(escape_markdown(cell) for cell in line) + " |" for line in lines

@@ -1,8 +1,8 @@
-"""Drawing: panels as SVG text that fits a light and a dark page, a phone and a desk.
+"""Draws panels as SVG text that is readable on light and dark pages and on small and large screens.
 
-Every panel is an SVG of its own, narrow enough for a phone, and the page sets panels side by side. Lines and text take
-the page's own colour; series take colours of the Okabe-Ito palette, which colour-blind readers can tell apart, and a
-marker each, so that colour is never the only cue.
+Every panel is a separate SVG, narrow enough for a phone, and the page places panels side by side. Lines and text take
+the page's text colour. Series have colours of the Okabe-Ito palette, which colour-blind readers can tell apart, and
+different markers, so that colour is never the only difference.
 """
 
 import io
@@ -13,11 +13,13 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe-Ito without black and yellow, which vanish on a dark or a white page.
+from eval.reporting.formatting import Interval
+
+# Okabe-Ito without black and yellow, which are invisible on a dark or a white page.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: no pair returns before 42
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: no pair repeats before 42
 GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖")  # the same in text, for the legend
-LINE_STYLES = ("-", "--", ":")  # the next one each time the colours are used up
+LINE_STYLES = ("-", "--", ":")  # the next one each time that all colours are used
 SHADE_COLORS = (
     "#9aa3ad",
     "#c6dbef",
@@ -28,11 +30,11 @@ SHADE_COLORS = (
     "#08519c",
     "#08306b",
 )
-"""Of little to much; the first is nothing."""
+"""From small to large; the first one stands for zero."""
 PHASE_COLORS = {"draft": "#E69F00", "verify": "#0072B2", "overhead": "#9aa3ad"}
-TEXT_COLOR = "#7a7b7c"  # a colour that nothing else uses: replaced by the page's text colour
+TEXT_COLOR = "#7a7b7c"  # used by nothing else: replaced by the page's text colour
 MATPLOTLIB_STYLE = {
-    "svg.fonttype": "none",  # text stays text: selectable, searchable, in the page's colour
+    "svg.fonttype": "none",  # text stays text: it can be selected and searched
     "svg.hashsalt": "draftsmith",  # the same report gives the same bytes
     "text.parse_math": False,  # a task may have a $ in its name
     "text.color": TEXT_COLOR,
@@ -49,14 +51,12 @@ MATPLOTLIB_STYLE = {
 }
 WIDTH, HEIGHT = 4.6, 3.0  # inches
 ROW_HEIGHT = 0.17  # inches for a dot and its share of the gap to the next row
-DODGE_WIDTH = 0.7  # how much of the room between two ticks the points that share a tick fill
-
-Interval = Sequence[float] | None
+DODGE_WIDTH = 0.7  # share of the distance between two ticks that points of one tick are spread over
 
 
 @dataclass(frozen=True)
 class Point:
-    """A measured value with its interval."""
+    """A value y at x with its 95 % interval; `dot_plot` ignores x."""
 
     x: float
     y: float
@@ -65,7 +65,7 @@ class Point:
 
 @dataclass(frozen=True)
 class ChartSeries:
-    """Points that belong together under one name; `dashed` is what was predicted, not measured."""
+    """The points of one name; `dashed` for predicted instead of measured values."""
 
     name: str
     points: list[Point]
@@ -74,7 +74,7 @@ class ChartSeries:
 
 @dataclass(frozen=True)
 class ReportChart:
-    """One figure of the page: panels under a caption, the legend that they share, and a line that explains it."""
+    """One figure of the page: SVG panels, their caption, the legend that they share, and a note that explains them."""
 
     caption: str
     note: str
@@ -84,15 +84,15 @@ class ReportChart:
 
 
 def legend_entries(names: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Of series by their place in `names`."""
+    """(glyph, colour, name) of each series, by its index in `names`."""
     return [
         (GLYPHS[i % len(GLYPHS)], COLORS[i % len(COLORS)], name) for i, name in enumerate(names)
     ]
 
 
-def axis_limits(points: Iterable[Point], *also: float) -> tuple[float, float]:
-    """What an axis must show of these points, with their intervals, for panels to be compared; with a margin."""
-    values = [*also]
+def axis_limits(points: Iterable[Point], *others: float) -> tuple[float, float]:
+    """(low, high) of an axis for all these points, their intervals and `others`, with a margin: one for all panels."""
+    values = [*others]
     for point in points:
         values += [point.y, *(point.ci or ())]
     low, high = min(values), max(values)
@@ -111,7 +111,7 @@ def line_chart(
     xscale: str = "linear",
     ylim: tuple[float, float] | None = None,
 ) -> str:
-    """SVG of values over x with intervals; colours by the place of a series in `names`."""
+    """SVG of values over x with intervals; the colour of a series is by the index of its name in `names`."""
 
     def draw(axes: Axes) -> None:
         xs = sorted({point.x for one in series for point in one.points})
@@ -151,7 +151,7 @@ def dot_plot(
     xlim: tuple[float, float],
     line_at: float | None = None,
 ) -> str:
-    """SVG of {(row, name): point}: a row for each method, a colour for each of `names`; of a point only y is drawn."""
+    """SVG of {(row, name): point}: y of each point along the horizontal axis, a colour for each of `names`."""
 
     def draw(axes: Axes) -> None:
         for (row, name), point in values.items():
@@ -176,7 +176,7 @@ def stacked_bars(
     xlabel: str,
     right: float,
 ) -> str:
-    """SVG of horizontal bars {row: [(length, colour), …]}, each with its words behind it."""
+    """SVG of horizontal bars {row: [(length, colour), …]}, with the text `ends[row]` to the right of each."""
     rows = list(parts)
 
     def draw(axes: Axes) -> None:
@@ -193,12 +193,14 @@ def stacked_bars(
 
 
 def _format_row_axis(axes: Axes, rows: Sequence[str], title: str, xlabel: str) -> None:
+    """A vertical axis with the names of the rows, the first one on top."""
     axes.set(xlabel=xlabel, ylim=(len(rows) - 0.4, -0.6), title=title)
     axes.set_yticks(range(len(rows)), rows)
     axes.grid(axis="x")
 
 
 def _render_svg(draw: Callable[[Axes], None], height: float) -> str:
+    """The SVG text of a figure of WIDTH × `height` inches that `draw` fills."""
     with mpl.rc_context(MATPLOTLIB_STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         figure.patch.set_alpha(0)
@@ -212,6 +214,6 @@ def _render_svg(draw: Callable[[Axes], None], height: float) -> str:
 
 
 def _series_style(index: int) -> tuple[str, str, str]:
-    """Colour, marker and line of series number `index`."""
+    """Colour, marker and line style of series number `index`."""
     line = LINE_STYLES[index // len(COLORS) % len(LINE_STYLES)]
     return COLORS[index % len(COLORS)], MARKERS[index % len(MARKERS)], line

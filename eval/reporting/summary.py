@@ -1,22 +1,22 @@
-"""What a report comes down to, a sentence each: what is fastest, whether output is unchanged, what failed."""
+"""The sentences at the head of a report: the fastest method, whether output is unchanged, which prompts failed."""
 
 import math
 from collections.abc import Sequence
 
-from eval.metrics.records import ratio_or_none
-from eval.reporting.formatting import (
+from eval.metrics.records import ALL_TASKS, ratio_or_none
+from eval.reporting.formatting import format_identical, format_number, format_with_interval
+from eval.reporting.report_data import (
     Report,
     ReportEntry,
-    format_identical,
-    format_number,
-    format_with_interval,
+    fastest_entry,
     get_nested,
+    report_sections,
+    unique_names,
 )
-from eval.reporting.tables import real_draft_entries, report_sections, unique_names
 
 
 def summary_lines(report: Report) -> list[str]:
-    """Most important first; a line only for what was measured or went wrong."""
+    """One sentence or more a line, most important first; only what was measured or went wrong."""
     plain = report["baseline"]
     lines = [
         fastest_method_line(report),
@@ -32,84 +32,105 @@ def summary_lines(report: Report) -> list[str]:
 
 
 def fastest_method_line(report: Report) -> str:
-    """The fastest method of the first section, or that none is clearly faster than plain."""
-    for section in report_sections(report)[:1]:
-        real = real_draft_entries(section)
-        if len(real) > 0:
-            best = real[0]
-            sure = best["speedup_ci"] is not None and best["speedup_ci"][0] > 1
-            claim = "Fastest:" if sure else "No method is clearly faster than plain; the best is"
-            value = format_with_interval(best["speedup"], best["speedup_ci"], 2, "×")
-            scope = f"n = {best['prompts']}, {section.title}"
-            return f"{claim} {best['name']}, {value} the speed of plain decoding ({scope})."
-    return "No speed-up was measured."
+    """The fastest method of the first section, and whether its interval lies above 1."""
+    section = next(iter(report_sections(report)), None)
+    best = fastest_entry(section) if section is not None else None
+    if section is None or best is None:
+        return "No speed-up was measured."
+    faster = best["speedup_ci"] is not None and best["speedup_ci"][0] > 1
+    claim = "Fastest:" if faster else "No method is clearly faster than plain decoding; the best is"
+    value = format_with_interval(best["speedup"], best["speedup_ci"], 2, "×")
+    scope = f"n = {best['prompts']}, {section.title}"
+    return f"{claim} {best['name']}, {value} the speed of plain decoding ({scope})."
 
 
 def lossless_verdict(report: Report) -> str:
-    """Whether greedy output equals transformers' own, and which methods change it by choice."""
+    """Whether greedy output equals that of transformers' `generate`, and which methods use a lossy rule."""
     drafts = [m for m in report["methods"] if m["name"] != "plain" and not m.get("simulated")]
     lossy = unique_names([m["name"] for m in drafts if m["lossy"]])
-    checked = [
-        m
-        for m in drafts
-        if not m["lossy"] and get_nested(m, "lossless", "greedy_identical") is not None
-    ]
+    checked = _greedy_checked(report)
     broken = [m for m in checked if not m["lossless"]["greedy_identical"]]
-    if len(checked) == 0:
+    if not checked:
         text = "Lossless: not checked."
-    elif len(broken) == 0:
-        names = ", ".join(unique_names([m["name"] for m in checked]))
-        most = max(m["lossless"]["prompts"] for m in checked)
-        ties = {(t["task"], t["id"], t["position"]) for m in checked for t in m["lossless"]["ties"]}
-        claim = "Lossless: greedy output equals transformers' own generate, token by token"
-        text = f"{claim} ({names}; n = {most}; {len(ties)} ties of logits)."
-    else:
+    elif broken:
         cases = ", ".join(
             f"{m['name']} on {m['task']} {format_identical(m['lossless'])}" for m in broken
         )
         text = (
-            f"NOT identical to transformers' generate: {cases}. In fp32 this is a bug; in lower precision "
-            "near-ties of logits can flip."
+            f"NOT identical to transformers' generate: {cases}. In fp32 this is a bug; in lower precision it can also "
+            "be a near-tie of two logits."
         )
-    return text + (f" Lossy by choice: {', '.join(lossy)}." if len(lossy) > 0 else "")
+    else:
+        names = ", ".join(unique_names([m["name"] for m in checked]))
+        most = max(m["lossless"]["prompts"] for m in checked)
+        ties = {(t["task"], t["id"], t["position"]) for m in checked for t in m["lossless"]["ties"]}
+        text = (
+            "Lossless: greedy output equals transformers' own generate, token by token "
+            f"({names}; n = {most}; ties of two logits: {len(ties)})."
+        )
+    return text + (f" Lossy by choice: {', '.join(lossy)}." if lossy else "")
+
+
+def _greedy_checked(report: Report) -> list[ReportEntry]:
+    """Entries of lossless methods whose greedy output was compared with transformers' `generate`."""
+    return [
+        m
+        for m in report["methods"]
+        if m["name"] != "plain"
+        and not m.get("simulated")
+        and not m["lossy"]
+        and get_nested(m, "lossless", "greedy_identical") is not None
+    ]
 
 
 def distribution_verdict(report: Report) -> str:
-    """Whether sampled output follows the target's law, by the statistical tests; empty if they were not run."""
+    """Whether sampled output follows the target's distribution, by the tests; empty if they were not run."""
     law = report.get("law")
     if law is None:
         return ""
     exact = [m for m in law["methods"] if not m["lossy"]]
     wrong = [m["name"] for m in exact if not m["passed"]]
-    blind = [m["name"] for m in exact if m["control_caught"] is False]
+    undetected = [m["name"] for m in exact if m["control_caught"] is False]
     setting = f"at temperature {law['temperature']:g}, level {law['level']:g}"
     if wrong:
-        return f"Sampled output does NOT follow the target's law: {', '.join(wrong)} ({setting})."
-    if blind:
+        return f"Sampled output does NOT follow the target's distribution: {', '.join(wrong)} ({setting})."
+    if undetected:
         return (
-            f"The test of the target's law is blind for {', '.join(blind)}: a lossy rule passed it too ({setting}); "
-            "give check_law more tokens."
+            f"The test of the target's distribution is too weak for {', '.join(undetected)}: it did not detect a lossy "
+            f"rule either ({setting}). Set check_law to more tokens."
         )
     names = ", ".join(m["name"] for m in exact)
-    return f"Sampled output follows the target's law ({names}; {setting}; a lossy rule was caught each time)."
+    return (
+        f"Sampled output follows the target's distribution ({names}; {setting}; the same test detected a lossy rule "
+        "for each draft)."
+    )
+
+
+def is_output_changed(report: Report) -> bool:
+    """Whether a method that claims to be lossless failed the greedy comparison or the distribution tests."""
+    greedy = any(not m["lossless"]["greedy_identical"] for m in _greedy_checked(report))
+    tested = (report.get("law") or {}).get("methods", [])
+    return greedy or any(not m["lossy"] and not m["passed"] for m in tested)
 
 
 def failed_prompts_line(report: Report) -> str:
-    """How many prompts failed, of which methods; empty if none did."""
+    """The number of failed prompts of each method and engine; empty if none failed."""
     named = [(m["name"], m) for m in report["methods"]]
     named += [(f"{e['engine']} {e['name']}", e) for e in report.get("engines") or []]
-    failed = {name: len(m["failed"]) for name, m in named if m["task"] == "all" and m.get("failed")}
+    failed = {
+        name: len(m["failed"]) for name, m in named if m["task"] == ALL_TASKS and m.get("failed")
+    }
     if not failed:
         return ""
     counts = ", ".join(f"{name} {count}" for name, count in failed.items())
-    return f"Failed prompts, left out of that method's numbers and named below: {counts}."
+    return f"Failed prompts, excluded from that method's numbers and listed below: {counts}."
 
 
 def assisted_generation_lines(report: Report, names: Sequence[str] | None = None) -> list[str]:
-    """Whether these drafts (None: all) make transformers' own `generate` faster, and if not why: a line for each.
+    """For each of these drafts (None: all), whether it makes transformers' own `generate` faster, and why or why not.
 
-    What was to be expected is τ ÷ (1 + K c), c being a draft step over a target step, both as our engine measured them.
-    Only of reports that compared with hf and hf-assisted.
+    The expected speed-up is τ ÷ (1 + K c), where c is the time of a draft step over that of a target step, both as
+    measured in our engine. Empty unless the report has runs of the engine hf-assisted.
     """
     return [
         f"transformers with assistant_model = {e['name']} (K = {e['k']}, temperature {e['temperature']:g}): "
@@ -117,14 +138,14 @@ def assisted_generation_lines(report: Report, names: Sequence[str] | None = None
         + _explain_assisted_speedup(report, e)
         for e in report.get("engines") or []
         if e["engine"] == "hf-assisted"
-        and e["task"] == "all"
+        and e["task"] == ALL_TASKS
         and e.get("gain") is not None
         and (names is None or e["name"] in names)
     ]
 
 
 def _explain_assisted_speedup(report: Report, e: ReportEntry) -> str:
-    """The speed-up of an assisted element by its parts: tokens a round, and what a round costs in target steps."""
+    """Splits the speed-up of assisted generation into tokens per round and time per round in target steps."""
     low, high = e["gain_ci"] or (0.0, math.inf)
     claim = "It is faster" if low > 1 else "It is slower" if high < 1 else "No clear difference"
     text = (
@@ -136,40 +157,38 @@ def _explain_assisted_speedup(report: Report, e: ReportEntry) -> str:
         return text
     expected = e["tau"] / (1 + e["k"] * cost)
     text += (
-        f" A draft step costs {cost:.2f} of a target step in our engine, so τ ÷ (1 + K c) = {expected:.2f}× was to be "
-        "expected"
+        f" A draft step costs {cost:.2f} of a target step in our engine, so the expected speed-up is "
+        f"τ ÷ (1 + K c) = {expected:.2f}×"
     )
     if max(expected, e["gain"]) <= 1:
-        return f"{text}: the draft is too dear for what is accepted."
+        return f"{text}: the draft is too slow for its acceptance."
     if expected > e["gain"]:
-        text += "; the rest goes to verifying K + 1 tokens and to transformers' own work a round"
+        text += "; the difference is the time to verify K + 1 tokens and transformers' own work per round"
     return f"{text}."
 
 
 def draft_step_cost(report: Report, name: str, temperature: float) -> float | None:
     """Time of a draft step over that of a target step, from the phases of this chain and of plain decoding.
 
-    None where phases were not timed.
+    None if the phases of either were not timed.
     """
-    found = {
+    timed = {
         m["name"]: m
         for m in report["methods"]
-        if (m["task"], m["temperature"]) == ("all", temperature) and m.get("phase_ms")
+        if (m["task"], m["temperature"]) == (ALL_TASKS, temperature) and m.get("phase_ms")
     }
-    if name not in found or "plain" not in found:
+    if name not in timed or "plain" not in timed:
         return None
-    step = sum(found["plain"]["phase_ms"].values())
-    return ratio_or_none(found[name]["phase_ms"]["draft"] / found[name]["k"], step)
+    target_step_ms = sum(timed["plain"]["phase_ms"].values())
+    return ratio_or_none(timed[name]["phase_ms"]["draft"] / timed[name]["k"], target_step_ms)
 
 
 def simulated_methods_line(report: Report) -> str:
-    """Which methods accept what they were told to; empty if none does."""
+    """Names the methods with simulated acceptance; empty if there are none."""
     names = unique_names([m["name"] for m in report["methods"] if m.get("simulated")])
     if not names:
         return ""
-    return f"Simulated acceptance, no real draft: {', '.join(names)}. It says what the engine is worth."
-
-
-def is_output_changed(report: Report) -> bool:
-    """Whether some method that claims to be lossless was seen to change the output."""
-    return "NOT" in lossless_verdict(report) + distribution_verdict(report)
+    return (
+        f"Simulated acceptance, no real draft: {', '.join(names)}. These entries show the speed of the engine at a "
+        "configured acceptance, not that of a draft."
+    )

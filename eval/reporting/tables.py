@@ -1,96 +1,50 @@
-"""The tables of a report; what was not measured has no column, or a dash."""
+"""The main tables of a report: speed, acceptance by position, latency and phases, by section.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+A value that was not measured is a dash; a column without any value is left out.
+"""
 
+from eval.metrics.records import ALL_TASKS
 from eval.reporting.detail_tables import supporting_tables
 from eval.reporting.formatting import (
     NOT_MEASURED,
-    Report,
-    ReportEntry,
     Table,
     format_identical,
     format_number,
     format_with_interval,
-    get_nested,
 )
-
-
-@dataclass(frozen=True)
-class ReportSection:
-    """The entries of one task and setting, the only ones whose speeds compare; fastest first."""
-
-    task: str
-    setting: str
-    entries: list[ReportEntry]
-
-    @property
-    def title(self) -> str:
-        return f"{'all tasks' if self.task == 'all' else self.task}, {self.setting}"
-
-
-def unique_names(names: Sequence[str]) -> list[str]:
-    """Each name once, in order of first appearance, the pooled task "all" first."""
-    return sorted(dict.fromkeys(names), key=lambda name: name != "all")
-
-
-def measured_settings(methods: Sequence[ReportEntry]) -> list[tuple[float, int]]:
-    """The (temperature, batch_size) pairs that occur, in order: numbers compare only within one."""
-    return sorted({(m["temperature"], m["batch_size"]) for m in methods})
-
-
-def setting_title(temperature: float, batch_size: int) -> str:
-    """The words for one setting in titles."""
-    return f"temperature {temperature:g}, batch {batch_size}"
-
-
-def report_sections(report: Report) -> list[ReportSection]:
-    """The report's entries by task ("all" first) and setting, each sorted by speed-up."""
-    found = []
-    for task in unique_names([m["task"] for m in report["methods"]]):
-        of_task = [m for m in report["methods"] if m["task"] == task]
-        for setting in measured_settings(of_task):
-            entries = [m for m in of_task if (m["temperature"], m["batch_size"]) == setting]
-            entries.sort(key=lambda m: (m["speedup"] is None, -(m["speedup"] or 0)))
-            found.append(ReportSection(task, setting_title(*setting), entries))
-    return found
-
-
-def real_draft_entries(section: ReportSection) -> list[ReportEntry]:
-    """The entries of a section that stand for real drafts with a measured speed-up; simulated ones promise nothing."""
-    return [
-        m
-        for m in section.entries
-        if m["name"] != "plain" and m["speedup"] is not None and not m.get("simulated")
-    ]
+from eval.reporting.report_data import (
+    Report,
+    ReportEntry,
+    ReportSection,
+    get_nested,
+    pooled_sections,
+    report_sections,
+)
 
 
 def report_tables(report: Report) -> list[Table]:
     """Every table of the report that has a row, most important first."""
-    by_section = report_sections(report)
-    pooled = [section for section in by_section if section.task == "all"]
-    found = [
-        *(_speed_table(section) for section in by_section),
+    pooled = pooled_sections(report)
+    tables = [
+        *(_speed_table(section) for section in report_sections(report)),
         *(_position_table(section) for section in pooled),
         *(_latency_table(section) for section in pooled),
         *(_phase_table(section) for section in pooled),
-        *(_domain_tables(report)),
+        *_domain_tables(report),
         *supporting_tables(report),
     ]
-    return [table for table in found if len(table.rows) > 0]
+    return [table for table in tables if len(table.rows) > 0]
 
 
 def _speed_table(section: ReportSection) -> Table:
-    predicted = any(m["predicted_speedup"] is not None for m in section.entries)
-    header = ["method", "K", "n", "speed-up", *(["predicted"] if predicted else []), "τ", "α"]
-    header += ["acceptance_rate", "tokens/s", "ms/token", "identical"]
+    header = ["method", "K", "n", "speed-up", "τ", "α", "acceptance_rate", "tokens/s", "ms/token"]
+    header += ["identical"]
     rows = [
         [
             m["name"],
             format_number(m["k"], 0),
             format_number(m["prompts"], 0),
             format_with_interval(m["speedup"], m["speedup_ci"], 2, "×"),
-            *([format_number(m["predicted_speedup"], 2, "×")] if predicted else []),
             format_with_interval(m["tau"], m["tau_ci"], 2),
             format_with_interval(m["alpha"], m["alpha_ci"], 3),
             format_with_interval(m["acceptance_rate"], m.get("acceptance_rate_ci"), 3),
@@ -100,7 +54,7 @@ def _speed_table(section: ReportSection) -> Table:
         ]
         for m in section.entries
     ]
-    return Table(f"Results: {section.title}", header, rows, detail=section.task != "all")
+    return Table(f"Results: {section.title}", header, rows, detail=section.task != ALL_TASKS)
 
 
 def _position_table(section: ReportSection) -> Table:
@@ -117,7 +71,7 @@ def _position_table(section: ReportSection) -> Table:
 
 
 def _latency_table(section: ReportSection) -> Table:
-    """What a user waits for: a round, a token, the first token, a whole reply. Columns without a value are left out."""
+    """Milliseconds of a round, a token and the first token, with tokens per reply."""
     names = ("mean", "p50", "p95", "variance")
     measured = [m for m in section.entries if m["latency_ms"] is not None]
     columns = {
@@ -157,7 +111,7 @@ def _phase_table(section: ReportSection) -> Table:
 
 
 def _domain_tables(report: Report) -> list[Table]:
-    """Results by domain, where a task has several; `tasks` hold the pooled one besides."""
+    """Results by domain; none if there are no more domains than tasks (which include the pooled "all")."""
     domains = report.get("domains") or []
     tasks = {m["task"] for m in report["methods"]}
     if len({m["domain"] for m in domains}) < len(tasks):

@@ -1,4 +1,4 @@
-"""How three answers came about, token by token: which were drafted and accepted, which are the target's own."""
+"""Traces of a few answers: which tokens were drafted and accepted, and which the target added itself."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -7,72 +7,80 @@ from pathlib import Path
 from typing import Any
 
 from decode.common.errors import UserError
-from eval.reporting.formatting import Report
-from eval.reporting.tables import real_draft_entries, report_sections, unique_names
+from eval.reporting.report_data import (
+    Report,
+    pooled_sections,
+    real_draft_entries,
+    unique_names,
+)
 
 MAX_TRACES = 3
 MAX_PROMPT_CHARACTERS = 240
-"""Letters of the prompt's end that are shown."""
+"""Only the end of a longer prompt is shown."""
 
 OutputLine = dict[str, Any]
-"""A line of outputs.jsonl."""
+"""A line of outputs.jsonl, as eval/run.py writes it."""
 
 
 @dataclass(frozen=True)
 class TraceSegment:
-    """A stretch of an answer."""
+    """Consecutive text of an answer with one origin."""
 
     text: str
     kind: str
-    """accepted: drafted, and the target agreed; own: the target's token, a correction or one behind a whole draft."""
+    """"accepted": drafted tokens that were accepted; "own": a token of the target (the first token, a correction after
+    a rejection, or the bonus token after a draft that was accepted whole)."""
     rejected: int = 0
-    """Drafted tokens that fell just before it."""
+    """Number of drafted tokens that were rejected just before it."""
 
 
 @dataclass(frozen=True)
 class TokenTrace:
-    """One answer."""
+    """One answer with the origin of its text."""
 
     task: str
     method: str
     prompt: str
-    """Its end."""
-    pieces: list[TraceSegment]
+    """The end of the prompt's text."""
+    segments: list[TraceSegment]
     rounds: int
     tokens: int
 
 
 def read_outputs(path: Path) -> list[OutputLine]:
-    """The lines of outputs.jsonl; UserError naming a damaged one."""
-    found = []
+    """The lines of outputs.jsonl; UserError names a line that is not JSON."""
+    lines = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if line.strip():
             try:
-                found.append(json.loads(line))
+                lines.append(json.loads(line))
             except ValueError as error:
                 raise UserError(f"{path}:{number} is not valid JSON") from error
-    return found
+    return lines
 
 
 def select_traces(report: Report, lines: Iterable[OutputLine], tokenizer: Any) -> list[TokenTrace]:
-    """Traces of the fastest chain at the lowest temperature: the first prompt of each task, then the second, …"""
+    """MAX_TRACES traces of the fastest chain draft at the lowest temperature.
+
+    They are of the first prompt of each task, then of the second of each, and so on. Empty without such a draft.
+    """
     chains = [
         m
-        for section in report_sections(report)
-        if section.task == "all"
+        for section in pooled_sections(report)
         for m in real_draft_entries(section)
         if m["tree"] is None
     ]
     if not chains:
         return []
     name, temperature = chains[0]["name"], chains[0]["temperature"]
-    own = [
+    chosen = [
         x
         for x in lines
         if x["method"] == name and x["temperature"] == temperature and len(x["rounds"]) > 0
     ]
     by_task = [
-        [x for x in own if x["task"] == task] for task in unique_names([x["task"] for x in own])
+        [x for x in chosen if x["task"] == task]
+        for task in unique_names([x["task"] for x in chosen])
     ]
     longest = max(map(len, by_task), default=0)
     order = [group[i] for i in range(longest) for group in by_task if i < len(group)]
@@ -80,7 +88,7 @@ def select_traces(report: Report, lines: Iterable[OutputLine], tokenizer: Any) -
 
 
 def build_trace(line: OutputLine, tokenizer: Any) -> TokenTrace:
-    """One line of outputs.jsonl as coloured text."""
+    """The trace of one line of outputs.jsonl."""
     prompt = tokenizer.decode(line["prompt_ids"], skip_special_tokens=True)
     return TokenTrace(
         line["task"],
@@ -95,9 +103,9 @@ def build_trace(line: OutputLine, tokenizer: Any) -> TokenTrace:
 def split_by_origin(
     ids: Sequence[int], rounds: Sequence[Sequence[int]], tokenizer: Any
 ) -> list[TraceSegment]:
-    """The text of `ids` cut where the origin of its tokens changes; the first one comes from prefill.
+    """The text of `ids`, split where the origin of its tokens changes; the first token comes from prefill.
 
-    Rounds are (drafted, accepted), before trimming: the last one may say more than was kept.
+    `rounds` are (drafted, accepted) before trimming: the last one may count tokens beyond the end of `ids`.
     """
     cuts = [(1, "own", 0)]
     for drafted, accepted in rounds:
@@ -105,13 +113,13 @@ def split_by_origin(
         if accepted > 0:
             cuts.append((start + accepted, "accepted", 0))
         cuts.append((start + accepted + 1, "own", drafted - accepted))
-    found, text = [], ""
+    segments, text = [], ""
     for end, kind, rejected in cuts:
-        # Decoded from the start each time: a letter may be spread over tokens of two pieces.
+        # Decoded from the start each time, because tokens of two segments may share one character.
         whole = tokenizer.decode(list(ids[:end]), skip_special_tokens=True).rstrip("\ufffd")
         if len(whole) > len(text) and whole.startswith(text):
-            found.append(TraceSegment(whole[len(text) :], kind, rejected))
+            segments.append(TraceSegment(whole[len(text) :], kind, rejected))
             text = whole
         if end >= len(ids):
             break
-    return found
+    return segments

@@ -7,16 +7,20 @@ from typing import Any
 from eval.reporting import plots
 from eval.reporting.formatting import (
     NOT_MEASURED,
+    Table,
     escape_markdown,
     format_identical,
     format_number,
     format_value,
     format_with_interval,
-    get_nested,
 )
-from eval.reporting.tables import Table, measured_settings, setting_title, unique_names
-
-ReportEntry = dict[str, Any]
+from eval.reporting.report_data import (
+    ReportEntry,
+    get_nested,
+    measured_settings,
+    setting_title,
+    unique_names,
+)
 
 NOT_RECORDED = "not recorded"
 OMITTED_SETTINGS = ("out", "resume", "overwrite", "dry_run", "wandb", "project", "publish")

@@ -12,14 +12,18 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from eval.reporting.formatting import escape_markdown, format_value, format_with_interval
+from eval.reporting.formatting import (
+    Table,
+    escape_markdown,
+    format_value,
+    format_with_interval,
+)
 from eval.reporting.render import DEFINITIONS
+from eval.reporting.report_data import ReportEntry, setting_title
 from eval.reporting.summary import assisted_generation_lines, lossless_verdict
-from eval.reporting.tables import Table, setting_title
 from eval.tuning.selection import fastest_chains
 from train.hub.card_tables import (
     NOT_RECORDED,
-    ReportEntry,
     acceptance_tables,
     card_images,
     cost_table,

@@ -14,7 +14,7 @@ from decode.checkpoints import layouts
 from decode.checkpoints.layouts import VLLM_METHODS
 from decode.common.errors import UserError
 from eval.reporting.formatting import format_with_interval
-from eval.reporting.tables import setting_title
+from eval.reporting.report_data import setting_title
 
 ReportEntry = Mapping[str, Any]
 

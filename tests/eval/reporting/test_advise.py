@@ -1,4 +1,4 @@
-"""The advice follows what was measured, says where rules of thumb differ, and says what is missing."""
+"""The advice follows the measurement, names rules of thumb that contradict it, and names missing values."""
 
 import copy
 import json
@@ -18,10 +18,10 @@ FASTER, SLOWER, UNCLEAR = (1.2, 1.6), (0.6, 0.9), (0.9, 1.3)
 
 
 def facts(**changes: Any) -> DecisionInputs:
-    """An idle GPU, long replies, room enough; no speed-up measured."""
+    """An idle GPU, long replies, enough memory; no speed-up measured."""
     known = {
-        "speedup": None, "ci": None, "utilisation": 0.3, "reply": 200.0, "needed": 10.0 * GIB,
-        "available": 24.0 * GIB,
+        "speedup": None, "speedup_ci": None, "utilisation": 0.3, "reply_tokens": 200.0,
+        "needed_bytes": 10.0 * GIB, "available_bytes": 24.0 * GIB,
     }  # fmt: skip
     return DecisionInputs(**{**known, **changes})
 
@@ -30,18 +30,18 @@ def facts(**changes: Any) -> DecisionInputs:
     ("changes", "wanted"),
     [
         ({}, "on"),
-        ({"utilisation": 0.49, "reply": 101.0}, "on"),
+        ({"utilisation": 0.49, "reply_tokens": 101.0}, "on"),
         ({"utilisation": 0.5}, "between"),
-        ({"reply": 100.0}, "between"),
+        ({"reply_tokens": 100.0}, "between"),
         ({"utilisation": 0.8}, "between"),
         ({"utilisation": 0.81}, "batch"),
-        ({"needed": 25.0 * GIB}, "batch"),
-        ({"needed": 25.0 * GIB, "utilisation": None}, "batch"),
-        ({"utilisation": 0.81, "available": None, "reply": None}, "batch"),
+        ({"needed_bytes": 25.0 * GIB}, "batch"),
+        ({"needed_bytes": 25.0 * GIB, "utilisation": None}, "batch"),
+        ({"utilisation": 0.81, "available_bytes": None, "reply_tokens": None}, "batch"),
         ({"utilisation": None}, "missing"),
-        ({"reply": None}, "missing"),
-        ({"available": None}, "missing"),
-        ({"needed": None}, "missing"),
+        ({"reply_tokens": None}, "missing"),
+        ({"available_bytes": None}, "missing"),
+        ({"needed_bytes": None}, "missing"),
     ],
 )
 def test_rule_of_thumb(changes: dict[str, Any], wanted: str) -> None:
@@ -54,17 +54,17 @@ def test_rule_of_thumb(changes: dict[str, Any], wanted: str) -> None:
     [
         (FASTER, {}, "on"),
         (FASTER, {"utilisation": 0.95}, "on"),
-        (FASTER, {"utilisation": None, "reply": None, "available": None}, "on"),
+        (FASTER, {"utilisation": None, "reply_tokens": None, "available_bytes": None}, "on"),
         (SLOWER, {}, "off"),
         (SLOWER, {"utilisation": 0.95}, "off"),
         (UNCLEAR, {}, "on"),
         (UNCLEAR, {"utilisation": 0.95}, "batch"),
         (UNCLEAR, {"utilisation": None}, "measure"),
-        (UNCLEAR, {"reply": 50.0}, "measure"),
+        (UNCLEAR, {"reply_tokens": 50.0}, "measure"),
         (None, {}, "on"),
-        (None, {"reply": None}, "measure"),
-        (FASTER, {"needed": 25.0 * GIB}, "batch"),
-        (SLOWER, {"needed": 25.0 * GIB}, "batch"),
+        (None, {"reply_tokens": None}, "measure"),
+        (FASTER, {"needed_bytes": 25.0 * GIB}, "batch"),
+        (SLOWER, {"needed_bytes": 25.0 * GIB}, "batch"),
     ],
 )
 def test_measurement_wins(
@@ -72,25 +72,25 @@ def test_measurement_wins(
 ) -> None:
     """Memory decides alone, then an interval that does not hold 1, then the rule: never the other way round."""
     speedup = None if ci is None else sum(ci) / 2
-    assert decide(facts(speedup=speedup, ci=ci, **changes))[0] == wanted
+    assert decide(facts(speedup=speedup, speedup_ci=ci, **changes))[0] == wanted
 
 
-def test_contradictions_are_said() -> None:
+def test_contradictions_are_named() -> None:
     """Catches a rule overruled in silence, and a contradiction claimed where both agree."""
-    said = " ".join(decide(facts(speedup=1.4, ci=FASTER, utilisation=0.95))[1])
-    assert "to batch instead (GPU use 95 %, 200 tokens a reply)" in said
-    assert "contradicts it and wins" in said
+    said = " ".join(decide(facts(speedup=1.4, speedup_ci=FASTER, utilisation=0.95))[1])
+    assert "larger batches instead (GPU use 95 %, 200 tokens per reply)" in said
+    assert "contradicts it and takes precedence" in said
     assert "1.40× [1.20, 1.60]" in said
-    assert "contradicts" not in " ".join(decide(facts(speedup=1.4, ci=FASTER))[1])
-    said = " ".join(decide(facts(speedup=0.8, ci=SLOWER))[1])
-    assert "to switch it on" in said
-    assert "contradicts it and wins" in said
+    assert "contradicts" not in " ".join(decide(facts(speedup=1.4, speedup_ci=FASTER))[1])
+    said = " ".join(decide(facts(speedup=0.8, speedup_ci=SLOWER))[1])
+    assert "recommends switching it on" in said
+    assert "contradicts it and takes precedence" in said
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_values_are_named() -> None:
     """Catches an unknown taken for a no."""
-    said = " ".join(decide(facts(utilisation=None, available=None))[1])
-    assert "lacks GPU use, memory" in said
+    said = " ".join(decide(facts(utilisation=None, available_bytes=None))[1])
+    assert "missing: GPU use, memory" in said
     assert "length of replies" not in said
 
 
@@ -126,10 +126,10 @@ def test_advice_is_filled_in_with_the_report_s_numbers(report: dict[str, Any]) -
     """Catches a template with blanks, and a number of another method."""
     text = written(report)
     assert "**Switch it on: eagle3 at K = 3, temperature 0, batch 1.**" in text
-    assert "GPU use 92 %, 180 tokens a reply" in text
+    assert "GPU use 92 %, 180 tokens per reply" in text
     assert "1/20 of the target" in text
-    assert "15.7 GiB needed, 22.4 GiB there" in text
-    assert "Beside it on the same prompts: ngram 0.70× [0.60, 0.80]." in text
+    assert "15.7 GiB needed, 22.4 GiB available" in text
+    assert "Other methods on the same prompts: ngram 0.70× [0.60, 0.80]." in text
     assert "breaks even at 1.22" in text  # τ 2.345 at 1.92× the speed
     assert "Not tuned: K = 3 was given" in text
     assert "computes 403 tokens" in text  # 121 TFLOP/s ÷ 0.3 TB/s
@@ -141,7 +141,7 @@ def test_advice_is_filled_in_with_the_report_s_numbers(report: dict[str, Any]) -
 def test_memory_is_that_of_the_planned_load(report: dict[str, Any]) -> None:
     """Catches planned rows and lengths ignored: 8 B in bf16 leave little of an L4 for long caches."""
     text = written(report, rows=32, length=8192)
-    assert text.splitlines()[2].startswith("**Batch instead")
+    assert text.splitlines()[2].startswith("**Use larger batches instead")
     assert "do not fit" in text
     assert "Switch it on" in written(report, rows=32, length=8192, memory=80e9)
 
@@ -156,7 +156,7 @@ def test_numbers_that_were_not_measured_are_missing(report: dict[str, Any]) -> N
     text = written(report)
     assert "**Measure more before deciding" in text
     assert "| GPU use below 50 % | yes | – | missing |" in text
-    assert "GPU use during it: not measured. Tokens of a reply: –." in text
+    assert "GPU use during plain decoding: not measured. Tokens per reply: –." in text
     assert "None" not in text
     assert "nan" not in text
 
@@ -187,14 +187,14 @@ def test_acceptance_that_contradicts_the_speed_is_named(report: dict[str, Any]) 
     best["alpha"] = 0.41
     text = written(report)
     assert (
-        "α 0.41 is below 50 %, said to harm, yet 1.92× [1.82, 2.02] was measured. The measurement wins."
-        in text
+        "α 0.41 is below the 50 % that guides require, yet 1.92× [1.82, 2.02] was measured. "
+        "The measurement takes precedence." in text
     )
-    assert "distill on the target's own answers" in text
+    assert "distill the draft on the target's own answers" in text
     for m in report["methods"][1:3]:
         m |= {"alpha": 0.7, "speedup": 0.8, "speedup_ci": [0.7, 0.9]}
     text = written(report)
-    assert "reaches the 60 % to aim for, yet 0.80× [0.70, 0.90] was measured" in text
+    assert "reaches the 60 % that guides aim for, yet 0.80× [0.70, 0.90] was measured" in text
     assert text.splitlines()[2].startswith("**Leave it off")
 
 
@@ -219,9 +219,9 @@ def test_tuning_stands_beside_the_guides(report: dict[str, Any]) -> None:
     """Catches guides given as if they had been measured, and a batch limit that was not."""
     text = written(report, tuned=tuned())
     assert "code: K = 6, 2.10× [1.90, 2.30] in rounds" in text
-    assert "measured on the other: 2.05×; guides say K 4 to 7." in text
-    assert "within 7 %" in text
-    assert "1: 2.00×, 8: 1.20×, 16: 0.90×. Switch off above 8 requests at a time." in text
+    assert "measured on the other half: 2.05×; guides recommend K 4 to 7." in text
+    assert "off by 7 %" in text
+    assert "1: 2.00×, 8: 1.20×, 16: 0.90×. Switch off above 8 concurrent requests." in text
 
 
 def test_command(report: dict[str, Any], tmp_path: Path) -> None:
@@ -233,5 +233,5 @@ def test_command(report: dict[str, Any], tmp_path: Path) -> None:
     assert done.out == (tmp_path / "advice.md").read_text()
     assert done.out.startswith("# Speculative decoding of big: advice")
     path.write_text("{}")
-    assert "is no report" in worlds.call(COMMAND, path).error()
+    assert "is not a report" in worlds.call(COMMAND, path).error()
     assert "does not exist" in worlds.call(COMMAND, tmp_path / "none.json").error()

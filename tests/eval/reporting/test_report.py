@@ -1,4 +1,4 @@
-"""The rendered report says what report.json says, with n, intervals and no nonsense."""
+"""The rendered report has the numbers of report.json, with n and intervals."""
 
 import copy
 import io
@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from eval.reporting import render, summary, tables
+from eval.reporting import render, report_data, summary
 from eval.reporting.formatting import format_identical
 from tests import drafts, worlds
 
@@ -53,7 +53,7 @@ def entry(name: str, task: str, speedup: float | None, **changes: Any) -> dict[s
         "ms_per_token": 0.81,
         "speedup": speedup,
         "speedup_ci": None if speedup is None else [speedup - 0.1, speedup + 0.1],
-        "predicted_speedup": 1.77,
+        "predicted_speedup": None,
         "phase_ms": {"draft": 1.111, "verify": 8.222, "overhead": 0.333},
         "lossless": verdict(40),
     }
@@ -88,7 +88,6 @@ def plain(task: str) -> dict[str, Any]:
         alpha_by_position_ci=[],
         acceptance_rate=None,
         acceptance_rate_ci=None,
-        predicted_speedup=None,
         phase_ms=None,
         lossless={"greedy_identical": None, "prompts": 40},
     )
@@ -160,16 +159,12 @@ def test_nulls_are_dashes(report: dict[str, Any]) -> None:
         assert "nan" not in text
     row = next(x for x in render.render_markdown(report).splitlines() if x.startswith("| plain"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[4] == "–"  # predicted
-    assert cells[6] == "–"  # α
-    for m in report["methods"]:
-        m["predicted_speedup"] = None
-    assert "predicted" not in render.render_markdown(report).split("## Definitions")[0]
+    assert cells[5] == "–"  # α
 
 
 def test_sorted_by_speedup_pooled_task_first(report: dict[str, Any]) -> None:
     """Catches a table in measuring order: "all" leads and the fastest is on top of each table."""
-    found = tables.report_sections(report)
+    found = report_data.report_sections(report)
     assert [section.task for section in found] == ["all", "code", "prose"]
     assert [m["name"] for m in found[0].entries] == ["eagle3", "plain", "ngram"]
 
@@ -178,12 +173,12 @@ def test_settings_are_not_mixed(report: dict[str, Any]) -> None:
     """Catches speeds of two temperatures or batch sizes in one table, as if they compared."""
     hot = [copy.deepcopy(m) | {"temperature": 1.0} for m in report["methods"]]
     report["methods"] += hot
-    titles = [section.title for section in tables.report_sections(report)]
+    titles = [section.title for section in report_data.report_sections(report)]
     assert titles[:2] == [
         "all tasks, temperature 0, batch 1",
         "all tasks, temperature 1, batch 1",
     ]
-    assert all(len(section.entries) == 3 for section in tables.report_sections(report))
+    assert all(len(section.entries) == 3 for section in report_data.report_sections(report))
 
 
 def captions(page: str) -> list[str]:
@@ -233,10 +228,11 @@ def test_lossless_verdict(report: dict[str, Any]) -> None:
     """Catches a pass claimed while one task differs, or while nothing was compared."""
     first = both(report)[0]
     assert (
-        "equals transformers' own generate, token by token (ngram, eagle3; n = 40; 0 ties" in first
+        "equals transformers' own generate, token by token (ngram, eagle3; n = 40; ties of two logits: 0"
+        in first
     )
     report["methods"][1]["lossless"] = verdict(39, ties=1)
-    assert "n = 40; 1 ties" in summary.lossless_verdict(report)
+    assert "n = 40; ties of two logits: 1)" in summary.lossless_verdict(report)
     report["methods"][1]["lossless"] = verdict(38, ties=1)
     text = summary.lossless_verdict(report)
     assert "NOT identical to transformers' generate: ngram on code 38/40 + 1 tie." in text
@@ -332,7 +328,7 @@ def test_every_measurement_has_its_figure(report: dict[str, Any]) -> None:
         "Accepted lengths", "Latency", "Where a round&#39;s time goes", "Speed-up against draft length",
         "Speed-up against batch size", "Roofline",
     ]  # fmt: skip
-    assert "ms a token" in page
+    assert "ms per token" in page
     roofline = page.split("<figcaption>Roofline")[1].split("</figure>")[0]
     top = 2.345 * 0.3e12 / (4 * (10**7 + 3 * 10**6))  # τ × bandwidth ÷ bytes of a round
     assert (
@@ -343,7 +339,7 @@ def test_every_measurement_has_its_figure(report: dict[str, Any]) -> None:
 
 
 def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:
-    """Catches failed prompts, broken laws and simulated drafts that the page keeps to itself."""
+    """Catches failed prompts, failed distribution tests and simulated drafts that the page does not show."""
     assert not summary.is_output_changed(report)
     report["methods"][0]["failed"] = []
     broken = next(m for m in report["methods"] if (m["name"], m["task"]) == ("ngram", "all"))
@@ -366,7 +362,7 @@ def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:
     ]  # fmt: skip
     report["gpu_utilisation"] = 87.0
     for text in both(report):
-        assert "Failed prompts, left out of that method" in text
+        assert "Failed prompts, excluded from that method" in text
         assert "too long by 3 &lt;tokens" in text
         assert "does NOT follow the target" in text
         assert "1.11× [1.01, 1.22]" in text
@@ -381,29 +377,29 @@ def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:
     assert any("hf-assisted causal" in "".join(svg.itertext()) for svg in svgs(both(report)[1]))
     assert 'class="verdict bad"' in both(report)[1]
     report["law"]["methods"][0] |= {"passed": True, "control_caught": False}
-    assert "blind for eagle3" in summary.distribution_verdict(report)
+    assert "too weak for eagle3" in summary.distribution_verdict(report)
     report["law"]["methods"][0]["control_caught"] = True
     assert summary.distribution_verdict(report).startswith(
-        "Sampled output follows the target's law (eagle3"
+        "Sampled output follows the target's distribution (eagle3"
     )
 
 
 @pytest.mark.parametrize(
-    ("gain", "interval", "draft_ms", "said"),
+    ("gain", "interval", "draft_ms", "expected"),
     [
         (1.25, [1.13, 1.37], 4.0, ["It is faster", "1.40 drafted", "τ 2.40", "1.92 steps", "0.10 of", "1.71×"]),
-        (0.80, [0.75, 0.85], 24.0, ["It is slower", "3.00 steps", "0.60 of", "0.71×", "too dear"]),
+        (0.80, [0.75, 0.85], 24.0, ["It is slower", "3.00 steps", "0.60 of", "0.71×", "too slow for its acceptance"]),
         (0.80, [0.75, 0.85], 4.0, ["It is slower", "1.71×", "transformers' own work"]),
-        (1.25, [1.13, 1.37], 24.0, ["It is faster", "0.71× was to be expected."]),
+        (1.25, [1.13, 1.37], 24.0, ["It is faster", "0.71×."]),
         (1.01, [0.95, 1.07], None, ["No clear difference", "2.38 steps of generate."]),
     ],
 )  # fmt: skip
-def test_assistance_is_told_with_its_reason(
+def test_assisted_generation_is_explained(
     report: dict[str, Any],
     gain: float,
     interval: list[float],
     draft_ms: float | None,
-    said: list[str],
+    expected: list[str],
 ) -> None:
     """Catches a verdict that the interval does not bear out, and a reason from another method, K or temperature."""
     for m in report["methods"]:
@@ -416,7 +412,7 @@ def test_assistance_is_told_with_its_reason(
     report["engines"] = [drafts.assisted("eagle3", gain=gain, gain_ci=interval)]
     (line,) = summary.assisted_generation_lines(report)
     assert line.startswith("transformers with assistant_model = eagle3 (K = 4, temperature 0): ")
-    for words in said:
+    for words in expected:
         assert words in line
     assert ("expected" in line) == (draft_ms is not None)
     assert summary.assisted_generation_lines(report, ["causal"]) == []
@@ -452,4 +448,4 @@ def test_report_is_rendered_again(report: dict[str, Any], tmp_path: Path) -> Non
     assert done.code == 0, done.err
     assert "1.92× [1.82, 2.02]" in (tmp_path / "report.html").read_text()
     (tmp_path / "report.json").write_text("[]")
-    assert "is no report" in worlds.call("eval/report.py", tmp_path).error()
+    assert "is not a report" in worlds.call("eval/report.py", tmp_path).error()

@@ -1,4 +1,4 @@
-"""Coloured traces: every letter of an answer once, under the origin that its round gave it."""
+"""Token traces: every character of an answer once, with the origin that its round gives it."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def ids_of(text: str) -> list[int]:
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def test_pieces_follow_the_rounds() -> None:
+def test_segments_follow_the_rounds() -> None:
     """Catches the first token counted into a round, and the bonus of a full draft taken for a drafted token."""
     found = split_by_origin(ids_of("abcdefgh"), [(3, 2), (2, 0), (2, 2)], TOKENIZER)
     assert [(p.text, p.kind, p.rejected) for p in found] == [
@@ -34,7 +34,7 @@ def test_last_round_is_trimmed() -> None:
 
 
 def test_letters_of_several_tokens_stay_whole() -> None:
-    """Catches replacement characters where a letter begins in one piece and ends in the next."""
+    """Catches replacement characters where a letter begins in one segment and ends in the next."""
     text = "aτα→b"
     for rounds in ([(0, 0)] * 20, [(2, 1)] * 10, [(4, 3)] * 5):
         found = split_by_origin(ids_of(text), rounds, TOKENIZER)

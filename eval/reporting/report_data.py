@@ -1,0 +1,102 @@
+"""Reads report.json (schema 1) and groups its entries by task and setting."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decode.common.errors import UserError
+from decode.common.files import read_json
+from eval.metrics.records import ALL_TASKS
+from eval.metrics.roofline import with_model_sizes
+from eval.reporting.formatting import format_value
+
+Report = dict[str, Any]
+"""The contents of report.json."""
+ReportEntry = dict[str, Any]
+"""One object of a report: a method at one task and setting, another engine, or the result of one check."""
+
+
+def read_report(path: Path) -> Report:
+    """A report of schema 1, with the sizes of its models added where they are on this disk; UserError otherwise."""
+    report = read_json(path)
+    if not isinstance(report, dict) or report.get("schema") != 1 or "methods" not in report:
+        raise UserError(f"{path} is not a report of eval/run.py (schema 1): give its report.json")
+    return with_model_sizes(report)
+
+
+def target_name(report: Report) -> str:
+    """The target's name; older reports hold the name alone, newer ones an object with revision and tokenizer."""
+    target = report["target"]
+    return str(target["name"]) if isinstance(target, dict) else format_value(target)
+
+
+def get_nested(entry: ReportEntry, outer: str, inner: str) -> Any:
+    """entry[outer][inner], or None where either is absent: older reports lack newer fields."""
+    return (entry.get(outer) or {}).get(inner)
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """The entries of one task and setting, fastest first. Speeds are comparable only within a section."""
+
+    task: str
+    setting: str
+    entries: list[ReportEntry]
+
+    @property
+    def title(self) -> str:
+        return f"{'all tasks' if self.task == ALL_TASKS else self.task}, {self.setting}"
+
+
+def report_sections(report: Report) -> list[ReportSection]:
+    """The report's entries by task ("all" first) and setting, each section sorted by speed-up."""
+    sections = []
+    for task in unique_names([m["task"] for m in report["methods"]]):
+        of_task = [m for m in report["methods"] if m["task"] == task]
+        for setting in measured_settings(of_task):
+            entries = filter_by_setting(of_task, setting)
+            entries.sort(key=lambda m: (m["speedup"] is None, -(m["speedup"] or 0)))
+            sections.append(ReportSection(task, setting_title(*setting), entries))
+    return sections
+
+
+def pooled_sections(report: Report) -> list[ReportSection]:
+    """The sections of all tasks together, one for each setting."""
+    return [section for section in report_sections(report) if section.task == ALL_TASKS]
+
+
+def real_draft_entries(section: ReportSection) -> list[ReportEntry]:
+    """The entries with a measured speed-up and a real draft: neither plain decoding nor simulated acceptance."""
+    return [
+        m
+        for m in section.entries
+        if m["name"] != "plain" and m["speedup"] is not None and not m.get("simulated")
+    ]
+
+
+def fastest_entry(section: ReportSection) -> ReportEntry | None:
+    """The fastest real draft of a section; None if no speed-up was measured."""
+    return next(iter(real_draft_entries(section)), None)
+
+
+def measured_settings(entries: Sequence[ReportEntry]) -> list[tuple[float, int]]:
+    """The (temperature, batch_size) pairs that occur, sorted."""
+    return sorted({(m["temperature"], m["batch_size"]) for m in entries})
+
+
+def filter_by_setting(
+    entries: Sequence[ReportEntry], setting: tuple[float, int]
+) -> list[ReportEntry]:
+    """The entries measured at this (temperature, batch_size)."""
+    return [m for m in entries if (m["temperature"], m["batch_size"]) == setting]
+
+
+def setting_title(temperature: float, batch_size: int) -> str:
+    """A setting as text for titles."""
+    return f"temperature {temperature:g}, batch {batch_size}"
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Each name once, in order of first appearance, the pooled task "all" first."""
+    return sorted(dict.fromkeys(names), key=lambda name: name != ALL_TASKS)
