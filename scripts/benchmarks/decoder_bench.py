@@ -1,19 +1,19 @@
-"""Our decoder beside transformers' own, in one process on the same prompts: milliseconds a token.
+"""This project's decoder beside transformers' own, in one process on the same prompts: milliseconds a token.
 
     python scripts/benchmarks/decoder_bench.py                          # bundled target, the quickstart's draft
     python scripts/benchmarks/decoder_bench.py --compiled false         # minutes faster: nothing is compiled
 
-Greedy, batch 1, whole requests, prefill included. Arms take turns prompt by prompt, so that drift of the machine
-hits all alike; each is warmed up first. The table shows the median over prompts and the middle half. Then the
-throughput of batches, and how well the speed-up at K = 3, 4, 5 is predicted from rounds at K = 2 and 6 on other
-prompts. The last line is JSON.
+Greedy, batch 1, whole requests, prefill included. Each decoder is warmed up; then all of them decode each prompt in
+turn, so that a slowdown of the machine affects all of them. The table shows the median over prompts and the range of
+the middle half. Two more measurements follow: the throughput of larger batches, and how well the speed-up at
+K = 3, 4, 5 is predicted from rounds at K = 2 and 6 on other prompts. The last line of the output is JSON.
 """
 
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,171 +31,190 @@ from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.ngram import NgramDraft
 from decode.drafts.registry import load_draft
-from decode.engine.engine import SpeculativeEngine, collect_outputs
+from decode.engine.engine import SpeculativeEngine
+from decode.engine.records import DecodeRecord, collect_outputs
 from decode.model.loading import Target, load_model, load_target
-from eval.metrics.records import DecodeRecord
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from eval.tuning import sweep
 from eval.tuning.selection import cross_validated_predictions, summarize_predictions
 from eval.tuning.sweep import PLAIN_DECODING, SweepContext, build_engine, time_batch
-
-DecodeFn = Callable[[list[int]], list[int]]
-"""Prompt in, new tokens out."""
 
 
 @dataclass
 class DecoderBenchConfig:
     target: str = "assets/target"
     draft: str = "outputs/quickstart/drafts/causal"
-    """A causal draft; the quickstart makes this one."""
+    """Directory of a causal draft; scripts/quickstart.sh trains the default one."""
     tasks: list[Task] = field(
         default_factory=lambda: [Task("code", limit=4), Task("prose", limit=4), Task("arithmetic", limit=4)]
     )  # fmt: skip
     k: int = 4
-    """Tokens drafted a round, by us and by transformers."""
+    """Tokens drafted per round, here and in transformers' assisted generation and prompt lookup."""
     max_new_tokens: int = 64
     compiled: bool = True
-    """Also what is compiled, ours and theirs; minutes of compilation."""
+    """Also time compiled decoders, this project's and transformers'; compilation takes minutes."""
     batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
     """Batch sizes whose throughput is measured."""
     race: bool = True
-    """Time the decoders side by side; false leaves the prediction alone."""
+    """Time the decoders side by side; false leaves only the prediction."""
     predict: bool = True
-    """Also predict speed-ups and compare."""
+    """Also predict speed-ups and compare them with measured ones."""
     predict_limit: int = 24
-    """Prompts a task for that: half of them calibrate, and acceptance differs much from prompt to prompt."""
+    """Prompts per task for the prediction; half of them calibrate it, and acceptance varies much between prompts."""
     device: str = "auto"
     dtype: str = "float32"
     out: str = ""
-    """File for the JSON of the last line; empty writes none."""
+    """File for the JSON of the last line; empty: none."""
 
 
-def hf_decoders(s: DecoderBenchConfig, target: Target) -> dict[str, DecodeFn]:
-    """transformers' own ways to decode the same models, called as people call them."""
-    device = str(target.decoder.device)
+class HFDecoder:
+    """transformers' `generate` with the given options, greedy, batch 1."""
+
+    def __init__(self, model: Any, max_new_tokens: int, **options: Any):
+        self.model, self.max_new_tokens, self.options = model, max_new_tokens, options
+
+    def decode(self, prompt: list[int]) -> list[int]:
+        """The new token ids of one prompt."""
+        ids = torch.tensor([prompt], device=self.model.device)
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=self.max_new_tokens,
+            pad_token_id=0,
+            **self.options,
+        )
+        return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class EngineDecoder:
+    """This project's engine, greedy, batch 1."""
+
+    engine: SpeculativeEngine
+    max_new_tokens: int
+
+    def decode(self, prompt: list[int]) -> list[int]:
+        """The new token ids of one prompt."""
+        records = self.engine.speculate([prompt], max_new_tokens=self.max_new_tokens)
+        return collect_outputs([prompt], records)[0].output_ids
+
+
+Decoder = HFDecoder | EngineDecoder
+
+
+def hf_decoders(s: DecoderBenchConfig, target: Target) -> dict[str, Decoder]:
+    """transformers' own ways to decode with the same models: plain, assisted, prompt lookup, and compiled."""
+    device, n = str(target.decoder.device), s.max_new_tokens
     model = load_model(s.target, "target", device, s.dtype)
     draft = load_model(s.draft, "draft", device, s.dtype)
     draft.generation_config.num_assistant_tokens = s.k
     draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0  # as many drafts as ours
-
-    def arm(model: Any, **how: Any) -> DecodeFn:
-        def run(prompt: list[int]) -> list[int]:
-            ids = torch.tensor([prompt], device=device)
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=s.max_new_tokens,
-                pad_token_id=0,
-                **how,
-            )
-            return out[0, len(prompt) :].tolist()
-
-        return run
-
-    arms = {
-        "generate": arm(model),
-        "assisted": arm(model, assistant_model=draft),
-        "lookup": arm(model, prompt_lookup_num_tokens=s.k, max_matching_ngram_size=3),
+    draft.generation_config.assistant_confidence_threshold = 0.0  # always drafts K tokens
+    decoders: dict[str, Decoder] = {
+        "generate": HFDecoder(model, n),
+        "assisted": HFDecoder(model, n, assistant_model=draft),
+        "lookup": HFDecoder(model, n, prompt_lookup_num_tokens=s.k, max_matching_ngram_size=3),
     }
     if s.compiled:
         static = load_model(s.target, "target", device, s.dtype)
         static.forward = torch.compile(static.forward)
-        arms["static_compile"] = arm(static, cache_implementation="static")
-    return arms
+        decoders["static_compile"] = HFDecoder(static, n, cache_implementation="static")
+    return decoders
 
 
-def our_decoders(s: DecoderBenchConfig, target: Target, draft: Draft) -> dict[str, DecodeFn]:
-    def arm(draft: Draft | None, mode: str) -> DecodeFn:
-        engine = SpeculativeEngine(target, draft, k=s.k, mode=mode)
-
-        def run(prompt: list[int]) -> list[int]:
-            records = engine.speculate([prompt], max_new_tokens=s.max_new_tokens)
-            return collect_outputs([prompt], records)[0].output_ids
-
-        return run
-
+def our_decoders(s: DecoderBenchConfig, target: Target, draft: Draft) -> dict[str, Decoder]:
+    """{"plain_eager", "plain_compiled", "causal_eager", …}: this project's engine with each draft and mode."""
     drafts = {"plain": None, "causal": draft, "ngram": NgramDraft()}
     modes = ["eager", "compiled"] if s.compiled else ["eager"]
-    return {f"{name}_{mode}": arm(drafts[name], mode) for name in drafts for mode in modes}
+    return {
+        f"{name}_{mode}": EngineDecoder(
+            SpeculativeEngine(target, drafts[name], k=s.k, mode=mode), s.max_new_tokens
+        )
+        for name in drafts
+        for mode in modes
+    }
 
 
 def time_decoders(
-    arms: dict[str, DecodeFn], prompts: Sequence[list[int]], console: Console
+    decoders: dict[str, Decoder], prompts: Sequence[list[int]], console: Console
 ) -> dict[str, list[float]]:
-    """{arm: milliseconds a token for each prompt}. UserError when an arm says something else than the first."""
-    for name, arm in arms.items():
+    """{decoder: milliseconds per token of each prompt}. Prints how many texts differ from the first decoder's."""
+    for name, decoder in decoders.items():
         start = time.perf_counter()
-        arm(prompts[0])
-        arm(prompts[-1])  # another length: what compiles for each shows here
+        decoder.decode(prompts[0])
+        decoder.decode(prompts[-1])  # of another length: some decoders compile for each length
         console.print(f"warmed up {name} in {time.perf_counter() - start:.1f} s")
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    differ: dict[str, int] = dict.fromkeys(arms, 0)
+    times: dict[str, list[float]] = {name: [] for name in decoders}
+    different: dict[str, int] = dict.fromkeys(decoders, 0)
     for prompt in prompts:
-        want: list[int] | None = None
-        for name, arm in arms.items():
+        expected: list[int] | None = None
+        for name, decoder in decoders.items():
             start = time.perf_counter()
-            text = arm(prompt)
+            text = decoder.decode(prompt)
             times[name].append(1000 * (time.perf_counter() - start) / len(text))
-            want = text if want is None else want
-            differ[name] += text != want
-    for name, count in differ.items():
+            expected = text if expected is None else expected
+            different[name] += text != expected
+    for name, count in different.items():
         if count:
-            console.print(f"{name}: {count} of {len(prompts)} texts differ from the first arm's")
+            console.print(
+                f"{name}: {count} of {len(prompts)} texts differ from the first decoder's"
+            )
     return times
 
 
 def measure_throughput(
     s: DecoderBenchConfig, target: Target, draft: Draft, prompts: Sequence[list[int]]
 ) -> dict[str, dict[str, float]]:
-    """{batch: {method: tokens/s}} in eager mode, every batch full from start to end."""
-    found: dict[str, dict[str, float]] = {}
+    """{batch size: {method: tokens/s}} in eager mode; the number of prompts is a multiple of the batch size."""
+    throughput: dict[str, dict[str, float]] = {}
     for rows in s.batches:
-        many = [prompts[i % len(prompts)] for i in range(max(rows, len(prompts)) // rows * rows)]
+        batch = [prompts[i % len(prompts)] for i in range(max(rows, len(prompts)) // rows * rows)]
         speeds = {}
         for name, each in (("plain", None), ("causal", draft), ("ngram", NgramDraft())):
             engine = SpeculativeEngine(target, each, k=s.k)
-            collect_outputs(many[:rows], engine.speculate(many[:rows], max_new_tokens=4))
+            collect_outputs(batch[:rows], engine.speculate(batch[:rows], max_new_tokens=4))
             start = time.perf_counter()
             out = collect_outputs(
-                many, engine.speculate(many, rows=rows, max_new_tokens=s.max_new_tokens)
+                batch, engine.speculate(batch, rows=rows, max_new_tokens=s.max_new_tokens)
             )
             seconds = time.perf_counter() - start
             speeds[name] = sum(len(o.output_ids) for o in out) / seconds
-        found[str(rows)] = speeds
-    return found
+        throughput[str(rows)] = speeds
+    return throughput
 
 
 def check_predictions(
     s: DecoderBenchConfig, target: Target, draft: Draft, items: Sequence[TaskPrompt]
 ) -> list[dict[str, Any]]:
-    """Speed-ups of rounds (prefill aside) at K = 3, 4, 5 on one half of the prompts, predicted from the other.
+    """Speed-ups of rounds (without prefill) at K = 3, 4, 5 on one half of the prompts, predicted from the other half.
 
-    Rounds of all K and plain ones are interleaved prompt by prompt; a prediction sees only K = 2, K = 6 and plain
-    on the calibration half.
+    All settings decode each prompt in turn; a prediction uses only rounds of K = 2, K = 6 and plain decoding on the
+    calibration half. One entry for each task and for all of them.
     """
-    load = SweepContext(target, {"causal": draft}, items, s.max_new_tokens)
-    arms = {k: sweep.Setting("causal", k) for k in (2, 3, 4, 5, 6)} | {0: PLAIN_DECODING}
-    engines = {k: build_engine(load, arm, load.sampling(0.0)) for k, arm in arms.items()}
-    seen: dict[int, list[DecodeRecord]] = {k: [] for k in arms}
-    named = [replace(item, domain="") for item in items]  # samples go by task
-    for at, item in enumerate(named):
-        for k, arm in arms.items():
-            seen[k] += time_batch(load, engines[k], arm, [item], at, s.max_new_tokens)
+    context = SweepContext(target, {"causal": draft}, items, s.max_new_tokens)
+    settings = {k: sweep.Setting("causal", k) for k in (2, 3, 4, 5, 6)} | {0: PLAIN_DECODING}
+    engines = {
+        k: build_engine(context, setting, context.sampling(0.0)) for k, setting in settings.items()
+    }
+    records: dict[int, list[DecodeRecord]] = {k: [] for k in settings}
+    without_domain = [replace(item, domain="") for item in items]  # records are grouped by task
+    for index, item in enumerate(without_domain):
+        for k, setting in settings.items():
+            records[k] += time_batch(context, engines[k], setting, [item], index, s.max_new_tokens)
     rows = []
-    for name in ["all", *dict.fromkeys(sample.task for sample in seen[0])]:
-        own = {k: [x for x in samples if name in ("all", x.task)] for k, samples in seen.items()}
+    for name in ["all", *dict.fromkeys(record.task for record in records[0])]:
+        of_task = {k: [x for x in each if name in ("all", x.task)] for k, each in records.items()}
         rows += [
             {"task": name, **cell}
-            for cell in cross_validated_predictions(own, (2, 6))
+            for cell in cross_validated_predictions(of_task, (2, 6))
             if cell["k"] in (3, 4, 5)
         ]
     return rows
 
 
 def print_times(console: Console, times: dict[str, list[float]]) -> dict[str, float]:
-    """Prints the table and returns the medians."""
+    """Prints milliseconds per token and speed-up over transformers' generate; returns the medians."""
     table = Table("decoder", "ms/token", "middle half", "× generate", title="greedy, batch 1")
     base = statistics.median(times["hf generate"])
     medians = {}
@@ -215,9 +234,9 @@ def compare_decoders(
     console: Console,
 ) -> dict[str, Any]:
     """{"hf", "ours": medians, "throughput"}; prints their tables."""
-    arms = {f"hf {name}": arm for name, arm in hf_decoders(s, target).items()}
-    arms |= {f"ours {name}": arm for name, arm in our_decoders(s, target, draft).items()}
-    medians = print_times(console, time_decoders(arms, prompts, console))
+    decoders = {f"hf {name}": each for name, each in hf_decoders(s, target).items()}
+    decoders |= {f"ours {name}": each for name, each in our_decoders(s, target, draft).items()}
+    medians = print_times(console, time_decoders(decoders, prompts, console))
     result: dict[str, Any] = {
         side: {
             name.removeprefix(f"{side} "): value

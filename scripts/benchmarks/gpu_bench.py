@@ -1,21 +1,23 @@
-"""Everything about speed that only a GPU can say, in one command of less than ten minutes.
+"""All measurements of speed that need a GPU, in one command of less than ten minutes.
 
     python scripts/benchmarks/gpu_bench.py --out docs/results/gpu.json  # the bundled target at the size of Llama-3.1-8B
     python scripts/benchmarks/gpu_bench.py --shape self-test            # the same path in a minute: try this one first
     python scripts/benchmarks/gpu_bench.py --stages '[plain, compiled]' # some stages only
 
-The models are the bundled ones, widened (scripts/benchmarks/widen_llama.py): they cost what large ones cost and say what the small ones
-say. Two kinds of weights, never mixed in one figure. Widened ones give the texts and τ, the tokens a round yields.
-Most of them are zeros, which a GPU multiplies faster, so every time, bandwidth and v(T) comes from random weights of
-the same shapes; a round costs the same whatever is accepted. `speedups` combines both: ms a token = ms a round ÷ τ.
+The models are the bundled ones, enlarged (scripts/benchmarks/widen_llama.py): they have the cost of large models and
+the texts of the small ones. Two kinds of weights are used, never for the same figure. Widened weights give the texts
+and τ (tokens per round). Most of them are zeros, which a GPU multiplies faster, so every time, bandwidth and v(T)
+comes from random weights of the same shapes; a round's cost does not depend on what is accepted. `speedups` combines
+both: ms per token = ms per round ÷ τ.
 
-Stages, in their order: texts (τ, texts equal to plain's), bandwidth (copy, read), plain (ms a token, share of the
-roofline), verify (v(T)), compiled (the same compiled, as CUDA graphs, through the engine), overhead (a round less its
-passes), host (waits for the device in a round), rounds (every method and batch), transformers (its own generate),
-graph_texts (texts of CUDA graphs). A stage is cut when its time is up; the file is written after every row.
+Stages, in order: texts (τ, and whether texts equal those of plain decoding), bandwidth (copy, read), plain (ms per
+token, fraction of the roofline), verify (v(T), the cost of verifying T tokens), compiled (compiled rounds, as CUDA
+graphs, through the engine), overhead (a round minus its model passes), host (waits for the device in a round), rounds
+(every method and batch size), transformers (its generate), graph_texts (texts of CUDA graphs). A stage ends when its
+time is over; the file is written after every row.
 
-Without a GPU, and with --shape self-test, the models are tiny and the figures mean nothing: that is a self-test. Exit
-code 1 when a stage failed or a text or wait is not as it must be. The last line is JSON.
+Without a GPU, or with --shape self-test, the models are tiny and the figures meaningless: that only tests the code.
+Exit code 1 if a stage failed, a text is wrong or a round waits for the device. The last line is JSON.
 """
 
 import dataclasses
@@ -63,9 +65,8 @@ SELF_TEST_SHAPES = {
     "target": LlamaShape(320, 13, 8, 4, 64, 704, 4352, tied=False),
     "draft": LlamaShape(288, 2, 4, 4, 64, 704, 4352, tied=True),
 }
-GRACE_SECONDS = (
-    20.0  # seconds beyond its time after which even one row, a compilation say, is broken off
-)
+GRACE_SECONDS = 20.0
+"""A stage is interrupted in the middle of a row (a compilation, say) when it exceeds its time by this much."""
 FIGURE_NOTES = {
     "texts, graph_texts": "widened weights: tau and texts; no time in them means anything",
     "plain, verify, compiled, overhead, host, rounds, transformers": "random weights: times; the texts mean nothing",
@@ -79,58 +80,60 @@ FIGURE_NOTES = {
 class GpuBenchConfig:
     target: str = "assets/target"
     draft: str = "outputs/quickstart/drafts/causal"
-    """A causal draft for it; the quickstart makes this one, assets/draft is an undistilled one."""
+    """A causal draft for it; scripts/quickstart.sh trains the default one, assets/draft is not distilled."""
     shape: str = "llama-3.1-8b"
-    """What the target is widened to: llama-3.1-8b, llama-3.2-3b or self-test."""
+    """Shape of the widened target: llama-3.1-8b, llama-3.2-3b or self-test."""
     draft_shape: str = "llama-3.2-1b"
-    """What the draft is widened to."""
+    """Shape of the widened draft."""
     tasks: list[Task] = field(
         default_factory=lambda: [Task("code", limit=4), Task("prose", limit=4), Task("arithmetic", limit=4)]
     )  # fmt: skip
     max_new_tokens: int = 64
     stages: list[str] = field(default_factory=lambda: list(STAGES))
-    """Which stages run; always in the same order."""
+    """Stages to run; they always run in the same order."""
     minutes: float = 9.5
-    """Of the whole command."""
+    """Time limit of the whole command."""
     compiled: bool | None = None
     """Also measure compiled rounds; by default on a GPU only."""
     inductor: dict[str, Any] = field(default_factory=dict)
-    """More options for inductor, such as {coordinate_descent_tuning: true}."""
+    """Further options for inductor, such as {coordinate_descent_tuning: true}."""
     context: int = 512
-    """Tokens that rows hold where nothing else is said."""
+    """Tokens of context per row, except in the stage verify."""
     contexts: list[int] = field(default_factory=lambda: [512, 8192])
-    """For v(T)."""
+    """Contexts of the stage verify."""
     widths: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
-    """T of v(T)."""
+    """Values of T in the stage verify."""
     ks: list[int] = field(default_factory=lambda: [2, 3, 4, 5, 6])
     """Lengths of drafted chains."""
     k: int = 4
-    """Length of a chain where only one is measured; one of ks."""
+    """Length of the chain where only one is measured; one of ks."""
     batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
+    """Batch sizes of the stage rounds."""
     repeats: int = 10
+    """Samples of each time."""
     inner: int = 5
-    """Rounds in a row between two looks at the clock."""
+    """Rounds per sample."""
     bandwidth: float = 4.8
-    """TB/s that the maker promises: the roofline."""
+    """Specified memory bandwidth of the GPU in TB/s, for the roofline."""
     device: str = "auto"
     dtype: str = "bfloat16"
-    """On a GPU; the self-test on a CPU is in float32, where all texts must be equal."""
+    """Data type on a GPU; on a CPU it is float32, where all texts must be equal."""
     out: str = ""
-    """File for the JSON, such as docs/results/gpu.json; empty writes none."""
+    """File for the JSON, such as docs/results/gpu.json; empty: none."""
 
 
 class StageTimeout(Exception):
-    """One row took much longer than its whole stage may."""
+    """One row took much longer than its whole stage may take."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises OutOfTime inside once the seconds are over. Main thread only."""
+    """Raises StageTimeout inside once the seconds are over. Main thread only."""
 
-    def ring(*_: Any) -> None:
-        raise StageTimeout(f"broken off after {seconds:.0f} s")
+    def interrupt(*_: Any) -> None:
+        raise StageTimeout(f"interrupted after {seconds:.0f} s")
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -140,7 +143,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def self_test_config(s: GpuBenchConfig) -> GpuBenchConfig:
-    """The settings of the self-test: nothing larger than it must be to run every line."""
+    """The settings of the self-test: the smallest sizes that still run every line."""
     return dataclasses.replace(
         s,
         tasks=[dataclasses.replace(task, limit=1) for task in s.tasks],
@@ -156,18 +159,18 @@ def self_test_config(s: GpuBenchConfig) -> GpuBenchConfig:
 
 
 def build_harness(s: GpuBenchConfig, self_test: bool) -> GpuHarness:
-    """Loads the small models, asks the target for its texts, and widens both."""
+    """Loads the small models, decodes the reference texts with the target, and widens both."""
     device = pick_device(s.device)
     dtype = DTYPES[s.dtype if device.startswith("cuda") else "float32"]
     small = load_target(s.target, "cpu")
-    near = load_draft(s.draft, small, "cpu")
-    assert isinstance(near, CausalDraft)
+    draft = load_draft(s.draft, small, "cpu")
+    assert isinstance(draft, CausalDraft)
     prompts = [item.prompt_ids for task in s.tasks for item in load_task_prompts(task, small)]
-    said = decode(small, None, prompts, max_new_tokens=s.max_new_tokens)
+    reference = decode(small, None, prompts, max_new_tokens=s.max_new_tokens)
     wide = []
     for name, decoder, shape in (
         ("target", small.decoder, s.shape),
-        ("draft", near.decoder, s.draft_shape),
+        ("draft", draft.decoder, s.draft_shape),
     ):
         model = decoder.model
         model.config.max_position_embeddings = max(
@@ -175,40 +178,43 @@ def build_harness(s: GpuBenchConfig, self_test: bool) -> GpuHarness:
         ) + max(256, 2 * s.max_new_tokens)
         size = SELF_TEST_SHAPES[name] if self_test else SHAPES[shape]
         wide.append((ModelRunner(widen(model, size, device, dtype)), size))
-    large = device.startswith("cuda")
-    many = s.max_new_tokens
+    cuda = device.startswith("cuda")
+    new = s.max_new_tokens
     sizes = BenchSizes(
-        s.context, s.contexts, s.widths, s.batches, s.ks, s.k, s.max_new_tokens, many // 4, many,
-        s.repeats, s.inner, (2**32 if large else 2**26), s.bandwidth * 1e12,
+        s.context, s.contexts, s.widths, s.batches, s.ks, s.k, new, new // 4, new,
+        s.repeats, s.inner, (2**32 if cuda else 2**26), s.bandwidth * 1e12,
     )  # fmt: skip
     target = dataclasses.replace(small, decoder=wide[0][0])
-    wanted = large if s.compiled is None else s.compiled
+    compiled = cuda if s.compiled is None else s.compiled
     return GpuHarness(
-        sizes, target, wide[1][0], wide[0][1], prompts, [o.output_ids for o in said], wanted
+        sizes, target, wide[1][0], wide[0][1], prompts, [o.output_ids for o in reference], compiled
     )
 
 
-def run_stage(name: str, lab: GpuHarness, seconds: float, save: Any) -> dict[str, Any]:
-    """The stage's rows, each saved as it comes, until it ends, its time is up, or it fails."""
+def run_stage(name: str, harness: GpuHarness, seconds: float, save: Any) -> dict[str, Any]:
+    """Runs a stage until it ends, its time is over or it fails; saves after each row.
+
+    Returns {"seconds", "cut": whether its time was over, "error": traceback or None, "rows"}.
+    """
     entry: dict[str, Any] = {"seconds": 0.0, "cut": False, "error": None, "rows": []}
     start = time.perf_counter()
     try:
         with time_limit(seconds + GRACE_SECONDS):
-            for row in STAGES[name][0](lab):
+            for row in STAGES[name][0](harness):
                 entry["seconds"] = time.perf_counter() - start
                 entry["rows"].append(round_floats(row))
                 save(entry)
                 if entry["seconds"] > seconds:
                     entry["cut"] = True
                     break
-    except Exception as error:  # one stage that fails must not cost the others their figures
+    except Exception as error:  # the other stages still run
         entry["error"], entry["cut"] = traceback.format_exc(), isinstance(error, StageTimeout)
     entry["seconds"] = round(time.perf_counter() - start, 1)
     return entry
 
 
 def print_table(console: Console, title: str, rows: Sequence[Measurement]) -> None:
-    """A table with a column for each key; a median stands with its middle half."""
+    """Prints a table with a column per key; a summary is shown as its median and quartiles."""
 
     def cell(value: Any) -> str:
         if isinstance(value, dict):
@@ -236,13 +242,13 @@ def main(s: GpuBenchConfig) -> None:
     console = Console(stderr=True, width=150)
     self_test = s.shape == "self-test" or not pick_device(s.device).startswith("cuda")
     if self_test:
-        console.print("SELF-TEST on tiny models: no figure below says anything about speed")
+        console.print("SELF-TEST on tiny models: no figure below is a measurement of speed")
         s = self_test_config(s)
     COMPILE_OPTIONS["cuda"].update(s.inductor)
-    lab = build_harness(s, self_test)
+    harness = build_harness(s, self_test)
     result: dict[str, Any] = {
         "self_test": self_test, "figures": FIGURE_NOTES, "modes": MODES, "settings": to_dict(s),
-        "dtype": str(lab.target.decoder.model.dtype).removeprefix("torch."), "argv": sys.argv,
+        "dtype": str(harness.target.decoder.model.dtype).removeprefix("torch."), "argv": sys.argv,
         "git": run_dir.git_sha(), "hardware": run_dir.hardware(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__},
         "ready_s": round(time.perf_counter() - start, 1), "stages": {}, "speedups": [],
@@ -266,7 +272,7 @@ def main(s: GpuBenchConfig) -> None:
             write()
 
         if left > 0:
-            save(run_stage(name, lab, min(STAGES[name][1], left), save))
+            save(run_stage(name, harness, min(STAGES[name][1], left), save))
             entry = result["stages"][name]
             state = " CUT" if entry["cut"] else " FAILED" if entry["error"] else ""
             print_table(console, f"{name}: {entry['seconds']} s{state}", entry["rows"])

@@ -1,4 +1,4 @@
-"""Wide models in their places: rounds that can be run again and again, transformers beside them, weights swapped."""
+"""Models, rounds and baselines of the GPU benchmark: repeatable rounds, transformers' generate, weights to swap."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -15,7 +15,8 @@ from decode.drafts.causal import CausalDraft
 from decode.drafts.ngram import NgramDraft
 from decode.engine.compile import compile_function
 from decode.engine.cuda_graph import WARM_UPS, CudaGraphRunner
-from decode.engine.engine import RequestOutput, SpeculativeEngine, collect_outputs
+from decode.engine.engine import SpeculativeEngine
+from decode.engine.records import DecodeRecord, collect_outputs
 from decode.engine.round import BatchState, StepConfig, run_round
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
@@ -25,11 +26,11 @@ from scripts.benchmarks.gpu_timers import summary, time_ms, wall_ms
 from scripts.benchmarks.widen_llama import LlamaShape, randomise_
 
 TimedFn = Callable[[], torch.Tensor]
-SLOT_MULTIPLE = 128  # buffers hold a multiple of this many a row
+SLOT_MULTIPLE = 128  # buffers have a multiple of this many slots per row
 TREE_NODES = 16
 STATIC_TREE = optimal_static_tree(
     [[0.6, 0.15, 0.07, 0.04]] * 5, TREE_NODES
-)  # accuracies as drafts of this kind have
+)  # typical accuracies by rank
 
 
 # ---- rounds ----
@@ -37,28 +38,28 @@ STATIC_TREE = optimal_static_tree(
 
 @dataclass
 class BenchBatch:
-    """Rows of random text at one length, ready for any number of rounds."""
+    """A batch of rows of random text that can run any number of rounds from the same length."""
 
     target: Target
     draft: Draft | None
     state: BatchState
     rules: StepConfig
-    length: torch.Tensor  # [B] to go back to
+    length: torch.Tensor  # [B], after prefill
 
     @torch.inference_mode()
     def rewind(self) -> None:
-        """As after `seated`: what was committed since is forgotten."""
+        """Back to the state after `prefilled_batch`: what was committed since is dropped."""
         self.state.length.copy_(self.length)
         self.state.done.fill_(False)
 
     def round(self, compiled: bool) -> torch.Tensor:
-        """One round's report. Plays on the lengths as they are."""
+        """Runs a round from the current lengths and returns its report tensor."""
         return run_round(self.target, self.draft, self.state, self.rules, compiled=compiled)
 
-    def changed(self) -> list[torch.Tensor]:
-        """What a round changes and a graph's warm-up must put back."""
-        dice: Any = self.rules.choose
-        return [self.state.history, self.state.length, self.state.done, dice.draws]
+    def mutated_tensors(self) -> list[torch.Tensor]:
+        """The tensors that a round changes, and that must be restored after a CUDA graph's warm-up."""
+        rng: Any = self.rules.choose
+        return [self.state.history, self.state.length, self.state.done, rng.draws]
 
 
 def prefilled_batch(
@@ -70,18 +71,18 @@ def prefilled_batch(
     size: int,
     sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
 ) -> BenchBatch:
-    """`rows` rows whose next round reads a context of `context` tokens, in buffers of `size` slots.
+    """A batch of `rows` rows whose next round reads a context of `context` tokens, in buffers of `size` slots.
 
-    Made as the engine makes them, inference tensors where it has them, so that both share compiled code.
+    Set up as the engine does it, with inference tensors where the engine has them, so that both share compiled code.
     """
     decoder, device = target.decoder, target.decoder.device
-    dice = CounterRNG(torch.zeros(rows, dtype=torch.long, device=device))
-    rules = StepConfig(k, sampling, dice)
+    rng = CounterRNG(torch.zeros(rows, dtype=torch.long, device=device))
+    rules = StepConfig(k, sampling, rng)
     decoder.allocate(rows, size)
     decoder.capture_hidden_states(None if draft is None else draft.taps)
     state = BatchState.empty(rows, size, device)
     if draft is not None:
-        draft.begin_batch(DraftContext(rows, size, k, sampling, dice))
+        draft.begin_batch(DraftContext(rows, size, k, sampling, rng))
     generator = torch.Generator(device).manual_seed(0)
     with torch.inference_mode():
         row, length = torch.arange(rows, device=device), torch.full_like(state.length, context - 1)
@@ -93,20 +94,23 @@ def prefilled_batch(
             features = None if draft.taps is None else decoder.features
             draft.prefill(row, tokens, length, features)
         state.reset_rows(row, tokens, length, first, torch.full_like(length, size), target.eos_ids)
-        rig = BenchBatch(target, draft, state, rules, state.length.clone())
-    rig.rewind()
-    return rig
+        batch = BenchBatch(target, draft, state, rules, state.length.clone())
+    batch.rewind()
+    return batch
 
 
 def buffer_slots(context: int, advance: int, rounds: int, reach: int) -> int:
-    """Slots that `rounds` rounds from `context` on may need, a multiple of SLOTS."""
+    """Slots that `rounds` rounds from `context` on may need, rounded up to a multiple of SLOT_MULTIPLE.
+
+    `advance` is the most tokens that a round commits, `reach` the slots that the draft needs beyond a row's length.
+    """
     return -(-(context + advance * rounds + 2 * reach + 2) // SLOT_MULTIPLE) * SLOT_MULTIPLE
 
 
 def wrap_for_mode(
     run: Callable[[bool], torch.Tensor], mode: str, changed: list[torch.Tensor]
 ) -> TimedFn:
-    """`run(compiled)` as that mode of MODES does it."""
+    """A function that runs `run(compiled)` in that mode (a key of gpu_timers.MODES)."""
     compiled = mode in ("compiled", "graph")
     if mode in ("captured", "graph"):
         return CudaGraphRunner(lambda: run(compiled), changed)
@@ -114,15 +118,15 @@ def wrap_for_mode(
 
 
 def target_pass(decoder: ModelRunner, tokens: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Logits [B, T, V] of one verification, and nothing else."""
+    """Logits [B, T, V] of one verification pass and nothing else."""
     return decoder.step(tokens, base)
 
 
 def draft_passes(
     decoder: ModelRunner, tokens: torch.Tensor, length: torch.Tensor, k: int
 ) -> torch.Tensor:
-    """Logits [B, k, V] of the passes in which a chain of k is drafted, and nothing else; they do not wait for each
-    other's token."""
+    """Logits [B, k, V] of the draft's passes for a chain of k tokens and nothing else. The passes read given tokens,
+    not each other's."""
     logits = [decoder.step(tokens, length - 2)[:, -1]]
     logits += [decoder.step(tokens[:, :1], length + i)[:, -1] for i in range(k - 1)]
     return torch.stack(logits, 1)
@@ -132,7 +136,7 @@ def draft_passes(
 def first_logit_column(
     function: Callable[..., torch.Tensor], compiled: bool, decoder: ModelRunner, *rest: Any
 ) -> torch.Tensor:
-    """The first column of the logits that `function` gives; cut outside what is compiled, which gives them all."""
+    """The first column of the logits of `function`. The slice is outside the compiled code, which returns them all."""
     run = compile_function(function, decoder.device.type) if compiled else function
     return run(decoder, *rest)[..., :1]
 
@@ -141,7 +145,7 @@ def first_logit_column(
 
 
 def hf_copy(model: Any) -> Any:
-    """A model over the very same weights that runs transformers' own attention."""
+    """A model that shares `model`'s weights and uses transformers' own attention."""
     config = copy.deepcopy(model.config)
     with torch.device("meta"):
         other: Any = LlamaForCausalLM._from_config(
@@ -161,14 +165,14 @@ def copy_weights(model: torch.nn.Module) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def restore_weights_(model: torch.nn.Module, values: Sequence[torch.Tensor]) -> None:
-    """Writes them back in place, so that whatever knows the weights by address still does."""
+    """Writes `values` into the weights in place, so that captured graphs, which hold addresses, see them."""
     for value, kept in zip(model.parameters(), values, strict=True):
         value.copy_(kept)
 
 
 @dataclass(frozen=True)
 class BenchSizes:
-    """What is measured at: tokens, rows, repeats."""
+    """Sizes of the measurements, in tokens and rows, and numbers of repetitions; see GpuBenchConfig."""
 
     context: int
     contexts: list[int]
@@ -177,34 +181,34 @@ class BenchSizes:
     ks: list[int]
     k: int
     max_new_tokens: int
-    few: int  # new tokens of the shorter of two runs of transformers' generate
-    many: int
+    short_run_tokens: int  # new tokens of the shorter of two timed runs of transformers' generate
+    long_run_tokens: int
     repeats: int
-    inner: int
+    runs_per_sample: int
     copy_bytes: int
-    bandwidth: float  # bytes a second
+    bandwidth: float  # bytes per second
 
 
 @dataclass
 class GpuHarness:
-    """Wide models, what small ones say, and where the weights stand."""
+    """The widened models, the reference texts of the small target, and which weights are in place."""
 
     sizes: BenchSizes
     target: Target
     assistant: ModelRunner
     shape: LlamaShape
     prompts: list[list[int]]
-    small: list[list[int]]
-    """The small target's own greedy texts."""
+    reference_texts: list[list[int]]
+    """Greedy texts of the small target, which the widened one must reproduce."""
     compiled: bool
     weights: str = "widened"
     bandwidth: float = 0.0
-    """Bytes a second, once measured."""
+    """Bytes per second; 0 until measured."""
     texts: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.models = [self.target.decoder.model, self.assistant.model]
-        self.saved = [copy_weights(model) for model in self.models]
+        self.original_weights = [copy_weights(model) for model in self.models]
 
     @property
     def device(self) -> torch.device:
@@ -215,14 +219,16 @@ class GpuHarness:
         return self.device.type == "cuda"
 
     @property
-    def still(self) -> str:
-        """The mode without compilation in which kernels follow each other closest."""
+    def fastest_uncompiled_mode(self) -> str:
+        """The fastest mode without compilation: one CUDA graph per round on a GPU, eager elsewhere."""
         return "captured" if self.cuda else "eager"
 
-    def put(self, weights: str) -> None:
-        """Widened or random weights, in place."""
+    def set_weights(self, weights: str) -> None:
+        """Writes the "widened" or the "random" weights into both models in place."""
         if weights != self.weights:
-            for seed, (model, values) in enumerate(zip(self.models, self.saved, strict=True)):
+            for seed, (model, values) in enumerate(
+                zip(self.models, self.original_weights, strict=True)
+            ):
                 if weights == "random":
                     randomise_(model, seed)
                 else:
@@ -230,7 +236,7 @@ class GpuHarness:
         self.weights = weights
 
     def methods(self) -> dict[str, tuple[Draft | None, int]]:
-        """{name: (draft, K)}"""
+        """{name: (draft, K)} of all methods; plain decoding has no draft."""
         chain, k = CausalDraft(self.assistant), self.sizes.k
         return {
             "plain": (None, 1),
@@ -252,19 +258,19 @@ class GpuHarness:
         rows: int,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
     ) -> BenchBatch:
-        """Rows for a method at the usual context."""
+        """A batch for a method at the usual context."""
         draft, k = self.methods()[name]
-        context, reach = self.sizes.context, 1 if draft is None else draft.reach(k)
-        size = buffer_slots(context, k + 1, self.sizes.inner + WARM_UPS, reach)
+        context, reach = self.sizes.context, 1 if draft is None else draft.max_slots(k)
+        size = buffer_slots(context, k + 1, self.sizes.runs_per_sample + WARM_UPS, reach)
         return prefilled_batch(self.target, draft, rows, context, k, size, sampling)
 
-    def time(self, run: TimedFn, rig: BenchBatch | None = None) -> dict[str, float]:
-        """Milliseconds a run; with a rig, from its first length on each time."""
-        before = None if rig is None else rig.rewind
-        return time_ms(run, self.device, self.sizes.repeats, self.sizes.inner, before)
+    def time(self, run: TimedFn, batch: BenchBatch | None = None) -> dict[str, float]:
+        """`summary` of milliseconds per run; each sample rewinds the batch first, if one is given."""
+        before = None if batch is None else batch.rewind
+        return time_ms(run, self.device, self.sizes.repeats, self.sizes.runs_per_sample, before)
 
-    def plain(self) -> list[list[int]]:
-        """The wide target's own greedy texts; asked for while its weights are widened."""
+    def plain_texts(self) -> list[list[int]]:
+        """Greedy texts of the wide target; call it while the widened weights are in place."""
         if not self.texts:
             self.texts = [
                 o.output_ids for o in self.decode(SpeculativeEngine(self.target), self.prompts)
@@ -273,32 +279,36 @@ class GpuHarness:
 
     def decode(
         self, engine: SpeculativeEngine, prompts: Sequence[list[int]], **how: Any
-    ) -> list[RequestOutput]:
-        """Greedy texts and rounds of an engine."""
+    ) -> list[DecodeRecord]:
+        """Greedy texts and rounds of an engine, a record per prompt."""
         how = {"max_new_tokens": self.sizes.max_new_tokens} | how
         return collect_outputs(list(prompts), engine.speculate(list(prompts), **how))
 
 
 class HFGenerate:
-    """transformers' own generate over the same weights, batch 1, greedy."""
+    """transformers' generate over the same weights, batch 1, greedy."""
 
-    def __init__(self, lab: GpuHarness):
-        self.lab, (self.model, self.draft) = lab, map(hf_copy, lab.models)
+    def __init__(self, harness: GpuHarness):
+        self.harness, (self.model, self.draft) = harness, map(hf_copy, harness.models)
         config = self.draft.generation_config
-        config.num_assistant_tokens, config.num_assistant_tokens_schedule = lab.sizes.k, "constant"
-        config.assistant_confidence_threshold = 0.0  # as many drafts as ours
-        self.target_passes = 0  # of the target
+        config.num_assistant_tokens, config.num_assistant_tokens_schedule = (
+            harness.sizes.k,
+            "constant",
+        )
+        config.assistant_confidence_threshold = 0.0  # always drafts K tokens
+        self.target_passes = 0
         self.model.register_forward_pre_hook(self._count)
 
     def _count(self, *_: Any) -> None:
         self.target_passes += 1
 
-    def assisted(self) -> dict[str, Any]:
+    def assistant_args(self) -> dict[str, Any]:
+        """The arguments of `generate` for assisted generation."""
         return {"assistant_model": self.draft}
 
     def tokens(self, prompt: list[int], new: int, **how: Any) -> list[int]:
-        """The new tokens."""
-        ids = torch.tensor([prompt], device=self.lab.device)
+        """The new token ids."""
+        ids = torch.tensor([prompt], device=self.harness.device)
         how |= {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
         out = self.model.generate(ids, max_new_tokens=new, **how)
         return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
@@ -306,14 +316,14 @@ class HFGenerate:
     def time_without_prefill(
         self, prompt: list[int], **how: Any
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Milliseconds a token and a pass of the target behind the prefill: a long run less a short one."""
+        """Milliseconds per token and per target pass without prefill: a long run minus a short one."""
         a_token, a_pass = [], []
-        for _ in range(1 + max(2, self.lab.sizes.repeats // 3)):
+        for _ in range(1 + max(2, self.harness.sizes.repeats // 3)):
             ends = []
-            for new in (self.lab.sizes.many, self.lab.sizes.few):
+            for new in (self.harness.sizes.long_run_tokens, self.harness.sizes.short_run_tokens):
                 self.target_passes = 0
                 run = partial(self.tokens, prompt, new, **how)
-                got, ms = wall_ms(run, self.lab.device)
+                got, ms = wall_ms(run, self.harness.device)
                 ends.append((ms, len(got), self.target_passes))
             ms, tokens, passes = (a - b for a, b in zip(*ends, strict=True))
             a_token.append(ms / max(1, tokens))

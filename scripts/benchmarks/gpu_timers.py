@@ -1,7 +1,7 @@
-"""What scripts/benchmarks/gpu_bench.py measures with: bytes and rooflines, clocks, and who waits for whom.
+"""Measuring tools of scripts/benchmarks/gpu_bench.py: bytes and rooflines, clocks, and synchronisation with the host.
 
-Times are milliseconds, sizes bytes, bandwidths bytes a second. On CUDA the clock is a pair of events around several
-runs, so that the queue is never empty between them; elsewhere it is the host's.
+Times are milliseconds, sizes bytes, bandwidths bytes per second. On CUDA a time is taken by a pair of events around
+several runs, so that the queue is never empty between them; elsewhere by the host's clock.
 """
 
 import statistics
@@ -16,7 +16,7 @@ import torch
 from scripts.benchmarks.widen_llama import LlamaShape
 
 Measurement = dict[str, Any]
-"""One measurement; what was repeated is a `summary`."""
+"""One row of a table; a repeated measurement is a `summary`."""
 MODES = {
     "eager": "one kernel after another, launched by Python",
     "captured": "the same kernels in one CUDA graph a round",
@@ -28,26 +28,32 @@ MODES = {
 
 
 def weight_bytes(shape: LlamaShape, each: int = 2) -> int:
-    """Bytes of weights that one pass reads: all but an input embedding of its own, of which it reads a row a token."""
+    """Bytes of weights that one forward pass reads, at `each` bytes per weight.
+
+    An untied input embedding is left out, because a pass reads only one of its rows per token.
+    """
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     layer = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
     return each * (shape.layers * layer + shape.hidden + shape.vocab * shape.hidden)
 
 
 def kv_bytes(shape: LlamaShape, each: int = 2) -> int:
-    """Bytes of keys and values that a token of context holds."""
+    """Bytes of keys and values per token of context."""
     return each * 2 * shape.layers * shape.kv_heads * shape.head_dim
 
 
 def floor_ms(
     shape: LlamaShape, context: int, bandwidth: float, rows: int = 1, each: int = 2
 ) -> float:
-    """Milliseconds that reading weights and context must take: no plain step of so many rows is faster."""
+    """Milliseconds to read weights and K/V once at `bandwidth` bytes per second: the roofline of a plain step.
+
+    `rows` is the batch size, `context` the tokens of each row.
+    """
     return 1e3 * (weight_bytes(shape, each) + rows * context * kv_bytes(shape, each)) / bandwidth
 
 
 def roofline_share(floor: float, measured: float) -> float:
-    """Of the roofline that is reached; 1 is the floor itself."""
+    """Fraction of the roofline reached, floor ÷ measured time; 1 means as fast as memory allows."""
     return floor / measured
 
 
@@ -55,7 +61,7 @@ def roofline_share(floor: float, measured: float) -> float:
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median, middle half and count."""
+    """{"median", "low", "high", "n"}: median, quartiles and number of values."""
     several = [*values] * (1 if len(values) > 1 else 2)
     low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
     return {"median": middle, "low": low, "high": high, "n": len(values)}
@@ -68,9 +74,9 @@ def time_ms(
     inner: int = 1,
     before: Callable[[], Any] | None = None,
 ) -> dict[str, float]:
-    """Milliseconds of one `run`: the mean of `inner` in a row, `repeats` times; `before` each row, not timed.
+    """`summary` of milliseconds per `run`, from `repeats` samples; a sample is the mean of `inner` runs in a row.
 
-    One row that does not count comes first.
+    `before` is called ahead of each sample and not timed. One untimed sample comes first as a warm-up.
     """
     times = []
     for _ in range(repeats + 1):
@@ -98,7 +104,7 @@ def _host_ms(run: Callable[[], Any], inner: int) -> float:
 
 
 def wall_ms(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """What `run` returns and the milliseconds until the device has finished it."""
+    """The result of `run` and the milliseconds until the device has finished."""
     start = time.perf_counter()
     value = run()
     if device.type == "cuda":
@@ -107,7 +113,7 @@ def wall_ms(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
 
 
 def measure_bandwidth(device: torch.device, size: int, repeats: int) -> dict[str, float]:
-    """Bytes a second of a copy (read and write counted) and of a sum (read only), over `size` random bytes."""
+    """Bytes per second of a copy (reads and writes counted) and of a sum (reads only) of `size` random bytes."""
     source = torch.rand(size // 4, device=device)
     sink = torch.empty_like(source)
     copied = time_ms(lambda: sink.copy_(source), device, repeats, 3)["median"]
@@ -117,7 +123,10 @@ def measure_bandwidth(device: torch.device, size: int, repeats: int) -> dict[str
 
 @contextmanager
 def record_syncs(found: list[str]) -> Iterator[None]:
-    """Appends where within it the host waited for the device, as far as torch can tell; on CUDA only."""
+    """Appends "file:line" for each place inside where the host waited for the device, as reported by torch.
+
+    On CUDA only.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -132,7 +141,7 @@ def record_syncs(found: list[str]) -> Iterator[None]:
 
 @contextmanager
 def forbid_syncs() -> Iterator[None]:
-    """Within it, a wait of the host for the device that torch can tell is an error; on CUDA only."""
+    """Inside, a wait of the host for the device raises an error wherever torch detects it. On CUDA only."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -140,15 +149,15 @@ def forbid_syncs() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-# ---- what rows say ----
+# ---- results ----
 
-MIN_EQUAL_SHARE = (
-    0.3  # of a text; near-ties in bf16 part texts of some dozens of tokens later than this
-)
+MIN_EQUAL_SHARE = 0.3
+"""In bf16 texts may differ from a near-tie on; texts of some dozens of tokens that differ earlier than at this share
+of their length are an error."""
 
 
 def compare_texts(got: Sequence[Sequence[int]], want: Sequence[Sequence[int]]) -> Measurement:
-    """How many texts are equal, and the mean share of a text before the first difference."""
+    """{"equal", "of", "same_until"}: number of equal texts, of texts, and mean share before the first difference."""
     shares = []
     for a, b in zip(got, want, strict=True):
         first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(b))
@@ -158,7 +167,7 @@ def compare_texts(got: Sequence[Sequence[int]], want: Sequence[Sequence[int]]) -
 
 
 def round_floats(value: Any) -> Any:
-    """Floats to five digits, all the way down."""
+    """`value` with every float in its dicts and lists rounded to five significant digits."""
     if isinstance(value, dict):
         return {key: round_floats(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -167,7 +176,7 @@ def round_floats(value: Any) -> Any:
 
 
 def speedups(texts: Sequence[Measurement], rounds: Sequence[Measurement]) -> list[Measurement]:
-    """Milliseconds a token and speed-up over plain rounds of the same batch and mode, where τ is known."""
+    """Milliseconds per token and speed-up over plain rounds of the same batch size and mode, where τ is known."""
     tau = {row["method"]: row["tau"] for row in texts}
     ms = {(r["method"], r.get("rows", 1), r["mode"]): r["round_ms"]["median"] for r in rounds}
     found = []
@@ -185,10 +194,10 @@ def speedups(texts: Sequence[Measurement], rounds: Sequence[Measurement]) -> lis
 
 
 def combine_speedups(stages: dict[str, Any]) -> list[Measurement]:
-    """`speedups` of all stages that hold rounds; transformers' assisted generation over its own generate."""
+    """`speedups` of the stages "rounds" and "compiled", and of transformers' assisted generation over generate."""
     rows = {name: entry["rows"] for name, entry in stages.items()}
     timed = [*rows.get("rounds", []), *rows.get("compiled", [])]
-    for row in rows.get("transformers", []):  # a token of generate is a plain round
+    for row in rows.get("transformers", []):  # a step of generate counts as a plain round
         arm, ms = row["arm"], row.get("round_ms")
         arm, ms = ("plain", row["ms"]) if arm == "generate" else (arm, ms)
         timed += [{"method": arm, "mode": "transformers", "round_ms": ms}] if ms else []
@@ -196,19 +205,21 @@ def combine_speedups(stages: dict[str, Any]) -> list[Measurement]:
 
 
 def find_problems(result: dict[str, Any]) -> list[str]:
-    """What must not be: stages that failed, waits in a round, texts that must be equal and are not."""
+    """Errors of a run, a line each: failed stages, host waits in a round, texts that differ and should not."""
     stages, found = result["stages"], []
     for name, entry in stages.items():
         if entry["error"] is not None and not entry["cut"]:
             found.append(f"{name} failed: {entry['error'].strip().splitlines()[-1]}")
     for row in stages.get("host", {"rows": []})["rows"]:
         if row["method"] == "planted" and row["waits"] == 0:
-            found.append("host: a planted wait was not seen, so that none would be")
+            found.append("host: the planted wait was not detected, so no wait would be")
         if row["method"] != "planted" and row["waits"] > 0:
             found.append(f"host: {row['method']} waits at {', '.join(row['where'])}")
     for name in ("texts", "graph_texts"):
         for row in stages.get(name, {"rows": []})["rows"]:
             differ, until = row["of"] - row["equal"], row["same_until"]
             if differ and (result["dtype"] == "float32" or until < MIN_EQUAL_SHARE):
-                found.append(f"{name}: {differ} of {row['method']} differ, after {until:.0%}")
+                found.append(
+                    f"{name}: {differ} of {row['method']} differ, after {until:.0%} of their length"
+                )
     return found

@@ -1,10 +1,10 @@
-"""Training throughput of every family: tokens a second, peak memory, and where a step's time goes.
+"""Training throughput of every draft family: tokens per second, peak memory, and where a step's time goes.
 
-    python scripts/benchmarks/train_bench.py                       # two sizes that a CPU trains
+    python scripts/benchmarks/train_bench.py                       # two target sizes that fit a CPU
     python scripts/benchmarks/train_bench.py --sizes '[llama-8b]' --dtype bfloat16   # on a GPU
 
-Targets have random weights of the given shape, rows are full, half of each row is supervised. Each cell runs in a
-process of its own, so that its peak memory is its own. The last line is JSON.
+Targets have random weights of the given shape, rows have no padding, half of each row is supervised. Each pair of
+family and size runs in a process of its own, because peak memory is measured per process. The last line is JSON.
 """
 
 import json
@@ -40,7 +40,7 @@ from train.families.registry import FAMILIES
 from train.losses.objective import DivergenceConfig
 
 SIZES: dict[str, dict[str, int]] = {
-    # hidden, layers, heads, kv heads, inner, vocabulary; rows and length of a batch; draft vocabulary
+    # LlamaConfig of the target; rows and length of a batch; size of the draft vocabulary
     "12x256": {"hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4}
     | {"num_key_value_heads": 2, "intermediate_size": 704, "vocab_size": 4096}
     | {"rows": 8, "length": 192, "draft_vocab": 2048},
@@ -60,19 +60,19 @@ BATCH_KEYS = ("rows", "length", "draft_vocab")
 @dataclass
 class TrainBenchConfig:
     sizes: list[str] = field(default_factory=lambda: ["12x256", "12x512"])
-    """Shapes of the target; 12x256 is the bundled one's."""
+    """Target shapes, keys of SIZES; 12x256 is that of the bundled target."""
     families: list[Literal["causal", "medusa", "eagle1", "eagle3"]] = field(
         default_factory=lambda: ["causal", "medusa", "eagle1", "eagle3"]  # type: ignore[arg-type]
     )
     steps: int = 3
-    """Steps timed, after one that is not."""
+    """Timed steps, after one warm-up step."""
     device: str = "auto"
     dtype: str = "float32"
-    """Of the target; drafts train in fp32."""
+    """Data type of the target; drafts train in fp32."""
     out: str = ""
-    """File for the JSON of the last line; empty writes none."""
+    """File for the JSON of the last line; empty: none."""
     one: bool = False
-    """Run the first family at the first size here and print its JSON."""
+    """Measure only the first family at the first size, in this process, and print its JSON (used internally)."""
 
 
 @dataclass
@@ -85,6 +85,7 @@ class TrainBenchRecipe:
 
 
 def random_target(shape: dict[str, int], device: str, dtype: str) -> Target:
+    """A Llama of that shape with random weights and no tokenizer."""
     config = LlamaConfig(**{k: v for k, v in shape.items() if k not in BATCH_KEYS})  # type: ignore[arg-type]
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
@@ -92,6 +93,7 @@ def random_target(shape: dict[str, int], device: str, dtype: str) -> Target:
 
 
 def random_rows(shape: dict[str, int]) -> list[SampleRow]:
+    """One batch of random token ids below the draft vocabulary's size; the second half of each row is supervised."""
     generator = torch.Generator().manual_seed(0)
     length = shape["length"]
     ids = torch.randint(shape["draft_vocab"], (shape["rows"], length), generator=generator)
@@ -105,35 +107,41 @@ def random_rows(shape: dict[str, int]) -> list[SampleRow]:
 
 
 class StepProfiler:
-    """Seconds of a step by part. Hooks time the outermost call of any module that they were put on."""
+    """Seconds of the parts of a training step: named sections, and forward calls of modules by hooks.
+
+    On CUDA every measurement waits for the device.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.seconds: dict[str, float] = {}
-        self.inside: dict[str, int] = {}
+        self.depth: dict[str, int] = {}
 
     def now(self) -> float:
+        """Seconds, after all work of the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to `name`."""
         start = self.now()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - start
 
-    def watch(self, name: str, modules: Any) -> None:
+    def attach(self, name: str, modules: Any) -> None:
+        """Adds the seconds of these modules' forward calls to `name`; calls inside another one count once."""
         started = [0.0]
 
         def enter(module: Any, args: Any) -> None:
-            self.inside[name] = self.inside.get(name, 0) + 1
-            if self.inside[name] == 1:
+            self.depth[name] = self.depth.get(name, 0) + 1
+            if self.depth[name] == 1:
                 started[0] = self.now()
 
         def leave(module: Any, args: Any, output: Any) -> None:
-            self.inside[name] -= 1
-            if self.inside[name] == 0:
+            self.depth[name] -= 1
+            if self.depth[name] == 0:
                 self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - started[0]
 
         for module in modules:
@@ -142,7 +150,7 @@ class StepProfiler:
 
 
 def measure_cell(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any]:
-    """One cell of the table."""
+    """Throughput, peak memory and shares of the step time of one family at one target size."""
     torch.manual_seed(0)
     shape = SIZES[size]
     device = pick_device(s.device)
@@ -162,8 +170,8 @@ def measure_cell(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any]:
         for _ in range(s.steps):
             train_step(objective, batch, optimizer)
     shares = StepProfiler(target.decoder.device)
-    shares.watch("target", [target.decoder.model])
-    shares.watch("draft", [m for m in trainee.model.modules() if m is not trainee.model])
+    shares.attach("target", [target.decoder.model])
+    shares.attach("draft", [m for m in trainee.model.modules() if m is not trainee.model])
     with shares.section("forward"):
         sums = objective(batch)
     forward = {name: shares.seconds.get(name, 0.0) for name in ("forward", "target", "draft")}

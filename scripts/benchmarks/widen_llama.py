@@ -1,6 +1,6 @@
-"""Gives a Llama the size of another one without changing what it says.
+"""Enlarges a Llama to the shape of another one without changing its output probabilities.
 
-A benchmark then runs the cost of Llama-3.1-8B with the text and the draft acceptance of a small model.
+A benchmark then has the cost of Llama-3.1-8B with the texts and the draft acceptance of a small model.
 With d and D the old and new hidden size, the small model sits in the first d channels and:
 
 * **width**: the other channels are zero, so a norm's mean square shrinks by d/D; its weight shrinks
@@ -11,16 +11,17 @@ With d and D the old and new hidden size, the small model sits in the first d ch
   theta^r; each half of a head goes to the start of the new half (rotate-half pairs i with i + r·h/2);
   the softmax divides by sqrt(r·h), so q grows by sqrt(r).
 * **vocabulary**: channel d holds a constant c for every id, which no layer reads or writes. A norm
-  sees c² where it saw eps, so with D·eps' + c² = d·eps its factor is exactly the old one. After the
-  last norm the channel is positive whatever the text, so a large negative entry of an output row
-  there takes that id out: its logit is -2^20·c·sqrt(D/d) over the rms of the last hidden state.
-  Tied real rows hold c there, which adds one small number to all real logits: no softmax sees it.
+  adds c² where it added eps, so with D·eps' + c² = d·eps its factor is exactly the old one. After the
+  last norm the channel is positive for every input, so a large negative entry of an output row at that
+  channel excludes its id: the logit is -2^20·c·sqrt(D/d) over the rms of the last hidden state. With
+  tied embeddings the real rows hold c there, which adds the same small number to all real logits and
+  does not change the softmax.
 
 Measured on the bundled models, three texts of 256 tokens, log-probabilities against the small model
-in fp32. Wide in fp32: within 2.1e-5, same argmax everywhere, padded logits at most -1900 (target to
-8B's width) and -7900 (draft to 1B's), their probability exactly 0. In bf16 the wide model is as far
-off as the small one: 0.024 and 0.023 on average, argmax equal at 98.6 to 99.1 % and 98.6 % of the
-tokens. So in bf16 the text may part at a near-tie.
+in fp32. Wide model in fp32: within 2.1e-5, same argmax everywhere; logits of padded ids at most -1900
+(target at 8B's width) and -7900 (draft at 1B's), their probability exactly 0. In bf16 the wide model is
+as far off as the small one: 0.024 and 0.023 on average, argmax equal at 98.6 to 99.1 % and 98.6 % of
+the tokens. So in bf16 greedy texts may differ from a near-tie on.
 """
 
 import math
@@ -31,13 +32,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-PADDED_ROW_VALUE = -(2.0**15)  # of a padded id's output row in the constant channel; fits float16
-NORM_GAIN = 2.0**5  # of the last norm in the constant channel
+PADDED_ROW_VALUE = -(
+    2.0**15
+)  # entry of a padded id's output row at the constant channel; fits float16
+NORM_GAIN = 2.0**5  # weight of the last norm at the constant channel
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """What decides a Llama's cost."""
+    """The sizes that determine a Llama's cost."""
 
     hidden: int
     layers: int
@@ -63,10 +66,10 @@ def widen(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> LlamaForCausalLM:
-    """A model of that shape with `model`'s probabilities up to rounding; ids beyond `model`'s get none.
+    """A model of that shape with `model`'s probabilities up to rounding; ids beyond `model`'s have probability 0.
 
     Exact in real arithmetic; in bf16 two factors round: sqrt(r) and, unless D/d is a power of 4,
-    sqrt(d/D). `dtype` is the model's own unless given. Weights are made on `device`, nowhere else.
+    sqrt(d/D). `dtype` is the model's own unless given. Weights are allocated on `device` only.
     ValueError for a shape that cannot hold the model.
     """
     old = read_shape(model.config)
@@ -91,9 +94,9 @@ def widen(
 
 @torch.no_grad()
 def randomise_(model: torch.nn.Module, seed: int) -> None:
-    """Refills every weight as Llama starts: matrices N(0, 0.02), norms 1; all on one device.
+    """Overwrites every weight with Llama's initialisation: matrices N(0, 0.02), norms 1. All are on one device.
 
-    For timing: a multiplication by zeros draws less power, so a GPU would clock higher than in service.
+    For timing: multiplying by zeros draws less power, so that a GPU would clock higher than in real use.
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for value in model.parameters():
@@ -109,7 +112,7 @@ def read_shape(config: LlamaConfig) -> LlamaShape:
 
 
 def check_shape(config: LlamaConfig, shape: LlamaShape) -> None:
-    """ValueError, naming every reason, where the shape cannot hold such a model."""
+    """ValueError that names every reason if the shape cannot hold such a model."""
     old, rope = read_shape(config), dict(config.rope_parameters or {})
     copies = math.ceil(old.heads / old.kv_heads / max(1, shape.heads // shape.kv_heads))
     wider = shape.hidden > old.hidden
@@ -133,7 +136,7 @@ def check_shape(config: LlamaConfig, shape: LlamaShape) -> None:
 
 
 def _widened_config(config: LlamaConfig, shape: LlamaShape) -> LlamaConfig:
-    """`config` with the shape's sizes, and the eps and theta that keep the function."""
+    """`config` with the shape's sizes, and with the eps and theta that leave the output unchanged."""
     old, rope, values = read_shape(config), dict(config.rope_parameters or {}), config.to_dict()
     constant = _constant_channel_value(config) if shape.hidden > old.hidden else 0.0
     theta = rope["rope_theta"] ** (shape.head_dim // old.head_dim)
@@ -160,25 +163,27 @@ def _constant_channel_value(config: LlamaConfig) -> float:
 def _zero_model(
     config: LlamaConfig, device: torch.device | str, dtype: torch.dtype
 ) -> LlamaForCausalLM:
-    """An all-zero model in eval mode, made on `device` in `dtype`."""
+    """A model in eval mode on `device` in `dtype` whose weights are all zero."""
     with torch.device("meta"):
         model: Any = LlamaForCausalLM._from_config(config, dtype=dtype)
     model.to_empty(device=device)
-    model.tie_weights()  # to_empty gave the two tied names a tensor each
-    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)  # buffers came without content
+    model.tie_weights()  # to_empty separated the tied weights
+    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(
+        device
+    )  # to_empty leaves buffers uninitialised
     for value in model.parameters():
         value.zero_()
     return model.eval()  # type: ignore[no-any-return]
 
 
 def _fill(new: torch.Tensor, old: torch.Tensor, factor: float = 1.0) -> None:
-    """Writes factor·old into the leading corner."""
+    """Writes factor·old into the leading corner of `new`."""
     new[tuple(slice(size) for size in old.shape)] = (old.float() * factor).to(new)
 
 
 def _fill_attention(new: Any, layer: Any, old: LlamaShape, shape: LlamaShape) -> None:
-    """Each old query head goes into a group whose K/V head is its own, or one of the copies of it that a
-    group larger than the new ones is spread over."""
+    """Copies the attention of one layer. Each old query head is put into a group with its own K/V head; an old
+    group larger than the new groups is spread over several of them, each with a copy of the K/V head."""
     group, size = old.heads // old.kv_heads, shape.heads // shape.kv_heads
     copies, heads = math.ceil(group / size), range(old.heads)
     slots = [(j // group * copies + j % group // size) * size + j % group % size for j in heads]
@@ -195,7 +200,7 @@ def _fill_attention(new: Any, layer: Any, old: LlamaShape, shape: LlamaShape) ->
 
 
 def _head_rows(slots: list[int], old_dim: int, new_dim: int) -> torch.Tensor:
-    """Where the rows of heads put at those slots go: each half of a head at the start of a new half."""
+    """Row numbers in the new matrix of the heads at those slots: each half of a head starts a new half."""
     i = torch.arange(old_dim)
     within = i + (i >= old_dim // 2) * (new_dim - old_dim) // 2
     return (torch.tensor(slots)[:, None] * new_dim + within).flatten()

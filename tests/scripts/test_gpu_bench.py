@@ -127,25 +127,25 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_problems_are_told(name: str) -> None:
+def test_problems_are_reported(name: str) -> None:
     """Planted: each thing that must not be."""
     stages, words = BAD[name]
-    (told,) = gpu_timers.find_problems({"stages": stages, "dtype": "float32"})
-    assert words in told
+    (problem,) = gpu_timers.find_problems({"stages": stages, "dtype": "float32"})
+    assert words in problem
 
 
-def test_texts_that_part_at_once_are_told_in_bf16() -> None:
-    """Planted: a CUDA graph that reads stale buffers says something else from the start, which no near-tie does."""
+def test_texts_that_part_at_once_are_reported_in_bf16() -> None:
+    """Planted: a CUDA graph that reads stale buffers changes its output from the start, which no near-tie does."""
     stages = {"graph_texts": stage(TEXT | {"same_until": 0.1})}
-    (told,) = gpu_timers.find_problems({"stages": stages, "dtype": "bfloat16"})
-    assert "after 10%" in told
+    (problem,) = gpu_timers.find_problems({"stages": stages, "dtype": "bfloat16"})
+    assert "after 10%" in problem
 
 
 def test_what_is_no_problem() -> None:
     """Catches a run that fails for a near-tie in bf16, for a stage that was cut, or for the planted wait."""
     stages = {
         "texts": stage(TEXT),
-        "plain": stage(error="Traceback\nOutOfTime", cut=True),
+        "plain": stage(error="Traceback\nStageTimeout", cut=True),
         "host": stage({"method": "planted", "waits": 3, "where": []}),
     }
     assert gpu_timers.find_problems({"stages": stages, "dtype": "bfloat16"}) == []
@@ -172,7 +172,7 @@ def wrong(_: Any) -> Iterator[Measurement]:
 
 @pytest.mark.parametrize(
     ("rows", "cut", "error"),
-    [(slow, True, None), (stuck, True, "OutOfTime"), (wrong, False, "no such kernel")],
+    [(slow, True, None), (stuck, True, "StageTimeout"), (wrong, False, "no such kernel")],
 )
 def test_a_stage_that_goes_wrong_keeps_its_rows(
     rows: Any, cut: bool, error: str | None, monkeypatch: pytest.MonkeyPatch
@@ -181,8 +181,10 @@ def test_a_stage_that_goes_wrong_keeps_its_rows(
     monkeypatch.setitem(gpu_bench.STAGES, "plain", (rows, 1.0))
     monkeypatch.setattr(gpu_bench, "GRACE_SECONDS", 0.2)
     seen: list[int] = []
-    lab: Any = None
-    entry = gpu_bench.run_stage("plain", lab, 0.2, lambda entry: seen.append(len(entry["rows"])))
+    harness: Any = None
+    entry = gpu_bench.run_stage(
+        "plain", harness, 0.2, lambda entry: seen.append(len(entry["rows"]))
+    )
     assert entry["cut"] == cut
     assert (entry["error"] is None) if error is None else (error in entry["error"])
     assert seen == list(range(1, len(entry["rows"]) + 1))
@@ -193,7 +195,7 @@ def test_a_stage_that_goes_wrong_keeps_its_rows(
 # ---- models and stages ----
 
 
-def tiny_lab(compiled: bool = False) -> GpuHarness:
+def tiny_harness(compiled: bool = False) -> GpuHarness:
     target, assistant = tiny_target(tiny_model("llama")), tiny_target(tiny_model("llama", seed=2))
     sizes = BenchSizes(16, [16], [1, 2], [1], [2], 2, 4, 1, 4, 1, 1, 2**20, 1e9)
     shape = LlamaShape(32, 3, 4, 2, 8, 48, 97, tied=False)
@@ -202,14 +204,14 @@ def tiny_lab(compiled: bool = False) -> GpuHarness:
 
 def test_weights_change_in_place() -> None:
     """Catches weights that captured graphs would not see, and a restoring that does not restore."""
-    lab = tiny_lab()
-    other, model = hf_copy(lab.target.decoder.model), lab.target.decoder.model
-    ids = torch.tensor(lab.prompts[:1])
+    harness = tiny_harness()
+    other, model = hf_copy(harness.target.decoder.model), harness.target.decoder.model
+    ids = torch.tensor(harness.prompts[:1])
     first = other(ids).logits
     held = [value.data_ptr() for value in model.parameters()]
-    lab.put("random")
+    harness.set_weights("random")
     assert not torch.allclose(other(ids).logits, first, atol=0.1)
-    lab.put("widened")
+    harness.set_weights("widened")
     assert torch.equal(other(ids).logits, first)
     assert held == [value.data_ptr() for value in model.parameters()]
     assert torch.allclose(
@@ -217,16 +219,16 @@ def test_weights_change_in_place() -> None:
     )  # our attention, without slots causal too
 
 
-def test_a_rig_plays_the_same_round_again() -> None:
+def test_a_batch_repeats_the_same_round() -> None:
     """Catches a rewinding that leaves something behind: then every timed row would cost another length."""
-    lab = tiny_lab()
-    for name in lab.methods():
-        rig = lab.make_batch(name, 2)
-        assert rig.state.length.tolist() == [16, 16]
-        one = rig.round(False).clone()
-        assert rig.state.length.min() > 16
-        rig.rewind()
-        assert torch.equal(rig.round(False), one), name
+    harness = tiny_harness()
+    for name in harness.methods():
+        batch = harness.make_batch(name, 2)
+        assert batch.state.length.tolist() == [16, 16]
+        one = batch.round(False).clone()
+        assert batch.state.length.min() > 16
+        batch.rewind()
+        assert torch.equal(batch.round(False), one), name
 
 
 class Replayed:
@@ -257,32 +259,32 @@ def test_the_stages_of_a_gpu_run_but_for_the_gpu(monkeypatch: pytest.MonkeyPatch
         places.append("x.py:1")
 
     monkeypatch.setattr(GpuHarness, "cuda", True)
-    monkeypatch.setattr(gpu_harness, "Graph", Replayed)
+    monkeypatch.setattr(gpu_harness, "CudaGraphRunner", Replayed)
     monkeypatch.setattr(gpu_timers, "record_syncs", found)
     monkeypatch.setattr(gpu_timers, "forbid_syncs", forbidden)
-    lab = tiny_lab()
+    harness = tiny_harness()
     rows = {
-        name: list(gpu_stages.STAGES[name][0](lab))
+        name: list(gpu_stages.STAGES[name][0](harness))
         for name in ("plain", "verify", "overhead", "rounds", "host")
     }
     assert [row["mode"] for row in rows["plain"]] == ["eager", "captured"]
     assert len(rows["verify"]) == 2
     assert {row["mode"] for row in rows["rounds"]} == {"captured"}
     assert [row["waits"] for row in rows["host"]] == [1] * (len(rows["host"]) - 1) + [0]
-    assert len(rows["host"]) == 2 + 2 * len(lab.methods())
+    assert len(rows["host"]) == 2 + 2 * len(harness.methods())
 
 
 def test_the_compiled_stages_run_but_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for what takes minutes of compilation; texts of compiled rounds must be those of eager ones."""
     for module in (gpu_harness, rounds):
-        monkeypatch.setattr(module, "fast", lambda function, device_type: function)
-    lab = tiny_lab(compiled=True)
-    rows = list(gpu_stages.compiled(lab))
+        monkeypatch.setattr(module, "compile_function", lambda function, device_type: function)
+    harness = tiny_harness(compiled=True)
+    rows = list(gpu_stages.compiled(harness))
     assert [row["method"] for row in rows] == ["plain"] * 3 + ["causal k=2"] * 3
     assert "share" in rows[0]
     assert rows[-2].keys() >= {"target_ms", "draft_ms", "overhead_ms"}
     assert rows[-1]["round_ms"]["n"] >= 1
-    assert all(row["equal"] == row["of"] == 2 for row in gpu_stages.graph_texts(lab))
+    assert all(row["equal"] == row["of"] == 2 for row in gpu_stages.graph_texts(harness))
 
 
 SMALLEST = [
@@ -348,6 +350,6 @@ def test_a_widened_model_that_says_something_else_fails(
     [("--stages=[speed]", "no stage"), ("--draft=nowhere", "no draft"), ("--k=9", "one of ks")],
 )
 def test_bad_settings_are_refused(more: str, words: str, tmp_path: Path) -> None:
-    """Catches minutes of loading before a misspelling is told."""
+    """Catches minutes of loading before a misspelling is reported."""
     with pytest.raises(UserError, match=words):
         run(smallest(tmp_path, more))
