@@ -1,19 +1,18 @@
-"""The target answers prompts, or texts are taken as they stand: the data that a draft is distilled on.
+"""Writes the sampled set that drafts are distilled on: the target's answers to prompts, or texts as they stand.
 
     accelerate launch train/sample.py --config configs/quickstart/sample.yaml
     accelerate launch train/sample.py --target T --sources '[{kind: file, path: prompts.jsonl}]' --out DIR
     python train/sample.py --origin text --target T --sources '[{kind: file, path: chats.jsonl}]' --turns all --out DIR
 
-Several processes share the prompts. Killed at any moment, the same command goes on: nothing is lost, nothing
-is sampled twice, and each answer is the one it would have been, since its randomness hangs on its id.
+Several processes share the prompts. After a kill the same command resumes: no answer is lost, no prompt is answered
+twice, and each answer is the same as without the kill, because its random numbers depend on its id alone.
 """
 
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,17 +22,11 @@ if not __package__:
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from decode.common import run_dir
 from decode.common.cli import run_command
 from decode.common.errors import UserError
+from decode.common.progress import ProgressBars, progress_bars
 from decode.drafts.base import Draft
 from decode.drafts.registry import pick_draft
 from decode.engine.engine import speculate
@@ -57,73 +50,73 @@ from train.trainer import collective
 @dataclass
 class SampleConfig:
     target: str = "assets/target"
-    """The model that answers: folder or hub name."""
+    """The target model, which generates the answers: a folder or a Hub name."""
     revision: str | None = None
-    """Commit, tag or branch of a hub target."""
+    """Commit, tag or branch of a Hub target."""
     origin: Literal["target", "text"] = "target"
-    """target: it answers the prompts; text: answers and texts are taken as they stand, and the target only gives its
-    tokenizer and chat template."""
+    """target: the target generates the answers; text: answers and texts are stored as they stand, and only the target's
+    tokenizer and chat template are used."""
     sources: list[PromptSource] = field(default_factory=lambda: [PromptSource("bundled", "all")])
-    """Where prompts come from; what overlaps the bundled evaluation prompts is dropped."""
+    """Where prompts come from. Prompts that overlap the bundled evaluation prompts are dropped."""
     decontaminate: str | list[str] = ""
-    """Files of your own evaluation prompts (jsonl, one or a list): what overlaps them is dropped as well."""
+    """Files with further evaluation prompts (jsonl; one path or a list): prompts that overlap them are dropped too."""
     filters: FilterConfig = field(default_factory=FilterConfig)
     turns: TurnSelection = "last"
-    """Of a chat, last: only its last reply is asked for and learned; all: every reply is, the target's own replies
-    taking the place of those that are there. For templates that leave earlier turns as they were."""
+    """Which replies of a chat are generated and trained on. last: only the last one; all: every reply, the target's own
+    replies replacing those of the chat. all needs a chat template that leaves earlier turns unchanged."""
     window: int = 512
-    """text: tokens of the pieces that texts without a prompt are cut into."""
+    """origin text: texts without a prompt are cut into pieces of this many tokens."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
-    """How answers are drawn; temperature 1 shows the draft the target's own law."""
+    """How answers are sampled. At temperature 1 they follow the target's own distribution."""
     max_new_tokens: int = 256
-    """Longest answer; a chat ends with one that was cut."""
+    """Tokens of the longest answer. A chat ends with the first reply that was cut off here."""
     batch_size: int = 32
-    """Prompts decoded together, each process; a row that is done takes the next one."""
+    """Prompts decoded together by each process. A row that is finished is refilled with the next prompt."""
     draft: str = "none"
-    """none, ngram, or a draft's folder: answers come faster from small batches and follow the same law, since
-    speculation is lossless."""
+    """none, ngram, or a draft's folder. With a draft small batches decode faster; answers follow the same distribution,
+    because speculative decoding is lossless."""
     k: int = 4
-    """Tokens drafted a round."""
+    """Tokens drafted per round."""
     shard_rows: int = 128
-    """Answers a file; at most this much work is done again after a kill."""
+    """Answers per file, which is also the most work that is repeated after a kill."""
     device: str = "auto"
-    """auto, cpu, cuda; with several processes each takes its own GPU."""
+    """auto, cpu or cuda; with several processes auto gives each its own GPU."""
     dtype: str = "float32"
     """float32, bfloat16 or float16."""
     seed: int = 0
     out: str = "outputs/samples"
     """Folder of the sampled set."""
     resume: bool = False
-    """Go on in `out` although the settings differ (an equal run goes on by itself)."""
+    """Resume in `out` although the settings differ. A run with the same settings resumes by itself."""
     overwrite: bool = False
-    """Delete what another run left in `out`."""
+    """Delete what an earlier run left in `out`."""
 
 
-def reply_seed(prompt_id: str, seed: int) -> int:
-    """The sample's own randomness: the same in any batch, process or attempt."""
-    return int(hashlib.sha256(f"{seed}:{prompt_id}".encode()).hexdigest()[:15], 16)
+def reply_seed(reply_id: str, seed: int) -> int:
+    """The random seed of one reply, the same in every batch, process and attempt."""
+    return int(hashlib.sha256(f"{seed}:{reply_id}".encode()).hexdigest()[:15], 16)
 
 
 class ConversationState:
-    """A prompt on its way through its turns."""
+    """A conversation while its replies are generated turn by turn."""
 
-    def __init__(self, prompt: Prompt, script: Conversation):
-        self.prompt, self.prompt_segments = prompt, script.prompt_segments[:1]
-        self.pending_turns = script.prompt_segments[1:]
+    def __init__(self, prompt: Prompt, conversation: Conversation):
+        self.prompt, self.prompt_segments = prompt, conversation.prompt_segments[:1]
+        self.pending_turns = conversation.prompt_segments[1:]
         self.replies: list[list[int]] = []
-        self.reason = ""
+        self.finish_reason = ""
 
     def prompt_ids(self) -> list[int]:
-        """What has been given and said, up to where the next reply begins."""
+        """All token ids before the next reply: prompt segments and replies so far."""
         return [*join_turns(self.prompt_segments, self.replies)[0], *self.prompt_segments[-1]]
 
     def add_reply(self, output: DecodeRecord, context: int) -> bool:
-        """Takes a reply; True if another one is to come.
+        """Appends a generated reply; True if another reply follows.
 
-        A chat ends early with a reply that did not end by itself, or that left no room for another.
+        A chat ends early after a reply that did not end with EOS, or when the next turn does not fit the context.
         """
         self.replies.append(output.output_ids)
-        self.reason = output.finish_reason
+        self.finish_reason = output.finish_reason
         if not self.pending_turns or output.finish_reason != "eos":
             return False
         self.prompt_segments.append(
@@ -135,40 +128,52 @@ class ConversationState:
         return False
 
     def seed_key(self) -> str:
-        """Of the next reply, for its randomness."""
+        """The id of the next reply, from which its random seed is made."""
         return f"{self.prompt.id}/{len(self.replies)}" if self.replies else self.prompt.id
+
+    def conversation(self) -> Conversation:
+        """The turns so far."""
+        return Conversation(self.prompt_segments, self.replies)
+
+
+class ShardWriter:
+    """Collects finished rows and writes a shard whenever `shard_rows` of them are there; close() writes the rest."""
+
+    def __init__(self, s: SampleConfig):
+        self.s = s
+        self.rows: list[sample_store.SampleRow] = []
+
+    def add(self, prompt: Prompt, conversation: Conversation, finish_reason: str) -> None:
+        """Adds the row of one finished conversation."""
+        self.rows.append(make_row(self.s, prompt, conversation, finish_reason))
+        if len(self.rows) >= self.s.shard_rows:
+            self.close()
+
+    def close(self) -> None:
+        """Writes the collected rows, if there are any."""
+        if self.rows:
+            sample_store.add_shard(Path(self.s.out), self.rows)
+        self.rows = []
 
 
 def generate_answers(
     s: SampleConfig,
     target: Target,
     draft: Draft | None,
-    mine: Sequence[TokenizedPrompt],
-    bar: Progress,
+    prompts: Sequence[TokenizedPrompt],
+    bars: ProgressBars,
 ) -> None:
-    """Answers `mine` and writes a shard whenever `shard_rows` answers are ready.
+    """Generates the replies to `prompts` and writes them as shards.
 
-    Rows that are done take the next prompt, and neighbours in length sit together, so that buffers stay short. Chats of
-    several turns go `shard_rows` at a time, all first turns before all second ones.
+    Conversations of one turn are decoded first, in one stream in which finished rows are refilled. Those of several
+    turns follow in groups of `shard_rows`; in a group all first turns are decoded before all second ones.
     """
-    task = bar.add_task("answering", total=len(mine), speed="")
-    mine = sorted(
-        mine,
-        key=lambda a: (
-            len(a.conversation.prompt_segments),
-            len(a.conversation.prompt_segments[0]),
-            a.prompt.id,
-        ),
-    )
-    single = [a for a in mine if len(a.conversation.prompt_segments) == 1]
-    several = mine[len(single) :]
-    groups = [several[i : i + s.shard_rows] for i in range(0, len(several), s.shard_rows)]
-    ready: list[sample_store.SampleRow] = []
-    tokens, start = 0, time.perf_counter()
-    for group in filter(None, [single, *groups]):
-        talks = [ConversationState(asked.prompt, asked.conversation) for asked in group]
-        while talks:
-            outputs, next_turn = [DecodeRecord(talk.prompt_ids()) for talk in talks], []
+    bar = bars.add_task("answering", total=len(prompts), speed="")
+    writer, tokens, start = ShardWriter(s), 0, time.perf_counter()
+    for group in group_by_turns(prompts, s.shard_rows):
+        states = [ConversationState(prompt.prompt, prompt.conversation) for prompt in group]
+        while states:
+            outputs, continued = [DecodeRecord(state.prompt_ids()) for state in states], []
             for record in speculate(
                 target,
                 draft,
@@ -177,63 +182,74 @@ def generate_answers(
                 rows=s.batch_size,
                 sampling=s.sampling,
                 max_new_tokens=s.max_new_tokens,
-                seeds=[reply_seed(talk.seed_key(), s.seed) for talk in talks],
+                seeds=[reply_seed(state.seed_key(), s.seed) for state in states],
             ):
-                add_record(outputs[record.prompt], record)
+                state, output = states[record.prompt], outputs[record.prompt]
+                add_record(output, record)
                 tokens += len(record.tokens)
                 if record.finished is None:
                     continue
-                talk = talks[record.prompt]
-                if talk.add_reply(outputs[record.prompt], target.decoder.context):
-                    next_turn.append(record.prompt)
+                if state.add_reply(output, target.decoder.context):
+                    continued.append(record.prompt)
                     continue
-                ready.append(
-                    make_row(
-                        s,
-                        talk.prompt,
-                        Conversation(talk.prompt_segments, talk.replies),
-                        talk.reason,
-                    )
-                )
-                if len(ready) >= s.shard_rows:
-                    sample_store.add_shard(Path(s.out), ready)
-                    ready = []
-                speed = f"{tokens / (time.perf_counter() - start):,.0f} tokens/s"
-                bar.update(task, advance=1, speed=speed)
-            talks = [talks[i] for i in sorted(next_turn)]
-    if ready:
-        sample_store.add_shard(Path(s.out), ready)
+                writer.add(state.prompt, state.conversation(), state.finish_reason)
+                speed = tokens / (time.perf_counter() - start)
+                bars.update(bar, speed=f"{speed:,.0f} tokens/s")
+                bars.advance(bar)
+            states = [states[i] for i in sorted(continued)]
+    writer.close()
 
 
-def write_texts(s: SampleConfig, mine: Sequence[TokenizedPrompt], bar: Progress) -> None:
-    """Writes texts as they stand."""
-    task = bar.add_task("writing", total=len(mine), speed="")
-    for at in range(0, len(mine), s.shard_rows):
-        some = mine[at : at + s.shard_rows]
-        rows = [make_row(s, asked.prompt, asked.conversation, "") for asked in some]
-        sample_store.add_shard(Path(s.out), rows)
-        bar.update(task, advance=len(some))
+def group_by_turns(
+    prompts: Sequence[TokenizedPrompt], size: int
+) -> list[Sequence[TokenizedPrompt]]:
+    """All one-turn conversations, then those of several turns in groups of `size`.
+
+    They are sorted by turns and by length of the first prompt, so that rows decoded together have similar lengths and
+    buffers stay short.
+    """
+
+    def order(prompt: TokenizedPrompt) -> tuple[int, int, str]:
+        segments = prompt.conversation.prompt_segments
+        return len(segments), len(segments[0]), prompt.prompt.id
+
+    ordered = sorted(prompts, key=order)
+    single = [p for p in ordered if len(p.conversation.prompt_segments) == 1]
+    several = ordered[len(single) :]
+    groups = [several[i : i + size] for i in range(0, len(several), size)]
+    return [group for group in (single, *groups) if group]
+
+
+def write_texts(s: SampleConfig, texts: Sequence[TokenizedPrompt], bars: ProgressBars) -> None:
+    """Writes tokenised texts and chats as shards, without generating anything."""
+    bar = bars.add_task("writing", total=len(texts), speed="")
+    writer = ShardWriter(s)
+    for text in texts:
+        writer.add(text.prompt, text.conversation, "")
+        bars.advance(bar)
+    writer.close()
 
 
 def make_row(
-    s: SampleConfig, prompt: Prompt, script: Conversation, reason: str
+    s: SampleConfig, prompt: Prompt, conversation: Conversation, finish_reason: str
 ) -> sample_store.SampleRow:
-    """A finished script as a row of the sampled set; of replies that are too short nothing is learned."""
-    ids, spans = join_turns(script.prompt_segments, script.replies)
-    enough = sum(map(len, script.replies)) >= s.filters.min_answer
+    """A finished conversation as a row of the sampled set; replies that are too short get no loss spans."""
+    ids, spans = join_turns(conversation.prompt_segments, conversation.replies)
+    long_enough = sum(map(len, conversation.replies)) >= s.filters.min_answer
     return {
         "id": prompt.id,
         "source": prompt.source,
         "origin": s.origin,
         "input_ids": ids,
-        "loss_spans": spans if enough else [],
-        "finish_reason": reason or "text",
+        "loss_spans": spans if long_enough else [],
+        "finish_reason": finish_reason or "text",
     }
 
 
 def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, int]) -> None:
+    """Writes manifest.json: how the set was made, and how many prompts were answered or dropped."""
     template = reader.tokenizer.chat_template
-    drawn = {**asdict(s.sampling), "max_new_tokens": s.max_new_tokens}
+    sampling = {**asdict(s.sampling), "max_new_tokens": s.max_new_tokens}
     sample_store.write_manifest(
         Path(s.out),
         sample_store.Manifest(
@@ -241,7 +257,7 @@ def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, i
             revision=reader.revision,
             tokenizer_hash=reader.fingerprint,
             chat_template_hash=template and hashlib.sha256(template.encode()).hexdigest()[:16],
-            sampling=drawn if s.origin == "target" else {},
+            sampling=sampling if s.origin == "target" else {},
             seed=s.seed,
             counts=counts,
             git_sha=run_dir.git_sha(),
@@ -250,60 +266,68 @@ def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, i
     )
 
 
-def main(s: SampleConfig) -> None:
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    write: Callable[..., None]
-    if s.origin == "text":
-        reader = load_target_tokenizer(s.target, s.revision)
-        write = partial(write_texts, s)
-    else:
-        device = str(state.device) if s.device == "auto" else s.device
-        target = load_target(s.target, device, s.dtype, s.revision)
-        draft = pick_draft(s.draft, target, dtype=s.dtype)
-        reader = TargetTokenizer.from_target(target)
-        write = partial(generate_answers, s, target, draft)
-    asked, dropped = load_prompts(s, reader)
-    fitting = [a for a in asked if 0 < a.tokens() < reader.context + (s.origin == "text")]
-    if len(fitting) == 0:
-        raise UserError(
-            f"no prompt fits the context of {reader.name}, which holds {reader.context} tokens"
-        )
+def unanswered_prompts(
+    s: SampleConfig, state: PartialState, prompts: Sequence[TokenizedPrompt]
+) -> list[TokenizedPrompt]:
+    """Makes `out` this run's folder, and returns the prompts that have no row in it yet. Every rank must call it."""
     with collective.raise_on_all_ranks(state):
         if state.is_main_process:
             run_dir.claim_run_dir(s.out, s)
             sample_store.remove_partial(Path(s.out))
     done = sample_store.done_ids(Path(s.out))
-    todo = [a for a in fitting if a.prompt.id not in done]
-    state.wait_for_everyone()  # nobody writes a shard before everybody has read what is done
-    mine = todo[state.process_index :: state.num_processes]
-    console = Console(stderr=True)
-    say = console.print if state.is_main_process else (lambda *_: None)
-    evaluation = dropped["dropped_as_evaluation"]
-    say(f"{len(asked)} prompts ({evaluation} dropped as evaluation prompts), {len(todo)} to answer")
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not state.is_main_process,
-    ) as bar:
-        if len(mine) > 0:
-            write(mine, bar)
+    state.wait_for_everyone()  # no rank writes a shard before every rank has read which prompts are done
+    return [prompt for prompt in prompts if prompt.prompt.id not in done]
+
+
+def count_answers(
+    s: SampleConfig, prompts: Sequence[TokenizedPrompt], dropped: dict[str, int]
+) -> dict[str, int]:
+    """The manifest's counts: asked = answered + failed + answers_too_short, and why prompts were dropped."""
+    supervised = sample_store.supervised_by_id(Path(s.out))
+    answered = [supervised[p.prompt.id] for p in prompts if p.prompt.id in supervised]
+    return {
+        "asked": len(prompts),
+        "answered": sum(answered),
+        "failed": len(prompts) - len(answered),
+        "answers_too_short": len(answered) - sum(answered),
+        **dropped,
+    }
+
+
+def main(s: SampleConfig) -> None:
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    target, draft = None, None
+    if s.origin == "text":
+        reader = load_target_tokenizer(s.target, s.revision)
+    else:
+        device = str(state.device) if s.device == "auto" else s.device
+        target = load_target(s.target, device, s.dtype, s.revision)
+        draft = pick_draft(s.draft, target, dtype=s.dtype)
+        reader = TargetTokenizer.from_target(target)
+    prompts, dropped = load_prompts(s, reader)
+    longest = reader.context - (s.origin == "target")  # an answer needs room for one token
+    fitting = [prompt for prompt in prompts if 0 < prompt.tokens() <= longest]
+    if len(fitting) == 0:
+        raise UserError(
+            f"no prompt fits the context of {reader.name}, which holds {reader.context} tokens"
+        )
+    todo = unanswered_prompts(s, state, fitting)
+    rank_prompts = todo[state.process_index :: state.num_processes]
+    console = Console(stderr=True, quiet=not state.is_main_process)
+    console.print(
+        f"{len(prompts)} prompts ({dropped['dropped_as_evaluation']} dropped as evaluation prompts), "
+        f"{len(todo)} to answer"
+    )
+    with progress_bars(console, ("speed",), disable=not state.is_main_process) as bars:
+        if target is None:
+            write_texts(s, rank_prompts, bars)
+        else:
+            generate_answers(s, target, draft, rank_prompts, bars)
     state.wait_for_everyone()
     if state.is_main_process:
-        learned = sample_store.supervised_by_id(Path(s.out))
-        found = [learned[a.prompt.id] for a in asked if a.prompt.id in learned]
-        counts = {
-            "asked": len(asked),
-            "answered": sum(found),
-            "failed": len(asked) - len(found),
-            "answers_too_short": len(found) - sum(found),
-            **dropped,
-        }
+        counts = count_answers(s, prompts, dropped)
         write_manifest(s, reader, counts)
-        say(
+        console.print(
             f"{counts['answered']} answered, {counts['failed']} failed (too long for the context), "
             f"{counts['answers_too_short']} with too short an answer: {s.out}"
         )

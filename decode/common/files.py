@@ -1,7 +1,8 @@
-"""Atomic writing (after a crash a file is the old version or the new one), and JSON with an error that names the file."""
+"""Atomic writing (after a crash the old or the new file is there), and JSON with an error that names its file."""
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +37,19 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} does not exist") from error
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: delete it and make it again") from error
+
+
+def parse_jsonl(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """("path:line", value) for each line of `text` that is not blank. UserError names path and line if it is not JSON.
+
+    Lines end at line feeds only: JSON strings may contain other separators, such as U+2028.
+    """
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip() == "":
+            continue
+        where = f"{path}:{number}"
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where} is not valid JSON: write one JSON value per line") from error
+        yield where, value

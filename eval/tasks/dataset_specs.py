@@ -13,6 +13,7 @@ import yaml
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from decode.common.errors import UserError, first_line
+from decode.common.files import parse_jsonl
 
 ASSETS_DIR = Path(__file__).resolve().parents[2] / "assets"
 BUNDLED_PROMPTS_DIR = ASSETS_DIR / "prompts"
@@ -157,9 +158,10 @@ def _read_file(path: Path) -> Iterator[DatasetRow]:
         )
     text = _read_text(path)
     if kind == ".jsonl":
-        for number, line in enumerate(text.split("\n"), 1):  # not splitlines(): U+2028
-            if line.strip():
-                yield DatasetRow(_parse_json_object(line, f"{path}:{number}"), f"{path}:{number}")
+        for where, values in parse_jsonl(text, path):
+            if not isinstance(values, dict):
+                raise UserError(f"{where} is not a JSON object")
+            yield DatasetRow(values, where)
     elif kind == ".txt":
         paragraphs = [part.strip("\n") for part in text.split("\n\n") if part.strip()]
         for number, part in enumerate(paragraphs, 1):
@@ -187,27 +189,34 @@ def _parse_json_list(path: Path, text: str) -> Iterator[DatasetRow]:
         yield DatasetRow(row, f"{path}, row {number}")
 
 
-def _parse_json_object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not valid JSON") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is not a JSON object")
-    return row
-
-
 def _read_hub_dataset(task: str, recipe: DatasetSpec) -> Iterator[DatasetRow]:
-    import datasets
-
     try:
-        rows = datasets.load_dataset(
-            recipe.hub, recipe.config, split=recipe.split, revision=recipe.revision
-        )
-    except Exception as error:  # datasets and the Hub raise many kinds
-        reason = first_line(error)
-        raise UserError(
-            f"task {task!r}: no data set {recipe.hub!r} from the Hub ({reason}): give its file as `path`"
-        ) from error
+        rows = load_hub_dataset(recipe.hub, recipe.config, recipe.split, recipe.revision)
+    except UserError as error:
+        raise UserError(f"task {task!r}: {error}, or give its file as `path`") from error
     for number, values in enumerate(rows):
         yield DatasetRow(dict(values), f"{recipe.hub}, row {number}")
+
+
+def load_hub_dataset(
+    name: str,
+    config: str | None,
+    split: str,
+    revision: str | None = None,
+    streaming: bool = False,
+) -> Any:
+    """One split of a data set of the Hugging Face Hub: a Dataset, or with `streaming` an IterableDataset.
+
+    UserError with name, config, split and reason if it cannot be loaded.
+    """
+    import datasets  # slow to import, and only Hub data sets need it
+
+    try:
+        return datasets.load_dataset(
+            name, config, split=split, revision=revision, streaming=streaming
+        )
+    except Exception as error:  # network, name, format and script errors have no common class
+        raise UserError(
+            f"hub data set {name!r} (config {config}, split {split!r}) cannot be loaded ({first_line(error)}): check "
+            "its name, config, split and the network"
+        ) from error

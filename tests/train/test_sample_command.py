@@ -1,6 +1,7 @@
 """train/sample.py as users run it, on a tiny target: complete, the same after a kill, and careful with folders."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,6 +96,15 @@ def test_every_prompt_is_answered_once_or_counted_as_failed(
         "failed": 1,
     }
     assert set(rows_of(out)) == set(ids_of(world, world.texts[:-1]))
+
+
+def test_progress_is_logged_where_there_is_no_terminal(undisturbed: tuple[Path, Done]) -> None:
+    """Bug: a log file shows nothing of hours of work, or is full of a bar's control characters."""
+    lines = [x for x in undisturbed[1].err.splitlines() if x.startswith("answering ")]
+    assert lines
+    assert re.fullmatch(r"answering 49/49, [\d.e+]+/s, [\d,]+ tokens/s, 0 s left", lines[-1])
+    assert "\x1b" not in undisturbed[1].err
+    assert "\r" not in undisturbed[1].err
 
 
 def test_rows_hold_prompt_answer_and_why_it_ended(

@@ -1,4 +1,10 @@
-"""From sources to what is asked: read, put into turns, cleaned; nothing is dropped without being counted."""
+"""The whole way from sources to tokenised prompts; every dropped prompt is counted.
+
+1. sources.py          reads raw contents
+2. prompts.py          contents -> Prompts: limits, exact duplicates dropped
+3. conversations.py    Prompt -> Conversation: token ids of each turn
+4. filters.py          overlaps with evaluation, wrong lengths, near duplicates dropped
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +23,7 @@ from train.data.sources import PromptSource
 
 
 class PromptConfig(Protocol):
-    """The settings of train/sample.py that are read here."""
+    """The settings of train/sample.py that loading prompts depends on."""
 
     origin: Any
     sources: list[PromptSource]
@@ -30,7 +36,7 @@ class PromptConfig(Protocol):
 
 @dataclass(frozen=True)
 class TargetTokenizer:
-    """What of a target reads text: it takes no weights."""
+    """The tokenizer, context length and EOS ids of a target; loading them needs no weights."""
 
     name: str
     revision: str | None
@@ -41,7 +47,7 @@ class TargetTokenizer:
 
     @classmethod
     def from_target(cls, target: Target) -> "TargetTokenizer":
-        """That of a loaded target."""
+        """The tokenizer of a loaded target."""
         context = target.decoder.context
         return cls(
             target.name, target.revision, target.tokenizer, target.fingerprint, context, target.eos
@@ -50,34 +56,33 @@ class TargetTokenizer:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A prompt and its turns."""
+    """A prompt and its conversation in token ids."""
 
     prompt: Prompt
     conversation: Conversation
 
     def tokens(self) -> int:
-        """What has to fit: the first prompt, or with replies everything."""
+        """How many tokens must fit the context: those of the first prompt segment, or with replies all."""
         if not self.conversation.replies:
             return len(self.conversation.prompt_segments[0])
-        return len(
-            conversations.join_turns(self.conversation.prompt_segments, self.conversation.replies)[
-                0
-            ]
+        ids, _ = conversations.join_turns(
+            self.conversation.prompt_segments, self.conversation.replies
         )
+        return len(ids)
 
 
 def load_target_tokenizer(name: str, revision: str | None) -> TargetTokenizer:
-    """The tokenizer, context and end-of-text ids of a model folder or hub name, without its weights."""
+    """The tokenizer, context length and EOS ids of a model folder or Hub name. UserError if it cannot be loaded."""
     check_model_path(name, "target")
     tokenizer = load_tokenizer(name, revision)
     try:
         config = AutoConfig.from_pretrained(name, revision=revision)
-    except Exception as error:  # any of a dozen kinds
+    except Exception as error:  # transformers raises many types
         reason = first_line(error)
         raise UserError(f"target {name!r} cannot be loaded: {reason}") from error
     try:
         eos = GenerationConfig.from_pretrained(name, revision=revision or "main").eos_token_id
-    except OSError:  # a model may do without one
+    except OSError:  # a model may have no generation config
         eos = config.eos_token_id
     listed = eos if isinstance(eos, list) else [eos]
     return TargetTokenizer(
@@ -93,70 +98,62 @@ def load_target_tokenizer(name: str, revision: str | None) -> TargetTokenizer:
 def load_prompts(
     s: PromptConfig, reader: TargetTokenizer
 ) -> tuple[list[TokenizedPrompt], dict[str, int]]:
-    """(what is asked, {why something was dropped: how often}). UserError if nothing is left."""
-    found, repeats = prompts.read_prompts_with_duplicates(s.sources, s.seed, s.origin == "text")
-    if len(found) == 0:
+    """(tokenised prompts, {reason: number of prompts dropped for it}). UserError if none is left."""
+    read, duplicates = prompts.read_prompts_with_duplicates(s.sources, s.seed, s.origin == "text")
+    if len(read) == 0:
         raise UserError("the sources hold no prompts: add a source or raise a limit")
-    everything = [asked for prompt in found for asked in build_conversations(s, prompt, reader)]
-    asked: dict[str, TokenizedPrompt] = {}
-    for one in everything:  # two texts may have pieces in common
-        asked.setdefault(one.prompt.id, one)
-    repeats += len(everything) - len(asked)
-    clean, overlapping = drop_overlaps([a.prompt for a in asked.values()], evaluation_texts(s))
-    right = [prompt for prompt in clean if has_wanted_length(s, asked[prompt.id])]
-    kept, near = drop_near_duplicates(right, s.filters.near_duplicates)
+    tokenized = [item for prompt in read for item in tokenize_prompt(s, prompt, reader)]
+    by_id: dict[str, TokenizedPrompt] = {}
+    for item in tokenized:  # two texts may share windows
+        by_id.setdefault(item.prompt.id, item)
+    duplicates += len(tokenized) - len(by_id)
+    clean, overlapping = drop_overlaps([x.prompt for x in by_id.values()], evaluation_texts(s))
+    fitting = [prompt for prompt in clean if has_allowed_length(s, by_id[prompt.id])]
+    kept, near = drop_near_duplicates(fitting, s.filters.near_duplicates)
     if len(kept) == 0:
         raise UserError(
-            f"of {len(everything)} prompts none is left ({overlapping} overlap evaluation prompts, "
-            f"{len(clean) - len(right)} are of the wrong length): add others or loosen `filters`"
+            f"of {len(tokenized)} prompts none is left ({overlapping} overlap evaluation prompts, "
+            f"{len(clean) - len(fitting)} are of the wrong length): add others or loosen `filters`"
         )
-    return [asked[prompt.id] for prompt in kept], {
-        "dropped_as_repeats": repeats,
+    return [by_id[prompt.id] for prompt in kept], {
+        "dropped_as_repeats": duplicates,
         "dropped_as_evaluation": overlapping,
-        "dropped_by_length": len(clean) - len(right),
+        "dropped_by_length": len(clean) - len(fitting),
         "dropped_as_near_duplicates": near,
     }
 
 
-def build_conversations(
+def tokenize_prompt(
     s: PromptConfig, prompt: Prompt, reader: TargetTokenizer
 ) -> list[TokenizedPrompt]:
-    """The prompt in turns; a text to be learned as it stands in windows."""
-    if s.origin == "target":
-        return [
-            TokenizedPrompt(
-                prompt,
-                conversations.conversation_without_replies(reader.tokenizer, prompt, s.turns),
-            )
-        ]
-    if is_question_with_answer(prompt):
-        return [
-            TokenizedPrompt(
-                prompt,
-                conversations.conversation_with_replies(
-                    reader.tokenizer, prompt, s.turns, reader.eos
-                ),
-            )
-        ]
-    return [
-        TokenizedPrompt(*piece)
-        for piece in conversations.split_into_windows(reader.tokenizer, prompt, s.window)
-    ]
+    """The prompt as one conversation; for origin text a text without an answer becomes several windows."""
+    if s.origin == "text" and not has_replies(prompt):
+        windows = conversations.split_into_windows(reader.tokenizer, prompt, s.window)
+        return [TokenizedPrompt(window, conversation) for window, conversation in windows]
+    if s.origin == "text":
+        conversation = conversations.conversation_with_replies(
+            reader.tokenizer, prompt, s.turns, reader.eos
+        )
+    else:
+        conversation = conversations.conversation_without_replies(reader.tokenizer, prompt, s.turns)
+    return [TokenizedPrompt(prompt, conversation)]
 
 
-def has_wanted_length(s: PromptConfig, asked: TokenizedPrompt) -> bool:
-    """Whether its prompt has the wanted length; a window of a text has none."""
-    whole = s.origin == "text" and not is_question_with_answer(asked.prompt)
-    return whole or not has_wrong_length(len(asked.conversation.prompt_segments[0]), s.filters)
+def has_allowed_length(s: PromptConfig, tokenized: TokenizedPrompt) -> bool:
+    """Whether the prompt's length is within the filters' limits; windows of a text are not limited."""
+    is_window = s.origin == "text" and not has_replies(tokenized.prompt)
+    return is_window or not has_wrong_length(
+        len(tokenized.conversation.prompt_segments[0]), s.filters
+    )
 
 
-def is_question_with_answer(prompt: Prompt) -> bool:
-    """Whether it is a question with its answer, not a text that is learned whole."""
+def has_replies(prompt: Prompt) -> bool:
+    """Whether a prompt read for origin text has replies to train on; otherwise its whole text is trained on."""
     return prompt.messages is not None or prompt.answer is not None
 
 
 def evaluation_texts(s: PromptConfig) -> list[str]:
-    """The bundled evaluation prompts and those of the files that the user names."""
-    named = [s.decontaminate] if isinstance(s.decontaminate, str) else s.decontaminate
-    own = [text for name in named if name for text in prompts.read_prompt_texts(Path(name))]
-    return [*prompts.evaluation_texts(), *own]
+    """The bundled evaluation prompts and those of the files in `decontaminate`."""
+    paths = [s.decontaminate] if isinstance(s.decontaminate, str) else s.decontaminate
+    texts = [text for path in paths if path for text in prompts.read_prompt_texts(Path(path))]
+    return [*prompts.evaluation_texts(), *texts]

@@ -1,7 +1,7 @@
-"""Prompts for the target to answer, or texts to learn as they stand.
+"""Step 2 of 4 from sources to prompts: contents become Prompts with ids; limits apply and exact duplicates are dropped.
 
-A prompt is plain text to continue or a chat to answer. Its id is a hash of its content, so ids are
-the same on every machine and in every run, and resuming and decontamination can rely on them.
+A prompt is plain text to continue, a chat to answer, or for origin text either of them with its answer. Its id is a
+hash of its content, so ids are the same on every machine and in every run; resuming and decontamination rely on that.
 """
 
 import hashlib
@@ -29,21 +29,22 @@ from train.data.sources import (
 
 @dataclass(frozen=True)
 class Prompt:
-    """Plain `text` or a chat's `messages` (the other is None), and which sample of it this is."""
+    """Plain `text` or the `messages` of a chat; the other one is None."""
 
     id: str
     source: str
     text: str | None
     messages: list[dict[str, Any]] | None
     sample: int
+    """0 .. samples - 1: several answers may be generated for one content."""
     answer: str | None = None
-    """To `text`, where it is there and wanted."""
+    """The answer to `text`, for origin text if the source has one."""
 
 
 def read_prompts(
     sources: list[PromptSource], seed: int, root: Path = BUNDLED_PROMPTS
 ) -> list[Prompt]:
-    """All prompts of `sources` in order; content that came earlier is not taken again.
+    """All prompts of `sources` in order, each content once.
 
     The same arguments give the same list, and a larger limit keeps the prompts of a smaller one.
     """
@@ -53,30 +54,31 @@ def read_prompts(
 def read_prompts_with_duplicates(
     sources: list[PromptSource], seed: int, answered: bool = False, root: Path = BUNDLED_PROMPTS
 ) -> tuple[list[Prompt], int]:
-    """(what `load_prompts` gives, how often content was passed over since it came earlier).
+    """(the prompts of `read_prompts`, number of contents dropped because they had come earlier).
 
-    With `answered` answers are taken along where there are any, and texts come whole: files and modules.
+    With `answered` (origin text) prompts carry their answers, and files and modules come as whole texts.
     """
     seen: set[str] = set()
     prompts: list[Prompt] = []
-    repeats = [0]
+    duplicates = [0]
     for source in sources:
         check(source, answered)
         rng = random.Random(f"{seed} {source.kind} {source.path} {source.split}")
         before = len(prompts)
-        fresh = _drop_duplicates(read_source(source, rng, root, answered), seen, repeats)
-        for label, content in itertools.islice(fresh, source.limit):
+        contents = read_source(source, rng, root, answered)
+        new_contents = _drop_duplicates(contents, seen, duplicates)
+        for label, content in itertools.islice(new_contents, source.limit):
             prompts += [make_prompt(label, content, sample) for sample in range(source.samples)]
-        found = (len(prompts) - before) // source.samples
-        if source.kind == "stdlib" and source.limit is not None and found < source.limit:
+        taken = (len(prompts) - before) // source.samples
+        if source.kind == "stdlib" and source.limit is not None and taken < source.limit:
             raise UserError(
-                f"source stdlib: limit {source.limit}, but only {found} cuts were found: lower it"
+                f"source stdlib: limit {source.limit}, but only {taken} excerpts were found: lower it"
             )
-    return prompts, repeats[0]
+    return prompts, duplicates[0]
 
 
 def evaluation_texts(root: Path = BUNDLED_PROMPTS) -> list[str]:
-    """Every bundled evaluation prompt."""
+    """The texts of all bundled evaluation prompts."""
     paths = sorted((root / "eval").glob("*.jsonl"))
     return [text for path in paths for text in read_prompt_texts(path)]
 
@@ -87,14 +89,14 @@ def read_prompt_texts(path: Path) -> list[str]:
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """All that is said in it, for comparing."""
+    """The prompt's whole text, messages and answer included, for comparing prompts."""
     if prompt.messages is not None:
         return "\n".join(message["content"] for message in prompt.messages)
     return "\n".join(text for text in (prompt.text, prompt.answer) if text)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Token ids that the target continues (decode.common.chat_template); UserError names the prompt."""
+    """The token ids that the target continues, in its chat template. UserError names the prompt."""
     content = prompt.text if prompt.text is not None else prompt.messages
     try:
         return chat_template.encode_prompt(tokenizer, content or "")
@@ -103,20 +105,20 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
 
 
 def _drop_duplicates(
-    candidates: Iterator[tuple[str, Content]], seen: set[str], repeats: list[int]
+    candidates: Iterator[tuple[str, Content]], seen: set[str], duplicates: list[int]
 ) -> Iterator[tuple[str, Content]]:
-    """Candidates whose content is not in `seen`, which grows by them; the others are counted in `repeats`."""
+    """Candidates whose content is not in `seen`, to which they are added; the others are counted in `duplicates[0]`."""
     for label, content in candidates:
         digest = _digest(content)
         if digest in seen:
-            repeats[0] += 1
+            duplicates[0] += 1
         else:
             seen.add(digest)
             yield label, content
 
 
 def make_prompt(label: str, content: Content, sample: int) -> Prompt:
-    """The prompt whose id is the content's."""
+    """The prompt of a content; its id is the content's hash and the sample's number."""
     name = f"{_digest(content)}#{sample}"
     if isinstance(content, list):
         return Prompt(name, label, None, content, sample)
@@ -125,6 +127,6 @@ def make_prompt(label: str, content: Content, sample: int) -> Prompt:
 
 
 def _digest(content: Content) -> str:
-    """First 16 hex digits of the SHA-256 of the content; what is no plain text is hashed as sorted JSON."""
+    """The first 16 hex digits of the SHA-256 of the content; chats and pairs are hashed as JSON with sorted keys."""
     text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -1,14 +1,15 @@
-"""Python's standard library as text: what is left out, what is held out, cut into documents.
+"""Python's standard library as a text corpus: source modules and help topics, with a held-out part.
 
-Every machine that runs this project has this text, so the bundled models and part of the training
-prompts are made from it. Held-out modules and topics are never trained on, nor cut into prompts.
+Every machine that runs this project has these texts, so the bundled models and part of the training prompts are made
+from them. Held-out modules and topics are never used for training or for training prompts.
 """
 
 import re
 import sysconfig
 from pathlib import Path
 
-# Not language: test fixtures, generated tables, code pages, and texts that `topics()` reads itself.
+# Left out because it is not natural code: test fixtures, generated tables, code pages, and pydoc's topics, which
+# `read_help_topics` reads.
 EXCLUDED_FOLDERS = {
     "test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages",
     "__pycache__", "__phello__", "turtledemo", "_vendor", "_bundled",
@@ -38,13 +39,13 @@ def read_modules(held_out: bool) -> dict[str, str]:
             continue
         if (name in HELD_OUT_MODULES) == held_out:
             text = path.read_text(encoding="utf-8", errors="replace")
-            if len(text) > 200:  # package markers say nothing
+            if len(text) > 200:  # nearly empty __init__.py files
                 found[name] = text
     return found
 
 
 def read_help_topics(held_out: bool) -> dict[str, str]:
-    """{topic: text} of the language reference that `help()` shows, without repeated chapters."""
+    """{topic: text} of the language reference that `help()` shows, without topics that repeat a longer one."""
     from pydoc_data import topics as data
 
     seen: set[str] = set()
@@ -52,15 +53,19 @@ def read_help_topics(held_out: bool) -> dict[str, str]:
     for name, text in sorted(data.topics.items(), key=lambda item: (-len(item[1]), item[0])):
         lines = {line.strip() for line in text.split("\n") if len(line.strip()) > 30}
         if name not in HELD_OUT_TOPICS and len(lines & seen) > 0.5 * len(lines):
-            continue  # a section of a longer chapter that is already in
+            continue  # most lines are in a longer topic that was already taken
         seen |= lines
         if (name in HELD_OUT_TOPICS) == held_out:
             found[name] = text.strip() + "\n"
-    if not held_out:  # a held-out section must not come back inside a longer chapter
-        secret = {
+    if not held_out:  # lines of held-out topics must not appear inside longer topics either
+        held_out_lines = {
             line.strip() for text in read_help_topics(True).values() for line in text.split("\n")
         }
         for name, text in found.items():
-            kept = [x for x in text.split("\n") if len(x.strip()) <= 30 or x.strip() not in secret]
+            kept = [
+                x
+                for x in text.split("\n")
+                if len(x.strip()) <= 30 or x.strip() not in held_out_lines
+            ]
             found[name] = "\n".join(kept)
     return found

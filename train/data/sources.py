@@ -1,7 +1,6 @@
-"""Where prompts and texts come from: bundled ones, the standard library, files, data sets of the hub."""
+"""Step 1 of 4 from sources to prompts: raw contents of bundled files, the standard library, files, the Hub."""
 
 import itertools
-import json
 import random
 import re
 from collections.abc import Iterable, Iterator
@@ -10,15 +9,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from decode.common.errors import UserError, first_line
+from decode.common.files import parse_jsonl
+from eval.tasks.dataset_specs import load_hub_dataset
 from train.data import python_corpus
 
 BUNDLED_PROMPTS = Path(__file__).resolve().parents[2] / "assets" / "prompts"
 DOMAINS = ("code", "prose", "arithmetic")
 EXCERPT_LENGTHS = (200, 600)  # characters
-SHUFFLE_BUFFER = 10_000  # rows of a streamed data set among which a limit chooses by chance
+SHUFFLE_BUFFER = (
+    10_000  # rows of a streamed data set that are shuffled together, where a limit is set
+)
 
 Content = str | tuple[str, str] | list[dict[str, Any]]
-"""A text, a prompt with its answer, or a chat."""
+"""A text, a (prompt, answer) pair, or the messages of a chat."""
 
 
 @dataclass
@@ -26,38 +29,37 @@ class PromptSource:
     """One place that prompts come from."""
 
     kind: Literal["bundled", "stdlib", "file", "hub"]
-    """bundled: our own; stdlib: cuts of Python's standard library; file: a file of yours;
-    hub: a data set of the Hugging Face Hub."""
+    """bundled: this repository's prompts; stdlib: excerpts of Python's standard library; file: a file of yours; hub: a
+    data set of the Hugging Face Hub."""
 
     path: str = ""
-    """bundled: code, prose, arithmetic or all; file: .jsonl with `prompt` (and, to be learned as it stands,
-    `response`), `text` or `messages` on each line, or .txt with a blank line between prompts; hub: name of the
-    data set."""
+    """bundled: code, prose, arithmetic or all; file: .jsonl with `prompt` (for origin text also `response`), `text` or
+    `messages` on each line, or .txt with a blank line between prompts; hub: name of the data set."""
 
     split: str = "train"
-    """hub: split of the data set."""
+    """hub: which split of the data set."""
 
     config: str | None = None
-    """hub: configuration of the data set."""
+    """hub: which configuration of the data set; null: its only one."""
 
     column: str = "prompt"
-    """hub: column with the text, or with the messages of a chat."""
+    """hub: column that holds the text, or the messages of a chat."""
 
     response: str = ""
-    """hub, to be learned as it stands: column with the answer to `column`."""
+    """hub, for origin text: column that holds the answer to `column`."""
 
     streaming: bool = False
-    """hub: read rows as they arrive, storing none; a limit then chooses among neighbours."""
+    """hub: read rows as they are downloaded, without storing them. A limit then chooses among nearby rows only."""
 
     limit: int | None = None
-    """Prompts to take at most, chosen at random by the seed; null takes all. stdlib needs it."""
+    """At most this many prompts, chosen at random by the seed; null takes all. stdlib requires a limit."""
 
     samples: int = 1
     """Answers to sample for each prompt."""
 
 
 def check(source: PromptSource, answered: bool) -> None:
-    """Raises UserError for a source that cannot be read as it is written."""
+    """UserError for settings of a source that cannot work; `answered` is True for origin text."""
     if source.kind == "bundled" and source.path not in (*DOMAINS, "all"):
         raise UserError(
             f"source bundled: path {source.path!r} must be one of {', '.join(DOMAINS)}, all"
@@ -65,38 +67,42 @@ def check(source: PromptSource, answered: bool) -> None:
     if source.kind in ("file", "hub") and source.path == "":
         raise UserError(f"source {source.kind}: path is empty: name the {source.kind} data to read")
     if source.kind == "stdlib" and source.limit is None and not answered:
-        raise UserError("source stdlib: limit is missing: set how many cuts to take")
+        raise UserError("source stdlib: limit is missing: set how many excerpts to take")
     if source.limit is not None and source.limit < 1:
         raise UserError(f"source {source.kind}: limit {source.limit} must be at least 1, or null")
     if source.samples < 1:
         raise UserError(f"source {source.kind}: samples {source.samples} must be at least 1")
     if answered and source.samples > 1:
-        raise UserError(f"source {source.kind}: a text is there once: set samples to 1")
+        raise UserError(f"source {source.kind}: a text is used once: set samples to 1")
 
 
 def read_source(
     source: PromptSource, rng: random.Random, root: Path, answered: bool
 ) -> Iterator[tuple[str, Content]]:
-    """(label, content) of all that `source` offers: shuffled where a limit will choose."""
+    """(label, content) of everything in `source`, shuffled where a limit will choose among it.
+
+    With `answered` (origin text) answers are kept and files and modules come whole; without, the last message of a chat
+    is the user's and texts come as excerpts or paragraphs.
+    """
     if source.kind == "stdlib" and not answered:
-        for cut in _stdlib_excerpts(rng, tries=20 * (source.limit or 0)):
-            yield "stdlib", cut
+        for excerpt in _stdlib_excerpts(rng, tries=20 * (source.limit or 0)):
+            yield "stdlib", excerpt
     elif source.kind == "hub":
         yield from ((source.path, content) for content in _read_hub(source, rng, answered))
     else:
         if source.kind == "stdlib":
-            whole = [
+            texts = [
                 *python_corpus.read_modules(False).values(),
                 *python_corpus.read_help_topics(False).values(),
             ]
-            found: list[tuple[str, Content]] = [("stdlib", text) for text in whole]
+            labelled: list[tuple[str, Content]] = [("stdlib", text) for text in texts]
         elif source.kind == "bundled":
-            found = _read_bundled(source.path, root)
+            labelled = _read_bundled(source.path, root)
         else:
-            found = _read_file(source, answered)
+            labelled = _read_file(source, answered)
         if source.limit is not None:
-            rng.shuffle(found)
-        yield from found
+            rng.shuffle(labelled)
+        yield from labelled
 
 
 def _read_bundled(domain: str, root: Path) -> list[tuple[str, Content]]:
@@ -109,7 +115,7 @@ def _read_bundled(domain: str, root: Path) -> list[tuple[str, Content]]:
 
 
 def _read_file(source: PromptSource, answered: bool) -> list[tuple[str, Content]]:
-    """Labelled by the file's name only: where it lies on this machine is nobody's business."""
+    """Contents of a .jsonl or .txt file, labelled by the file's name without its folder, which stays private."""
     path = Path(source.path)
     if path.suffix not in (".jsonl", ".txt"):
         raise UserError(f"prompt file {path}: must end in .jsonl or .txt")
@@ -142,17 +148,9 @@ def _read_paragraphs(path: Path) -> list[Content]:
 
 
 def read_jsonl(path: Path, answered: bool) -> list[Content]:
-    """One content for each line that is not blank."""
+    """One content for each line that is not blank. UserError names path and line of a bad one."""
     contents = []
-    # not splitlines(): JSON strings may hold separators such as U+2028
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
-        if line.strip() == "":
-            continue
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not JSON ({error.msg}): write one object a line") from error
+    for where, record in parse_jsonl(_read_text(path), path):
         known = ("prompt", "text", "messages")
         keys = [key for key in known if isinstance(record, dict) and key in record]
         if len(keys) == 0:
@@ -165,19 +163,9 @@ def read_jsonl(path: Path, answered: bool) -> list[Content]:
 
 
 def _read_hub(source: PromptSource, rng: random.Random, answered: bool) -> Iterator[Content]:
-    """Contents of one column; rows that hold none are passed over."""
-    import datasets  # slow to import, and only this source needs it
-
+    """The contents of one column of a Hub data set; rows without content are skipped."""
     name = f"hub data set {source.path!r}"
-    try:
-        data = datasets.load_dataset(
-            source.path, source.config, split=source.split, streaming=source.streaming
-        )
-    except Exception as error:  # its failures share no class: network, names, formats, scripts
-        raise UserError(
-            f"{name} (config {source.config}, split {source.split!r}) cannot be loaded "
-            f"({first_line(error)}): check path, config, split and the network"
-        ) from error
+    data = load_hub_dataset(source.path, source.config, source.split, streaming=source.streaming)
     rows: Iterable[tuple[int, Any]]
     if source.streaming:
         limited = source.limit is not None
@@ -200,7 +188,10 @@ def _read_hub(source: PromptSource, rng: random.Random, answered: bool) -> Itera
 
 
 def _content(value: Any, where: str, answer: Any, answered: bool) -> Content | None:
-    """Text or messages ready to be answered, or with answers where they are wanted; None if there is nothing."""
+    """A checked text, (prompt, answer) pair or chat; None if `value` is empty.
+
+    Chats end with a message of the user, or with an answer where `answered` is True.
+    """
     if value is None or (isinstance(value, str) and value.strip() == ""):
         return None
     if isinstance(value, str):
@@ -212,14 +203,14 @@ def _content(value: Any, where: str, answer: Any, answered: bool) -> Content | N
     if not isinstance(value, list):
         raise UserError(f"{where}: a prompt must be text or a list of messages, not {value!r:.40}")
     messages = [_message(item, where) for item in value]
-    # the target answers itself; where answers are wanted, what follows the last one is of no use
+    # Without `answered` the target generates the last reply; with it, messages after the last reply are useless.
     while len(messages) > 0 and (messages[-1]["role"] == "assistant") != answered:
         messages.pop()
     return messages or None
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:
-    """The message without the empty fields that Arrow adds to it."""
+    """The message without the empty fields that Arrow adds; UserError unless role and content are text."""
     message = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
     if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
         raise UserError(f"{where}: every message needs `role` and `content` as text")
@@ -227,7 +218,7 @@ def _message(item: Any, where: str) -> dict[str, Any]:
 
 
 def _stdlib_excerpts(rng: random.Random, tries: int) -> Iterator[str]:
-    """Whole lines from random places of modules that are not held out, 200 to 600 characters."""
+    """Excerpts of 200 to 600 characters, whole lines, at random places of modules that are not held out."""
     sources = list(python_corpus.read_modules(False).values())
     ends = list(itertools.accumulate(len(text) for text in sources))
     shortest, longest = EXCERPT_LENGTHS
@@ -235,7 +226,7 @@ def _stdlib_excerpts(rng: random.Random, tries: int) -> Iterator[str]:
         text = rng.choices(sources, cum_weights=ends)[0]
         start = text.find("\n", rng.randrange(len(text))) + 1
         end = text.find("\n", start + rng.randint(shortest, longest))
-        # without the last newline: it would often be split off the token it belongs to
-        cut = text[start : end if end >= 0 else len(text)].strip("\n")
-        if shortest <= len(cut) <= longest:
-            yield cut
+        # without the last newline, which the tokenizer would often have merged with what follows it
+        excerpt = text[start : end if end >= 0 else len(text)].strip("\n")
+        if shortest <= len(excerpt) <= longest:
+            yield excerpt

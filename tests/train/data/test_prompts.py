@@ -75,10 +75,10 @@ def root(tmp_path: Path) -> Path:
 def test_ids_are_the_same_in_every_run() -> None:
     """Bug: set order or hash() differs between processes, and resuming finds nothing done."""
     code = (
-        "from train.data.prompts import load_prompts\n"
-        "from train.data.sources import Source\n"
-        "sources = [Source('bundled', 'all', limit=9), Source('stdlib', limit=3)]\n"
-        "print([prompt.id for prompt in load_prompts(sources, seed=1)])"
+        "from train.data.prompts import read_prompts\n"
+        "from train.data.sources import PromptSource\n"
+        "sources = [PromptSource('bundled', 'all', limit=9), PromptSource('stdlib', limit=3)]\n"
+        "print([prompt.id for prompt in read_prompts(sources, seed=1)])"
     )
     outputs = {
         subprocess.run(
@@ -201,7 +201,7 @@ def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "own.jsonl:2: not JSON"),
+        ("{", "own.jsonl:2 is not valid JSON"),
         ("5", "own.jsonl:2: needs an object with"),
         ('{"question": "x"}', "own.jsonl:2: needs an object with"),
         ('{"prompt": " "}', "own.jsonl:2: `prompt` is empty"),

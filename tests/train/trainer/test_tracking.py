@@ -44,7 +44,7 @@ def run_script(code: str, out: Path, home: Path) -> subprocess.CompletedProcess[
 OFFLINE = """
 import os
 from pathlib import Path
-from train.tracking import Tracker
+from train.trainer.tracking import Tracker
 
 out = Path(os.environ["OUT"])
 for resumed in (None, 1):
@@ -81,7 +81,7 @@ def test_offline_is_quiet_stays_inside_out_and_resumes_the_run(tmp_path: Path) -
 KILLED = """
 import os, signal, time
 from pathlib import Path
-from train.tracking import Tracker
+from train.trainer.tracking import Tracker
 
 out = Path(os.environ["OUT"])
 tracker = Tracker(out, "test", {}, "offline")
