@@ -13,7 +13,7 @@ from decode.drafts.base import METADATA_FILE
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
 from decode.drafts.medusa import MedusaDraft, MedusaModel
-from decode.model.hidden_states import HiddenStateSpec, lm_head_function
+from decode.model.hidden_states import HiddenStateSpec, LMHead
 from decode.model.loading import Target
 from decode.verification.tree import TreeShape
 from tests.tiny import reference
@@ -51,7 +51,7 @@ def net_of(family: str, target: Target, seed: int = 0, **changes: Any) -> Net:
     if family == "medusa":
         net = MedusaModel(config)
     elif family == "eagle1":
-        net = Eagle1Model(llama_config(config), lm_head_function(model))
+        net = Eagle1Model(llama_config(config), LMHead(model))
     else:
         layers = layouts.aux_layers(config, target.decoder.config.num_hidden_layers)
         ids = ids_of(family, config["vocab_size"])
@@ -201,7 +201,7 @@ def knowing_net(
     )
     inners, rests = [], []
     for f, x, (a, b) in zip(features, ids, spans, strict=True):
-        states = net.start(f)
+        states = net.init_state(f)
         net.step(
             states[None, :-1],
             net.embed(x[None, 1:], embedding),

@@ -14,7 +14,7 @@ from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import SlotMapping, TreeNodes
 from decode.model.loading import Target
 from decode.verification.sampling import Sampler, SamplingParams
-from decode.verification.tree import TreeShape
+from decode.verification.tree import TreeShape, max_slots
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Draft:
     shape: TreeShape = None
     """How it lays out its proposals, where the family leaves a choice."""
 
-    def reach(self, k: int) -> int:
-        """Slots behind a row's length that a round may write to, in the draft's store or in verification."""
-        return k + 1
+    def max_slots(self, k: int) -> int:
+        """Slots past a row's length that a round may write to, in the draft's KV cache or in the target's."""
+        return max_slots(self.shape, k)
 
     def begin_batch(self, request: DraftContext) -> None:
         """Forget earlier batches."""

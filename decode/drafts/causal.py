@@ -4,11 +4,11 @@ import torch
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_tokenizer
-from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens, max_depth, max_slots
+from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens
 from decode.model.kv_cache import SlotMapping
 from decode.model.loading import Target, load_model, load_tokenizer, tokenizer_fingerprint
 from decode.model.runner import ModelRunner
-from decode.verification.tree import TreeShape
+from decode.verification.tree import TreeShape, max_depth
 
 
 class CausalDraft(Draft):
@@ -18,9 +18,6 @@ class CausalDraft(Draft):
         self.decoder = decoder
         self.name = name
         self.shape = shape
-
-    def reach(self, k: int) -> int:
-        return max_slots(self.shape, k)
 
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request

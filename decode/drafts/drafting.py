@@ -38,27 +38,13 @@ def decoder_step(decoder: ModelRunner) -> DraftStep:
     return step
 
 
-def max_slots(shape: TreeShape, k: int) -> int:
-    """Slots behind a row's length that drafting or verifying this shape may write to."""
-    if shape is None:
-        return k + 1
-    if isinstance(shape, StaticTree):
-        return len(shape.parents) + 1
-    return max(shape.nodes, shape.width * k) + 1
-
-
-def max_depth(shape: TreeShape, k: int) -> int:
-    """The longest path: a static tree has its own, others take k."""
-    return shape.depth if isinstance(shape, StaticTree) else k
-
-
 @dataclass(frozen=True)
 class TreeLevel:
     """One level of a static tree: which ranks of which rows of the level above, and its nodes."""
 
     ranks: torch.Tensor  # [F]
     above: torch.Tensor  # [F] row of the parent among the nodes of the level above
-    most: int  # ranks needed
+    num_ranks: int  # ranks needed
     nodes: TreeNodes  # what to forward for the next level
 
 
@@ -140,7 +126,7 @@ def draft_static_tree(
     tokens = []
     ranked = logits[:, None]  # [B, F, V] behind the nodes of the level above
     for level in plan.steps:
-        best = ranked.topk(level.most, dim=-1).indices
+        best = ranked.topk(level.num_ranks, dim=-1).indices
         tokens.append(best[:, level.above, level.ranks])
         if level is not plan.steps[-1]:
             above = level.above.expand(len(length), -1)

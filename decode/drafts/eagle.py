@@ -10,13 +10,14 @@ import torch
 from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
-from decode.drafts.drafting import build_tree_plan, draft_tokens, max_depth, max_slots
+from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
 from decode.model.attention import attention_forward, forward_context
-from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, lm_head_function
+from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, LMHead
 from decode.model.kv_cache import SlotMapping, StaticKVCache, TreeNodes
 from decode.model.loading import DTYPES, Target
 from decode.model.runner import PREFILL_CHUNK
+from decode.verification.tree import max_depth
 
 
 class EagleDraft(Draft):
@@ -34,9 +35,6 @@ class EagleDraft(Draft):
         self.width = hidden * (len(net.taps.layers) + net.taps.final)
         self.allocated_shape = 0, 0, 0
 
-    def reach(self, k: int) -> int:
-        return max_slots(self.shape, k)
-
     @torch.inference_mode()
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request
@@ -47,7 +45,7 @@ class EagleDraft(Draft):
         if (
             held != self.allocated_shape
         ):  # equal shapes are used again: graphs know them by their addresses
-            self.store = StaticKVCache(1, request.rows, request.size, self.device)
+            self.kv_cache = StaticKVCache(1, request.rows, request.size, self.device)
             self.state_buffer = HiddenStateBuffer(
                 request.rows, count, self.width, self.device, self.dtype
             )
@@ -56,11 +54,11 @@ class EagleDraft(Draft):
     def reserve(self, size: int) -> None:
         rows, held, count = self.allocated_shape
         if held < size:
-            self.store.reserve(size)
+            self.kv_cache.reserve(size)
             self.allocated_shape = rows, size, count
 
     def kv_slots(self) -> list[SlotMapping]:
-        return [self.store.slots]
+        return [self.kv_cache.slots]
 
     def prefill(
         self,
@@ -76,19 +74,19 @@ class EagleDraft(Draft):
             states = features[:, start : start + PREFILL_CHUNK]
             tokens = prompts[:, start + 1 : start + 1 + PREFILL_CHUNK]
             base = torch.full_like(length, start)
-            slots = self.store.slots
-            slots.place(base, tokens.shape[1], row=row, fresh=start == 0)
-            self._forward(self.net.start(states[:, : tokens.shape[1]].to(self.dtype)), tokens)
+            slots = self.kv_cache.slots
+            slots.set_positions(base, tokens.shape[1], row=row, is_prefill=start == 0)
+            self._forward(self.net.init_state(states[:, : tokens.shape[1]].to(self.dtype)), tokens)
 
     def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
         self.state_buffer.update_hidden_states(features, count)
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
-        count = len(self.state_buffer.place)
-        back = length[:, None] - count + self.state_buffer.place
+        count = len(self.state_buffer.offsets)
+        back = length[:, None] - count + self.state_buffer.offsets
         tokens = history.gather(1, back.clamp_min(1))
-        self.store.slots.place(length - 1 - count, count)
-        state = self._forward(self.net.start(self.state_buffer.states), tokens)[:, -1:]
+        self.kv_cache.slots.set_positions(length - 1 - count, count)
+        state = self._forward(self.net.init_state(self.state_buffer.states), tokens)[:, -1:]
 
         def step(
             tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
@@ -96,7 +94,7 @@ class EagleDraft(Draft):
             nonlocal state
             before = state.gather(1, above[..., None].expand(-1, -1, state.shape[-1]))
             base = length - 1 if nodes is None else length - 2
-            self.store.slots.place(base, tokens.shape[1], nodes=nodes)
+            self.kv_cache.slots.set_positions(base, tokens.shape[1], nodes=nodes)
             state = self._forward(before, tokens)
             return self._logits(state)
 
@@ -104,7 +102,7 @@ class EagleDraft(Draft):
 
     def _forward(self, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """States [b, T, h] and tokens [b, T] -> next states, at the places that were set in the store."""
-        slots, layer = self.store.slots, self.store.kv_layers[0]
+        slots, layer = self.kv_cache.slots, self.kv_cache.kv_layers[0]
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             keys, values = layer.update(k, v)
@@ -144,7 +142,7 @@ def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
     net: EagleModel
     if found.family == "eagle1":
         layouts.check_config(path, config, {"hidden_size": hidden})
-        head = lm_head_function(target.decoder.model, device, DTYPES[dtype])
+        head = LMHead(target.decoder.model, device, DTYPES[dtype])
         tensors.setdefault("fc.bias", torch.zeros(hidden))
         net = Eagle1Model(llama_config(config), head, own in tensors)
     else:

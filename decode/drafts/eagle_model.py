@@ -34,14 +34,14 @@ class EagleAttention(nn.Module):
         self.v_proj = nn.Linear(width_in, kv_heads * self.size, bias=False)
         self.o_proj = nn.Linear(heads * self.size, config.hidden_size, bias=False)
 
-    def keys(self, x: torch.Tensor, rotary: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, x: torch.Tensor, rotary: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
         """k, v [B, kv heads, T, D] of x [B, T, width_in]."""
         k, v = self._split_heads(self.k_proj(x)), self._split_heads(self.v_proj(x))
         return apply_rotary(k, rotary), v
 
     def forward(self, x: torch.Tensor, rotary: CosSin, attend: AttendFn) -> torch.Tensor:
         q = apply_rotary(self._split_heads(self.q_proj(x)), rotary)
-        return self.o_proj(attend(q, *self.keys(x, rotary)).flatten(2))
+        return self.o_proj(attend(q, *self.keys_values(x, rotary)).flatten(2))
 
     def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(*x.shape[:-1], -1, self.size).transpose(1, 2)
@@ -104,10 +104,10 @@ class Eagle3Layer(nn.Module):
         state = carried + self.self_attn(self._attention_input(state, embeds), rotary, attend)
         return state + self.mlp(self.post_attention_layernorm(state))
 
-    def keys(
+    def keys_values(
         self, state: torch.Tensor, embeds: torch.Tensor, rotary: CosSin
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.self_attn.keys(self._attention_input(state, embeds), rotary)
+        return self.self_attn.keys_values(self._attention_input(state, embeds), rotary)
 
     def _attention_input(self, state: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
         return torch.cat([self.input_layernorm(embeds), self.hidden_norm(state)], -1)
@@ -165,7 +165,7 @@ class Eagle3Model(nn.Module):
             tokens, weight if self.embed_tokens is None else self.embed_tokens.weight
         )
 
-    def start(self, features: torch.Tensor) -> torch.Tensor:
+    def init_state(self, features: torch.Tensor) -> torch.Tensor:
         """[..., h] from tapped states [..., 3H]: the state that a true feature stands for."""
         if self.input_norm is not None:
             features = self.input_norm(features)
@@ -183,19 +183,19 @@ class Eagle3Model(nn.Module):
         state = self.layer(state, embeds, self.rotary(state, position), attend)
         return self.norm(state) if self.normed_output else state
 
-    def keys(
+    def keys_values(
         self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """k, v [B, kv heads, T, D] of these pairs alone: all that later tokens see of them."""
-        return self.layer.keys(state, embeds, self.rotary(state, position))
+        return self.layer.keys_values(state, embeds, self.rotary(state, position))
 
-    def outcome(self, state: torch.Tensor) -> torch.Tensor:
+    def head_input(self, state: torch.Tensor) -> torch.Tensor:
         """[..., h]: what the head projects."""
         return state if self.normed_output else self.norm(state)
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
         """[..., Vd] from a state that `step` gave."""
-        return self.lm_head(self.outcome(state))
+        return self.lm_head(self.head_input(state))
 
 
 class Eagle1Layer(nn.Module):
@@ -207,8 +207,8 @@ class Eagle1Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
-    def keys(self, x: torch.Tensor, rotary: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.self_attn.keys(x, rotary)
+    def keys_values(self, x: torch.Tensor, rotary: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.self_attn.keys_values(x, rotary)
 
     def forward(self, x: torch.Tensor, rotary: CosSin, attend: AttendFn) -> torch.Tensor:
         x = x + self.self_attn(x, rotary, attend)
@@ -250,7 +250,7 @@ class Eagle1Model(nn.Module):
             tokens, weight if self.embed_tokens is None else self.embed_tokens.weight
         )
 
-    def start(self, features: torch.Tensor) -> torch.Tensor:
+    def init_state(self, features: torch.Tensor) -> torch.Tensor:
         """The features [..., H] themselves."""
         return features
 
@@ -261,14 +261,14 @@ class Eagle1Model(nn.Module):
         x = self.fc(torch.cat([embeds, state], -1))
         return self.layer(x, self.rotary(x, position), attend)
 
-    def keys(
+    def keys_values(
         self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """k, v [B, kv heads, T, D] of these pairs alone: all that later tokens see of them."""
         x = self.fc(torch.cat([embeds, state], -1))
-        return self.layer.keys(x, self.rotary(x, position))
+        return self.layer.keys_values(x, self.rotary(x, position))
 
-    def outcome(self, state: torch.Tensor) -> torch.Tensor:
+    def head_input(self, state: torch.Tensor) -> torch.Tensor:
         """[..., H]: what the head projects."""
         return state
 

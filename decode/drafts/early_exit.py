@@ -3,7 +3,7 @@
 import torch
 
 from decode.drafts.base import Draft, DraftContext, Proposal
-from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens, max_slots
+from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens
 from decode.model.loading import Target
 from decode.verification.tree import TreeShape
 
@@ -19,9 +19,6 @@ class EarlyExitDraft(Draft):
 
     def __init__(self, target: Target, layers: int, shape: TreeShape = None):
         self.target, self.layers, self.shape = target, layers, shape
-
-    def reach(self, k: int) -> int:
-        return max_slots(self.shape, k)
 
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request

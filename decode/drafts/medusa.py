@@ -9,10 +9,11 @@ from torch import nn
 from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_target
-from decode.drafts.drafting import build_tree_plan, draft_tokens, max_depth, max_slots
+from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec
 from decode.model.kv_cache import TreeNodes
 from decode.model.loading import DTYPES, Target
+from decode.verification.tree import max_depth
 
 
 class MedusaResBlock(nn.Module):
@@ -63,9 +64,6 @@ class MedusaDraft(Draft):
         self.net, self.name, self.taps = net.eval(), name, net.taps
         self.width = target.decoder.config.hidden_size
         self.place: tuple[int, ...] = ()
-
-    def reach(self, k: int) -> int:
-        return max_slots(self.shape, k)
 
     @torch.inference_mode()
     def begin_batch(self, request: DraftContext) -> None:

@@ -14,10 +14,10 @@ from decode.checkpoints import importers
 from decode.common.errors import UserError
 from decode.drafts import causal, eagle, medusa
 from decode.drafts.base import Draft, read_metadata
-from decode.drafts.cross_device import CrossDeviceDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.ngram import NgramDraft
 from decode.drafts.suffix import SuffixDraft
+from decode.drafts.wrappers import CrossDeviceDraft
 from decode.model.loading import Target
 from decode.verification.tree import TreeShape
 

@@ -13,7 +13,7 @@ class CudaGraphRunner:
     """`run` captured once and replayed; it must keep to fixed shapes and addresses and never read the device.
 
     `changed`, one at least, are the tensors that running it changes and that matter: they are put back after the
-    warm-up. `holds` is kept alive as long as the graph, which knows the tensors in it by their addresses only.
+    warm-up. `keep_alive` is kept alive as long as the graph, which knows the tensors in it by their addresses only.
     """
 
     @torch.inference_mode()  # `changed` may be inference tensors, which nothing else may write to
@@ -21,9 +21,9 @@ class CudaGraphRunner:
         self,
         run: Callable[[], torch.Tensor],
         changed: Sequence[torch.Tensor],
-        holds: Sequence[Any] = (),
+        keep_alive: Sequence[Any] = (),
     ):
-        self.holds = run, *holds
+        self.keep_alive = run, *keep_alive
         with torch.cuda.device(changed[0].device):
             kept = [tensor.clone() for tensor in changed]
             stream = torch.cuda.Stream()

@@ -1,11 +1,12 @@
-"""Which drafted tokens stay, and what follows them: pure functions of p and q with injected choices.
+"""Which drafted tokens are accepted and which token follows them: pure functions of p, q and a sampler.
 
-p is the target's distribution and q the draft's, everywhere; both already warped alike. Rules compute in
-the dtype of p (fp32 in the engine, fp64 when tests enumerate their exact law).
+p is the target's distribution and q the draft's throughout; both went through the same temperature, top-k and top-p.
+The functions compute in the dtype of p (fp32 in the engine, fp64 where tests enumerate the exact distribution).
 
-Trees are as in decode/verification/tree.py: drafted `tokens` [B, N] hang at `parents` [N] or [B, N], and p [B, T, V] is the
-target's law after each of the T = N + 1 nodes. `depth_limit` D, at least the depth of the tree, fixes the shape
-of the answer; nodes below it would not be accepted. No rule reads a tensor on the host.
+Trees are as in decode/verification/tree.py: `parents` [N] or [B, N] gives the parent of each of the drafted `tokens`
+[B, N], and p [B, T, V] is the target's distribution after each of the T = N + 1 nodes. `depth_limit` D, at least the
+depth of the tree, fixes the shape of the result; deeper nodes are not accepted. No rule reads a tensor on the host.
+decode/verification/registry.py gives the rules their names.
 """
 
 from dataclasses import dataclass
@@ -16,34 +17,34 @@ from decode.verification.sampling import Sampler
 from decode.verification.tree import depths, path_sum
 
 NO_DRAFT = -1
-"""Stands in `tokens` for "nothing drafted here": never accepted, and takes nothing from the residual."""
+"""The value in `tokens` where nothing was drafted: never accepted, and subtracted from no residual."""
 
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """n drafted tokens stay, then `bonus` follows: a correction if n < K, else the extra token."""
+    """n drafted tokens are accepted and the bonus token follows: a correction if n < K, else an extra token."""
 
     accepted: torch.Tensor  # [B] n
     bonus: torch.Tensor  # [B]
     path: torch.Tensor | None = None
-    """Of a tree [B, D + 1]: the node at each depth, 0 first; behind n the last one repeats. None: a chain."""
+    """For a tree [B, D + 1]: the accepted node at each depth, 0 first; beyond n the last one repeats. None: a chain."""
 
 
 def count_accepted(accept: torch.Tensor) -> torch.Tensor:
-    """Length [B] of the leading run of True in accept [B, K]: one rejection discards all that follows."""
+    """Length [B] of the leading run of True in accept [B, K]: one rejection discards all later tokens."""
     return accept.long().cumprod(-1).sum(-1)
 
 
 def verify_greedy(tokens: torch.Tensor, best: torch.Tensor) -> VerificationResult:
-    """Accepts while the draft equals the target's argmax. tokens [B, K], best [B, K + 1]."""
+    """Accepts while the drafted token is the target's argmax. tokens [B, K], best [B, K + 1] argmax of p."""
     accepted = count_accepted(tokens == best[:, :-1])
     return VerificationResult(accepted, best.gather(1, accepted[:, None])[:, 0])
 
 
 def accept_weights(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor | None) -> torch.Tensor:
-    """[B, K, 2] weights of (accept, reject) for each drafted token: min(p, q) against the rest of q.
+    """[B, K, 2] weights of (accept, reject) for each drafted token: min(p, q) and q - min(p, q).
 
-    As weights, not as the ratio p/q, so that q = 0 divides nothing. q None: the draft is a point mass.
+    Weights instead of the ratio p/q avoid a division by q = 0. q None: the draft is a point mass at its token.
     """
     at = tokens.clamp_min(0)[..., None]
     p_token = p[:, : tokens.shape[1]].gather(-1, at)[..., 0]
@@ -54,7 +55,7 @@ def accept_weights(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor | None
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Weights [B, V] of max(p - q, 0), the law after a rejection; p itself where nothing is left (p == q)."""
+    """Weights [B, V] of max(p - q, 0), the distribution after a rejection; p itself where that is all zero (p == q)."""
     rest = (p - q).clamp_min(0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
@@ -62,11 +63,11 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def verify_chain(
     tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor | None, choose: Sampler
 ) -> VerificationResult:
-    """Speculative sampling on a chain (Leviathan et al. 2023, alg. 1; Chen et al. 2023): output ~ p exactly.
+    """Speculative sampling of a chain (Leviathan et al. 2023, alg. 1; Chen et al. 2023): output ~ p exactly.
 
-    tokens [B, K] drawn from q [B, K, V] (None: point masses at the tokens), p [B, K + 1, V]. Token i stays with
-    probability min(1, p_i / q_i). The first rejection is replaced by a draw from the residual at its place;
-    if all stay, the bonus token comes from p at K + 1.
+    tokens [B, K] drawn from q [B, K, V] (None: point masses at the tokens), p [B, K + 1, V]. Token i is accepted with
+    probability min(1, p_i / q_i). The first rejected token is replaced by a draw from the residual at its position;
+    if all are accepted, the bonus token is drawn from p at K + 1.
     """
     count = tokens.shape[1]
     accepted = count_accepted(choose(accept_weights(tokens, p, q)) == 0)
@@ -81,22 +82,21 @@ def verify_chain(
         q_next = torch.zeros_like(p_next).scatter(1, point, 1)
     else:
         q_next = q.gather(1, at.clamp_max(count - 1))[:, 0]
-    q_next = torch.where(
-        rejected[:, None], q_next, 0
-    )  # all accepted, or nothing drafted: p is left whole
+    # Where all were accepted or nothing was drafted, nothing is subtracted from p.
+    q_next = torch.where(rejected[:, None], q_next, 0)
     return VerificationResult(accepted, choose(residual(p_next, q_next)))
 
 
-# ---- chains, all tokens together ----
+# ---- chains, verified as one block ----
 
 
 def verify_block(
     tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor, choose: Sampler
 ) -> VerificationResult:
-    """Block verification of a chain (Sun et al. 2025): output ~ p exactly, on average no shorter than verify_chain.
+    """Block verification of a chain (Sun et al. 2025): output ~ p exactly, mean acceptance at least verify_chain's.
 
-    tokens [B, K] drawn from q [B, K, V], NO_DRAFT only behind the drafts, p [B, K + 1, V]. Every prefix is tried
-    and the longest that succeeds stays. What a row's r has lost by then lowers p in its residual.
+    tokens [B, K] drawn from q [B, K, V], NO_DRAFT only after the drafted tokens, p [B, K + 1, V]. Each prefix is
+    accepted or not, and the longest accepted one counts. The residual is that of r p and q, r at the end of the prefix.
     """
     if tokens.shape[1] == 0:
         return verify_chain(tokens, p, q, choose)
@@ -113,7 +113,7 @@ def verify_block(
 
 
 def block_ratios(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """r [B, K + 1]: r_0 = 1, r_i = min(1, r_(i-1) p / q of token i); 0 from the first NO_DRAFT or q = 0 on."""
+    """r [B, K + 1]: r_0 = 1, r_i = min(1, r_(i-1) p_i / q_i) of token i; 0 from the first NO_DRAFT or q = 0 on."""
     at = tokens.clamp_min(0)[..., None]
     p_token = p[:, : tokens.shape[1]].gather(-1, at)[..., 0]
     q_token = q.gather(-1, at)[..., 0]
@@ -128,10 +128,10 @@ def block_ratios(tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> torc
 def block_weights(
     tokens: torch.Tensor, p: torch.Tensor, q: torch.Tensor, r: torch.Tensor
 ) -> torch.Tensor:
-    """[B, K, 2] weights of (success, failure) of the first i tokens.
+    """[B, K, 2] weights of (success, failure) of the prefix of the first i tokens, i = 1 … K.
 
-    Success is r for the whole block and s / (s + 1 - r) for a shorter one, where s is the mass of
-    max(r p - q, 0) behind it; certain where both are 0 (r = 1 and p = q).
+    The probability of success is r for the whole block and s / (s + 1 - r) for a shorter prefix, where s is the sum of
+    max(r p - q, 0) after it; 1 where both weights would be 0 (r = 1 and p = q).
     """
     r = r[:, 1:]
     s = (r[:, :-1, None] * p[:, 1:-1] - q[:, 1:]).clamp_min(0).sum(-1)  # [B, K - 1]
@@ -153,28 +153,30 @@ def last_success_index(success: torch.Tensor) -> torch.Tensor:
 def verify_tree(
     tokens: torch.Tensor, parents: torch.Tensor, depth_limit: int, y: torch.Tensor
 ) -> VerificationResult:
-    """Walks from the root while the target's own token is among the children: output ~ p exactly, for any tree
-    built without looking at y (Monte-Carlo form of the rule with q = 1 in EAGLE-2, Li et al. 2024).
+    """Walks from the root while the token sampled from p is among the children: output ~ p exactly, for any tree
+    that was built without knowledge of y (Monte-Carlo form of the rule with q = 1 in EAGLE-2, Li et al. 2024).
 
-    y [B, T] is one independent draw from p at each node, or its argmax for greedy decoding. Siblings carry
+    y [B, T] is one independent draw from p at each node, or its argmax for greedy decoding. Siblings must have
     distinct tokens.
     """
     parents = parents.expand_as(tokens)
     depth = depths(parents)
     alive = accepted_path_mask(matches_target(tokens, parents, y), parents, depth, depth_limit)
-    last = torch.where(alive, depth, -1).argmax(1)  # siblings differ, so one path is alive
+    last = torch.where(alive, depth, -1).argmax(
+        1
+    )  # siblings differ, so exactly one path is accepted
     return _result_at_node(last, parents, depth, depth_limit, y.gather(1, last[:, None])[:, 0])
 
 
 def matches_target(tokens: torch.Tensor, parents: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Bool [B, N]: the token is what the target says after the node above it."""
+    """Bool [B, N]: the drafted token equals y [B, T] at its parent."""
     return (tokens == y.gather(1, parents)) & (tokens != NO_DRAFT)
 
 
 def accepted_path_mask(
     accept: torch.Tensor, parents: torch.Tensor, depth: torch.Tensor, depth_limit: int
 ) -> torch.Tensor:
-    """Bool [B, T]: accept [B, N] holds at the node and at all above it, within the limit. The root always."""
+    """Bool [B, T]: accept [B, N] holds at the node and at all its ancestors, within the limit. The root always."""
     return (path_sum(accept.long(), parents) == depth) & (depth <= depth_limit)
 
 
@@ -189,16 +191,16 @@ def verify_tree_sampled(
     """Recursive rejection on a tree whose siblings were drawn from q WITHOUT replacement (SpecInfer, Miao et al.
     2024; EAGLE, Li et al. 2024): output ~ p exactly.
 
-    q [B, T, V] is the draft's full law after each node, ignored at leaves. Siblings are numbered in the order
-    they were drawn, and their places were fixed before: a tree that is pruned, sorted or filled by looking at
-    its tokens (top-k, re-ranking) needs verify_tree. A sibling that repeats an earlier one, or that q excludes, is
-    passed over, so draws with replacement are lossless too.
+    q [B, T, V] is the draft's full distribution after each node, ignored at leaves. Siblings are numbered in the order
+    in which they were drawn, and the tree's shape was fixed before: a tree that was pruned, sorted or filled depending
+    on its tokens (top-k, re-ranking) needs verify_tree. A sibling that repeats an earlier one, or that q excludes, is
+    skipped, so draws with replacement are lossless too.
     """
     parents = parents.expand_as(tokens)
     depth = depths(parents)
     tokens = torch.where(depth[:, 1:] <= depth_limit, tokens, NO_DRAFT)
     last, p_now, q_now = torch.zeros_like(tokens[:, 0]), p[:, 0], q[:, 0]
-    for i in range(tokens.shape[1]):  # nodes below the accepted one have larger numbers
+    for i in range(tokens.shape[1]):  # children have larger numbers than their parents
         token = torch.where(parents[:, i] == last, tokens[:, i], NO_DRAFT)[:, None]
         token = torch.where(q_now.gather(1, token.clamp_min(0)) > 0, token, NO_DRAFT)
         tried = token[:, 0] != NO_DRAFT
@@ -215,12 +217,12 @@ def verify_tree_sampled(
 def distributions_after_rejection(
     token: torch.Tensor, p: torch.Tensor, q: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Laws (p, q) [B, V] for the next sibling, once token [B, 1] was rejected: p's residual, q without the token."""
+    """(p, q) [B, V] for the next sibling after token [B, 1] was rejected: p's residual, and q without the token."""
     return _normalize(residual(p, q)), _normalize(q.scatter(1, token, 0))
 
 
 def _normalize(weights: torch.Tensor) -> torch.Tensor:
-    """Weights [..., V] scaled to sum 1; all zero (nothing is left to draw) stays all zero."""
+    """Weights [..., V] scaled to sum 1; all-zero weights stay all zero."""
     total = weights.sum(-1, keepdim=True)
     return weights / torch.where(total > 0, total, 1)
 
@@ -236,16 +238,16 @@ def verify_typical(
 ) -> VerificationResult:
     """LOSSY: the output does not follow p. Typical acceptance (Medusa, Cai et al. 2024, sec. 2.3.1).
 
-    A token stays if p(token) > min(epsilon, delta exp(-H(p))) with p the law after the node above it. Of the
-    accepted paths the longest wins, of equally long ones the likeliest; the bonus is drawn from p behind it.
-    Medusa's "first token always accepted" is the root here. With one-hot p this is greedy decoding, exactly.
+    A token is accepted if p(token) > min(epsilon, delta exp(-H(p))) with p the distribution after its parent. The
+    longest accepted path counts, of equally long ones the most probable; the bonus token is drawn from p at its end.
+    Medusa's "first token always accepted" is the root here. With one-hot p this is exactly greedy decoding.
     """
     parents = parents.expand_as(tokens)
     depth = depths(parents)
     entropy = torch.special.entr(p).sum(-1)  # [B, T]
-    border = (delta * torch.exp(-entropy)).clamp_max(epsilon).gather(1, parents)
+    threshold = (delta * torch.exp(-entropy)).clamp_max(epsilon).gather(1, parents)
     likelihood = p.flatten(1).gather(1, parents * p.shape[-1] + tokens.clamp_min(0))  # [B, N]
-    typical = (likelihood > border) & (tokens != NO_DRAFT)
+    typical = (likelihood > threshold) & (tokens != NO_DRAFT)
     alive = accepted_path_mask(typical, parents, depth, depth_limit)
     longest = torch.where(alive, depth, 0).amax(1, keepdim=True)
     score = path_sum(torch.where(typical, likelihood.log(), 0), parents)
@@ -261,11 +263,11 @@ def _result_at_node(
     depth_limit: int,
     bonus: torch.Tensor,
 ) -> VerificationResult:
-    """The verdict that accepts the path from the root to node last [B]."""
+    """The result that accepts the path from the root to node last [B], followed by bonus [B]."""
     up = torch.cat([torch.zeros_like(last)[:, None], parents], 1)
-    climb = [last[:, None]]
+    ancestors = [last[:, None]]
     for _ in range(depth_limit):
-        climb.append(up.gather(1, climb[-1]))
+        ancestors.append(up.gather(1, ancestors[-1]))
     accepted = depth.gather(1, last[:, None])
     steps = (accepted - torch.arange(depth_limit + 1, device=last.device)).clamp_min(0)
-    return VerificationResult(accepted[:, 0], bonus, torch.cat(climb, 1).gather(1, steps))
+    return VerificationResult(accepted[:, 0], bonus, torch.cat(ancestors, 1).gather(1, steps))

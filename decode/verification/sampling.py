@@ -1,6 +1,6 @@
-"""From logits to the distribution that is sampled, and random choices that do not depend on the batch.
+"""From logits to the distribution that is sampled, and random numbers that do not depend on the batch.
 
-One warp serves p (target) and q (draft) alike: a rule that compares them is only lossless when both
+`warp` serves the target's p and the draft's q alike: a rule that compares them is lossless only if both
 went through the same temperature, top-k and top-p.
 """
 
@@ -12,19 +12,19 @@ import torch
 from decode.common.errors import UserError
 
 Sampler = Callable[[torch.Tensor], torch.Tensor]
-"""weights [B, ..., n], non-negative, any scale -> indices [B, ...] drawn in proportion to them."""
+"""weights [B, ..., n], non-negative and of any scale -> indices [B, ...] drawn in proportion to them."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How text is drawn from a model; temperature 0 is greedy."""
+    """Temperature, top-k and top-p of sampling; temperature 0 is greedy decoding. UserError for values out of range."""
 
     temperature: float = 0.0
-    """0 picks the most probable token; 1 samples the model's own distribution."""
+    """0 takes the most probable token; 1 samples the model's unchanged distribution."""
     top_k: int = 0
     """Keep the k most probable tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of most probable tokens whose mass reaches this; 1 keeps all."""
+    """Keep the smallest set of most probable tokens with at least this total probability; 1 keeps all."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
@@ -32,22 +32,26 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the temperature is 0."""
         return self.temperature == 0
 
 
 def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     """Probabilities [..., V] after temperature, top-k, then top-p (of the renormalised rest), in that order.
 
-    Computed in fp32 (fp64 stays): bf16 probabilities bias acceptance upwards. Ties at the top-k border stay in.
+    Computed in fp32 (fp64 logits in fp64): bf16 probabilities bias acceptance upwards. All ties at the top-k threshold
+    are kept.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
-        border = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
-        scores = scores.masked_fill(scores < border, float("-inf"))
+        threshold = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < threshold, float("-inf"))
     probs = torch.softmax(scores, -1)
     if sampling.top_p < 1:
         ordered, index = probs.sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered  # mass above each token: the first one always stays
+        before = (
+            ordered.cumsum(-1) - ordered
+        )  # probability of all better tokens: the best one is always kept
         ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
         probs = torch.zeros_like(probs).scatter(-1, index, ordered)
         probs = probs / probs.sum(-1, keepdim=True)
@@ -57,8 +61,8 @@ def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
 def sample_inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Index [...] at which the running sum of weights [..., n] first exceeds uniform [...] of its total.
 
-    Inverse transform sampling without a host read. fp64, because a running fp32 sum over 100 k tokens is off
-    by more than the mass of a rare one. An entry of weight 0 is never picked.
+    Inverse transform sampling without a host read. It runs in fp64, because the error of an fp32 running sum over
+    100 k tokens exceeds the probability of a rare token. An entry of weight 0 is never picked.
     """
     total = weights.double().cumsum(-1)
     passed = total <= (uniform * total[..., -1])[..., None]
@@ -66,24 +70,24 @@ def sample_inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Te
 
 
 class CounterRNG:
-    """Uniform numbers as a hash of (seed of the row, draw, place), so a row's text never depends on its batch.
+    """Uniform numbers as a hash of (seed of the row, draw, position), so a row's text never depends on its batch.
 
-    A row decoded alone, in any batch, refilled, or again after a crash meets the same numbers (counter-based
-    generation, Salmon et al. 2011; the mixer is that of SplitMix64). Seeds and counters live on the device and
-    change in place, so that a captured graph draws fresh numbers at every replay.
+    A row gets the same numbers when it is decoded alone, in any batch, in a refilled row, or again after a crash
+    (counter-based generation, Salmon et al. 2011; mixer: SplitMix64). Seeds and counters are on the device
+    and change in place, so that a captured CUDA graph draws new numbers at every replay. Calling it is a Sampler.
     """
 
     def __init__(self, seeds: torch.Tensor):
         self.seeds = _splitmix64(seeds)  # [B] int64
-        self.draws = torch.zeros_like(seeds)  # [B]: choices that the row has made
+        self.draws = torch.zeros_like(seeds)  # [B]: draws of the row so far
 
     def reset_rows(self, row: torch.Tensor, seeds: torch.Tensor) -> None:
-        """Rows `row` [b] begin anew with `seeds` [b]."""
+        """Restarts rows `row` [b] with `seeds` [b]."""
         self.seeds[row] = _splitmix64(seeds)
         self.draws[row] = 0
 
-    def of(self, row: torch.Tensor) -> Sampler:
-        """A Choose for weights of these rows alone; the others draw nothing."""
+    def for_rows(self, row: torch.Tensor) -> Sampler:
+        """A Sampler for weights [b, ..., n] of rows `row` [b]; the counters of other rows do not change."""
 
         def choose(weights: torch.Tensor) -> torch.Tensor:
             self.draws[row] += 1
@@ -95,7 +99,7 @@ class CounterRNG:
         return choose
 
     def uniform(self, shape: torch.Size) -> torch.Tensor:
-        """Fresh numbers of `shape` [B, ...] in (0, 1), fp64, 32 random bits each."""
+        """New numbers of `shape` [B, ...] in (0, 1), fp64, 32 random bits each."""
         self.draws += 1
         return _counter_uniform(self.seeds, self.draws, shape)
 

@@ -1,7 +1,7 @@
-"""Token trees: which node hangs below which, which nodes are worth a place. Pure functions of tensors.
+"""Token trees: their shapes, parents, depths and ancestors, and which nodes to keep. Pure functions of tensors.
 
 Node 0 is the last committed token, nodes 1..N are drafted and T = N + 1. `parents` [N] or [B, N] holds at i
-the node (0..i) above node i + 1; a chain is 0, 1, 2, … Nothing here reads a tensor on the host.
+the parent (0..i) of node i + 1; a chain is 0, 1, 2, … Nothing here reads a tensor on the host.
 """
 
 import heapq
@@ -19,34 +19,48 @@ class StaticTree:
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
-    """0 is the draft's most probable token at that place, 1 the next, …"""
+    """0 is the draft's most probable token after the parent, 1 the second, …"""
     depth: int
     """Edges from the root to the deepest node."""
 
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """EAGLE-2 (Li et al. 2024): expand the most confident nodes, then keep the best of all that were seen."""
+    """EAGLE-2 (Li et al. 2024): expand the most probable nodes of each level, then keep the best of all candidates."""
 
     width: int = 4
-    """Nodes expanded a level, and children tried of each."""
+    """Nodes expanded on each level, and children considered of each."""
     nodes: int = 16
     """Drafted nodes that the target verifies."""
 
 
 TreeShape = StaticTree | DynamicTree | None
-"""How a draft lays out what it proposes; None: a chain."""
+"""The shape of what a draft proposes; None: a chain."""
+
+
+def max_depth(shape: TreeShape, k: int) -> int:
+    """Edges on the longest path: a static tree has its own depth, chains and dynamic trees have k levels."""
+    return shape.depth if isinstance(shape, StaticTree) else k
+
+
+def max_slots(shape: TreeShape, k: int) -> int:
+    """Slots past a row's length that drafting or verifying this shape may write to in a KV cache."""
+    if shape is None:
+        return k + 1
+    if isinstance(shape, StaticTree):
+        return len(shape.parents) + 1
+    return max(shape.nodes, shape.width * k) + 1
 
 
 def chain_parents(k: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """Parents [k] of k tokens in a row."""
+    """Parents [k] of a chain of k tokens."""
     return torch.arange(k, device=device)
 
 
 def path_sum(values: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-    """[..., T]: values [..., N] of the drafted nodes summed over each node and all above it; 0 at the root.
+    """[..., T]: values [..., N] of the drafted nodes summed over each node and its ancestors; 0 at the root.
 
-    Pointer doubling: after m steps every node has the sum over 2^m nodes and points 2^m nodes up.
+    Pointer doubling: after m steps each node holds the sum over 2^m nodes and points 2^m nodes up.
     """
     up, total = _prepend_root(parents), _prepend_root(values)
     for _ in range((parents.shape[-1] - 1).bit_length()):
@@ -61,7 +75,7 @@ def depths(parents: torch.Tensor) -> torch.Tensor:
 
 
 def ancestor_mask(parents: torch.Tensor) -> torch.Tensor:
-    """Bool [..., T, T]: [i, j] says that j is i or lies above it. The mask of tree attention."""
+    """Bool [..., T, T]: [i, j] is True where j is i or an ancestor of i. The mask of tree attention."""
     up = _prepend_root(parents)
     size = up.shape[-1]
     above = torch.eye(size, dtype=torch.bool, device=up.device).expand(*up.shape, size)
@@ -76,14 +90,14 @@ def rerank_candidates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best `keep` of C candidates as a tree (EAGLE-2, Li et al. 2024): (index, parents), both [B, keep].
 
-    scores [B, C] is log q summed along the path, so no child beats its parent; parents [B, C]. `index` is
-    ascending: candidate index[b, j] becomes node j + 1. Connected even where scores tie (q = 1), because the
-    earlier candidate wins and a parent comes before its children. C candidates stay if C < keep.
+    scores [B, C] is log q summed along the path, so no child has a higher score than its parent; parents [B, C].
+    `index` is ascending: candidate index[b, j] becomes node j + 1. The result is connected even where scores tie
+    (q = 1), because the earlier candidate wins and a parent comes before its children. All C stay if C < keep.
     """
     order = scores.float().sort(dim=-1, descending=True, stable=True).indices
     index = order[:, :keep].sort(dim=-1).values
     kept = torch.zeros_like(parents).scatter(1, index, 1)
-    node = _prepend_root(kept.cumsum(1))  # [B, C + 1] new number of each old node that stays
+    node = _prepend_root(kept.cumsum(1))  # [B, C + 1] new number of each kept node
     return index, node.gather(1, parents.gather(1, index))
 
 
@@ -98,9 +112,9 @@ def tree_from_paths(paths: Sequence[Sequence[int]]) -> StaticTree:
         if not path or min(path) < 0:
             raise UserError(f"tree path {list(path)} must hold at least one rank, none negative")
         if path in number:
-            raise UserError(f"tree path {list(path)} is given twice: remove one")
+            raise UserError(f"tree path {list(path)} is there twice: remove one")
         if path[:-1] not in number:
-            raise UserError(f"tree path {list(path)} hangs in the air: add {list(path[:-1])}")
+            raise UserError(f"tree path {list(path)} has no parent: add {list(path[:-1])}")
         number[path] = len(number)
     parents = tuple(number[path[:-1]] for path in ordered)
     return StaticTree(
@@ -109,11 +123,12 @@ def tree_from_paths(paths: Sequence[Sequence[int]]) -> StaticTree:
 
 
 def optimal_static_tree(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> StaticTree:
-    """The tree of `nodes` drafted nodes with the largest `expected_length`.
+    """The tree of `nodes` drafted nodes with the largest `expected_tokens_per_round`.
 
     rank_accuracy[depth][rank] is measured: P(the target's token is the draft's rank-th | its parent was
-    accepted). The length is a sum over nodes and no child is worth more than its parent, so taking the most
-    valuable node that can be attached is optimal (Medusa, Cai et al. 2024, sec. 2.3.3 does it greedily).
+    accepted). The length is a sum over nodes of P(node is accepted), which is never larger for a child than for its
+    parent, so taking the most probable attachable node each time is optimal (Medusa, Cai et al. 2024, sec. 2.3.3).
+    UserError for accuracies outside 0 … 1 or fewer possible nodes than `nodes`.
     """
     if not all(0 <= accuracy <= 1 for row in rank_accuracy for accuracy in row):
         raise UserError("rank accuracies are probabilities: each must lie between 0 and 1")
@@ -130,7 +145,7 @@ def optimal_static_tree(rank_accuracy: Sequence[Sequence[float]], nodes: int) ->
 
 
 def expected_tokens_per_round(tree: StaticTree, rank_accuracy: Sequence[Sequence[float]]) -> float:
-    """Tokens a round of this tree yields, bonus included: 1 + the sum over nodes of P(node is accepted)."""
+    """Mean tokens per round of this tree, bonus included: 1 + the sum over nodes of P(node is accepted)."""
     value, depth = [1.0], [0]
     for parent, rank in zip(tree.parents, tree.ranks, strict=True):
         value.append(value[parent] * rank_accuracy[depth[parent]][rank])
@@ -139,5 +154,5 @@ def expected_tokens_per_round(tree: StaticTree, rank_accuracy: Sequence[Sequence
 
 
 def _prepend_root(values: torch.Tensor) -> torch.Tensor:
-    """[..., T] from [..., N]: 0 put in front, for the root. Of `parents`: the root is its own parent."""
+    """[..., T] from [..., N]: a 0 in front for the root. For `parents`: the root is its own parent."""
     return torch.cat([values.new_zeros((*values.shape[:-1], 1)), values], -1)

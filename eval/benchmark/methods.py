@@ -1,31 +1,68 @@
-"""From settings to drafts, and what a report says of them."""
+"""Methods: a draft at one setting, under a name. Built from the settings, and described for reports."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, draft_sha256
-from decode.drafts.cross_device import CrossDeviceDraft
 from decode.drafts.registry import DRAFT_FAMILIES, create_draft, find_family, load_draft
+from decode.drafts.wrappers import CrossDeviceDraft
 from decode.model.loading import Target
 from decode.verification.tree import DynamicTree, StaticTree, TreeShape, tree_from_paths
 from eval.benchmark.config import EvalConfig, MethodConfig, TreeConfig
 from eval.benchmark.simulated_draft import SimulatedDraft
-from eval.benchmark.timing import Method
 from eval.tasks.loading import TaskPrompt
 
 
+@dataclass(frozen=True)
+class Method:
+    """A draft at one setting, under the name that reports use. Methods are equal whatever object their draft is."""
+
+    name: str
+    draft: Draft | None = field(default=None, compare=False, repr=False)
+    """None: plain decoding."""
+    k: int = 0
+    """Tokens of a chain or levels of a tree, drafted a round; 0 for plain decoding."""
+    rule: str = "exact"
+    """Verification rule (decode/verification/registry.py)."""
+    shape: TreeShape = None
+    """Token tree; None: a chain."""
+
+    @property
+    def description(self) -> str:
+        """The setting in words, for tables. Plain decoding is K = 1 there."""
+        if isinstance(self.shape, DynamicTree):
+            return f"tree of {self.shape.nodes}, width {self.shape.width}, K = {self.k}"
+        if isinstance(self.shape, StaticTree):
+            return f"static tree of {len(self.shape.parents)}, depth {self.shape.depth}"
+        return f"K = {max(1, self.k)}"
+
+    @property
+    def label(self) -> str:
+        """Its key in the journal."""
+        return f"{self.name}, {self.description}, {self.rule}"
+
+    @property
+    def depth(self) -> int:
+        """Positions that a round can accept; a fixed tree has its own depth."""
+        return self.shape.depth if isinstance(self.shape, StaticTree) else self.k
+
+
+PLAIN_DECODING = Method("plain")
+
+
 def build_methods(s: EvalConfig, target: Target) -> list[Method]:
-    """All but plain decoding, in their order. UserError for a draft that is missing or not the target's."""
-    return [
-        Method(m.name, build_draft(m, target, s.dtype), draft_depth(m, s.k), m.rule, s.mode)
-        for m in s.methods
-    ]
+    """All methods but plain decoding, in their order. UserError for a draft that is missing or not the target's."""
+    methods = []
+    for m in s.methods:
+        draft = build_draft(m, target, s.dtype)
+        methods.append(Method(m.name, draft, draft_depth(m, s.k), m.rule, draft.shape))
+    return methods
 
 
 def tree_shape(tree: TreeConfig) -> TreeShape:
-    """How the settings lay out a proposal; None: a chain. UserError for paths that make no tree."""
+    """The token tree of the settings; None: a chain. UserError for paths that make no tree."""
     if tree.paths:
         return tree_from_paths(tree.paths)
     return DynamicTree(tree.width, tree.nodes) if tree.nodes > 0 else None
@@ -64,38 +101,34 @@ def follows_tree_shape(m: MethodConfig, draft: Draft) -> bool:
 def fit_simulated_drafts(
     methods: Sequence[Method], target: Target, items: Sequence[TaskPrompt], tokens: int
 ) -> None:
-    """Simulated drafts learn what the target answers; others need nothing."""
+    """Gives simulated drafts the target's greedy answers to the prompts; other drafts are left alone."""
     for method in methods:
         if isinstance(method.draft, SimulatedDraft):
             prompts = [item.prompt_ids for item in items]
-            method.draft.learn(target, prompts, tokens + method.k + 1, rows=16)
+            method.draft.record_answers(target, prompts, tokens + method.k + 1, rows=16)
 
 
 def draft_checksums(methods: Sequence[MethodConfig]) -> dict[str, str | None]:
-    """{method: checksum of its weights} of those with a draft on disk; None for one from the hub."""
+    """{method: sha256 of its draft's weights} of methods with a saved draft; None for a draft from the Hub."""
     return {m.name: draft_sha256(m.draft) for m in methods if m.draft}
 
 
 def simulated_alpha(method: Method) -> list[float] | None:
-    """The acceptance that a method simulates; None: it is real."""
+    """The acceptance rates by position that a method simulates; None: its draft is real."""
     return method.draft.alpha if isinstance(method.draft, SimulatedDraft) else None
 
 
 def verification_name(method: Method, temperature: float) -> str:
-    """The rule that a report names."""
+    """The report's `verification`: none, simulated, greedy, chain or tree for rule exact, else the rule's name."""
     if method.draft is None:
         return "none"
     if simulated_alpha(method) is not None:
         return "simulated"
     if method.rule != "exact":
         return method.rule
-    shape = "tree" if draft_tree_description(method.draft) else "chain"
-    return "greedy" if temperature == 0 and shape == "chain" else shape
-
-
-def draft_tree_description(draft: Draft | None) -> dict[str, Any] | None:
-    """Its tree as the report has it; None for a chain."""
-    return None if draft is None else describe_tree(draft.shape)
+    if method.shape is not None:
+        return "tree"
+    return "greedy" if temperature == 0 else "chain"
 
 
 def describe_tree(shape: TreeShape) -> dict[str, Any] | None:
@@ -106,8 +139,8 @@ def describe_tree(shape: TreeShape) -> dict[str, Any] | None:
 
 
 def tree_paths(tree: StaticTree) -> list[list[int]]:
-    """Its nodes as rank paths: decode.verification.tree.tree_from_paths makes the tree of them again."""
-    found: list[list[int]] = [[]]
+    """Its nodes as rank paths, from which decode.verification.tree.tree_from_paths makes the tree again."""
+    paths: list[list[int]] = [[]]
     for parent, rank in zip(tree.parents, tree.ranks, strict=True):
-        found.append([*found[parent], rank])
-    return found[1:]
+        paths.append([*paths[parent], rank])
+    return paths[1:]

@@ -39,8 +39,8 @@ class SimulatedDraft(Draft):
             for output in decode(endless, None, new, max_new_tokens=tokens, rows=rows):
                 self.answers[tuple(output.prompt_ids)] = output.output_ids
 
-    def reach(self, k: int) -> int:
-        return super().reach(k) if self.cost is None else self.cost.reach(k)
+    def max_slots(self, k: int) -> int:
+        return super().max_slots(k) if self.cost is None else self.cost.max_slots(k)
 
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request

@@ -16,13 +16,14 @@ import torch
 from decode.common.errors import UserError
 from decode.drafts import eagle
 from decode.drafts.base import DraftContext, Proposal
-from decode.drafts.cross_device import CrossDeviceDraft
 from decode.drafts.drafting import draft_tokens
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle3Model
 from decode.drafts.medusa import MedusaDraft, MedusaModel
+from decode.drafts.wrappers import CrossDeviceDraft
 from decode.engine import engine
-from decode.engine.engine import RequestOutput, decode
+from decode.engine.engine import decode
+from decode.engine.records import DecodeRecord
 from decode.model import loading, runner
 from decode.model.hidden_states import HiddenStateBuffer
 from decode.model.kv_cache import SlotMapping, TreeNodes
@@ -62,11 +63,11 @@ K, LENGTH, SOME = 3, 12, 0.3
 EAGLES = [name for name in FAMILIES if name != "medusa"]
 
 
-def said(outputs: list[RequestOutput]) -> list[Text]:
+def said(outputs: list[DecodeRecord]) -> list[Text]:
     return [(output.prompt_ids, output.output_ids) for output in outputs]
 
 
-def accepted(outputs: list[RequestOutput]) -> set[int]:
+def accepted(outputs: list[DecodeRecord]) -> set[int]:
     return {count for output in outputs for _, count in output.rounds}
 
 
@@ -197,7 +198,7 @@ def test_heads_that_know_the_text_are_always_accepted(family: str, shape: str) -
 
 def shifted_absorb(self: HiddenStateBuffer, features: torch.Tensor, count: torch.Tensor) -> None:
     both = torch.cat([self.states, features], 1)
-    at = (count[:, None] + self.place - 1).clamp_min(0)
+    at = (count[:, None] + self.offsets - 1).clamp_min(0)
     self.states.copy_(both.gather(1, at[..., None].expand(-1, -1, both.shape[-1])))
 
 
@@ -313,7 +314,7 @@ def watched(draft: EagleDraft | MedusaDraft) -> Iterator[list[Seen]]:
 
     module = sys.modules[type(draft).__module__]
     with (
-        mock.patch.object(module, "reserve", watch_grow),
+        mock.patch.object(module, "draft_tokens", watch_grow),
         mock.patch.object(draft, "propose", watch_propose),
     ):
         yield seen
@@ -358,7 +359,7 @@ def world(family: str) -> tuple[loading.Target, Net]:
     return own, knowing_net(family, own, said(plain), SOME / 2, noise=0.03)
 
 
-def long_run(family: str, shape: TreeShape) -> tuple[list[RequestOutput], list[Seen], list[int]]:
+def long_run(family: str, shape: TreeShape) -> tuple[list[DecodeRecord], list[Seen], list[int]]:
     """WORK in two rows with small buffers and chunks: outputs, proposals, the sizes that buffers grew to."""
     own, net = world(family)
     draft, grown = draft_of(net, own, shape), []
@@ -424,25 +425,26 @@ def padded_seat(
     SEAT(self, row, features, torch.full_like(length, features.shape[1]))
 
 
-def fresh_chunks(self: SlotMapping, *args: Any, fresh: bool = False, **settings: Any) -> None:
-    PLACE(self, *args, fresh=True if "row" in settings else fresh, **settings)
+def fresh_chunks(self: SlotMapping, *args: Any, is_prefill: bool = False, **kwargs: Any) -> None:
+    SET_POSITIONS(self, *args, is_prefill="row" in kwargs or is_prefill, **kwargs)
 
 
 def lossy_reserve(self: EagleDraft, size: int) -> None:
     RESERVE(self, size)
-    for layer in self.store.kv_layers:
+    for layer in self.kv_cache.kv_layers:
         layer.keys.zero_()
 
 
-SEAT, RESERVE, PLACE = HiddenStateBuffer.reset_rows, EagleDraft.reserve, SlotMapping.place
+SEAT, RESERVE = HiddenStateBuffer.reset_rows, EagleDraft.reserve
+SET_POSITIONS = SlotMapping.set_positions
 BUGS: dict[str, tuple[Any, str, object]] = {
-    "states one off": (HiddenStateBuffer, "absorb", shifted_absorb),
-    "only the newest pair is read anew": (eagle, "levels", lambda shape, k: 0),
-    "all but one pair is read anew": (eagle, "levels", lambda shape, k: k - 1),
-    "a prompt's states one off": (HiddenStateBuffer, "seat", late_seat),
-    "states of the row's last prompt": (HiddenStateBuffer, "seat", no_seat),
-    "the prompt's padding for its end": (HiddenStateBuffer, "seat", padded_seat),
-    "later chunks do not see earlier ones": (SlotMapping, "place", fresh_chunks),
+    "states one off": (HiddenStateBuffer, "update_hidden_states", shifted_absorb),
+    "only the newest pair is read anew": (eagle, "max_depth", lambda shape, k: 0),
+    "all but one pair is read anew": (eagle, "max_depth", lambda shape, k: k - 1),
+    "a prompt's states one off": (HiddenStateBuffer, "reset_rows", late_seat),
+    "states of the row's last prompt": (HiddenStateBuffer, "reset_rows", no_seat),
+    "the prompt's padding for its end": (HiddenStateBuffer, "reset_rows", padded_seat),
+    "later chunks do not see earlier ones": (SlotMapping, "set_positions", fresh_chunks),
     "K/V lost when buffers grow": (EagleDraft, "reserve", lossy_reserve),
     "a node's number for its depth": (TreeNodes, "index_depth", property(lambda self: self.index)),
 }

@@ -1,12 +1,10 @@
-"""The suffix draft: counts and guesses equal the slow definition; rows, corpus and files are kept apart."""
+"""The suffix draft: counts and guesses equal the slow definition; rows and corpus are kept apart."""
 
-import json
 import math
 import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,8 @@ from hypothesis import strategies as st
 
 from decode.common.errors import UserError
 from decode.drafts.base import DraftContext
-from decode.drafts.suffix import SuffixDraft, SuffixMatch, SuffixTree, corpus_from
+from decode.drafts.suffix import SuffixDraft
+from decode.drafts.suffix_tree import SuffixMatch, SuffixTree
 from decode.engine.engine import decode
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import SamplingParams
@@ -413,46 +412,6 @@ def test_decoding_is_lossless_and_learns(rows: int | None, nodes: int) -> None:
         assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]
     rounds = [len(output.rounds) for output in outputs]
     assert max(rounds) <= 12, rounds  # 23 without drafts
-
-
-# ---- files ----
-
-
-def test_corpus_from_outputs(tmp_path: Path) -> None:
-    """Catches prompts read as outputs, and a text counted once for every method that produced it."""
-    lines = [
-        {"prompt_ids": [1], "output_ids": [5, 6], "method": "plain"},
-        {"prompt_ids": [1], "output_ids": [5, 6], "method": "ngram"},
-        {"prompt_ids": [2], "output_ids": [5, 6], "method": "plain"},
-        {"prompt_ids": [2], "output_ids": [7], "method": "ngram"},
-    ]
-    file = tmp_path / "outputs.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert corpus_from(str(file)) == [[5, 6], [5, 6], [7]]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt_ids": [1], "output_', "not valid JSON"),
-        ('{"prompt_ids": [1]}', "`output_ids` must be"),
-        ('{"output_ids": [1]}', "`prompt_ids` must be"),
-        ('{"prompt_ids": [1], "output_ids": [1, "2"]}', "`output_ids` must be"),
-        ('{"prompt_ids": [1], "output_ids": [-1]}', "`output_ids` must be"),
-        ("[1, 2]", "`prompt_ids` must be"),
-        (b"\xff\xfe", "not valid JSON"),
-    ],
-)
-def test_damaged_corpus_is_refused(tmp_path: Path, line: str | bytes, message: str) -> None:
-    """Catches a stack trace, or half a corpus in silence, from a file that was cut or edited."""
-    file = tmp_path / "outputs.jsonl"
-    good = b'{"prompt_ids": [1], "output_ids": [2]}\n\n'
-    file.write_bytes(good + (line if isinstance(line, bytes) else line.encode()) + b"\n")
-    with pytest.raises(UserError, match=message) as error:
-        corpus_from(str(file))
-    assert f"{file}:3" in str(error.value)
-    with pytest.raises(UserError, match="no file"):
-        corpus_from(str(tmp_path / "nowhere.jsonl"))
 
 
 def test_a_tree_needs_depth() -> None:

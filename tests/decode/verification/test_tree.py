@@ -101,8 +101,8 @@ def test_paths_become_a_tree() -> None:
 @pytest.mark.parametrize(
     ("paths", "words"),
     [
-        ([[0], [0, 1, 0]], r"\[0, 1, 0\] hangs in the air: add \[0, 1\]"),
-        ([[0], [1], [0]], r"\[0\] is given twice"),
+        ([[0], [0, 1, 0]], r"\[0, 1, 0\] has no parent: add \[0, 1\]"),
+        ([[0], [1], [0]], r"\[0\] is there twice"),
         ([[0], []], "at least one rank"),
         ([[0], [-1]], "none negative"),
     ],

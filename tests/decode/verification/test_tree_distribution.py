@@ -444,15 +444,17 @@ WALK_BUGS: dict[str, Rule] = {
     "one random number for all nodes": one_uniform,
     "law of the parent": law_of_the_parent,
     "bonus from the root": bonus_from_the_root,
-    "y of the child itself": patched(walk, matches=lambda tokens, parents, y: tokens == y[:, 1:]),
+    "y of the child itself": patched(
+        walk, matches_target=lambda tokens, parents, y: tokens == y[:, 1:]
+    ),
     "ancestors not asked": patched(
         walk,
-        reached=lambda accept, parents, depth, limit: torch.cat(
+        accepted_path_mask=lambda accept, parents, depth, limit: torch.cat(
             [torch.ones_like(accept[:, :1]), accept], 1
         ),
     ),
     "token by token as on a chain": patched(
-        walk, matches=lambda tokens, parents, y: tokens == y[:, :-1]
+        walk, matches_target=lambda tokens, parents, y: tokens == y[:, :-1]
     ),
 }
 
@@ -496,7 +498,9 @@ def residual_from_the_original_p(tokens, parents, limit, p, q, choose):  # type:
     def wrong(token, p_now, q_now):  # type: ignore[no-untyped-def]
         return distributions_after_rejection(token, p[:, 0], q_now)
 
-    return patched(verify_tree_sampled, after_rejection=wrong)(tokens, parents, limit, p, q, choose)
+    return patched(verify_tree_sampled, distributions_after_rejection=wrong)(
+        tokens, parents, limit, p, q, choose
+    )
 
 
 def siblings_sorted(tokens, parents, limit, p, q, choose):  # type: ignore[no-untyped-def]
@@ -505,11 +509,19 @@ def siblings_sorted(tokens, parents, limit, p, q, choose):  # type: ignore[no-un
 
 
 SAMPLED_BUGS: dict[str, Rule] = {
-    "q not renormalised": patched(verify_tree_sampled, after_rejection=q_not_renormalised),
-    "rejected token stays in q": patched(verify_tree_sampled, after_rejection=q_keeps_the_token),
-    "p not renormalised": patched(verify_tree_sampled, after_rejection=p_not_renormalised),
-    "p unchanged": patched(verify_tree_sampled, after_rejection=p_unchanged),
-    "p only loses the token": patched(verify_tree_sampled, after_rejection=p_only_loses_the_token),
+    "q not renormalised": patched(
+        verify_tree_sampled, distributions_after_rejection=q_not_renormalised
+    ),
+    "rejected token stays in q": patched(
+        verify_tree_sampled, distributions_after_rejection=q_keeps_the_token
+    ),
+    "p not renormalised": patched(
+        verify_tree_sampled, distributions_after_rejection=p_not_renormalised
+    ),
+    "p unchanged": patched(verify_tree_sampled, distributions_after_rejection=p_unchanged),
+    "p only loses the token": patched(
+        verify_tree_sampled, distributions_after_rejection=p_only_loses_the_token
+    ),
     "residual from the original p": residual_from_the_original_p,
     "siblings sorted by probability": siblings_sorted,
 }
@@ -568,7 +580,7 @@ def success_is_r(tokens, p, q, r):  # type: ignore[no-untyped-def]
 
 
 BLOCK_BUGS: dict[str, Rule] = {
-    "early exit": patched(block, last_success=count_accepted),
+    "early exit": patched(block, last_success_index=count_accepted),
     "success without r": patched(block, block_weights=success_without_r),
     "success is r": patched(block, block_weights=success_is_r),
     "residual without r": patched(
