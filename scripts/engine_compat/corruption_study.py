@@ -1,10 +1,11 @@
-"""What a damaged draft does in vLLM: refused, or served in silence with fewer tokens accepted?
+"""Decodes with corrupted drafts in vLLM: is each refused, or served without an error and with fewer tokens accepted?
 
-    python scripts/engine_compat/corruption_study.py --drafts outputs/compare/drafts --python ~/vllm/bin/python --out served_damage.json
+    python scripts/engine_compat/corruption_study.py --drafts outputs/compare/drafts --python ~/vllm/bin/python \
+      --out served_damage.json
 
 Copies of good drafts, each with one mistake that exporters are known to make, are checked (scripts/check_draft.py) and
-then decoded by vLLM, beside the good ones. A draft that proposes nonsense costs no output, so vLLM says nothing: only
-what it accepts does. scripts/engine_compat/corruptions.py is the list, and the checker's tests run over all of it.
+then used by vLLM, as are the good ones. A bad draft does not change vLLM's output and causes no error: only the
+accepted counts show it. scripts/engine_compat/corruptions.py lists the mistakes; the checker's tests run all of them.
 """
 
 import json
@@ -22,58 +23,61 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.checkpoints import importers, layouts
-from decode.common import files, run_dir
+from decode.common import run_dir
 from decode.common.cli import run_command
 from decode.common.errors import UserError
+from decode.common.files import read_json, write_atomically
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
 from decode.model.loading import load_target
 from eval.benchmark import vllm_client
 from eval.tasks.loading import Task, load_task_prompts
-from scripts import export
-from scripts.check_draft import check_draft_files
-from scripts.engine_compat import vllm_parity
+from scripts.engine_compat import exporters, vllm_parity
+from scripts.engine_compat.checker import check_draft_files
 from scripts.engine_compat.corruptions import all_corruptions
 
 
 @dataclass
 class CorruptionStudyConfig:
     drafts: str = "outputs/compare/drafts"
-    """Folder with good drafts by family: eagle3, eagle1, medusa."""
+    """Folder with one good draft of each family: eagle3, eagle1, medusa."""
     target: str = "assets/target"
+    """The target's folder or Hub name."""
     python: str = ""
-    """Interpreter that has vLLM; empty: as in scripts/referee.py."""
+    """Interpreter with vLLM; empty: $VLLM_PYTHON or .venv-vllm/bin/python."""
     only: list[str] = field(default_factory=list)
-    """Names of damages; empty: those that say something in vLLM."""
+    """Names of corruptions; empty: those with `run_in_vllm`."""
     tasks: list[Task] = field(
         default_factory=lambda: [Task("code", limit=2), Task("prose", limit=2), Task("arithmetic", limit=2)]
     )  # fmt: skip
     k: int = 4
+    """Tokens drafted a round."""
     max_new_tokens: int = 32
+    """Tokens decoded for each prompt."""
     out: str = ""
-    """File for the JSON, written anew after each draft; drafts that it holds are not served again."""
+    """File for the JSON, rewritten after each draft; drafts that it already contains are not decoded again."""
 
 
 def copy_draft(draft: str, out: Path) -> None:
-    """The files of a draft that engines read, in the layout that is saved today."""
+    """Copies the files that engines read, in the layout that training saves today."""
     if draft_family(draft) == "causal":
         out.mkdir(parents=True)
         for pattern in ("*.json", "*.safetensors"):
             for file in Path(draft).glob(pattern):
                 shutil.copyfile(file, out / file.name)
     else:
-        layouts.write_checkpoint(out, *export.to_flat(importers.read_checkpoint(draft)))
-        export.write_metadata(draft, read_metadata(draft), out)
+        layouts.write_checkpoint(out, *exporters.to_flat(importers.read_checkpoint(draft)))
+        exporters.write_metadata(draft, read_metadata(draft), out)
 
 
-def summarize_result(judge: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM accepts, or what it says instead."""
-    if "error" in judge:
-        return {"vllm": "refused", "says": " ".join(judge["error"].split())[:300]}
-    total = vllm_parity.sum_counts(judge["answers"])
+def summarize_result(result: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's accepted counts, τ and acceptance rate; or "refused" with its error message."""
+    if "error" in result:
+        return {"vllm": "refused", "says": " ".join(result["error"].split())[:300]}
+    total = vllm_parity.sum_counts(result["answers"])
     return {
         "vllm": "served",
-        "version": judge["vllm"],
+        "version": result["vllm"],
         **total,
         "tau": 1 + total["accepted"] / total["rounds"],
         "acceptance_rate": total["accepted"] / total["drafted"],
@@ -81,28 +85,30 @@ def summarize_result(judge: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_rows(file: str, sizes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those of an earlier run of these sizes, which goes on."""
+    """The rows of an earlier run with these settings, which this run continues; [] if there is none."""
     if not file or not Path(file).is_file():
         return []
-    held = files.read_json(Path(file))
-    return held["rows"] if {key: held.get(key) for key in sizes} == sizes else []
+    earlier = read_json(Path(file))
+    return earlier["rows"] if {key: earlier.get(key) for key in sizes} == sizes else []
 
 
 def save_rows(file: str, sizes: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Writes the rows with the settings and the provenance of this run; nothing without a file name."""
     if file:
         result = {**sizes, "rows": rows, **run_dir.provenance()}
-        files.write_atomically(Path(file), json.dumps(result, indent=1) + "\n")
+        write_atomically(Path(file), json.dumps(result, indent=1) + "\n")
 
 
 def main(s: CorruptionStudyConfig) -> None:
+    """Checks and decodes with every corrupted draft and prints a table."""
     target = load_target(s.target, "cpu")
     prompts = [item.prompt_ids for task in s.tasks for item in load_task_prompts(task, target)]
     context = vllm_parity.context_length(target, prompts, s.k, s.max_new_tokens)
     known = all_corruptions(target.decoder.config.num_hidden_layers)
-    names = s.only or [name for name, damage in known.items() if damage.served]
-    strange = [name for name in names if name not in known]
-    if strange:
-        raise UserError(f"no damage {strange[0]!r}: give some of {', '.join(known)}")
+    names = s.only or [name for name, corruption in known.items() if corruption.run_in_vllm]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(f"no corruption {unknown[0]!r}: give some of {', '.join(known)}")
     todo = [(family, "none") for family in dict.fromkeys(known[name].family for name in names)]
     todo += [(known[name].family, name) for name in names]
     sizes = {"k": s.k, "prompts": len(prompts), "max_new_tokens": s.max_new_tokens}
@@ -113,7 +119,7 @@ def main(s: CorruptionStudyConfig) -> None:
         for folder, (family, name) in zip(folders, todo, strict=True):
             copy_draft(f"{s.drafts}/{family}", folder)
             if name != "none":
-                known[name].edit(folder)
+                known[name].edit.apply(folder)
         jobs = [
             vllm_client.build_job(
                 s.target,
@@ -124,16 +130,24 @@ def main(s: CorruptionStudyConfig) -> None:
             )
             for folder in folders
         ]
-        judged = vllm_client.run_jobs(s.python, jobs) if jobs else iter(())
-        for folder, (family, name), judge in zip(folders, todo, judged, strict=True):
-            seen = check_draft_files(str(folder), "vllm", target=s.target)
-            said = [[f.rule, f.effect, f.what] for f in seen if f.rule != "changed-since-training"]
+        results = vllm_client.run_jobs(s.python, jobs) if jobs else iter(())
+        for folder, (family, name), result in zip(folders, todo, results, strict=True):
+            findings = [
+                [f.rule, f.effect, f.what]
+                for f in check_draft_files(str(folder), "vllm", target=s.target)
+                if f.rule != "changed-since-training"
+            ]
             rows.append(
-                {"family": family, "damage": name, "checker": said, **summarize_result(judge)}
+                {
+                    "family": family,
+                    "damage": name,
+                    "checker": findings,
+                    **summarize_result(result),
+                }
             )
             save_rows(s.out, sizes, rows)
     save_rows(s.out, sizes, rows)
-    table = Table("family", "damage", "checker", "vLLM", "τ", "by position")
+    table = Table("family", "corruption", "checker", "vLLM", "τ", "by position")
     for row in rows:
         rules = ", ".join(dict.fromkeys(rule for rule, _, _ in row["checker"])) or "–"
         tau = f"{row['tau']:.3f}" if "tau" in row else "–"

@@ -1,4 +1,4 @@
-"""Mistakes that exporters of drafts are known to make: what each does to a folder, and which rules must see it."""
+"""Mistakes that exporters of drafts are known to make, each with the rules that must find it."""
 
 from dataclasses import dataclass
 
@@ -6,13 +6,15 @@ import torch
 
 from scripts.engine_compat.checkpoint_edits import (
     Edit,
+    NestConfig,
+    RemoveFile,
+    TensorEdit,
     add,
     add_query_bias,
     cast,
     combine,
     drop,
-    edit_tensors,
-    nest_config,
+    drop_last_row,
     offsets_to_ids,
     rename,
     set_aux_layers,
@@ -27,30 +29,31 @@ from scripts.engine_compat.checkpoint_edits import (
 
 @dataclass(frozen=True)
 class Corruption:
-    """One mistake: of which family, what it does to a folder, and the rules of each engine that must see it."""
+    """One mistake in the files of a draft."""
 
     family: str
     edit: Edit
-    seen: dict[str, str]
-    """The rule's name by engine; an engine that is left out reads the folder as it was meant."""
-    served: bool = True
-    """Shown in vLLM by the command: what it refuses is told by one or two examples."""
+    expected_rules: dict[str, str]
+    """{engine: name of the rule that must find it}; an engine that is left out serves the draft as it was trained."""
+    run_in_vllm: bool = True
+    """Whether the study decodes with it in vLLM. Of mistakes that vLLM refuses, one or two are run as examples."""
 
 
 def by_engine(rule: str, *, but: tuple[str, ...] = ()) -> dict[str, str]:
+    """The same rule in vLLM, SGLang and TensorRT-LLM, except for the engines `but`."""
     return {engine: rule for engine in ("vllm", "sglang", "trtllm") if engine not in but}
 
 
 def lm_by_engine(rule: str) -> dict[str, str]:
+    """The same rule in all four engines, which serve causal drafts."""
     return by_engine(rule) | {"transformers": rule}
 
 
-def all_corruptions(layers: int) -> dict[str, Corruption]:
-    """All of them, for a target of so many layers."""
-    mid = "midlayer"
-    e3 = {
+def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
+    """For EAGLE-3 heads; `layers` is the number of the target's layers."""
+    return {
         "a matrix is missing": Corruption(
-            "eagle3", drop(f"{mid}.self_attn.o_proj.weight"), by_engine("missing-tensor")
+            "eagle3", drop("midlayer.self_attn.o_proj.weight"), by_engine("missing-tensor")
         ),
         "the last norm is missing": Corruption("eagle3", drop("norm.weight"), by_engine("missing-tensor")),
         "a tensor is renamed": Corruption(
@@ -58,19 +61,19 @@ def all_corruptions(layers: int) -> dict[str, Corruption]:
         ),
         "a second layer": Corruption(
             "eagle3",
-            add(layers__1__mlp__up_proj__weight=f"{mid}.mlp.up_proj.weight"),
+            add("layers.1.mlp.up_proj.weight", "midlayer.mlp.up_proj.weight"),
             by_engine("unknown-tensor"),
-            served=False,
+            run_in_vllm=False,
         ),
-        "a layer too many is said": Corruption(
-            "eagle3", set_config(num_hidden_layers=2), by_engine("layers"), served=False
+        "num_hidden_layers is 2": Corruption(
+            "eagle3", set_config(num_hidden_layers=2), by_engine("layers"), run_in_vllm=False
         ),
-        "d2t holds ids": Corruption("eagle3", edit_tensors(offsets_to_ids), by_engine("map")),
-        "d2t is one token off": Corruption("eagle3", edit_tensors(shift_ids), by_engine("map")),
+        "d2t holds ids": Corruption("eagle3", TensorEdit(offsets_to_ids), by_engine("map")),
+        "d2t is one token off": Corruption("eagle3", TensorEdit(shift_ids), by_engine("map")),
         "d2t is missing": Corruption("eagle3", drop("d2t"), by_engine("map-missing")),
         "d2t in bfloat16": Corruption("eagle3", cast("d2t", torch.bfloat16), by_engine("map-dtype")),
         "t2d in int64": Corruption(
-            "eagle3", cast("t2d", torch.int64), by_engine("members-dtype", but=("trtllm",)), served=False
+            "eagle3", cast("t2d", torch.int64), by_engine("members-dtype", but=("trtllm",)), run_in_vllm=False
         ),
         "taps of the other convention": Corruption(
             "eagle3", set_aux_layers(layers, -1, None), {"vllm": "taps", "sglang": "taps-unread"}
@@ -78,10 +81,10 @@ def all_corruptions(layers: int) -> dict[str, Corruption]:
         "taps counted from 1 for SGLang": Corruption(
             "eagle3",
             set_aux_layers(layers, 0, 0), by_engine("taps-disagree") | {"sglang": "taps"},
-            served=False,
+            run_in_vllm=False,
         ),
         "taps that differ by two": Corruption(
-            "eagle3", set_aux_layers(layers, 0, -2), by_engine("taps-disagree"), served=False
+            "eagle3", set_aux_layers(layers, 0, -2), by_engine("taps-disagree"), run_in_vllm=False
         ),
         "taps for SGLang alone": Corruption("eagle3", set_aux_layers(layers, None, -1), {"vllm": "taps"}),
         "norm_before_residual": Corruption(
@@ -97,110 +100,121 @@ def all_corruptions(layers: int) -> dict[str, Corruption]:
         ),
         "fc_norm": Corruption("eagle3", set_config(fc_norm=True), by_engine("missing-tensor")),
         "draft_vocab_size is missing": Corruption(
-            "eagle3", set_config(draft_vocab_size=None), by_engine("draft-vocabulary"), served=False
+            "eagle3", set_config(draft_vocab_size=None), by_engine("draft-vocabulary"), run_in_vllm=False
         ),
         "draft_vocab_size is wrong": Corruption(
-            "eagle3", set_config(draft_vocab_size=17), by_engine("shapes"), served=False
+            "eagle3", set_config(draft_vocab_size=17), by_engine("shapes"), run_in_vllm=False
         ),
         "vocab_size is the draft's": Corruption(
-            "eagle3", set_config(vocab_size=17), by_engine("vocabulary"), served=False
+            "eagle3", set_config(vocab_size=17), by_engine("vocabulary"), run_in_vllm=False
         ),
-        "head_dim": Corruption("eagle3", set_config(head_dim=2), by_engine("shapes"), served=False),
-        "K/V heads": Corruption("eagle3", set_config(num_key_value_heads=1), by_engine("shapes"), served=False),
+        "head_dim": Corruption("eagle3", set_config(head_dim=2), by_engine("shapes"), run_in_vllm=False),
+        "K/V heads": Corruption("eagle3", set_config(num_key_value_heads=1), by_engine("shapes"), run_in_vllm=False),
         "rope_parameters": Corruption("eagle3", set_rope_theta(1e6), by_engine("rope")),
         "no rope keys": Corruption(
             "eagle3",
             set_config(rope_parameters=None, rope_theta=None, rope_scaling=None),
             {"vllm": "rope", "sglang": "rope-keys", "trtllm": "rope-keys"},
-            served=False,
+            run_in_vllm=False,
         ),
-        "another base, said twice": Corruption(
-            "eagle3", combine(set_rope_theta(1e6), set_config(rope_theta=1e6)), by_engine("rope"), served=False
+        "another rope_theta under both keys": Corruption(
+            "eagle3", combine(set_rope_theta(1e6), set_config(rope_theta=1e6)), by_engine("rope"), run_in_vllm=False
         ),
         "attention_bias": Corruption("eagle3", set_config(attention_bias=True), by_engine("bias-flags")),
         "a bias of the layer": Corruption(
             "eagle3",
-            edit_tensors(add_query_bias),
+            TensorEdit(add_query_bias),
             by_engine("dropped-bias"),
-            served=False,
+            run_in_vllm=False,
         ),
         "attention_bias is missing": Corruption(
-            "eagle3", set_config(attention_bias=None), {"trtllm": "settings"}, served=False
+            "eagle3", set_config(attention_bias=None), {"trtllm": "settings"}, run_in_vllm=False
         ),
         "a norm that no flag turns on": Corruption(
             "eagle3",
-            add(input_norm__weight="norm.weight"),
+            add("input_norm.weight", "norm.weight"),
             by_engine("unknown-tensor") | {"vllm": "skipped-tensor"},
-            served=False,
+            run_in_vllm=False,
         ),
         "tied embeddings": Corruption(
-            "eagle3", set_config(tie_word_embeddings=True), {"sglang": "tied"}, served=False
+            "eagle3", set_config(tie_word_embeddings=True), {"sglang": "tied"}, run_in_vllm=False
         ),
-        "another activation": Corruption("eagle3", set_config(hidden_act="gelu"), by_engine("activation"), served=False),
+        "another activation": Corruption(
+            "eagle3", set_config(hidden_act="gelu"), by_engine("activation"), run_in_vllm=False
+        ),
         "another width of target": Corruption(
-            "eagle3", set_config(target_hidden_size=8), by_engine("target-width"), served=False
+            "eagle3", set_config(target_hidden_size=8), by_engine("target-width"), run_in_vllm=False
         ),
         "another architecture": Corruption(
             "eagle3",
             set_config(architectures=["MistralForCausalLM"]),
             {"vllm": "architecture", "sglang": "architecture"},
-            served=False,
+            run_in_vllm=False,
         ),
-        "not a number": Corruption("eagle3", set_nan("fc.weight"), by_engine("finite"), served=False),
-        "another dtype is said": Corruption("eagle3", set_config(dtype="float64"), by_engine("dtype"), served=False),
-        "integers for weights": Corruption(
-            "eagle3", cast("fc.weight", torch.int8), by_engine("floating"), served=False
+        "NaN": Corruption("eagle3", set_nan("fc.weight"), by_engine("finite"), run_in_vllm=False),
+        "another dtype": Corruption("eagle3", set_config(dtype="float64"), by_engine("dtype"), run_in_vllm=False),
+        "int8 weights": Corruption(
+            "eagle3", cast("fc.weight", torch.int8), by_engine("floating"), run_in_vllm=False
         ),
         "nested, flag unsaid": Corruption(
             "eagle3",
-            combine(nest_config, set_config(norm_before_residual=None)),
+            combine(NestConfig(), set_config(norm_before_residual=None)),
             by_engine("nested-config") | {"vllm": "nested-norm-flag"},
         ),
         "nested, model_type on top": Corruption(
             "eagle3",
-            combine(nest_config, set_config(model_type="llama")),
+            combine(NestConfig(), set_config(model_type="llama")),
             by_engine("nested-config"),
-            served=False,
+            run_in_vllm=False,
         ),
         "nested, layer of another kind": Corruption(
-            "eagle3", combine(nest_config, set_layer_config("model_type", "qwen3")), by_engine("nested-config"), served=False
+            "eagle3", combine(NestConfig(), set_layer_config(model_type="qwen3")), by_engine("nested-config"),
+            run_in_vllm=False,
         ),
         "nested, without tokens to draft": Corruption(
-            "eagle3", combine(nest_config, set_config(speculators_config={})), by_engine("nested-config"), served=False
+            "eagle3", combine(NestConfig(), set_config(speculators_config={})), by_engine("nested-config"),
+            run_in_vllm=False,
         ),
         "nested, maps of a whole vocabulary": Corruption(
             "eagle3",
-            combine(nest_config, set_config(draft_vocab_size=None), drop("lm_head.weight")),
+            combine(NestConfig(), set_config(draft_vocab_size=None), drop("lm_head.weight")),
             by_engine("map-superfluous") | {"trtllm": "nested-config"},
-            served=False,
+            run_in_vllm=False,
         ),
     }  # fmt: skip
-    layer = "layers.0"
-    e1 = {
+
+
+def eagle1_corruptions() -> dict[str, Corruption]:
+    """For EAGLE-1 heads."""
+    return {
         "a first norm": Corruption(
             "eagle1",
-            add(layers__0__input_layernorm__weight=f"{layer}.post_attention_layernorm.weight"),
+            add("layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight"),
             by_engine("unknown-tensor", but=("trtllm",)),
         ),
         "a head of its own": Corruption(
             "eagle1",
-            add(lm_head__weight="fc.weight"),
+            add("lm_head.weight", "fc.weight"),
             by_engine("unknown-tensor", but=("trtllm",)),
-            served=False,
+            run_in_vllm=False,
         ),
-        "fc with a bias": Corruption("eagle1", edit_tensors(set_fc_bias), {"vllm": "dropped-bias"}),
-        "fc without its zeros": Corruption("eagle1", drop("fc.bias"), {"sglang": "fc-bias"}, served=False),
+        "fc with a bias": Corruption("eagle1", TensorEdit(set_fc_bias), {"vllm": "dropped-bias"}),
+        "fc without its zeros": Corruption("eagle1", drop("fc.bias"), {"sglang": "fc-bias"}, run_in_vllm=False),
         "bias": Corruption("eagle1", set_config(bias=True), by_engine("bias-flags", but=("trtllm",))),
         "a matrix is missing (1)": Corruption(
             "eagle1",
-            drop(f"{layer}.mlp.down_proj.weight"),
+            drop("layers.0.mlp.down_proj.weight"),
             by_engine("missing-tensor", but=("trtllm",)),
         ),
         "one architecture for both (1)": Corruption(
-            "eagle1", set_config(architectures=["LlamaForCausalLM"]), {"sglang": "architecture"}, served=False
+            "eagle1", set_config(architectures=["LlamaForCausalLM"]), {"sglang": "architecture"}, run_in_vllm=False
         ),
     }  # fmt: skip
-    md = {
+
+
+def medusa_corruptions() -> dict[str, Corruption]:
+    """For Medusa heads."""
+    return {
         "medusa_fc_bias is missing": Corruption(
             "medusa", set_config(medusa_fc_bias=None), {"vllm": "dropped-bias"}
         ),
@@ -214,52 +228,69 @@ def all_corruptions(layers: int) -> dict[str, Corruption]:
             "medusa",
             rename("blocks.1.layers.0.weight", "blocks.1.linear.weight"),
             {"vllm": "unknown-tensor"},
-            served=False,
+            run_in_vllm=False,
         ),
-        "hidden_size is missing": Corruption("medusa", set_config(hidden_size=None), {"vllm": "sizes"}, served=False),
-        "hidden_size is wrong": Corruption("medusa", set_config(hidden_size=8), {"vllm": "shapes"}, served=False),
+        "hidden_size is missing": Corruption(
+            "medusa", set_config(hidden_size=None), {"vllm": "sizes"}, run_in_vllm=False
+        ),
+        "hidden_size is wrong": Corruption("medusa", set_config(hidden_size=8), {"vllm": "shapes"}, run_in_vllm=False),
         "a setting that is renamed": Corruption(
-            "medusa", set_config(num_attention_heads=1), {"vllm": "renamed-settings"}, served=False
+            "medusa", set_config(num_attention_heads=1), {"vllm": "renamed-settings"}, run_in_vllm=False
         ),
         "truncated_vocab_size": Corruption(
-            "medusa", set_config(truncated_vocab_size=8), {"vllm": "truncated-vocabulary"}, served=False
+            "medusa", set_config(truncated_vocab_size=8), {"vllm": "truncated-vocabulary"}, run_in_vllm=False
         ),
-        "rows of another vocabulary": Corruption(
+        "a projection with a row less": Corruption(
             "medusa",
-            edit_tensors(lambda t: t.update({"lm_heads.0.weight": t["lm_heads.0.weight"][:-1]})),
+            drop_last_row("lm_heads.0.weight"),
             {"vllm": "vocabulary"},
-            served=False,
+            run_in_vllm=False,
         ),
     }  # fmt: skip
-    lm = {
+
+
+def causal_corruptions() -> dict[str, Corruption]:
+    """For causal drafts."""
+    return {
         "another vocabulary": Corruption(
-            "causal", set_config(vocab_size=17), lm_by_engine("vocabulary"), served=False
+            "causal", set_config(vocab_size=17), lm_by_engine("vocabulary"), run_in_vllm=False
         ),
         "a norm is missing": Corruption(
-            "causal", drop("model.norm.weight"), lm_by_engine("missing-tensor"), served=False
+            "causal", drop("model.norm.weight"), lm_by_engine("missing-tensor"), run_in_vllm=False
         ),
         "an extra tensor": Corruption(
-            "causal", add(model__extra__weight="model.norm.weight"), lm_by_engine("unknown-tensor"), served=False
+            "causal", add("model.extra.weight", "model.norm.weight"), lm_by_engine("unknown-tensor"), run_in_vllm=False
         ),
         "no tokenizer": Corruption(
-            "causal", lambda folder: (folder / "tokenizer_config.json").unlink(), lm_by_engine("tokenizer"), served=False
+            "causal", RemoveFile("tokenizer_config.json"), lm_by_engine("tokenizer"), run_in_vllm=False
         ),
         "another width (LM)": Corruption(
-            "causal", set_config(intermediate_size=8), lm_by_engine("shapes"), served=False
+            "causal", set_config(intermediate_size=8), lm_by_engine("shapes"), run_in_vllm=False
         ),
-        "tied, with a matrix of its own": Corruption(
+        "tied, with another lm_head": Corruption(
             "causal",
-            combine(set_config(tie_word_embeddings=True), add(lm_head__weight="model.embed_tokens.weight")),
+            combine(set_config(tie_word_embeddings=True), add("lm_head.weight", "model.embed_tokens.weight")),
             lm_by_engine("tied"),
-            served=False,
+            run_in_vllm=False,
         ),
-        "not a number (LM)": Corruption("causal", set_nan("model.norm.weight"), lm_by_engine("finite"), served=False),
-        "integers for weights (LM)": Corruption(
-            "causal", cast("model.norm.weight", torch.int8), lm_by_engine("floating"), served=False
+        "NaN (LM)": Corruption("causal", set_nan("model.norm.weight"), lm_by_engine("finite"), run_in_vllm=False),
+        "int8 weights (LM)": Corruption(
+            "causal", cast("model.norm.weight", torch.int8), lm_by_engine("floating"), run_in_vllm=False
         ),
-        "another dtype is said (LM)": Corruption("causal", set_config(dtype="float64"), lm_by_engine("dtype"), served=False),
+        "another dtype (LM)": Corruption(
+            "causal", set_config(dtype="float64"), lm_by_engine("dtype"), run_in_vllm=False
+        ),
         "no rope keys (LM)": Corruption(
-            "causal", set_config(rope_parameters=None, rope_theta=None), lm_by_engine("rope"), served=False
+            "causal", set_config(rope_parameters=None, rope_theta=None), lm_by_engine("rope"), run_in_vllm=False
         ),
     }  # fmt: skip
-    return e3 | e1 | md | lm
+
+
+def all_corruptions(layers: int) -> dict[str, Corruption]:
+    """{name: corruption} of all families; `layers` is the number of the target's layers."""
+    return (
+        eagle3_corruptions(layers)
+        | eagle1_corruptions()
+        | medusa_corruptions()
+        | causal_corruptions()
+    )

@@ -1,4 +1,4 @@
-"""The checker of drafts against engines' rules: nothing to say of good ones, and every damage is seen by its rule."""
+"""The checker of drafts against engines' rules: no findings for good drafts, each corruption found by its rule."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from decode.drafts.eagle_model import Eagle3Model, llama_config
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from scripts import export
-from scripts.check_draft import ENGINES, check_draft_files
+from scripts.engine_compat.checker import ENGINES, check_draft_files
 from scripts.engine_compat.corruptions import all_corruptions
 from scripts.engine_compat.rules.checkpoint import IGNORED, REFUSED, SILENT
 from tests.decode.checkpoints.test_layouts import LAYERS, V, small_target
@@ -64,7 +64,8 @@ def good(tmp_path_factory: pytest.TempPathFactory, target: str) -> dict[str, Pat
         (folder / METADATA_FILE).write_text(json.dumps(facts))
     shutil.copytree(ASSETS / "draft", home / "causal", ignore=shutil.ignore_patterns("*.md"))
     tokenizer = tokenizer_fingerprint(load_tokenizer(str(ASSETS / "target")))
-    (home / "causal" / METADATA_FILE).write_text(json.dumps({"family": "causal", "tokenizer_hash": tokenizer}))  # fmt: skip
+    causal_facts = {"family": "causal", "tokenizer_hash": tokenizer}
+    (home / "causal" / METADATA_FILE).write_text(json.dumps(causal_facts))
     return {family: home / family for family in SERVED}
 
 
@@ -105,13 +106,13 @@ def test_every_damage_is_seen(
     damage = DAMAGE[name]
     folder = tmp_path / "draft"
     shutil.copytree(good[damage.family], folder)
-    damage.edit(folder)
-    assert damage.seen
+    damage.edit.apply(folder)
+    assert damage.expected_rules
     for engine in SERVED[damage.family]:
         found = check_draft_files(str(folder), engine, "", target_of(damage.family, target))
         rules = {finding.rule for finding in found}
-        if engine in damage.seen:
-            assert damage.seen[engine] in rules, (engine, found)
+        if engine in damage.expected_rules:
+            assert damage.expected_rules[engine] in rules, (engine, found)
         else:
             assert rules == set(), (engine, found)
 
@@ -217,27 +218,27 @@ def test_rules_have_a_name_and_a_source() -> None:
     """Catches a rule that no maintainer could look up, or two that a report could not tell apart."""
     for name, engine in ENGINES.items():
         for family in SERVED:
-            rules = [rule for rule in engine.RULES if family in rule.families]
+            rules = [rule for rule in engine.rules if family in rule.families]
             assert len({rule.name for rule in rules}) == len(rules), (name, family)
-        for rule in engine.RULES:
+        for rule in engine.rules:
             assert rule.source
             assert rule.effect in (REFUSED, SILENT, IGNORED)
 
 
 def test_every_rule_of_heads_is_tested() -> None:
-    """Catches a rule that no damage shows to work."""
+    """Catches a rule that no corruption shows to work."""
     shown = {
         (engine, damage.family, rule)
         for damage in DAMAGE.values()
-        for engine, rule in damage.seen.items()
+        for engine, rule in damage.expected_rules.items()
     }
-    # Told by tests of their own above.
+    # These have tests of their own above.
     elsewhere = {"changed-since-training", "removed", "medusa", "eagle1", "heads"}
     elsewhere |= {"layout", "layer-name", "taps", "old-names"}
     for name, engine in ENGINES.items():
-        for rule in engine.RULES:
-            said_of = [family for family in rule.families if (name, family, rule.name) in shown]
-            assert said_of or rule.name in elsewhere, (name, rule)
+        for rule in engine.rules:
+            shown_for = [family for family in rule.families if (name, family, rule.name) in shown]
+            assert shown_for or rule.name in elsewhere, (name, rule)
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -255,7 +256,7 @@ def test_the_command(good: dict[str, Path], target: str, tmp_path: Path) -> None
     assert (fine.returncode, json.loads(fine.stdout)["findings"]) == (0, []), fine.stderr
     folder = tmp_path / "draft"
     shutil.copytree(good["eagle3"], folder)
-    DAMAGE["d2t is missing"].edit(folder)
+    DAMAGE["d2t is missing"].edit.apply(folder)
     bad = run(str(folder), "--engine", "vllm")
     assert bad.returncode == 1
     assert "map-missing" in bad.stdout

@@ -203,7 +203,7 @@ def test_results_list_what_was_served_in_silence() -> None:
             assert (row["checker"], row["vllm"]) == ([], "served")
         else:
             rules = [rule for rule, _, _ in row["checker"]]
-            assert known[row["damage"]].seen["vllm"] in rules
+            assert known[row["damage"]].expected_rules["vllm"] in rules
 
 
 @needs_vllm

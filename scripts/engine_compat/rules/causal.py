@@ -1,4 +1,4 @@
-"""What a causal draft consists of, and what can be wrong with it in more than one engine."""
+"""The tensors of a causal draft, and checks on it that more than one engine needs."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,10 @@ LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def expected_shapes(d: DraftFiles) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model of this config, made without memory for it; tied ones left out."""
+    """Names and shapes of the tensors of a model with this config, made on the meta device; tied ones left out.
+
+    UserError if transformers makes no model of the config.
+    """
     try:
         config = AutoConfig.from_pretrained(d.path)
         with torch.device("meta"):
@@ -25,51 +28,55 @@ def expected_shapes(d: DraftFiles) -> dict[str, tuple[int, ...]]:
 
 
 def missing_tensors(d: DraftFiles) -> Iterator[str]:
+    """Tensors of the architecture that are not in the files."""
     for name in expected_shapes(d):
         if name not in d.tensors:
             yield f"{name} is missing"
 
 
 def wrong_shapes(d: DraftFiles) -> Iterator[str]:
+    """Tensors whose shape is not the one that config.json implies."""
     for name, shape in expected_shapes(d).items():
         if name in d.tensors and tuple(d.tensors[name].shape) != shape:
-            yield f"{name} is {list(d.tensors[name].shape)} and config.json makes it {list(shape)}"
+            yield f"{name} is {list(d.tensors[name].shape)} and config.json implies {list(shape)}"
 
 
 def unknown_tensors(d: DraftFiles) -> Iterator[str]:
+    """Tensors that the architecture does not have."""
     for name in sorted(set(d.tensors) - set(expected_shapes(d))):
         if name != LM_HEAD:
             yield f"{name} is not part of this model"
 
 
 def dropped_lm_head(d: DraftFiles) -> Iterator[str]:
-    """An output matrix of its own that tie_word_embeddings throws away."""
-    held = d.tensors
-    tied = d.get("tie_word_embeddings", False) and LM_HEAD in held and EMBEDDING in held
-    if tied and not torch.equal(held[LM_HEAD], held[EMBEDDING]):
+    """An lm_head that differs from the embedding and is dropped because of tie_word_embeddings."""
+    tied = d.get("tie_word_embeddings", False) and LM_HEAD in d.tensors and EMBEDDING in d.tensors
+    if tied and not torch.equal(d.tensors[LM_HEAD], d.tensors[EMBEDDING]):
         yield f"tie_word_embeddings is true, and {LM_HEAD} is another matrix: it is dropped"
 
 
 def wrong_tokenizer(d: DraftFiles) -> Iterator[str]:
-    """Its tokenizer against the target's, or at least against the one it was trained with."""
+    """The draft's tokenizer against the target's and against the one recorded in training."""
     if not has_file(d.path, "tokenizer_config.json"):
         yield "there are no tokenizer files: copy the target's"
         return
     own = tokenizer_fingerprint(load_tokenizer(d.path))
     if d.target is not None and d.target.fingerprint not in (None, own):
-        yield "its tokenizer reads other text from the same ids than the target's"
-    said = read_metadata(d.path).get("tokenizer_hash", own)
-    if said != own:
-        yield f"its tokenizer is {own}, and it was trained with {said}"
+        yield "its tokenizer decodes the same ids to other text than the target's"
+    recorded = read_metadata(d.path).get("tokenizer_hash", own)
+    if recorded != own:
+        yield f"its tokenizer is {own}, and it was trained with {recorded}"
 
 
 def rope_missing(d: DraftFiles) -> Iterator[str]:
-    said = (d.get("rope_parameters") or {}).get("rope_theta", d.config.get("rope_theta"))
-    if d.get("model_type") in ("llama", "qwen2", "qwen3", "mistral") and said is None:
-        yield "neither rope_theta nor rope_parameters is there: engines take their default"
+    """A config without the base of RoPE."""
+    theta = (d.get("rope_parameters") or {}).get("rope_theta", d.config.get("rope_theta"))
+    if d.get("model_type") in ("llama", "qwen2", "qwen3", "mistral") and theta is None:
+        yield "neither rope_theta nor rope_parameters is set: engines use their default"
 
 
 RULES = (
     Rule("unknown-tensor", ("causal",), SILENT, "names of the architecture", unknown_tensors),
     Rule("rope", ("causal",), SILENT, "config of the architecture", rope_missing),
 )
+"""Rules for causal drafts that hold in every engine."""

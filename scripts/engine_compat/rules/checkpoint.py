@@ -1,8 +1,11 @@
-"""A draft's files as a checker looks at them, whatever is wrong with them, and what a rule is."""
+"""A draft's files as the rules read them, the rules themselves, and the checks that several engines share.
+
+A check is a function (or an object that is called) from DraftFiles to sentences, one for each thing that is wrong.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,60 +19,66 @@ from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 
 TensorShape = tuple[int, ...]
 REFUSED, SILENT, IGNORED = "refused", "silent", "ignored"
-"""What the engine does: it stops; it serves something else than was trained; it takes no notice, and none is due."""
+"""What the engine does: it stops with an error; it serves another function than was trained, without an error; it
+ignores the difference, which is harmless."""
 
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """What rules need to know of the target."""
+    """The target's facts that rules need."""
 
     name: str
     config: dict[str, Any]
     fingerprint: str | None
+    """Of its tokenizer; None if it was not loaded."""
 
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """Files read without judging them; `tensors` under the names of our nets, `named` says what the files call them."""
+    """A draft's files, read without validation."""
 
     path: str
     family: str
-    raw: dict[str, Any]
+    raw_config: dict[str, Any]
     """config.json."""
     config: dict[str, Any]
     """The same without nesting."""
     tensors: dict[str, torch.Tensor]
+    """By the names of our modules."""
     name_in_file: dict[str, str]
+    """{name in `tensors`: name in the files}."""
     facts: dict[str, Any]
+    """draftsmith.json; {} if there is none."""
     target: TargetInfo | None
 
     @property
-    def nested(self) -> bool:
-        """The speculators format."""
-        return "transformer_layer_config" in self.raw
+    def is_speculators_format(self) -> bool:
+        """Whether config.json is nested as the speculators library writes it."""
+        return "transformer_layer_config" in self.raw_config
 
     @property
-    def ours(self) -> bool:
-        """Trained here, so that its settings are known beside what config.json says."""
+    def trained_here(self) -> bool:
+        """Whether draftsmith.json records the training settings, beside what config.json contains."""
         return "training" in self.facts or "family" in self.facts
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A setting, or the default where it is absent or null."""
+        """A setting of config.json, or the default where it is absent or null."""
         value = self.config.get(key)
         return default if value is None else value
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that an engine wants of a family's drafts."""
+    """One requirement of an engine on the drafts of some families."""
 
     name: str
     families: tuple[str, ...]
     effect: str
+    """REFUSED, SILENT or IGNORED: what the engine does with a draft that breaks the rule."""
     source: str
-    """Where the engine says so: a file of its, or a section of an engine's documentation."""
+    """Where the requirement comes from: a source file of the engine, or a section of its documentation."""
     check: Callable[[DraftFiles], Iterable[str]]
-    """What is wrong, a sentence each."""
+    """What is wrong, one sentence each; nothing for a draft that keeps the rule."""
     since: str = "0"
     before: str = "inf"
 
@@ -91,24 +100,24 @@ def read_target(name: str, tokenizer: bool) -> TargetInfo:
     except Exception as error:  # any of a dozen kinds, from no network to an unknown model type
         reason = first_line(error)
         raise UserError(f"config of target {name!r} cannot be read: {reason}") from error
-    print_ = tokenizer_fingerprint(load_tokenizer(name)) if tokenizer else None
-    return TargetInfo(name, config.to_dict(), print_)
+    fingerprint = tokenizer_fingerprint(load_tokenizer(name)) if tokenizer else None
+    return TargetInfo(name, config.to_dict(), fingerprint)
 
 
 def read_draft(path: str, target: TargetInfo | None = None) -> DraftFiles:
-    """UserError for what no engine could open either: no config.json, no tensors, no known family."""
+    """UserError for files that no engine could open either: no config.json, no tensors, no known family."""
     path = importers.resolve_folder(path)
-    raw, facts = layouts.read_config(path), read_metadata(path)
+    raw_config, facts = layouts.read_config(path), read_metadata(path)
     tensors = importers.raw_tensors(path)
     family = facts.get("family") or importers.detect_family(tensors)
-    config = raw
-    layer = raw.get("transformer_layer_config")
+    config = raw_config
+    layer = raw_config.get("transformer_layer_config")
     if isinstance(layer, dict):
-        outer = {k: raw[k] for k in importers.SPECULATORS_OUTER_KEYS if raw.get(k) is not None}
-        config = {**layer, **outer}
-    named = {_canonical_name(family, name): name for name in tensors}
-    ours = {_canonical_name(family, name): value for name, value in tensors.items()}
-    return DraftFiles(path, family, raw, config, ours, named, facts, target)
+        keys = importers.SPECULATORS_OUTER_KEYS
+        config = {**layer, **{k: raw_config[k] for k in keys if raw_config.get(k) is not None}}
+    name_in_file = {_canonical_name(family, name): name for name in tensors}
+    canonical = {_canonical_name(family, name): value for name, value in tensors.items()}
+    return DraftFiles(path, family, raw_config, config, canonical, name_in_file, facts, target)
 
 
 def _canonical_name(family: str, name: str) -> str:
@@ -119,8 +128,13 @@ def _canonical_name(family: str, name: str) -> str:
     return name.replace("midlayer.", "layers.0.", 1)
 
 
+def has_file(path: str, name: str) -> bool:
+    """Whether a draft's folder contains a file."""
+    return (Path(path) / name).is_file()
+
+
 def parse_version(text: str) -> tuple[float, ...]:
-    """A version as numbers that compare: 0.32.0 -> (0, 32, 0)."""
+    """A version as numbers that compare: 0.32.0 -> (0, 32, 0). UserError for anything else."""
     try:
         return tuple(float(part) for part in text.split("."))
     except ValueError as error:
@@ -128,39 +142,38 @@ def parse_version(text: str) -> tuple[float, ...]:
 
 
 def check_rules(draft: DraftFiles, rules: Iterable[Rule], engine_version: str) -> list[Finding]:
-    """All that these rules find, what is refused first."""
-    now = parse_version(engine_version)
-    found: list[Finding] = []
+    """The rules of this version that the draft breaks: refused first, then silent, then ignored."""
+    version = parse_version(engine_version)
+    findings: list[Finding] = []
     for rule in rules:
-        if draft.family in rule.families and parse_version(rule.since) <= now < parse_version(
-            rule.before
-        ):
-            found += [
+        in_force = parse_version(rule.since) <= version < parse_version(rule.before)
+        if in_force and draft.family in rule.families:
+            findings += [
                 Finding(rule.name, rule.effect, what, rule.source) for what in rule.check(draft)
             ]
     order = (REFUSED, SILENT, IGNORED)
-    return sorted(found, key=lambda finding: order.index(finding.effect))
+    return sorted(findings, key=lambda finding: order.index(finding.effect))
 
 
-# ---- what holds in every engine ----
+# ---- checks on every family ----
 
 
 def changed_since_training(d: DraftFiles) -> Iterator[str]:
-    """Against the checksum that training left."""
-    said = d.facts.get("draft_sha256")
-    if said is not None and said != draft_sha256(d.path):
-        yield "model.safetensors or config.json is not what draftsmith.json has the checksum of: changed since training"
+    """The files against the checksum in draftsmith.json."""
+    recorded = d.facts.get("draft_sha256")
+    if recorded is not None and recorded != draft_sha256(d.path):
+        yield "model.safetensors or config.json does not match the checksum in draftsmith.json: changed since training"
 
 
 def not_finite(d: DraftFiles) -> Iterator[str]:
     """NaN and infinity."""
     for name, value in d.tensors.items():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            yield f"{d.name_in_file[name]} holds values that are not finite"
+            yield f"{d.name_in_file[name]} contains values that are not finite"
 
 
 def not_float_dtype(d: DraftFiles) -> Iterator[str]:
-    """Weights of other types than engines compute in."""
+    """Weights of other dtypes than engines compute in."""
     known = (torch.float32, torch.bfloat16, torch.float16)
     for name, value in d.tensors.items():
         if name not in ("d2t", "t2d", "token_map") and value.dtype not in known:
@@ -169,12 +182,12 @@ def not_float_dtype(d: DraftFiles) -> Iterator[str]:
 
 def dtype_mismatch(d: DraftFiles) -> Iterator[str]:
     """dtype or torch_dtype against the tensors."""
-    kinds = {
+    dtypes = {
         str(v.dtype).removeprefix("torch.") for v in d.tensors.values() if v.is_floating_point()
     }
     for key in ("dtype", "torch_dtype"):
-        if d.config.get(key) is not None and {d.config[key]} != kinds:
-            yield f"{key} says {d.config[key]}, and the tensors are {', '.join(sorted(kinds))}"
+        if d.config.get(key) is not None and {d.config[key]} != dtypes:
+            yield f"{key} is {d.config[key]}, and the tensors are {', '.join(sorted(dtypes))}"
 
 
 def vocab_size_mismatch(d: DraftFiles) -> Iterator[str]:
@@ -192,59 +205,57 @@ COMMON_RULES = (
     Rule("finite", ALL_FAMILIES, SILENT, FILES_SOURCE, not_finite),
     Rule("floating", ALL_FAMILIES, REFUSED, FILES_SOURCE, not_float_dtype),
 )
+"""Rules that hold in every engine."""
 
 
-def but(rules: Iterable[Rule], **changes: Any) -> tuple[Rule, ...]:
-    """The same rules for another engine: other effects, versions or sources."""
-    return tuple(replace(rule, **changes) for rule in rules)
+# ---- parts of checks ----
 
 
 def compare_shapes(d: DraftFiles, shapes: Mapping[str, TensorShape]) -> Iterator[str]:
-    """Tensors of another shape than config.json makes of them."""
+    """Tensors whose shape is not the one that config.json implies."""
     for name, shape in shapes.items():
         if name in d.tensors and tuple(d.tensors[name].shape) != shape:
-            yield f"{d.name_in_file[name]} is {list(d.tensors[name].shape)} and config.json makes it {list(shape)}"
+            yield f"{d.name_in_file[name]} is {list(d.tensors[name].shape)} and config.json implies {list(shape)}"
 
 
 def require_tensors(d: DraftFiles, names: Iterable[str]) -> Iterator[str]:
-    """Names that are not there."""
+    """Tensors that are not in the files."""
     for name in names:
         if name not in d.tensors:
             yield f"{name} is missing"
 
 
-def require_value(
-    key: str, wanted: Any, default: Any = None
-) -> Callable[[DraftFiles], Iterator[str]]:
-    """The rule that a setting has one value."""
+@dataclass(frozen=True)
+class RequireValue:
+    """The check that a setting of config.json has one value; `default` stands for an absent one."""
 
-    def check_one(d: DraftFiles) -> Iterator[str]:
-        if d.get(key, default) != wanted:
-            yield f"{key} is {json.dumps(d.get(key, default))} and must be {json.dumps(wanted)}"
+    key: str
+    wanted: Any
+    default: Any = None
 
-    return check_one
+    def __call__(self, d: DraftFiles) -> Iterator[str]:
+        value = d.get(self.key, self.default)
+        if value != self.wanted:
+            yield f"{self.key} is {json.dumps(value)} and must be {json.dumps(self.wanted)}"
 
 
-def require_keys(*keys: str) -> Callable[[DraftFiles], Iterator[str]]:
-    """The rule that settings are there, in whatever value."""
+@dataclass(frozen=True)
+class RequireKeys:
+    """The check that settings are in config.json, with any value."""
 
-    def check_all(d: DraftFiles) -> Iterator[str]:
-        for key in keys:
+    keys: tuple[str, ...]
+
+    def __call__(self, d: DraftFiles) -> Iterator[str]:
+        for key in self.keys:
             if key not in d.config:
                 yield f"config.json has no {key}"
 
-    return check_all
 
+@dataclass(frozen=True)
+class Unsupported:
+    """The check that no draft of these families passes."""
 
-def unsupported(why: str) -> Callable[[DraftFiles], Iterator[str]]:
-    """The rule that no such draft is served."""
+    why: str
 
-    def check_none(d: DraftFiles) -> Iterator[str]:
-        yield why
-
-    return check_none
-
-
-def has_file(path: str, name: str) -> bool:
-    """Whether a draft's folder holds a file."""
-    return (Path(path) / name).is_file()
+    def __call__(self, d: DraftFiles) -> Iterator[str]:
+        yield self.why

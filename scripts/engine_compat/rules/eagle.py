@@ -1,4 +1,4 @@
-"""What EAGLE heads consist of, and what can be wrong with them in more than one engine."""
+"""The tensors of EAGLE heads, and checks on them that more than one engine needs."""
 
 from collections.abc import Iterator
 
@@ -14,10 +14,11 @@ from scripts.engine_compat.rules.checkpoint import (
 )
 
 VOCAB_MAPS = ("d2t", "t2d")
+"""Maps between a reduced vocabulary and the target's: offsets of draft ids [V_draft], and a mask [V]."""
 
 
 def expected_shapes(d: DraftFiles) -> dict[str, TensorShape]:
-    """Every tensor that config.json speaks of, with its shape; {} if it lacks a size."""
+    """{name: shape} of every tensor that config.json implies; {} if it lacks a size."""
     hidden, inner, heads = (
         d.get("hidden_size"),
         d.get("intermediate_size"),
@@ -27,10 +28,10 @@ def expected_shapes(d: DraftFiles) -> dict[str, TensorShape]:
     if None in (hidden, inner, heads, vocab):
         return {}
     size, kv = d.get("head_dim", hidden // heads), d.get("num_key_value_heads", heads)
-    third = d.family == "eagle3"
-    found: dict[str, TensorShape] = {"embed_tokens.weight": (vocab, hidden)}
+    eagle3 = d.family == "eagle3"
+    shapes: dict[str, TensorShape] = {"embed_tokens.weight": (vocab, hidden)}
     for i in range(d.get("num_hidden_layers", 1)):
-        width = 2 * hidden if third and i == 0 else hidden
+        width = 2 * hidden if eagle3 and i == 0 else hidden
         layer = {
             "self_attn.q_proj.weight": (heads * size, width),
             "self_attn.k_proj.weight": (kv * size, width),
@@ -41,49 +42,52 @@ def expected_shapes(d: DraftFiles) -> dict[str, TensorShape]:
             "mlp.up_proj.weight": (inner, hidden),
             "mlp.down_proj.weight": (hidden, inner),
         }
-        if third or i > 0:
+        if eagle3 or i > 0:
             layer["input_layernorm.weight"] = (hidden,)
-        if third:
+        if eagle3:
             layer["hidden_norm.weight"] = (hidden,)
-        found |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    if not third:
-        return found | {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)}
-    tapped, target = aux_layer_count(d), d.get("target_hidden_size", hidden)
-    said = d.get("draft_vocab_size", vocab)
-    found |= {
-        "fc.weight": (hidden, tapped * target),
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    if not eagle3:
+        return shapes | {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)}
+    aux_layers, target = aux_layer_count(d), d.get("target_hidden_size", hidden)
+    draft_vocab = d.get("draft_vocab_size", vocab)
+    shapes |= {
+        "fc.weight": (hidden, aux_layers * target),
         "norm.weight": (hidden,),
-        "lm_head.weight": (said, hidden),
+        "lm_head.weight": (draft_vocab, hidden),
     }
     if norm_flag(d, "norm_before_fc"):
-        found["input_norm.weight"] = (tapped * target,)
+        shapes["input_norm.weight"] = (aux_layers * target,)
     if norm_flag(d, "fc_norm"):
-        found |= {f"fc_norm.{i}.weight": (target,) for i in range(tapped)}
-    return found | ({} if said == vocab else {"d2t": (said,), "t2d": (vocab,)})
+        shapes |= {f"fc_norm.{i}.weight": (target,) for i in range(aux_layers)}
+    if draft_vocab != vocab:
+        shapes |= {"d2t": (draft_vocab,), "t2d": (vocab,)}
+    return shapes
 
 
 def norm_flag(d: DraftFiles, name: str) -> bool:
-    """One of EAGLE-3's norm flags; the nested format has norm_before_residual true unless it is said."""
+    """One of EAGLE-3's norm flags. The speculators format has norm_before_residual true by default."""
     nested = (d.get("eagle_config") or {}).get(name)
-    default = d.nested and name == "norm_before_residual"
+    default = d.is_speculators_format and name == "norm_before_residual"
     return bool(nested if nested is not None else d.get(name, default))
 
 
 def aux_layer_count(d: DraftFiles) -> int:
-    """How many states are tapped."""
+    """Number of the target's layers whose hidden states the head reads."""
     ids = (d.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     return d.get("num_aux_hidden_states", len(ids) if ids else 3)
 
 
 def wrong_shapes(d: DraftFiles) -> Iterator[str]:
-    found = expected_shapes(d)
-    if not found:
+    """Tensors whose shape is not the one that config.json implies."""
+    shapes = expected_shapes(d)
+    if not shapes:
         yield "config.json lacks hidden_size, intermediate_size, num_attention_heads or vocab_size"
-    yield from compare_shapes(d, found)
+    yield from compare_shapes(d, shapes)
 
 
 def missing_tensors(d: DraftFiles) -> Iterator[str]:
-    """What is neither there nor taken from the target."""
+    """Tensors that are neither in the files nor taken from the target."""
     wanted = set(expected_shapes(d)) - {"t2d", "fc.bias"}
     if d.get("target_hidden_size", d.get("hidden_size")) == d.get("hidden_size"):
         wanted.discard("embed_tokens.weight")
@@ -93,60 +97,62 @@ def missing_tensors(d: DraftFiles) -> Iterator[str]:
 
 
 def unknown_tensors(d: DraftFiles) -> Iterator[str]:
-    """Tensors that config.json does not speak of, but for biases."""
+    """Tensors that config.json does not imply, without biases, which have a rule of their own."""
     for name in sorted(set(d.tensors) - set(expected_shapes(d)) - set(VOCAB_MAPS)):
         if not name.endswith(".bias") and "rotary_emb." not in name:
-            yield f"{d.name_in_file[name]} is not known to be part of these heads"
+            yield f"{d.name_in_file[name]} is not part of these heads"
 
 
 def dropped_biases(d: DraftFiles) -> Iterator[str]:
-    """Biases of the layer, or of fc: trained here never, dropped by engines."""
+    """Biases of the layer or of fc, which engines drop; heads trained here have none but zeros."""
     for name in sorted(d.tensors):
         if name.endswith(".bias") and bool(d.tensors[name].count_nonzero()):
             yield f"{d.name_in_file[name]} is dropped: the heads were trained with it"
 
 
 def unfilled_bias_flags(d: DraftFiles) -> Iterator[str]:
-    """Settings by which an engine makes biases that no tensor fills."""
+    """Settings that make the engine allocate biases for which there is no tensor."""
     for key in ("attention_bias", "mlp_bias", "bias", "qkv_bias"):
-        kept = any(name.endswith("proj.bias") for name in d.tensors)
-        if d.get(key, False) and not kept and (key != "bias" or d.family == "eagle1"):
-            yield f"{key} is true: the engine makes biases of the layer, and no tensor fills them"
+        has_biases = any(name.endswith("proj.bias") for name in d.tensors)
+        if d.get(key, False) and not has_biases and (key != "bias" or d.family == "eagle1"):
+            yield f"{key} is true: the engine allocates biases of the layer, and there is no tensor for them"
 
 
 def wrong_layer_count(d: DraftFiles) -> Iterator[str]:
+    """Heads of more than one decoder layer."""
     count = d.get("num_hidden_layers")
     if count != 1:
-        yield f"num_hidden_layers is {count}: heads of one layer are what every engine computes alike"
+        yield f"num_hidden_layers is {count}: engines agree only on heads of one layer"
 
 
 # ---- the reduced vocabulary ----
 
 
 def map_missing(d: DraftFiles) -> Iterator[str]:
+    """A reduced vocabulary without d2t."""
     if "d2t" in expected_shapes(d) and "d2t" not in d.tensors:
-        yield "draft_vocab_size is smaller than vocab_size and there is no d2t: draft ids pass for the target's"
+        yield "draft_vocab_size is smaller than vocab_size and there is no d2t: draft ids are used as the target's"
 
 
 def unneeded_map(d: DraftFiles) -> Iterator[str]:
+    """d2t of a draft with the whole vocabulary."""
     if expected_shapes(d) and "d2t" not in expected_shapes(d) and "d2t" in d.tensors:
-        yield "d2t is there although the draft has the whole vocabulary"
+        yield "d2t is in the files although the draft has the whole vocabulary"
 
 
 def map_wrong(d: DraftFiles) -> Iterator[str]:
-    """d2t that is no rising map into the vocabulary, whatever it is instead."""
+    """d2t that is not a rising map into the vocabulary, or disagrees with t2d."""
     if "d2t" not in d.tensors or d.tensors["d2t"].ndim != 1:
         return
     d2t, vocab = d.tensors["d2t"], d.get("vocab_size", 0)
     try:
         ids = layouts.ids_from_d2t(d2t, vocab)
     except UserError:
-        whole = d2t.long()
-        rises = (
-            bool((whole[1:] > whole[:-1]).all()) and int(whole[0]) >= 0 and int(whole[-1]) < vocab
-        )
+        values = d2t.long()
+        rising = bool((values[1:] > values[:-1]).all())
+        are_ids = rising and int(values[0]) >= 0 and int(values[-1]) < vocab
         why = (
-            "holds ids where offsets are meant" if rises else "does not rise within the vocabulary"
+            "contains ids instead of offsets" if are_ids else "does not rise within the vocabulary"
         )
         yield f"d2t {why}"
         return
@@ -156,25 +162,28 @@ def map_wrong(d: DraftFiles) -> Iterator[str]:
 
 
 def map_dtype(d: DraftFiles) -> Iterator[str]:
-    """Offsets that are rounded, or may be."""
+    """Offsets in a floating-point dtype, which rounds them."""
     d2t = d.tensors.get("d2t")
     if d2t is not None and d2t.is_floating_point():
         yield f"d2t is {d2t.dtype}, which rounds large offsets: save int64"
 
 
 def t2d_dtype(d: DraftFiles) -> Iterator[str]:
+    """A mask that is not boolean."""
     t2d = d.tensors.get("t2d")
     if t2d is not None and t2d.dtype != torch.bool:
-        yield f"t2d is {t2d.dtype} and not bool: who indexes with it picks token 0 and 1"
+        yield f"t2d is {t2d.dtype} and not bool: indexing with it selects tokens 0 and 1"
 
 
-# ---- layers that are tapped ----
+# ---- layers whose hidden states the head reads (taps) ----
 
 LayerIds = tuple[int, ...]
 
 
 def trained_aux_layers(d: DraftFiles) -> LayerIds | None:
-    """The states entering these layers were trained on, as far as anything but the engine's own key says."""
+    """The layers whose input hidden states the head was trained on: by draftsmith.json, else by config.json, else the
+    default ones. None if that depends on the target and there is none.
+    """
     count = _target_layer_count(d)
     training = d.facts.get("training", {}).get("draft")
     if training is not None:
@@ -193,67 +202,81 @@ def _target_layer_count(d: DraftFiles) -> int | None:
 
 
 def default_aux_layers(count: int) -> LayerIds:
-    """What engines tap if nothing is said."""
+    """The layers that engines read by default, for a target of `count` layers."""
     return 2, count // 2, count - 3
 
 
 def vllm_aux_layers(d: DraftFiles, count: int) -> LayerIds:
-    """A set of its own key, as it is; or of SGLang's, as it is; or the default."""
+    """The layers that vLLM reads: its own key, else SGLang's key without an offset, else the default."""
     outputs = (d.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     ids = d.config.get("eagle_aux_hidden_state_layer_ids") or outputs
     return tuple(sorted(set(ids))) if ids else default_aux_layers(count)
 
 
 def sglang_aux_layers(d: DraftFiles, count: int) -> LayerIds:
-    """`eagle_config` alone, and one layer on."""
+    """The layers that SGLang reads: only the key in `eagle_config`, plus one, else the default."""
     ids = (d.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     return tuple(i + 1 for i in ids) if ids else default_aux_layers(count)
 
 
 def wrong_aux_layers(d: DraftFiles, taps: LayerIds, count: int) -> Iterator[str]:
-    """The taps that an engine resolves against those trained on, and against the target."""
+    """The layers that an engine reads against those of training and those that the target has."""
     wanted = trained_aux_layers(d)
     if wanted is not None and taps != wanted:
-        yield f"the engine taps the states entering layers {list(taps)}, trained on are {list(wanted)}"
+        yield f"the engine reads the states entering layers {list(taps)}, and training those entering {list(wanted)}"
     if any(not 0 <= i < count for i in taps):
-        yield f"it taps layers {list(taps)} of a target of {count}"
+        yield f"it reads layers {list(taps)} of a target of {count} layers"
 
 
 def conflicting_aux_layers(d: DraftFiles) -> Iterator[str]:
-    """The two keys name different states; known without the target."""
+    """The two keys name different hidden states. Needs no target."""
     top = d.config.get("eagle_aux_hidden_state_layer_ids")
     outputs = (d.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if top and outputs and [i + 1 for i in outputs] != list(top):
         yield (
-            f"eagle_aux_hidden_state_layer_ids {top} counts states entering a layer, that of eagle_config {outputs} "
-            "those leaving one: it must be one less each"
+            f"eagle_aux_hidden_state_layer_ids {top} numbers the states entering a layer, that of eagle_config "
+            f"{outputs} those leaving a layer: each must be one less"
         )
 
 
 def wrong_vllm_aux_layers(d: DraftFiles) -> Iterator[str]:
+    """wrong_aux_layers of the layers that vLLM reads."""
     count = _target_layer_count(d)
     if count is not None:
         yield from wrong_aux_layers(d, vllm_aux_layers(d, count), count)
 
 
 def wrong_sglang_aux_layers(d: DraftFiles) -> Iterator[str]:
+    """wrong_aux_layers of the layers that SGLang reads."""
     count = _target_layer_count(d)
     if count is not None:
         yield from wrong_aux_layers(d, sglang_aux_layers(d, count), count)
 
 
-# ---- settings that change what is computed ----
+# ---- settings that change the function ----
 
 
 def changed_norm_flags(d: DraftFiles) -> Iterator[str]:
-    """Norm flags that heads trained here never have."""
-    for name in layouts.NORM_FLAGS if d.ours else ():
+    """Norm flags, which are always off in heads trained here."""
+    for name in layouts.NORM_FLAGS if d.trained_here else ():
         if norm_flag(d, name):
-            yield f"{name} is true{'' if d.config.get(name) else ' unless it is said'}, and was false in training"
+            yield f"{name} is true{'' if d.config.get(name) else ' by default'}, and was false in training"
+
+
+def norm_before_residual(d: DraftFiles) -> Iterator[str]:
+    """For engines that do not implement norm_before_residual."""
+    if norm_flag(d, "norm_before_residual"):
+        yield "norm_before_residual is not implemented: the residual is taken before the norm"
+
+
+def speculators_config(d: DraftFiles) -> Iterator[str]:
+    """For engines that do not read the speculators format."""
+    if d.is_speculators_format:
+        yield "the nested config of speculators is not read: export it with --format flat"
 
 
 def rope_mismatch(d: DraftFiles) -> Iterator[str]:
-    """RoPE said in two places, which engines of different age read, and the target's."""
+    """rope_parameters against rope_theta, which older engines read, and both against the target's."""
     new, old = d.get("rope_parameters"), d.config.get("rope_theta")
     theta = new.get("rope_theta") if isinstance(new, dict) else None
     if theta is not None and old is not None and theta != old:
@@ -261,14 +284,15 @@ def rope_mismatch(d: DraftFiles) -> Iterator[str]:
     used = theta or old
     if d.target is None:
         if used is None:
-            yield "neither rope_theta nor rope_parameters is there: engines take 10000"
+            yield "neither rope_theta nor rope_parameters is set: engines take 10000"
         return
-    its = (d.target.config.get("rope_parameters") or {}).get("rope_theta")
-    if its is not None and (d.ours or used is None) and (used or 10000.0) != its:
-        yield f"the base of RoPE is {used or '10000, unsaid,'} and the target's {its}, with which it was trained"
+    wanted = (d.target.config.get("rope_parameters") or {}).get("rope_theta")
+    if wanted is not None and (d.trained_here or used is None) and (used or 10000.0) != wanted:
+        yield f"the base of RoPE is {used or '10000 by default'} and the target's {wanted}, with which it was trained"
 
 
 def target_width_mismatch(d: DraftFiles) -> Iterator[str]:
-    said = d.get("target_hidden_size", d.get("hidden_size"))
-    if d.target is not None and said != d.target.config["hidden_size"]:
-        yield f"target_hidden_size is {said} and the target's hidden_size {d.target.config['hidden_size']}"
+    """target_hidden_size against the target's hidden_size."""
+    width = d.get("target_hidden_size", d.get("hidden_size"))
+    if d.target is not None and width != d.target.config["hidden_size"]:
+        yield f"target_hidden_size is {width} and the target's hidden_size {d.target.config['hidden_size']}"

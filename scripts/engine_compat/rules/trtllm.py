@@ -1,4 +1,4 @@
-"""What TensorRT-LLM wants of drafts, by the source of its PyTorch backend. Not run here."""
+"""The rules of TensorRT-LLM, from the source of its PyTorch backend. They were not run here."""
 
 from collections.abc import Iterator
 
@@ -9,54 +9,44 @@ from scripts.engine_compat.rules.checkpoint import (
     REFUSED,
     SILENT,
     DraftFiles,
+    RequireKeys,
+    RequireValue,
     Rule,
+    Unsupported,
     dtype_mismatch,
-    require_keys,
-    require_value,
-    unsupported,
     vocab_size_mismatch,
 )
 
-NEWEST = "1.2"
+DEFAULT_VERSION = "1.2"
 SOURCE = "tensorrt_llm/_torch/models/modeling_speculative.py at 00679c6 (2026)"
 DRAFT_TARGET_SOURCE = "tensorrt_llm: DraftTargetDecodingConfig"
 
 
-def norm_before_residual(d: DraftFiles) -> Iterator[str]:
-    if eagle.norm_flag(d, "norm_before_residual"):
-        yield "norm_before_residual is not known: the residual is taken before the norm"
-
-
 def ignored_norm_before_fc(d: DraftFiles) -> Iterator[str]:
-    """Read from eagle_config alone."""
+    """norm_before_fc is read from eagle_config only."""
     if d.get("norm_before_fc", False) and not (d.get("eagle_config") or {}).get("norm_before_fc"):
         yield "norm_before_fc is ignored outside eagle_config"
 
 
-def nested_config(d: DraftFiles) -> Iterator[str]:
-    if d.nested:
-        yield "the nested config of speculators is not read: export it with --format flat"
-
-
 def non_default_aux_layers(d: DraftFiles) -> Iterator[str]:
-    """Layers to capture are an option of the server, not of the checkpoint."""
+    """The layers to read are an option of the server, not part of the checkpoint."""
     if d.target is None:
         return
     count = d.target.config["num_hidden_layers"]
     wanted = eagle.trained_aux_layers(d)
     if wanted is not None and wanted != eagle.default_aux_layers(count):
-        yield f"taps are not the default ones: pass eagle3_layers_to_capture {[i - 1 for i in wanted]}"
+        yield f"the head does not read the default layers: pass eagle3_layers_to_capture {[i - 1 for i in wanted]}"
 
 
 EAGLE3 = ("eagle3",)
 RULES = (
     *COMMON_RULES,
-    Rule("dtype", ALL_FAMILIES, SILENT, f"{SOURCE}: torch_dtype makes the modules", dtype_mismatch),
+    Rule("dtype", ALL_FAMILIES, SILENT, f"{SOURCE}: torch_dtype is the dtype of the modules", dtype_mismatch),
     Rule("vocabulary", ("causal", "eagle3"), REFUSED, SOURCE, vocab_size_mismatch),
-    Rule("eagle1", ("eagle1",), REFUSED, SOURCE, unsupported("the PyTorch backend has no EAGLE-1 of a Llama layer")),
-    Rule("nested-config", EAGLE3, REFUSED, SOURCE, nested_config),
-    Rule("settings", EAGLE3, REFUSED, SOURCE, require_keys("attention_bias", "torch_dtype", "num_hidden_layers")),
-    Rule("norm-before-residual", EAGLE3, SILENT, SOURCE, norm_before_residual),
+    Rule("eagle1", ("eagle1",), REFUSED, SOURCE, Unsupported("the PyTorch backend has no EAGLE-1 of a Llama layer")),
+    Rule("nested-config", EAGLE3, REFUSED, SOURCE, eagle.speculators_config),
+    Rule("settings", EAGLE3, REFUSED, SOURCE, RequireKeys(("attention_bias", "torch_dtype", "num_hidden_layers"))),
+    Rule("norm-before-residual", EAGLE3, SILENT, SOURCE, eagle.norm_before_residual),
     Rule("norm-before-fc", EAGLE3, SILENT, SOURCE, ignored_norm_before_fc),
     Rule("norm-flags", EAGLE3, SILENT, SOURCE, eagle.changed_norm_flags),
     Rule("shapes", EAGLE3, REFUSED, SOURCE, eagle.wrong_shapes),
@@ -64,11 +54,11 @@ RULES = (
     Rule("unknown-tensor", EAGLE3, SILENT, SOURCE, eagle.unknown_tensors),
     Rule("dropped-bias", EAGLE3, SILENT, SOURCE, eagle.dropped_biases),
     Rule("bias-flags", EAGLE3, SILENT, SOURCE, eagle.unfilled_bias_flags),
-    Rule("activation", EAGLE3, SILENT, SOURCE, require_value("hidden_act", "silu")),
+    Rule("activation", EAGLE3, SILENT, SOURCE, RequireValue("hidden_act", "silu")),
     Rule("layers", EAGLE3, SILENT, SOURCE, eagle.wrong_layer_count),
     Rule("rope", EAGLE3, SILENT, SOURCE, eagle.rope_mismatch),
-    Rule("rope-keys", EAGLE3, SILENT, f"{SOURCE}: RopeParams.from_config", require_keys("rope_theta")),
-    Rule("draft-vocabulary", EAGLE3, SILENT, f"{SOURCE}: _ensure_draft_vocab_size", require_keys("draft_vocab_size")),
+    Rule("rope-keys", EAGLE3, SILENT, f"{SOURCE}: RopeParams.from_config", RequireKeys(("rope_theta",))),
+    Rule("draft-vocabulary", EAGLE3, SILENT, f"{SOURCE}: _ensure_draft_vocab_size", RequireKeys(("draft_vocab_size",))),
     Rule("map-missing", EAGLE3, SILENT, SOURCE, eagle.map_missing),
     Rule("map", EAGLE3, SILENT, SOURCE, eagle.map_wrong),
     Rule("map-dtype", EAGLE3, SILENT, SOURCE, eagle.map_dtype),

@@ -548,14 +548,14 @@ def test_wrong_exports_are_refused(kind: str, tmp_path: Path) -> None:
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     """Catches an export into a folder that holds something."""
     home = saved(tmp_path / "ours", "eagle3")
-    with pytest.raises(UserError, match="holds something already"):
+    with pytest.raises(UserError, match="is not empty"):
         exported(home, tmp_path / "ours", "flat")
 
 
 def test_what_sglang_cannot_serve_is_not_called_flat(tmp_path: Path) -> None:
     """Catches norm_before_residual exported to a layout where SGLang would ignore it and accept nothing."""
     path, _ = library(tmp_path / "theirs", small_target())
-    with pytest.raises(UserError, match="norm_before_residual, which SGLang does not know"):
+    with pytest.raises(UserError, match="norm_before_residual, which SGLang does not implement"):
         exported(path, tmp_path / "out", "flat")
 
 
