@@ -1,7 +1,7 @@
 """The attention function that every model runs with here, registered with transformers as "draftsmith".
 
-transformers builds no mask for a name it has no mask function for, so masks come from `Slots`, which
-knows the lengths of ragged rows, the window of each layer and (in prefill) plain causality.
+transformers builds no mask for an attention name without a mask function. Masks come from `SlotMapping` instead, which
+has the lengths of ragged rows, the window of each layer and, in prefill, plain causality.
 """
 
 import importlib.util
@@ -21,8 +21,11 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class ForwardContext:
-    """What the forward that runs writes to and sees. No keyword of the model's forward could carry it everywhere:
-    some models (stablelm) do not hand unknown ones down to their layers."""
+    """What attention needs to know of the current forward, as class attributes.
+
+    Keywords of the model's forward could not carry it: some models (stablelm) do not pass unknown ones to their layers.
+    decode/engine/compile.py guards `split_kv` by this name.
+    """
 
     slots: SlotMapping | None = None
     documents: "DocumentMask | None" = None
@@ -30,9 +33,9 @@ class ForwardContext:
 
 
 def use_split_kv(on: bool) -> None:
-    """Whether steps over K/V buffers run decode/model/split_kv_attention.py (Triton) instead of SDPA with a dense mask, from now on.
+    """Makes decode steps run split_kv_attention.py (Triton) from now on, or, if not `on`, SDPA with a dense mask.
 
-    UserError without Triton. Which is faster depends on the GPU and on how long the buffers are:
+    UserError without Triton. Which one is faster depends on the GPU and on the length of the buffers:
     scripts/benchmarks/gpu_bench.py measures both.
     """
     if on and not HAS_TRITON:
@@ -42,7 +45,7 @@ def use_split_kv(on: bool) -> None:
 
 @contextmanager
 def forward_context(slots: SlotMapping) -> Iterator[None]:
-    """Within it, attention reads and writes these."""
+    """While the block runs, attention reads and writes the K/V buffers by `slots`."""
     ForwardContext.slots = slots
     try:
         yield
@@ -51,25 +54,28 @@ def forward_context(slots: SlotMapping) -> Iterator[None]:
 
 
 class DocumentMask:
-    """Texts that share a line of a batch without a K/V store: each token sees those before it in its own text."""
+    """Masks for texts packed into one line of a training batch: a token attends to earlier ones of its own text."""
 
     def __init__(self, numbers: torch.Tensor):
-        """`numbers` [B, T]: equal in a text, and in no other of its line."""
+        """`numbers` [B, T]: one number per text, the same for all its tokens and different from others in its line."""
         self.numbers = numbers
         self.masks: dict[tuple[int | None, int], torch.Tensor] = {}
 
     def mask(self, window: int | None, groups: int) -> torch.Tensor:
-        """[B, 1, groups T, T] bool, made once for all layers that ask for the same."""
+        """[B, 1, groups * T, T] bool, True = attend. Computed once for all layers with the same arguments."""
         if (window, groups) not in self.masks:
-            seen = _causal_mask(self.numbers.shape[1], window, self.numbers.device)
-            seen = seen & (self.numbers[:, :, None] == self.numbers[:, None])
-            self.masks[window, groups] = seen.repeat(1, groups, 1)[:, None]
+            causal = _causal_mask(self.numbers.shape[1], window, self.numbers.device)
+            allow = causal & (self.numbers[:, :, None] == self.numbers[:, None])
+            self.masks[window, groups] = allow.repeat(1, groups, 1)[:, None]
         return self.masks[window, groups]
 
 
 @contextmanager
 def packed_documents(numbers: torch.Tensor | None) -> Iterator[None]:
-    """Within it, attention outside `over` stays in the `Documents` of these numbers; None: a line is one text."""
+    """While the block runs, attention outside `forward_context` stays within the texts of these `numbers` [B, T].
+
+    None: each line of the batch is one text.
+    """
     ForwardContext.documents = None if numbers is None else DocumentMask(numbers)
     try:
         yield
@@ -78,9 +84,9 @@ def packed_documents(numbers: torch.Tensor | None) -> Iterator[None]:
 
 
 def _causal_mask(count: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """[T, T] bool: what each of `count` tokens sees of a line."""
-    at = torch.arange(count, device=device)
-    distance = at[:, None] - at
+    """[T, T] bool, True = attend: causal attention among T = `count` tokens, within `window` positions."""
+    position = torch.arange(count, device=device)
+    distance = position[:, None] - position
     return (distance >= 0) & (distance < (window or count))
 
 
@@ -97,15 +103,16 @@ def attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, T, D], key and value [B, Hkv, S, D] -> ([B, T, H, Dv], None).
+    """query [B, H, T, D], key [B, Hkv, S, D] and value [B, Hkv, S, Dv] -> ([B, T, H, Dv], None).
 
-    Outside `over` (training) attention is causal over the fresh keys, in `within` those of the same document: right
-    padding is never seen by the tokens before it.
-    UserError for a mask: none is built for this name, so the model has one of its own that would be lost.
+    Outside `forward_context` (training) attention is causal over the given keys, and within `packed_documents` over
+    those of the same text: no token attends to right padding after it.
+    UserError for an attention mask: none is built for this attention name, so the model made one of its own, which
+    would be ignored.
     """
     if attention_mask is not None:
         raise UserError(
-            f"{type(module).__name__} masks its attention by itself: such a model is unknown here"
+            f"{type(module).__name__} masks its attention by itself: such models are not supported"
         )
     slots = ForwardContext.slots
     documents = None if slots is not None else ForwardContext.documents
@@ -113,22 +120,25 @@ def attention_forward(
     kv_heads = key.shape[1]
     groups = heads // kv_heads
     plain = softcap is None and s_aux is None
-    fresh = documents is None and (slots is None or slots.fresh)
-    if fresh and plain and (sliding_window is None or sliding_window >= count):
+    causal = documents is None and (slots is None or slots.is_prefill)
+    if causal and plain and (sliding_window is None or sliding_window >= count):
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
         )
         return out.transpose(1, 2).contiguous(), None
     packed = query.reshape(rows, kv_heads, groups * count, width)  # no repeated keys
-    if ForwardContext.split_kv and slots is not None and slots.row is None and not slots.fresh:
+    if ForwardContext.split_kv and slots is not None and slots.row is None and not slots.is_prefill:
         from decode.model import split_kv_attention  # imports Triton
 
-        view, scale = slots.view(sliding_window), width**-0.5 if scaling is None else scaling
-        out = split_kv_attention.split_kv_attention(packed, key, value, view, scale, softcap, s_aux)
+        metadata = slots.split_kv_metadata(sliding_window)
+        scale = width**-0.5 if scaling is None else scaling
+        out = split_kv_attention.split_kv_attention(
+            packed, key, value, metadata, scale, softcap, s_aux
+        )
     else:
         if documents is not None:
             mask = documents.mask(sliding_window, groups)
-        elif slots is None or slots.fresh:
+        elif slots is None or slots.is_prefill:
             mask = _causal_mask(count, sliding_window, query.device).repeat(groups, 1)[None, None]
         else:
             mask = slots.mask(sliding_window, groups)
@@ -146,7 +156,7 @@ def _masked_attention(
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    """packed [B, Hkv, groups T, D] over key and value [B, Hkv, S, D] where `mask` is True -> [B, Hkv, groups T, Dv]."""
+    """packed [B, Hkv, groups * T, D] over key and value [B, Hkv, S, D] where `mask` -> [B, Hkv, groups * T, Dv]."""
     if softcap is None and s_aux is None:
         return F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     rows, kv_heads, queries, width = packed.shape
@@ -154,7 +164,7 @@ def _masked_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.float().masked_fill(~mask, float("-inf"))
-    if s_aux is not None:  # gpt-oss: one extra logit a head that takes mass and gives nothing
+    if s_aux is not None:  # gpt-oss: one more logit per head in the softmax, with no value
         sink = s_aux.float().reshape(1, kv_heads, -1, 1)
         count = queries // sink.shape[2]
         sink = sink.repeat_interleave(count, 2).expand(rows, -1, -1, -1)

@@ -1,7 +1,7 @@
 """Which causal LMs can be decoded with drafts here, for how many positions, and why others cannot.
 
-Every check reads what transformers or the config says about a model, never its name. What none of them foresees
-fails aloud later: a mask of the model's own in decode/model/attention.py, a recurrent state in decode/model/kv_cache.py.
+Every check reads properties of the model or its config, never the name of its type. What the checks do not cover
+raises an error later: a mask of the model's own in attention.py, a recurrent state in kv_cache.py.
 """
 
 import inspect
@@ -16,7 +16,7 @@ SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def check_supported(model: Any) -> None:
-    """UserError with the reason if rows of unequal length, roll-back or token trees would change this model's text."""
+    """UserError with the reason if rows of unequal length, roll-back or token trees would change its output."""
     config = model.config.get_text_config(decoder=True)
     reason = _unsupported_reason(model, config)
     if reason is not None:
@@ -32,14 +32,15 @@ def _unsupported_reason(model: Any, config: Any) -> str | None:
     if any(part._is_stateful for part in parts):
         return "has recurrent layers, whose state cannot be taken back when a draft is rejected"
     if kinds - SUPPORTED_LAYER_TYPES:
-        return f"has {', '.join(sorted(kinds - SUPPORTED_LAYER_TYPES))} layers; full and sliding attention are known"
+        unknown = ", ".join(sorted(kinds - SUPPORTED_LAYER_TYPES))
+        return f"has {unknown} layers; full and sliding attention are supported"
     if not all(part._can_set_attn_implementation() for part in parts):
         return (
             "computes attention by itself (as those with ALiBi or local attention do) and not through "
-            "transformers' AttentionInterface, so that the positions of drafts cannot be told to it"
+            "transformers' AttentionInterface, so that drafted tokens cannot be given their positions"
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        return "takes no position_ids, and drafts have others than their places in a batch"
+        return "takes no position_ids, which differ from the indices in a batch for drafted tokens"
     if any(vars(module).get("is_causal") is False for module in modules.values()):
         return "attends to later tokens, which are not known yet when text is decoded"
     padded = [name for name, part in modules.items() if vars(part).get("padding_idx") is not None]
@@ -50,15 +51,15 @@ def _unsupported_reason(model: Any, config: Any) -> str | None:
     window = vars(config).get("sliding_window")
     slides = "sliding_attention" in kinds if kinds else window is not None
     if slides and window < context_length(config) and _window_only_in_mask(parts):
-        return f"does not tell its attention function about its window of {window} positions"
+        return f"does not pass its window of {window} positions to its attention function"
     return None
 
 
 def context_length(config: Any) -> int:
-    """Positions that a row may have: those of the config, but of longrope only the ones before its long factors.
+    """Positions that a row may have: those of the config, but with longrope only the ones before its long factors.
 
-    There longrope changes the frequencies of all tokens of a forward at once, cached keys excepted: a row's text
-    would depend on the other rows and on how far its drafts reach.
+    From there on longrope changes the frequencies of all tokens of a forward, but not of cached keys: the text of a
+    row would depend on the other rows and on the draft length.
     """
     original = [
         rope["original_max_position_embeddings"]
@@ -69,13 +70,13 @@ def context_length(config: Any) -> int:
 
 
 def rope_configs(config: Any) -> list[dict[str, Any]]:
-    """The RoPE of the model, or those of its kinds of layers; none where positions are learned."""
-    found = vars(config).get("rope_parameters") or {}
-    return [found] if "rope_type" in found else [rope for rope in found.values() if rope]
+    """The RoPE settings of the model, or those of each layer type; empty where positions are learned."""
+    rope = vars(config).get("rope_parameters") or {}
+    return [rope] if "rope_type" in rope else [one for one in rope.values() if one]
 
 
 def text_submodels(model: Any, config: Any) -> list[Any]:
-    """The transformers models inside `model`, itself among them, that follow the text `config`."""
+    """The transformers models inside `model`, itself included, that are built from the text `config`."""
     return [
         part
         for part in model.modules()
@@ -84,7 +85,10 @@ def text_submodels(model: Any, config: Any) -> list[Any]:
 
 
 def use_grouped_experts(model: Any) -> None:
-    """Experts one by one ask the host which of them have tokens; grouped ones do not, and compute the same."""
+    """Sets mixture-of-experts layers to grouped products, which give the same result without waiting for the host.
+
+    Run one by one, experts need to know on the host which of them have tokens.
+    """
     for part in model.modules():
         if not isinstance(part, PreTrainedModel) or not part._can_set_experts_implementation():
             continue
@@ -93,7 +97,7 @@ def use_grouped_experts(model: Any) -> None:
 
 
 def _window_only_in_mask(parts: list[Any]) -> bool:
-    """Whether their code has windows in the mask that it builds, and not among what the attention function is told."""
+    """Whether the code of these models puts the window into its own mask only, not into the attention arguments."""
     files = [inspect.getsource(sys.modules[type(part).__module__]) for part in parts]
     return any(
         "create_sliding_window_causal_mask" in code and "sliding_window=" not in code

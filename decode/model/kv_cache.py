@@ -1,8 +1,8 @@
-"""Fixed-shape K/V buffers: where a forward writes, what it may see, and how lengths roll back.
+"""Fixed-shape K/V buffers: which slots a forward writes, which it attends to, and how rejected tokens are removed.
 
-A row owns `size` slots. `base[b]` tokens of row b are committed; whatever lies beyond is stale and invisible, so
-rolling back a chain is nothing but a smaller length, and a tree is rolled back by moving its accepted path to
-the front. Every layer shares one `Slots` object.
+Each row (sequence of the batch) has `size` slots. The first `base[b]` slots of row b hold committed tokens; the slots
+after them are stale and masked. So a chain is rolled back by a smaller length alone, and a tree by moving its accepted
+path to the front. All layers share one `SlotMapping`.
 """
 
 from dataclasses import dataclass
@@ -14,68 +14,71 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 @dataclass(frozen=True)
 class TreeNodes:
-    """Which T of a token tree's N nodes a forward computes. A leading [b] or [1] dimension throughout."""
+    """The T of a token tree's N nodes that a forward computes. All tensors have a leading dimension b, or 1 for all."""
 
-    index: torch.Tensor  # [1|b, T] node numbers; node n lives at slot base + n
-    depth: torch.Tensor  # [1|b, N] of every node so far; its position is base + depth
-    ancestor_mask: torch.Tensor  # [1|b, T, N] bool: its ancestors and itself
+    index: torch.Tensor  # [1|b, T] node numbers; node n is in slot base + n
+    depth: torch.Tensor  # [1|b, N] of every node so far; the position of a node is base + depth
+    ancestor_mask: torch.Tensor  # [1|b, T, N] bool: the ancestors of each computed node, and itself
 
     @property
     def index_depth(self) -> torch.Tensor:
-        """[b, T] the depth of the computed nodes."""
+        """[b, T] the depths of the computed nodes."""
         rows = max(len(self.index), len(self.depth))
         return self.depth.expand(rows, -1).gather(1, self.index.expand(rows, -1))
 
 
 @dataclass(frozen=True)
 class SplitKVMetadata:
-    """What T tokens of B rows see, for a kernel that reads only that (decode/model/split_kv_attention.py)."""
+    """The slots that T tokens of B rows attend to, for a kernel that reads no others (split_kv_attention.py)."""
 
-    first: torch.Tensor  # [B] no slot before it is seen by any of the tokens
-    live: torch.Tensor  # [B] nor any from here on
-    seen: torch.Tensor  # [B, T] slots before this one are, within the window
+    first: torch.Tensor  # [B] the first slot that any token of the row attends to
+    live: torch.Tensor  # [B] one behind the last such slot
+    seen: torch.Tensor  # [B, T] each token attends to the slots before this one, within the window
     position: torch.Tensor  # [B, T]
-    base: torch.Tensor  # [B] slot of a tree's root
-    tail: torch.Tensor | None  # [B, T, N] bool: and so are these nodes of the tree, at base + n
+    base: torch.Tensor  # [B] the slot of a tree's root
+    tail: (
+        torch.Tensor | None
+    )  # [B, T, N] bool: the tree nodes that it attends to as well, at slots base + n
     window: int | None
 
 
 class SlotMapping:
-    """Where the T tokens of one forward go and what they see, for ragged rows."""
+    """The slots that the T tokens of one forward are written to and attend to, for rows of unequal length."""
 
     def __init__(self, rows: int, size: int, device: torch.device):
         self.size = size
         self.rows = rows
         self.all_rows = torch.arange(rows, device=device)
         self.slot = torch.arange(size, device=device)  # [S]
-        self.place(torch.zeros(rows, dtype=torch.long, device=device), 1)
+        self.set_positions(torch.zeros(rows, dtype=torch.long, device=device), 1)
 
-    def place(
+    def set_positions(
         self,
         base: torch.Tensor,
         count: int,
         *,
         row: torch.Tensor | None = None,
         nodes: TreeNodes | None = None,
-        fresh: bool = False,
+        is_prefill: bool = False,
     ) -> None:
-        """The next forward puts `count` tokens behind the first `base` [b] slots of rows `row` [b] (None: of all).
+        """Prepares a forward of `count` tokens that come after the first `base` [b] slots of rows `row` [b].
 
-        `nodes` says which nodes of a token tree they are; without it they are a chain, whose slots are its
-        positions. `fresh` promises that base is 0: keys need not be read back from the buffers.
+        `row` None means all rows. `nodes` are the nodes of a token tree that the tokens are; None: they are a chain,
+        whose positions are its slots. `is_prefill` is for base 0 only: the tokens attend to each other alone, so their
+        keys are not read back from the buffers.
         """
-        self.row, self.fresh, self.nodes, self.base = row, fresh, nodes, base
+        self.row, self.is_prefill, self.nodes, self.base = row, is_prefill, nodes, base
         index = torch.arange(count, device=base.device) if nodes is None else nodes.index
-        # A step that looks back further than its row is long reads the first token several times over.
-        self.write = (base[:, None] + index).clamp_min(0)  # [b, T]
-        self.position = self.write if nodes is None else base[:, None] + nodes.index_depth
+        # A step that starts before a row's first token repeats that token.
+        self.write_slots = (base[:, None] + index).clamp_min(0)  # [b, T]
+        self.position = self.write_slots if nodes is None else base[:, None] + nodes.index_depth
         self.masks: dict[tuple[int | None, int], torch.Tensor] = {}
-        self.views: dict[int | None, SplitKVMetadata] = {}
+        self.metadata: dict[int | None, SplitKVMetadata] = {}
 
-    def view(self, window: int | None) -> SplitKVMetadata:
-        """The same as `mask`, in a form that need not touch every slot. Computed once a forward for each window."""
-        if window not in self.views:
-            rows, count = self.write.shape
+    def split_kv_metadata(self, window: int | None) -> SplitKVMetadata:
+        """The same information as `mask`, without a value for every slot. Computed once a forward for each window."""
+        if window not in self.metadata:
+            rows, count = self.write_slots.shape
             seen, end, tail = self.position + 1, self.base + count, None
             if self.nodes is not None:
                 depth = self.nodes.depth.expand(rows, -1)
@@ -88,7 +91,7 @@ class SlotMapping:
             first = torch.zeros_like(self.base)
             if window is not None:
                 first = (self.position.amin(1) - window + 1).clamp_min(0)
-            self.views[window] = SplitKVMetadata(
+            self.metadata[window] = SplitKVMetadata(
                 first=first,
                 live=end.clamp(1, self.size),
                 seen=seen.contiguous(),
@@ -97,13 +100,13 @@ class SlotMapping:
                 tail=tail,
                 window=window,
             )
-        return self.views[window]
+        return self.metadata[window]
 
     def mask(self, window: int | None, groups: int) -> torch.Tensor:
-        """[b, 1, groups * T, S] bool, True = attend: all committed slots and a node's ancestors, inside `window`.
+        """[b, 1, groups * T, S] bool, True = attend: committed slots and a node's ancestors, within `window` positions.
 
-        The window counts positions, which differ from slots in a tree. The query heads that share a key head are
-        packed along T, hence the repetition. Computed once a forward for each window: layers of a kind share it.
+        Positions differ from slots in a tree. The `groups` query heads that share a key head are packed along T, so
+        the mask is repeated for each. Computed once a forward for each window: layers of the same type share it.
         """
         key = (window, groups)
         if key not in self.masks:
@@ -116,22 +119,22 @@ class SlotMapping:
             distance = position - self.slot  # [b, T, S]
             allow = distance >= 0
         else:
-            relative = self.slot - self.base[:, None]  # [b, S]: which node a slot holds
+            relative = self.slot - self.base[:, None]  # [b, S]: the node in each slot
             visible, depth = self.nodes.ancestor_mask, self.nodes.depth  # [b|1, T, N], [b|1, N]
             inside = (relative >= 0) & (relative < depth.shape[-1])
             at = relative.clamp(0, depth.shape[-1] - 1)
-            rows, count = self.write.shape
+            rows, count = self.write_slots.shape
             ancestor = visible.expand(rows, -1, -1).gather(2, at[:, None].expand(-1, count, -1))
             allow = (relative < 0)[:, None] | (inside[:, None] & ancestor)
-            held = torch.where(
+            slot_position = torch.where(
                 inside, self.base[:, None] + depth.expand(rows, -1).gather(1, at), self.slot
             )
-            distance = position - held[:, None]
+            distance = position - slot_position[:, None]
         return allow if window is None else allow & (distance < window)
 
 
 class StaticKVLayer(CacheLayerMixin):
-    """One layer's K/V, [B, S, Hkv, D]; written by index_put, which compilers keep in place."""
+    """The K/V buffers of one layer, each [B, S, Hkv, D]. They are written by index_put, which compilers do in place."""
 
     is_compileable, is_sliding = True, False
     keys: torch.Tensor
@@ -139,52 +142,56 @@ class StaticKVLayer(CacheLayerMixin):
 
     def __init__(self, slots: SlotMapping):
         super().__init__()
-        self.state = slots
+        self.slots = slots
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates the buffers in the dtype and with the heads of the first states."""
         heads = key_states.shape[1]
-        shape = (self.state.rows, self.state.size, heads)
-        self.keys = key_states.new_zeros(*shape, key_states.shape[-1])  # 0 * garbage could be NaN
+        shape = (self.slots.rows, self.slots.size, heads)
+        self.keys = key_states.new_zeros(
+            *shape, key_states.shape[-1]
+        )  # zeros, because 0 * garbage in masked slots could be NaN
         self.values = value_states.new_zeros(*shape, value_states.shape[-1])
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes states [b, Hkv, T, D] to their slots; returns the keys and values [b, Hkv, S, D] to attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        state, keys, values = self.state, self.keys, self.values
-        row = state.all_rows if state.row is None else state.row
-        keys[row[:, None], state.write] = key_states.transpose(1, 2)
-        values[row[:, None], state.write] = value_states.transpose(1, 2)
-        if state.fresh:
-            return key_states, value_states  # attend to the fresh keys, causally
-        if state.row is not None:
+        slots, keys, values = self.slots, self.keys, self.values
+        row = slots.all_rows if slots.row is None else slots.row
+        keys[row[:, None], slots.write_slots] = key_states.transpose(1, 2)
+        values[row[:, None], slots.write_slots] = value_states.transpose(1, 2)
+        if slots.is_prefill:
+            return key_states, value_states  # causal attention among them
+        if slots.row is not None:
             keys, values = keys[row], values[row]
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def compact_path(self, base: torch.Tensor, path: torch.Tensor) -> None:
-        """Slots base + path [B, P] go to base + 0..P-1; gathered before written, since they overlap."""
-        row = self.state.all_rows[:, None]
+        """Moves slots base + path [B, P] to base + 0..P-1. They overlap, so all are gathered before any is written."""
+        row = self.slots.all_rows[:, None]
         source = base[:, None] + path
         sink = base[:, None] + torch.arange(path.shape[1], device=path.device)
         for buffer in (self.keys, self.values):
             buffer[row, sink] = buffer[row, source]
 
     def reserve(self, slots: SlotMapping) -> None:
-        """Longer buffers for the longer `slots`; what is held stays."""
-        self.state = slots
+        """Enlarges the buffers for the longer `slots` and keeps their contents."""
+        self.slots = slots
         if self.is_initialized:
             self.keys, self.values = _enlarged(self.keys, slots), _enlarged(self.values, slots)
 
     def get_seq_length(self) -> int:
-        return 0  # lengths are per row and live in Slots
+        return 0  # lengths are per row, in SlotMapping
 
     def get_max_length(self) -> int:
-        return self.state.size
+        return self.slots.size
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.state.size, 0
+        return self.slots.size, 0
 
 
 def _enlarged(buffer: torch.Tensor, slots: SlotMapping) -> torch.Tensor:
@@ -194,7 +201,7 @@ def _enlarged(buffer: torch.Tensor, slots: SlotMapping) -> torch.Tensor:
 
 
 class StaticKVCache(Cache):
-    """The K/V of all layers of a model over one `Slots`, as transformers wants it."""
+    """The K/V buffers of all layers of a model over one `SlotMapping`, as a Cache of transformers."""
 
     def __init__(self, layers: int, rows: int, size: int, device: torch.device):
         self.slots = SlotMapping(rows, size, device)
@@ -202,13 +209,13 @@ class StaticKVCache(Cache):
         super().__init__(layers=list(self.kv_layers))
 
     def compact_path(self, base: torch.Tensor, path: torch.Tensor) -> None:
-        """`StaticLayer.move` in every layer that holds K/V; some use those of a layer below (gemma4)."""
+        """Calls `StaticKVLayer.compact_path` in every layer with K/V of its own; some use another layer's (gemma4)."""
         for layer in self.kv_layers:
             if layer.is_initialized:
                 layer.compact_path(base, path)
 
     def reserve(self, size: int) -> None:
-        """Room for `size` slots a row; what is held stays."""
+        """Enlarges the buffers to `size` slots per row and keeps their contents."""
         self.slots = SlotMapping(self.slots.rows, size, self.slots.slot.device)
         for layer in self.kv_layers:
             layer.reserve(self.slots)

@@ -1,4 +1,4 @@
-"""TODO: decode.model.loading."""
+"""Models and tokenizers from a folder or the Hub, and the target with everything that belongs to it."""
 
 import hashlib
 import json
@@ -13,33 +13,40 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from decode.common.errors import UserError, first_line
 from decode.model.runner import ModelRunner
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The values of `dtype` settings."""
+
 
 @dataclass(frozen=True)
 class Target:
-    """The model to be made faster, its tokenizer, and how it is named in artefacts."""
+    """The model whose text is wanted faster, and its tokenizer."""
 
     decoder: ModelRunner
     tokenizer: Any
     name: str
+    """Folder or Hub name, as written into results."""
     revision: str | None
+    """Commit, tag or branch on the Hub."""
     fingerprint: str
+    """That of its tokenizer (`tokenizer_fingerprint`)."""
     eos: frozenset[int]
+    """Ids that end a text; empty when the model has none."""
 
     @cached_property
     def eos_ids(self) -> torch.Tensor:
-        """The same [E] on the device."""
+        """`eos` [E] in rising order, on the device of the model."""
         return torch.tensor(sorted(self.eos), dtype=torch.long, device=self.decoder.device)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """16 hex digits over the vocabulary and a probe text: equal for tokenizers that agree on ids."""
+    """16 hex digits, a hash of the vocabulary and the ids of a probe text: equal for tokenizers with the same ids."""
     probe = "def f(x):\n    return x ** 2  # 1234567 Ünïcode → ok\n\n\t\tend"
     content = [sorted(tokenizer.get_vocab().items()), tokenizer(probe)["input_ids"]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def check_model_path(name: str, what: str) -> None:
-    """UserError for something that looks like a local path but is not a model folder."""
+    """UserError when `name` looks like a local path but is no model folder; `what` names the model in the message."""
     path = Path(name)
     local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
     if local and "/" in name and not (path / "config.json").is_file():
@@ -47,7 +54,10 @@ def check_model_path(name: str, what: str) -> None:
 
 
 def load_model(name: str, what: str, device: str, dtype: str, revision: str | None = None) -> Any:
-    """An HF causal LM in eval mode; UserError when it is not there, damaged, or lacks weights."""
+    """A causal LM of transformers in eval mode; UserError when it is not there, damaged, or lacks weights.
+
+    `what` is its role ("target", "draft") in error messages.
+    """
     check_model_path(name, what)
     try:
         result: Any = AutoModelForCausalLM.from_pretrained(
@@ -69,6 +79,7 @@ def load_model(name: str, what: str, device: str, dtype: str, revision: str | No
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
+    """The tokenizer in a folder or on the Hub. UserError when it cannot be loaded."""
     check_model_path(name, "tokenizer")
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision)
@@ -76,18 +87,15 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
         raise UserError(f"tokenizer of {name!r} cannot be loaded: {first_line(error)}") from error
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
 def pick_device(device: str) -> str:
-    """`auto` becomes cuda where there is one, else cpu."""
+    """`device`, but for `auto`: cuda if there is a GPU, else cpu."""
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def load_target(
     name: str, device: str = "auto", dtype: str = "float32", revision: str | None = None
 ) -> Target:
-    """The target `name` (folder or hub name) ready to decode."""
+    """The target `name` (folder or Hub name), ready to decode. UserError when it cannot be loaded or decoded."""
     device = pick_device(device)
     model = load_model(name, "target", device, dtype, revision)
     tokenizer = load_tokenizer(name, revision)

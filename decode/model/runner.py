@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM behind fixed-shape steps, and the identity of its tokenizer."""
+"""A causal LM of transformers with its own K/V cache: prefill and decode steps in fixed shapes."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -14,16 +14,19 @@ from decode.model import attention, small_batch_linear
 from decode.model.compatibility import check_supported, context_length, use_grouped_experts
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
+from decode.model.layer_stack import with_layers
 
-logging.disable_progress_bar()  # a bar a shard hides the one bar of the command
-
+logging.disable_progress_bar()  # transformers' bars, one per shard, hide the command's own
 
 PREFILL_CHUNK = 1024
-"""Prompt tokens in one forward: bounds the memory that long prompts take."""
+"""Prompt tokens in one forward: a limit on the memory that long prompts need."""
 
 
 class ModelRunner:
-    """One causal LM with its own fixed-shape K/V store, for ragged rows. UserError for one that cannot be decoded."""
+    """One causal LM with its own fixed-shape K/V cache, for rows of unequal length.
+
+    UserError for a model that cannot be decoded with drafts (decode/model/compatibility.py).
+    """
 
     def __init__(self, model: Any):
         check_supported(model)
@@ -39,12 +42,12 @@ class ModelRunner:
         self.taps: HiddenStateSpec | None = None
         self.hidden_state_hooks: HiddenStateHooks | None = None
         self.features: torch.Tensor
-        """[B, T, F] tapped states of the last prefill or step."""
+        """[B, T, F] the captured hidden states of the last prefill or step."""
 
     def allocate(self, rows: int, size: int) -> None:
-        """Buffers for `rows` sequences of up to `size` tokens each; what they held is stale.
+        """Provides K/V buffers for `rows` sequences of up to `size` tokens each; their contents are stale.
 
-        Equal shapes are used again: compiled code and captured graphs know the buffers by their addresses.
+        Buffers of the same shape are used again: compiled code and captured graphs know them by their addresses.
         """
         layers = self.config.num_hidden_layers
         if (rows, size) != self.shape:
@@ -52,16 +55,16 @@ class ModelRunner:
             self.shape = rows, size
 
     def capture_hidden_states(self, taps: HiddenStateSpec | None) -> None:
-        """From now on `features` hold these states; None: nothing is kept."""
+        """Makes every later prefill and step store these hidden states in `features`; None: none are stored."""
         if taps != self.taps:
             if self.hidden_state_hooks is not None:
                 self.hidden_state_hooks.remove()
-            self.hidden_state_hooks = self.taps = None  # and so it stays if these taps are refused
+            self.hidden_state_hooks = self.taps = None  # stays None if HiddenStateHooks raises
             self.hidden_state_hooks = None if taps is None else HiddenStateHooks(self.model, taps)
             self.taps = taps
 
     def reserve(self, size: int) -> None:
-        """Room for `size` tokens a row from now on; what the rows hold stays."""
+        """Enlarges the K/V buffers to `size` tokens per row and keeps their contents."""
         rows, held = self.shape
         if held < size:
             self.cache.reserve(size)
@@ -71,24 +74,26 @@ class ModelRunner:
     def prefill(
         self, tokens: torch.Tensor, length: torch.Tensor, row: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [b, V] of each row's last prompt token; tokens [b, W] right-padded, length [b].
+        """Logits [b, V] of each row's last prompt token, for tokens [b, W] right-padded and length [b].
 
-        `row` [b] says which rows are filled (None: all of them); the others stay as they are.
+        `row` [b] are the rows of the K/V buffers that are filled (None: all); the others stay as they are.
         """
         rows, width = tokens.shape
         logits = torch.zeros(rows, self.vocab_size, device=self.device, dtype=self.model.dtype)
-        each = torch.arange(rows, device=self.device)
+        all_rows = torch.arange(rows, device=self.device)
         features = []
         for start in range(0, width, PREFILL_CHUNK):
-            piece = tokens[:, start : start + PREFILL_CHUNK]
-            count = piece.shape[1]
-            self.cache.slots.place(torch.full_like(length, start), count, row=row, fresh=start == 0)
+            chunk = tokens[:, start : start + PREFILL_CHUNK]
+            count = chunk.shape[1]
+            self.cache.slots.set_positions(
+                torch.full_like(length, start), count, row=row, is_prefill=start == 0
+            )
             last = length - 1 - start
-            at = last.clamp(0, count - 1)
-            with logits_only_at(self.model, partial(_select_positions, each, at)):
-                here = self._forward(piece)[:, 0]
+            column = last.clamp(0, count - 1)
+            with logits_only_at(self.model, partial(_select_positions, all_rows, column)):
+                chunk_logits = self._forward(chunk)[:, 0]
             inside = (last >= 0) & (last < count)
-            logits = torch.where(inside[:, None], here, logits)
+            logits = torch.where(inside[:, None], chunk_logits, logits)
             if self.hidden_state_hooks is not None:
                 features.append(self.features)
         if self.hidden_state_hooks is not None:
@@ -98,21 +103,22 @@ class ModelRunner:
     def step(
         self, tokens: torch.Tensor, base: torch.Tensor, nodes: TreeNodes | None = None
     ) -> torch.Tensor:
-        """Logits [B, T, V] of tokens [B, T] put behind the first `base` [B] slots of each row.
+        """Logits [B, T, V] of tokens [B, T] that come after the first `base` [B] slots of each row.
 
-        They are a chain, or the given nodes of a token tree.
+        The tokens are a chain, or the given nodes of a token tree.
         """
-        self.cache.slots.place(base, tokens.shape[1], nodes=nodes)
+        self.cache.slots.set_positions(base, tokens.shape[1], nodes=nodes)
         return self._forward(tokens)
 
-    def keep(self, base: torch.Tensor, path: torch.Tensor) -> None:
-        """Moves the accepted nodes `path` [B, P] of a tree, rooted at slot `base` [B], into chain order."""
+    def compact_kv_cache(self, base: torch.Tensor, path: torch.Tensor) -> None:
+        """Moves the K/V of the accepted nodes `path` [B, P] of a tree with its root at slot `base` [B] to its front."""
         self.cache.compact_path(base, path)
 
     def first_layers(self, count: int) -> "ModelRunner":
-        """The first `count` layers with the same norm, head and K/V store: a draft at no cost in memory.
+        """A runner of the first `count` layers with the same norm, LM head and K/V cache: a draft without own memory.
 
-        What it writes into the shared store for drafted tokens, verification overwrites.
+        Verification overwrites what it writes into the shared cache for drafted tokens. UserError unless it has fewer
+        layers than this one.
         """
         layers = self.config.num_hidden_layers
         if not 0 < count < layers:
@@ -121,11 +127,11 @@ class ModelRunner:
             )
         shorter = copy.copy(self)
         shorter.hidden_state_hooks = shorter.taps = None
-        shorter.model = _truncate_layers(self.model, layers, count)
+        shorter.model = with_layers(self.model, range(count))
         return shorter
 
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        # Drafts near the end of the context get a position that exists; their verdict is never used.
+        # Drafted tokens beyond the context get its last position; whether they are accepted is never used.
         position = self.cache.slots.position.clamp_max(self.context - 1)
         with attention.forward_context(self.cache.slots):
             logits = self.model(
@@ -142,31 +148,16 @@ class ModelRunner:
 def _select_positions(
     row: torch.Tensor, column: torch.Tensor, hidden: torch.Tensor
 ) -> torch.Tensor:
+    """[b, 1, H] one position of each row."""
     return hidden[row, column][:, None]
-
-
-def _truncate_layers(module: Any, layers: int, count: int) -> Any:
-    """A copy of `module` that shares all weights and ends after its first `count` of `layers` blocks.
-
-    Blocks are those of the one ModuleList of that length. A prefix keeps every index, which models look their
-    layer types up by.
-    """
-    cut = copy.copy(module)
-    cut._modules = dict(module._modules)
-    for name, child in module._modules.items():
-        if isinstance(child, torch.nn.ModuleList) and len(child) == layers:
-            cut._modules[name] = torch.nn.ModuleList(child[:count])
-        elif child is not None and any(isinstance(m, torch.nn.ModuleList) for m in child.modules()):
-            cut._modules[name] = _truncate_layers(child, layers, count)
-    return cut
 
 
 @contextmanager
 def logits_only_at(model: Any, select: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Within it, `model` projects `select(hidden [B, T, H])` to the vocabulary instead of every position.
+    """While the block runs, `model` computes logits of `select(hidden [B, T, H])` instead of every position.
 
-    A hook on the output projection, because `logits_to_keep` takes one position a row only in newer versions
-    of transformers and silently means something else in older ones.
+    It is a hook on the output projection, because `logits_to_keep` takes one position per row only in newer versions
+    of transformers and silently has another meaning in older ones.
     """
     handle = model.get_output_embeddings().register_forward_pre_hook(
         lambda module, args: (select(args[0]), *args[1:])

@@ -1,4 +1,4 @@
-"""Products of few rows on a CPU: what every verification asks for, and what the usual call leaves to one thread."""
+"""A linear layer for inputs of few rows on a CPU, as in every verification, that uses all threads."""
 
 from typing import Any
 
@@ -7,15 +7,21 @@ import torch
 from decode.model.attention import ForwardContext
 
 MAX_ROWS = 32
-"""Rows up to which this order of factors is the faster one for narrow models too (docs/log.md)."""
+"""Up to this many rows the layer below is faster for narrow models too (docs/log.md)."""
 
 
 class SmallBatchLinear(torch.nn.Linear):
-    """A linear layer that computes x Wᵀ as (W xᵀ)ᵀ for 2 to MOST rows while a decoder's forward runs.
+    """A linear layer that computes x Wᵀ as (W xᵀ)ᵀ for 2 to MAX_ROWS rows while a ModelRunner's forward runs.
 
-    The math library divides a product among threads along the first factor's rows: here the outputs, there too few.
-    Compiled code has products of its own, and training keeps the usual ones, decoded in between or not.
+    The math library splits a product among threads along the rows of its first factor: with W first these are the
+    outputs, with x first only few rows. Compiled code uses its own products. Training uses the usual ones, whether or
+    not the model has decoded in between.
     """
+
+    def __init__(self, linear: torch.nn.Linear):
+        """Takes the place of `linear`: shares its parameters, buffers and hooks."""
+        torch.nn.Module.__init__(self)
+        vars(self).update(vars(linear))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N], equal to that of torch.nn.Linear but for rounding."""
@@ -35,9 +41,10 @@ class SmallBatchLinear(torch.nn.Linear):
 
 
 def patch_linear_layers(model: Any) -> None:
-    """Gives `model` such layers where they pay: in fp32 on a CPU."""
-    for module in model.modules():
-        if type(module) is torch.nn.Linear:
-            weight = module.weight
-            if weight.dtype == torch.float32 and weight.device.type == "cpu":
-                module.__class__ = SmallBatchLinear
+    """Replaces the linear layers of `model` by `SmallBatchLinear` where that is faster: in fp32 on a CPU."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is not torch.nn.Linear:
+                continue
+            if child.weight.dtype == torch.float32 and child.weight.device.type == "cpu":
+                setattr(module, name, SmallBatchLinear(child))

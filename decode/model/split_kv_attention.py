@@ -1,8 +1,8 @@
-"""Attention over long buffers on a GPU: keys are read in parallel parts, and only those that live.
+"""Attention over long K/V buffers on a GPU: the live keys are read in parts, in parallel (flash decoding).
 
-A dense mask makes every forward read the whole buffer, dead slots included, with one group of threads a head. Here
-the live slots of each row are cut into parts that run side by side (flash decoding), and their results are merged by
-the logarithm of their sums. Lengths stay on the device, so that a captured graph serves every length.
+With a dense mask every forward reads the whole buffer, stale slots included, with one group of threads per head. Here
+the live slots of each row are split into parts that are computed in parallel, and their results are merged by their
+log-sum-exp. Lengths stay on the device, so one captured CUDA graph works for every length.
 
 CHECKED IN TRITON'S INTERPRETER ON A CPU; NO GPU HAS RUN IT YET. Off unless `attention.use_split_kv` turns it on.
 """
@@ -16,9 +16,9 @@ import triton.language as tl
 from decode.model.kv_cache import SplitKVMetadata
 
 BLOCK = 64
-"""Keys that a program holds at once."""
+"""Keys that a program loads at once."""
 TARGET_PROGRAMS = 264
-"""Programs to aim for: two for each of an H100's or H200's 132 multiprocessors."""
+"""Number of programs to launch at least: two for each of the 132 multiprocessors of an H100 or H200."""
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _attend_part_kernel(
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
-    """One part of the keys of one head of one row, for all M = groups * T queries of that head."""
+    """Attention of all M = groups * T queries of one K/V head of one row over one part of its keys."""
     program, part = tl.program_id(0), tl.program_id(1)
     b, h = program // HEADS, program % HEADS
     begin, end = tl.load(first + b), tl.load(live + b)
@@ -96,7 +96,7 @@ def _merge_parts_kernel(
     HEADS: tl.constexpr, T: tl.constexpr, M: tl.constexpr, DV: tl.constexpr, SINK: tl.constexpr,
     PARTS: tl.constexpr, BP: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one query, weighed by their sums; a sink takes mass and gives nothing."""
+    """Merges the parts of one query, weighted by their sums; a sink is in the softmax but has no value."""
     program, m = tl.program_id(0), tl.program_id(1)
     p, dv = tl.arange(0, BP), tl.arange(0, BDV)
     at = (program * PARTS + p) * M + m
@@ -121,30 +121,32 @@ def split_kv_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    view: SplitKVMetadata,
+    metadata: SplitKVMetadata,
     scale: float,
     softcap: float | None = None,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query [B, Hkv, G * T, D] over keys, values [B, Hkv, S, D] (strided, the last 1) -> [B, Hkv, G * T, Dv].
+    """query [B, Hkv, groups * T, D] over keys, values [B, Hkv, S, D] (last stride 1) -> [B, Hkv, groups * T, Dv].
 
-    `view` says what each of the T tokens sees; `sink` [H] is gpt-oss's extra logit of a head.
+    `metadata` has the slots that each of the T tokens attends to; `sink` [H] is gpt-oss's extra logit per head.
     """
     rows, heads, queries, width = query.shape
     size, out_width = keys.shape[2], values.shape[3]
-    count = view.seen.shape[1]
-    nodes = 0 if view.tail is None else view.tail.shape[2]
+    count = metadata.seen.shape[1]
+    nodes = 0 if metadata.tail is None else metadata.tail.shape[2]
     parts = max(1, min(-(-TARGET_PROGRAMS // (rows * heads)), -(-size // BLOCK)))
     part = query.new_empty(rows, heads, parts, queries, out_width, dtype=torch.float32)
     lse = query.new_empty(rows, heads, parts, queries, dtype=torch.float32)
     out = query.new_empty(rows, heads, queries, out_width)
-    tail: Any = view.seen if view.tail is None else view.tail  # never read without nodes
+    tail: Any = (
+        metadata.seen if metadata.tail is None else metadata.tail
+    )  # never read without nodes
     _attend_part_kernel[(rows * heads, parts)](
-        query.contiguous(), keys, values, view.first, view.live, view.seen, view.position, tail, view.base,
-        part, lse, scale, softcap or 1.0,
+        query.contiguous(), keys, values, metadata.first, metadata.live, metadata.seen, metadata.position,
+        tail, metadata.base, part, lse, scale, softcap or 1.0,
         keys.stride(0), keys.stride(2), keys.stride(1), values.stride(0), values.stride(2), values.stride(1),
-        0 if view.tail is None else view.tail.stride(0),
-        HEADS=heads, T=count, M=queries, D=width, DV=out_width, N=nodes, WINDOW=view.window or 0,
+        0 if metadata.tail is None else metadata.tail.stride(0),
+        HEADS=heads, T=count, M=queries, D=width, DV=out_width, N=nodes, WINDOW=metadata.window or 0,
         CAPPED=softcap is not None, PARTS=parts, BLOCK=BLOCK, BM=max(16, triton.next_power_of_2(queries)),
         BD=max(16, triton.next_power_of_2(width)), BDV=max(16, triton.next_power_of_2(out_width)),
     )  # fmt: skip

@@ -133,7 +133,7 @@ def test_every_layer_calls_our_attention(arch: str) -> None:
 
 def test_a_model_that_goes_around_our_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a model that computes attention by itself and is not refused. The test above must fail on it."""
-    monkeypatch.setattr(runner, "refuse", lambda model: None)
+    monkeypatch.setattr(runner, "check_supported", lambda model: None)
     with counted_calls() as calls:
         model = ModelRunner(hf_model("codegen", **GPTJ)).model
         model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
@@ -148,7 +148,7 @@ def test_a_mask_of_the_models_own_is_refused() -> None:
 
 
 def test_a_lost_keyword_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: stablelm does not hand keywords down; without `over` its tokens would see each other's slots."""
+    """Planted: stablelm does not pass keywords on; without `forward_context` tokens would attend to other rows' slots."""
     model = tiny_model("stablelm")
     want = [hf_text(model, prompt, max_new_tokens=20) for prompt in PROMPTS]
     assert decode_some(model) == want
@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "minimax": (GROUPED | {"layer_types": LINEAR}, "linear_attention layers"),
     "lfm2": (GROUPED | {"layer_types": ["conv", "full_attention", "conv"]}, "conv layers"),
     "llama4_text": (GROUPED | {"attention_chunk_size": 8}, "chunked_attention layers"),
-    "phimoe": (SLIDING | {"num_local_experts": 4}, "about its window of 8 positions"),
+    "phimoe": (SLIDING | {"num_local_experts": 4}, "does not pass its window of 8 positions"),
     "bart": (
         {"d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "vocab_size": 97},
         "takes no position_ids",

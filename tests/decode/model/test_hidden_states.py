@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from decode.common.errors import UserError
 from decode.drafts.early_exit import EarlyExitDraft
@@ -13,8 +12,7 @@ from decode.model import runner
 from decode.model.hidden_states import (
     HiddenStateHooks,
     HiddenStateSpec,
-    layer_stack,
-    lm_head_function,
+    LMHead,
 )
 from tests.decode.engine.test_engine import texts
 from tests.heads import hf_states, random_draft
@@ -57,8 +55,8 @@ def test_states_are_those_of_transformers(arch: str, monkeypatch: pytest.MonkeyP
         got = torch.cat([prefilled[row, : len(prompt)], stepped[row]])
         for i in ALL.layers:
             close(got[:, i * width : (i + 1) * width], states[i])
-        close(lm_head_function(decoder.model)(got[:, -width:]), right)
-    close(lm_head_function(decoder.model)(stepped[..., -width:]), logits)
+        close(LMHead(decoder.model)(got[:, -width:]), right)
+    close(LMHead(decoder.model)(stepped[..., -width:]), logits)
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -106,7 +104,7 @@ def test_the_head_is_no_forward_of_the_model() -> None:
     """Catches a head that goes through the module, whose hooks would take its input for the target's state."""
     model = tiny_model("llama")
     catch = HiddenStateHooks(model, HiddenStateSpec(final=True))
-    lm_head_function(model)(torch.zeros(1, 1, 32))
+    LMHead(model)(torch.zeros(1, 1, 32))
     assert catch.captured == {}
 
 
@@ -115,10 +113,10 @@ def test_a_head_in_another_dtype_is_a_copy() -> None:
     model = tiny_model("gpt2")  # tied to the embedding
     before = model.lm_head.weight.detach().clone()
     state = torch.randn(2, 32)
-    rough = lm_head_function(model, dtype=torch.bfloat16)(state.bfloat16())
+    rough = LMHead(model, dtype=torch.bfloat16)(state.bfloat16())
     assert rough.dtype == torch.bfloat16
-    torch.testing.assert_close(rough.float(), lm_head_function(model)(state), atol=0.2, rtol=0.02)
-    assert not lm_head_function(model)(state).requires_grad
+    torch.testing.assert_close(rough.float(), LMHead(model)(state), atol=0.2, rtol=0.02)
+    assert not LMHead(model)(state).requires_grad
     assert torch.equal(model.lm_head.weight, before)
 
 
@@ -138,16 +136,6 @@ def test_an_unknown_layer_is_refused(layer: int) -> None:
     close(decoder.features[0], hf_states(decoder.model, PROMPTS[0])[0][1])
     decoder.capture_hidden_states(None)
     assert hooks(decoder.model) == 0
-
-
-def test_layers_that_cannot_be_told_are_refused() -> None:
-    """Catches the first of two lists of equal length taken for the layers."""
-    model = tiny_model("llama")
-    model.other = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
-    with pytest.raises(
-        UserError, match="cannot tell which modules of this llama model .* 3 layers"
-    ):
-        layer_stack(model)
 
 
 def test_no_hook_is_left() -> None:

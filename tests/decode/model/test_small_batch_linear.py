@@ -1,5 +1,7 @@
 """Linear layers for few rows: the same products, only while decoding, and in every decoder."""
 
+import copy
+
 import pytest
 import torch
 
@@ -19,8 +21,7 @@ def test_products_are_those_of_a_linear_layer(shape: tuple[int, ...], bias: bool
     """Catches a lost bias, rows in another order, and a shape that the next layer cannot view."""
     torch.manual_seed(0)
     usual = torch.nn.Linear(24, 12, bias=bias)
-    layer = SmallBatchLinear(24, 12, bias=bias)
-    layer.load_state_dict(usual.state_dict())
+    layer = SmallBatchLinear(usual)
     x = torch.randn(*shape, 24).transpose(0, -1).contiguous().transpose(0, -1)  # rows lie apart
     with forward_context(SLOTS), torch.inference_mode():
         got = layer(x)
@@ -55,13 +56,30 @@ def test_every_linear_layer_of_a_decoder_is_one(monkeypatch: pytest.MonkeyPatch)
 def test_training_does_not_see_it() -> None:
     """Catches a run whose numbers depend on whether it decoded before: resumed would not equal straight."""
     torch.manual_seed(0)
-    usual, layer = torch.nn.Linear(64, 48), SmallBatchLinear(64, 48)
-    layer.load_state_dict(usual.state_dict())
+    usual = torch.nn.Linear(64, 48)
+    layer = SmallBatchLinear(copy.deepcopy(usual))
     x = torch.randn(7, 64)
     for net in (usual, layer):
         net(x).square().sum().backward()
     assert torch.equal(usual(x), layer(x))
     assert torch.equal(usual.weight.grad, layer.weight.grad)  # type: ignore[arg-type]
+
+
+def test_a_patched_layer_takes_the_place_of_the_old_one() -> None:
+    """Catches copied weights, a tie that is cut, names or hooks that are lost: whoever holds the old layer sees it."""
+    model = tiny_model("gpt2")  # LM head tied to the embedding
+    head = model.lm_head
+    calls: list[int] = []
+    head.register_forward_pre_hook(lambda module, args: calls.append(1))
+    names = [name for name, _ in model.named_parameters()]
+    small_batch_linear.patch_linear_layers(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert isinstance(model.lm_head, SmallBatchLinear)
+    assert model.lm_head.weight is model.get_input_embeddings().weight is head.weight
+    head.weight = torch.nn.Parameter(torch.zeros_like(head.weight))  # as wrappers swap weights
+    assert model.lm_head.weight is head.weight
+    model.eval()(torch.tensor([[1, 2]]))
+    assert calls == [1]
 
 
 def test_half_precision_keeps_its_own() -> None:

@@ -7,39 +7,43 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from decode.engine.compile import filter_guards
+from decode.model import attention
 
 CHECK = """
 import sys
 
 import torch
 
-from decode import attention
 from decode.drafts.causal import CausalDraft
-from decode.drafts.layerskip import EarlyExitDraft
-from decode.speculate import decode
-from decode.target import Decoder
-from decode.tree import DynamicTree
-from decode import splitkv
-from tests.test_speculate import PROMPTS
-from tests.test_token_trees import BUSHY
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.engine.engine import decode
+from decode.model import attention, split_kv_attention
+from decode.model.runner import ModelRunner
+from decode.verification.tree import DynamicTree
+from tests.decode.engine.test_engine import PROMPTS
+from tests.decode.drafts.test_token_trees import BUSHY
 from tests.tiny import noisy, tiny_model, tiny_target
 
-splitkv.BLOCK, splitkv.PROGRAMS = 16, 18  # three parts, of several blocks, in short texts
+# three parts, of several blocks, in short texts
+split_kv_attention.BLOCK, split_kv_attention.TARGET_PROGRAMS = 16, 18
 calls = 0
-attend = splitkv.attend
+attend = split_kv_attention.split_kv_attention
 
 def counted(*args):
     global calls
     calls += 1
     return attend(*args)
 
-splitkv.attend = counted
+split_kv_attention.split_kv_attention = counted
 for arch in sys.argv[1:]:
     model = tiny_model(arch)
     target, moved = tiny_target(model), noisy(model, 0.01)
     for draft in (
-        CausalDraft(Decoder(moved)),
-        CausalDraft(Decoder(moved), shape=DynamicTree(width=2, nodes=5)),
+        CausalDraft(ModelRunner(moved)),
+        CausalDraft(ModelRunner(moved), shape=DynamicTree(width=2, nodes=5)),
         EarlyExitDraft(target, 2, BUSHY),
     ):
         texts = {}
@@ -79,3 +83,18 @@ def test_split_kv_equals_the_dense_mask(arch: str) -> None:
         [sys.executable, "-c", CHECK, arch], env=env, cwd=root, capture_output=True, text=True
     )
     assert done.stdout == "equal\n", done.stderr[-2000:]
+
+
+def test_compiled_code_notices_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the guard of `split_kv` dropped by the guard filter, which knows it by its class's name: compiled code
+    would go on with the kernel that was chosen when it was compiled."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if attention.ForwardContext.split_kv else x - 1
+
+    options = {"guard_filter_fn": filter_guards}
+    compiled = torch.compile(forward, fullgraph=True, backend="eager", options=options)
+    x = torch.zeros(2)
+    for on in (False, True, False):
+        monkeypatch.setattr(attention.ForwardContext, "split_kv", on)
+        assert torch.equal(compiled(x), forward(x))
