@@ -8,7 +8,7 @@ from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.model import attention
-from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, lm_head_function
+from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LMHead
 from decode.model.loading import Target
 from decode.model.runner import logits_only_at
 from train.data.batching import Batch
@@ -49,7 +49,7 @@ class LiveTeacher:
     def __init__(self, target: Target, taps: HiddenStateSpec):
         self.model = target.decoder.model
         self.taps = HiddenStateSpec(taps.layers, final=True)
-        self.head = lm_head_function(self.model)
+        self.head = LMHead(self.model)
         self.hidden: int = self.model.get_output_embeddings().weight.shape[1]
 
     @torch.no_grad()

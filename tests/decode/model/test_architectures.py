@@ -148,7 +148,7 @@ def test_a_mask_of_the_models_own_is_refused() -> None:
 
 
 def test_a_lost_keyword_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: stablelm does not pass keywords on; without `forward_context` tokens would attend to other rows' slots."""
+    """Planted: stablelm does not pass keywords on; without `forward_context` tokens attend to wrong slots."""
     model = tiny_model("stablelm")
     want = [hf_text(model, prompt, max_new_tokens=20) for prompt in PROMPTS]
     assert decode_some(model) == want

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from decode.model import attention
-from decode.model.hidden_states import HiddenStateSpec, lm_head_function
+from decode.model.hidden_states import HiddenStateSpec, LMHead
 from tests.tiny import ARCHITECTURES, noisy, reference, tiny_model, tiny_target
 from tests.train.families.test_heads_training import SAMPLES, assert_same
 from tests.train.losses.test_loss_memory import Live
@@ -104,7 +104,7 @@ def test_the_logits_of_all_positions_never_exist(
     lm = noisy(model, 0.05)
     lm.set_attn_implementation(attention.ATTENTION_NAME)
     target = tiny_target(model).decoder.model
-    trainer = CausalTrainer(lm, lm_head_function(target), Criterion("forward_kl"))
+    trainer = CausalTrainer(lm, LMHead(target), Criterion("forward_kl"))
     batch = Batch(torch.arange(positions)[None], torch.ones(1, positions, dtype=torch.bool))
     look = TeacherOutput(torch.zeros(1, positions, 0), torch.randn(1, positions, 8))
     whole, weights = 4 * positions * size, 4 * size * 8

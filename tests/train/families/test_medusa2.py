@@ -13,7 +13,7 @@ from decode.common.errors import UserError
 from decode.drafts import medusa
 from decode.drafts.base import METADATA_FILE
 from decode.engine.engine import decode
-from decode.model.hidden_states import layer_stack
+from decode.model.layer_stack import layer_stack
 from decode.model.loading import Target, load_model
 from decode.model.runner import ModelRunner
 from eval.checks.target_drift import measure_target_drift
