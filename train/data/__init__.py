@@ -8,6 +8,7 @@
     prompt_pipeline.py  runs these steps for train/sample.py and counts what each of them dropped
     sample_store.py     the sampled set on disk: parquet shards and a manifest
     mixture.py          several sampled sets mixed by weight, in the order in which steps take rows
+    vocab_mapping.py    the reduced draft vocabulary: which token ids a draft's columns stand for
     batching.py         rows of a step -> padded or packed Batch with its loss mask
 
 May import decode and eval; of train only its own modules.

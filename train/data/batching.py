@@ -1,8 +1,7 @@
-"""Which rows a step trains on, and at which positions of them.
+"""The rows of a step, padded or packed into a Batch with its loss mask.
 
-The logits at position t predict token t + 1. So t is supervised if token t + 1 lies in a loss span:
-the last position of a prompt is (it predicts the first token of the answer), the last position of
-a row never is.
+The logits at position t predict token t + 1, so position t is supervised if token t + 1 lies in a loss span. The last
+position of a prompt is supervised (it predicts the first token of the answer); the last position of a row never is.
 """
 
 import functools
@@ -23,17 +22,19 @@ T = TypeVar("T")
 
 @dataclass
 class Batch:
-    """Rows padded on the right, and where their logits are wanted.
+    """Rows padded on the right, with their supervised positions.
 
-    Causal attention never looks to the right, so padding there needs no attention mask. Where several rows share a
-    line, `documents` keep them apart.
+    Attention is causal, so padding on the right needs no attention mask. Where several rows are packed into a line,
+    attention stays within the tokens of one document.
     """
 
     input_ids: Tensor  # [B, T] int64
-    loss_mask: Tensor  # [B, T] bool, True where the next token is to be learned
-    ids: tuple[str, ...] = ()  # of the rows
-    starts: tuple[tuple[int, int], ...] = ()  # line and column where each row begins
-    documents: Tensor | None = None  # [B, T] int64 that tells the rows of a line apart
+    loss_mask: Tensor  # [B, T] bool, True where the next token is a label
+    ids: tuple[str, ...] = ()  # ids of the rows
+    starts: tuple[tuple[int, int], ...] = ()  # line and column at which each row begins
+    documents: Tensor | None = (
+        None  # [B, T] int64, number of the row that each token belongs to; None: unpacked
+    )
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`."""
@@ -47,28 +48,27 @@ class Batch:
         )
 
     def positions(self) -> Tensor:
-        """[B, T] or [1, T] int64: of each token in its row."""
+        """[B, T] or [1, T] int64: position of each token in its row."""
         if self.documents is None:
             return torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
         return document_positions(self.input_ids, self.documents)
 
 
 def step_indices(n: int, batch: int, seed: int, step: int) -> list[int]:
-    """Indices of the global batch of `step` (from 0), a function of the arguments alone."""
+    """Indices of the global batch of `step` (from 0) among n rows, a function of the arguments alone."""
     return [shuffled_index(n, seed, place) for place in range(step * batch, (step + 1) * batch)]
 
 
 def shuffled_index(n: int, seed: int, place: int, source: int = 0) -> int:
-    """The index that stands at `place` of the endless order of n rows, for each `source` another one.
+    """The row index at `place` of the endless shuffled order of n rows; each `source` has a different order.
 
-    Every epoch is a fresh permutation, and epochs follow each other without a gap, so a batch may
-    hold the end of one and the start of the next.
+    Every epoch is a new permutation. A batch may hold the end of one epoch and the beginning of the next.
     """
     return int(_permutation(n, seed, place // n, source)[place % n])
 
 
 def rank_slice(rank: int, world: int, rows: Sequence[T]) -> Sequence[T]:
-    """The slice of a global batch that process `rank` of `world` works on; all are equally long."""
+    """The slice of a global batch for process `rank` of `world`; all slices have the same length."""
     if len(rows) % world != 0:
         raise UserError(
             f"a global batch of {len(rows)} rows cannot be split evenly over {world} processes: "
@@ -79,9 +79,9 @@ def rank_slice(rank: int, world: int, rows: Sequence[T]) -> Sequence[T]:
 
 
 def truncate_rows(rows: Sequence[SampleRow], max_length: int) -> tuple[Sequence[SampleRow], int]:
-    """(rows cut to `max_length` tokens, number of rows dropped with nothing left to learn).
+    """(rows cut to `max_length` tokens, number of rows dropped because no label was left).
 
-    Rows are cut when they are read: those of a set on disk stay there.
+    Rows are cut when they are indexed, so a set on disk is not loaded. UserError if no row is left.
     """
     kept = [
         i
@@ -97,38 +97,41 @@ def truncate_rows(rows: Sequence[SampleRow], max_length: int) -> tuple[Sequence[
 
 
 def collate(rows: Sequence[SampleRow], pad_id: int, multiple: int = 8) -> Batch:
-    """The batch of `rows`, one a line, with T rounded up to `multiple` so that fewer shapes are compiled."""
+    """The batch of `rows`, one per line, with T rounded up to `multiple` so that fewer shapes are compiled."""
     return _place_rows(rows, [(i, 0) for i in range(len(rows))], pad_id, multiple)
 
 
 def pack(rows: Sequence[SampleRow], pad_id: int, multiple: int = 8) -> Batch:
-    """The batch of `rows` on lines of once or twice the length of the longest, whichever number of them pads least."""
+    """The batch of `rows` packed into lines of up to about twice the longest row, with the least padding."""
     lengths = [len(row["input_ids"]) for row in rows]
-    most = -(-sum(lengths) // max(lengths))
-    layouts = [_pack_layout(lengths, lines) for lines in range(-(-most // 2), most + 1)]
+    max_lines = -(-sum(lengths) // max(lengths))
+    line_counts = range(-(-max_lines // 2), max_lines + 1)
+    layouts = [_pack_layout(lengths, lines) for lines in line_counts]
     starts, _ = min(layouts, key=lambda layout: layout[1])
     batch = _place_rows(rows, starts, pad_id, multiple)
-    batch.documents = torch.full_like(batch.input_ids, len(rows))  # of padding
+    batch.documents = torch.full_like(
+        batch.input_ids, len(rows)
+    )  # padding is a document of its own
     for i, (line, column) in enumerate(starts):
         batch.documents[line, column : column + lengths[i]] = i
     return batch
 
 
 def supervised_token_count(rows: Sequence[SampleRow]) -> int:
-    """Number of supervised positions, by which a step's loss is divided."""
+    """Number of supervised positions, by which the loss of a step is divided."""
     return sum(len(supervised_positions(row)) for row in rows)
 
 
 def supervised_positions(row: SampleRow) -> Tensor:
-    """Supervised positions t, ascending, whose next token lies in a loss span; tokens count once."""
-    learned = np.zeros(len(row["input_ids"]), dtype=bool)
+    """Positions t, ascending, whose next token lies in a loss span; overlapping spans count once."""
+    mask = np.zeros(len(row["input_ids"]), dtype=bool)
     for start, end in row["loss_spans"]:
-        learned[start:end] = True
-    return torch.from_numpy(np.flatnonzero(learned[1:]))
+        mask[start:end] = True
+    return torch.from_numpy(np.flatnonzero(mask[1:]))
 
 
 def _pack_layout(lengths: Sequence[int], lines: int) -> tuple[list[tuple[int, int]], int]:
-    """(line and column of each row, size of the batch): the longest first, each on the line that has least."""
+    """((line, column) of each row, lines x longest line): longest rows first, each at the end of the shortest line."""
     ends, starts = [0] * lines, [(0, 0)] * len(lengths)
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         line = ends.index(min(ends))
@@ -140,7 +143,7 @@ def _pack_layout(lengths: Sequence[int], lines: int) -> tuple[list[tuple[int, in
 def _place_rows(
     rows: Sequence[SampleRow], starts: Sequence[tuple[int, int]], pad_id: int, multiple: int
 ) -> Batch:
-    """Each row at its line and column, padding elsewhere."""
+    """The batch with each row at its (line, column) of `starts`, and padding elsewhere."""
     ends = [column + len(row["input_ids"]) for row, (_, column) in zip(rows, starts, strict=True)]
     shape = max(line for line, _ in starts) + 1, -(-max(ends) // multiple) * multiple
     batch = Batch(
@@ -156,7 +159,7 @@ def _place_rows(
 
 
 def truncate_row(row: SampleRow, max_length: int) -> SampleRow:
-    """The row's first `max_length` tokens, with spans to match."""
+    """The row's first `max_length` tokens, with loss spans cut to them."""
     if len(row["input_ids"]) <= max_length:
         return row
     spans = [[start, min(end, max_length)] for start, end in row["loss_spans"]]
@@ -164,14 +167,14 @@ def truncate_row(row: SampleRow, max_length: int) -> SampleRow:
     return {**row, "input_ids": row["input_ids"][:max_length], "loss_spans": spans}
 
 
-@functools.lru_cache(maxsize=32)  # a batch touches two epochs of each source at its seam
+@functools.lru_cache(maxsize=32)  # a batch may reach into two epochs of each source
 def _permutation(n: int, seed: int, epoch: int, source: int) -> np.ndarray:
     order = np.random.default_rng([seed, epoch, source]).permutation(n)
     return order.astype(np.int32)
 
 
 def document_positions(input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
-    """[B, T] int64: tokens before t in its document."""
+    """[B, T] int64: number of tokens before t in its document."""
     index = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     if documents is None:
         return index
@@ -180,7 +183,7 @@ def document_positions(input_ids: Tensor, documents: Tensor | None = None) -> Te
 
 
 def next_in_same_document(like: Tensor, documents: Tensor | None) -> Tensor:
-    """[B, T] bool: token t + 1 exists and belongs to the document of token t."""
+    """[B, T] bool: token t + 1 exists and belongs to the same document as token t."""
     if documents is None:
         same = torch.ones_like(like[:, 1:], dtype=torch.bool)
     else:

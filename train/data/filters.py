@@ -1,4 +1,4 @@
-"""Which prompts are left out: what evaluation asks too, what was nearly there before, what is too long or too short."""
+"""Step 4 of 4 from sources to prompts: drops overlaps with evaluation, near duplicates, and wrong lengths."""
 
 import re
 import zlib
@@ -9,33 +9,31 @@ import numpy as np
 from decode.common.errors import UserError
 from train.data.prompts import Prompt, prompt_text
 
-OVERLAP_WORDS = (
-    13  # words in common that count as overlap, as in GPT-3 (arXiv 2005.14165, appendix C)
-)
-SHORT_TEXT_WORDS = (
-    OVERLAP_WORDS + 2
-)  # a text of so many words cannot lie within another without whole words in common
-
-SHINGLE_WORDS = 5  # words that near-duplicates are compared by
-MINHASH_COUNT, LSH_BAND_SIZE = (
-    128,
-    4,
-)  # numbers that stand for a text; so many of them must agree to look closer
+OVERLAP_WORDS = 13
+"""Consecutive words in common that count as overlap, as in GPT-3 (arXiv 2005.14165, appendix C)."""
+SHORT_TEXT_WORDS = OVERLAP_WORDS + 2
+"""A text of this many words that is a substring of another one shares at least OVERLAP_WORDS whole words with it."""
+SHINGLE_WORDS = 5
+"""Words of a shingle, the unit in which near duplicates are compared."""
+MINHASH_COUNT = 128
+"""Hashes in the MinHash signature of a text."""
+LSH_BAND_SIZE = 4
+"""Neighbouring hashes that must be equal in two signatures before the signatures are compared in full."""
 
 
 @dataclass
 class FilterConfig:
-    """What is left out, besides what evaluation asks too."""
+    """Which prompts are dropped, besides those that overlap evaluation prompts."""
 
     min_prompt: int = 1
-    """Tokens that a prompt has at least."""
+    """Shortest prompt in tokens."""
     max_prompt: int = 0
-    """Tokens that a prompt has at most; 0: what the target's context holds."""
+    """Longest prompt in tokens; 0: the target's context length."""
     min_answer: int = 1
-    """Tokens of the replies in all; rows with fewer are kept as answered, with nothing to learn."""
+    """Fewest tokens of all replies together; rows with fewer are kept as answered, without loss spans."""
     near_duplicates: float = 0.0
-    """Similarity to an earlier prompt, the share of 5-word runs in common, from which one is left out: 0.6 to 1; 0
-    leaves out equal ones only."""
+    """A prompt is dropped if its similarity to an earlier one, the share of 5-word shingles in common, is at least
+    this: 0.6 to 1; 0 drops equal prompts only."""
 
     def __post_init__(self) -> None:
         if min(self.min_prompt, self.min_answer) < 1 or self.max_prompt < 0:
@@ -45,10 +43,10 @@ class FilterConfig:
 
 
 def drop_overlaps(prompts: list[Prompt], evaluation_texts: list[str]) -> tuple[list[Prompt], int]:
-    """(prompts that share nothing with the evaluation texts, number of prompts dropped).
+    """(prompts that do not overlap the evaluation texts, number of prompts dropped).
 
-    Dropped is what equals, contains or lies within an evaluation text, or has 13 words in a row in
-    common with one. Only words count: a change of white space hides nothing.
+    A prompt overlaps if it equals, contains or is a substring of an evaluation text, or has 13 consecutive words in
+    common with one. White space is ignored.
     """
     texts = [_normalize_whitespace(text) for text in evaluation_texts]
     joined = "\0".join(texts)
@@ -67,48 +65,50 @@ def drop_overlaps(prompts: list[Prompt], evaluation_texts: list[str]) -> tuple[l
 
 
 def drop_near_duplicates(prompts: list[Prompt], similarity: float) -> tuple[list[Prompt], int]:
-    """(prompts none of which resembles an earlier one of them, number of prompts dropped).
+    """(prompts that are not near duplicates of an earlier one, number of prompts dropped).
 
-    Samples of one content go together. Resemblance is the share of 5-word runs that two texts have in common (Jaccard),
-    estimated by MinHash (Broder 1997): from 128 numbers a text, to within 0.05 or so.
+    Prompts with the same content are kept or dropped together. Similarity is the Jaccard index of the texts' 5-word
+    shingles, estimated by MinHash (Broder 1997) from 128 hashes per text, to within about 0.05.
     """
     if similarity == 0:
         return prompts, 0
-    resembles: dict[str, bool] = {}
+    is_duplicate: dict[str, bool] = {}
     signatures: list[np.ndarray] = []
     buckets: dict[bytes, list[int]] = {}
     for prompt in prompts:
         content = prompt.id.rpartition("#")[0]
-        if content in resembles:
+        if content in is_duplicate:
             continue
-        own = minhash_signature(prompt_text(prompt))
+        signature = minhash_signature(prompt_text(prompt))
         keys = [
-            bytes([i]) + own[i * LSH_BAND_SIZE : (i + 1) * LSH_BAND_SIZE].tobytes()
+            bytes([i]) + signature[i * LSH_BAND_SIZE : (i + 1) * LSH_BAND_SIZE].tobytes()
             for i in range(MINHASH_COUNT // LSH_BAND_SIZE)
         ]
-        near = {other for key in keys for other in buckets.get(key, [])}
-        resembles[content] = any(np.mean(signatures[i] == own) >= similarity for i in near)
-        if not resembles[content]:
+        candidates = {other for key in keys for other in buckets.get(key, [])}
+        is_duplicate[content] = any(
+            np.mean(signatures[i] == signature) >= similarity for i in candidates
+        )
+        if not is_duplicate[content]:
             for key in keys:
                 buckets.setdefault(key, []).append(len(signatures))
-            signatures.append(own)
-    kept = [prompt for prompt in prompts if not resembles[prompt.id.rpartition("#")[0]]]
+            signatures.append(signature)
+    kept = [prompt for prompt in prompts if not is_duplicate[prompt.id.rpartition("#")[0]]]
     return kept, len(prompts) - len(kept)
 
 
 def minhash_signature(text: str) -> np.ndarray:
-    """[HASHES] uint32: two texts agree in about the share of places that is the share of 5-word runs in common."""
-    words = re.findall(r"\w+|[^\w\s]", text.lower())  # signs count: 1 + 1 is not 1 - 1
-    runs = {
+    """Signature [MINHASH_COUNT] uint32; the share of equal hashes of two texts estimates their Jaccard index."""
+    words = re.findall(r"\w+|[^\w\s]", text.lower())  # punctuation counts: 1 + 1 is not 1 - 1
+    shingles = {
         " ".join(words[i : i + SHINGLE_WORDS])
         for i in range(max(1, len(words) - SHINGLE_WORDS + 1))
     }
-    hashed = np.array([zlib.crc32(run.encode()) for run in runs], dtype=np.uint64)
+    hashed = np.array([zlib.crc32(shingle.encode()) for shingle in shingles], dtype=np.uint64)
     return ((hashed[:, None] * HASH_FACTORS + HASH_TERMS) >> np.uint64(32)).min(0).astype(np.uint32)
 
 
 def has_wrong_length(prompt_tokens: int, s: FilterConfig) -> bool:
-    """Whether a prompt of so many tokens is left out."""
+    """Whether a prompt of this many tokens is too short or too long."""
     return prompt_tokens < s.min_prompt or 0 < s.max_prompt < prompt_tokens
 
 

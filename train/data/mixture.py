@@ -1,4 +1,4 @@
-"""Several sampled sets mixed by weight: which rows a step trains on, as a function of (seed, step) alone."""
+"""Several sampled sets mixed by weight; the rows of a step are a function of seed and step alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ class MixturePart:
     """One sampled set of a mixture."""
 
     path: str
-    """Its folder."""
+    """Folder of the sampled set."""
     weight: float = 1.0
-    """Its share of the rows that are trained on, beside the weights of the others."""
+    """Its share of the training rows, relative to the weights of the other sets."""
 
 
 DataSpec = str | list[MixturePart]
-"""One folder, or several with weights."""
+"""The folder of one sampled set, or several with weights."""
 
 
 def mixture_parts(data: DataSpec) -> list[MixturePart]:
-    """The mixture that the setting names. UserError for none, or for weights that are no shares."""
-    if isinstance(data, str) and data.startswith("["):  # a list that was not understood
+    """The parts that the setting `data` names. UserError for an empty list or a weight that is not above 0."""
+    if isinstance(data, str) and data.startswith("["):  # a list that could not be parsed
         raise UserError(f"data {data}: no list of parts, write [{{path: folder, weight: 1}}, …]")
     parts = [MixturePart(data)] if isinstance(data, str) else data
     if len(parts) == 0:
@@ -42,35 +42,34 @@ def mixture_parts(data: DataSpec) -> list[MixturePart]:
 
 
 def source_at(shares: Sequence[Fraction], place: int) -> tuple[int, int]:
-    """(source that stands at `place` of the endless order of rows, its rows before that one).
+    """(source of the row at `place` of the endless training order, number of that source's rows before it).
 
-    Sources take turns as evenly as their shares allow: after any number of places a source has had its share of
-    them to within the number of sources, and the pattern has no memory that a resumed run could lack.
+    Sources alternate as evenly as their shares allow: after any number of places each source has had its share of them
+    to within the number of sources. The order depends on `place` alone, so a resumed run needs no state for it.
     """
-    left = sum(shares, Fraction(0))
-    for source in range(
-        len(shares) - 1, 0, -1
-    ):  # the last takes its places, the others share the rest
-        share = shares[source] / left
+    remaining = sum(shares, Fraction(0))
+    # The last source takes its places, the sources before it share the remaining ones, and so on.
+    for source in range(len(shares) - 1, 0, -1):
+        share = shares[source] / remaining
         before = place * share.numerator // share.denominator
         if (place + 1) * share.numerator // share.denominator > before:
             return source, before
         place -= before
-        left -= shares[source]
+        remaining -= shares[source]
     return 0, place
 
 
 class Mixture(Sequence[SampleRow]):
-    """The rows of all sources, one source behind the other, and the order in which steps take them.
+    """The rows of all sources, concatenated, and the endless order in which steps take them.
 
-    Each source is an endless run of fresh permutations. With several, ids begin with the number of their source, so
-    that two answers to one prompt stay two.
+    Each source is taken in a new permutation every epoch. With several sources, ids are prefixed with the number of
+    their source, so that answers to one prompt in two sources keep different ids.
     """
 
     def __init__(self, sources: Sequence[Sequence[SampleRow]], weights: Sequence[float]):
         self.sources = sources
         self.shares = [Fraction(str(weight)) for weight in weights]
-        self.offsets = np.cumsum([0, *map(len, sources)])  # row number that each source begins with
+        self.offsets = np.cumsum([0, *map(len, sources)])  # index of each source's first row
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
@@ -88,22 +87,22 @@ class Mixture(Sequence[SampleRow]):
         return row if len(self.sources) == 1 else {**row, "id": f"{source}/{row['id']}"}
 
     def row_at(self, place: int, seed: int) -> SampleRow:
-        """The row at `place` of the endless order."""
+        """The row at `place` (from 0) of the endless order."""
         source, number = source_at(self.shares, place)
         index = batching.shuffled_index(len(self.sources[source]), seed, number, source)
         return self[int(self.offsets[source]) + index]
 
     def global_batch(self, batch: int, seed: int, step: int) -> list[SampleRow]:
-        """The global batch of `step` (from 0)."""
+        """The `batch` rows of `step` (from 0), over all ranks."""
         return [self.row_at(place, seed) for place in range(step * batch, (step + 1) * batch)]
 
 
 def load(
     data: DataSpec, max_length: int, tokenizer: str = "", target: str = ""
 ) -> tuple[Mixture, int]:
-    """(the mixture cut to `max_length` tokens, number of rows dropped with nothing left to learn).
+    """(the mixture with rows cut to `max_length` tokens, number of rows dropped because no label was left).
 
-    UserError for a set that was made with another tokenizer than that of `target`, if one is given.
+    `tokenizer` is the fingerprint of the tokenizer of `target`. UserError for a set made with another tokenizer.
     """
     parts = mixture_parts(data)
     sources, dropped = [], 0
@@ -114,14 +113,16 @@ def load(
                 f"samples in {part.path} were made with tokenizer {manifest.tokenizer_hash} (target "
                 f"{manifest.target}), but {target} has {tokenizer}: sample this target"
             )
-        rows, lost = batching.truncate_rows(sample_store.read_shards(Path(part.path)), max_length)
+        rows, rows_dropped = batching.truncate_rows(
+            sample_store.read_shards(Path(part.path)), max_length
+        )
         sources.append(rows)
-        dropped += lost
+        dropped += rows_dropped
     return Mixture(sources, [part.weight for part in parts]), dropped
 
 
 def data_manifests(data: DataSpec) -> Any:
-    """How the data was made: the manifest of one folder, or [{path, weight, manifest}] of several."""
+    """The manifest of one folder, or [{path, weight, manifest}, …] of several."""
     if isinstance(data, str):
         return files.read_json(Path(data) / "manifest.json")
     return [

@@ -1,8 +1,8 @@
-"""The sampled set on disk: what the target answered, as token ids, and how it was asked.
+"""The sampled set on disk: prompts and answers as token ids, and the manifest of how they were made.
 
-`<folder>/shards/*.parquet` hold the rows, `<folder>/manifest.json` tells how they were made. A file
-is there whole or not at all, so sampling can be killed at any moment and goes on by the ids. Rows stay
-on disk until they are asked for, so a set may be larger than memory.
+`<folder>/shards/*.parquet` hold the rows, `<folder>/manifest.json` tells how they were made. Files are written
+atomically, so sampling can be killed at any moment and resumes from the ids that are there. Rows are read from disk
+when they are indexed, so a set may be larger than memory.
 """
 
 import dataclasses
@@ -33,12 +33,14 @@ SCHEMA = pa.schema(
     ]
 )
 
-ROW_GROUP_SIZE = 64  # rows that are read together: one of them costs no more than these
-MAX_OPEN_FILES, MAX_CACHED_GROUPS = 64, 16  # kept open, and kept in memory
+ROW_GROUP_SIZE = (
+    64  # rows that are read together; reading one row costs as much as reading its group
+)
+MAX_OPEN_FILES, MAX_CACHED_GROUPS = 64, 16  # shards kept open, row groups kept in memory
 
 
 class SampleRow(TypedDict):
-    """One answered prompt. `loss_spans` are [start, end) of the tokens in input_ids to learn."""
+    """One conversation. `loss_spans` are the [start, end) ranges of input_ids that are labels in training."""
 
     id: str
     source: str
@@ -49,16 +51,16 @@ class SampleRow(TypedDict):
 
 
 class SampleStore(Sequence[SampleRow]):
-    """The rows of a set, shards in name order, read from disk one group of rows at a time.
+    """The rows of a set, shards in the order of their names, read from disk one row group at a time.
 
-    What is held is a few bytes a group and the groups read last. `read_shards` says what is refused.
+    Memory holds a few bytes per group and the groups read last. Raises the errors of `read_shards`.
     """
 
     def __init__(self, folder: Path):
         self.paths = _shard_paths(folder)
         self._file = functools.lru_cache(MAX_OPEN_FILES)(_open)
         self._group = functools.lru_cache(MAX_CACHED_GROUPS)(self._read_group)
-        places: list[tuple[int, int]] = []  # (shard, group in it) of each group
+        locations: list[tuple[int, int]] = []  # (shard, row group in it) of each group
         counts, ids = [0], []
         for number, path in enumerate(self.paths):
             for group in range(self._file(path).num_row_groups):
@@ -66,12 +68,14 @@ class SampleStore(Sequence[SampleRow]):
                 for row in _rows_of_batch(batch):
                     _check_spans(row, path)
                 if batch.num_rows > 0:
-                    places.append((number, group))
+                    locations.append((number, group))
                     counts.append(batch.num_rows)
                     ids.append(batch.column("id"))
         _check_unique_ids(pa.chunked_array(ids, pa.string()), folder)
-        self.group_locations = np.array(places, dtype=np.int32).reshape(-1, 2)
-        self.start = np.cumsum(counts)  # rows before each group, and in all
+        self.group_locations = np.array(locations, dtype=np.int32).reshape(-1, 2)
+        self.start = np.cumsum(
+            counts
+        )  # rows before each group, and at the end the number of all rows
 
     def __len__(self) -> int:
         return int(self.start[-1])
@@ -87,7 +91,7 @@ class SampleStore(Sequence[SampleRow]):
     def __getitem__(self, index: int | slice) -> SampleRow | list[SampleRow]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        index = range(len(self))[index]  # counts from the end, and refuses what is outside
+        index = range(len(self))[index]  # resolves negative indices; raises IndexError
         at = int(np.searchsorted(self.start, index, side="right")) - 1
         batch = self._group(*self.group_locations[at].tolist())
         return _rows_of_batch(batch.slice(index - int(self.start[at]), 1))[0]
@@ -98,7 +102,7 @@ class SampleStore(Sequence[SampleRow]):
 
 
 class Subset(Sequence[SampleRow]):
-    """The rows of those `numbers`, in that order, each passed through `change` when it is read."""
+    """The rows at `indices`, in that order, each passed through `transform` when it is read."""
 
     def __init__(
         self,
@@ -138,13 +142,13 @@ class Manifest:
 
 
 def write_shard(folder: Path, rows: list[SampleRow], name: str) -> Path:
-    """Path of the shard `<folder>/shards/<name>.parquet`, which is complete and on disk.
+    """Writes the shard `<folder>/shards/<name>.parquet` atomically and returns its path.
 
-    Raises FileExistsError rather than replace a shard.
+    FileExistsError if the shard exists: it is never replaced.
     """
     path = folder / "shards" / f"{name}.parquet"
     if path.exists():
-        raise FileExistsError(f"{path} holds samples: writing over it would lose them")
+        raise FileExistsError(f"{path} holds samples: overwriting it would lose them")
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=ROW_GROUP_SIZE, write_page_checksum=True)
@@ -153,16 +157,16 @@ def write_shard(folder: Path, rows: list[SampleRow], name: str) -> Path:
 
 
 def add_shard(folder: Path, rows: list[SampleRow]) -> Path:
-    """A shard named by its ids: processes and attempts cannot collide."""
+    """Writes a shard whose name is a hash of its ids, so that processes and attempts cannot collide."""
     digest = hashlib.sha256(" ".join(row["id"] for row in rows).encode()).hexdigest()[:16]
     return write_shard(folder, rows, digest)
 
 
 def read_shards(folder: Path) -> SampleStore:
-    """Every row of the set, shards in name order; all of it is read once, to be sure of it.
+    """All rows of the set, shards in the order of their names; every row is read once to check it.
 
-    Raises UserError, naming the file, for an empty set, a damaged shard, missing columns, spans
-    outside their tokens, or an id that occurs twice.
+    UserError that names the file for an empty set, a damaged shard, missing columns, spans outside their tokens, or an
+    id that occurs twice.
     """
     rows = SampleStore(folder)
     if len(rows) == 0:
@@ -173,34 +177,36 @@ def read_shards(folder: Path) -> SampleStore:
 
 
 def supervised_by_id(folder: Path) -> dict[str, bool]:
-    """{id: whether the row has anything to learn} of every row, none of which needs further sampling.
+    """{id: whether the row has loss spans} for every row of the set, whose prompts are all done.
 
-    Raises UserError for a damaged shard or a repeated id.
+    UserError for a damaged shard or a repeated id.
     """
-    found: dict[str, bool] = {}
+    supervised: dict[str, bool] = {}
     ids = []
     for path in _shard_paths(folder):
         batch = _read(_open(path), path, None, ["id", "loss_spans"])
         ids.append(batch.column("id"))
         spans = pc.list_value_length(batch.column("loss_spans"))
-        found |= zip(batch.column("id").to_pylist(), pc.greater(spans, 0).to_pylist(), strict=True)
+        supervised |= zip(
+            batch.column("id").to_pylist(), pc.greater(spans, 0).to_pylist(), strict=True
+        )
     _check_unique_ids(pa.chunked_array(ids, pa.string()), folder)
-    return found
+    return supervised
 
 
 def done_ids(folder: Path) -> set[str]:
-    """Ids that need no further sampling; raises what `learned_of` does."""
+    """Ids of the prompts that are done. UserError as in `supervised_by_id`."""
     return set(supervised_by_id(folder))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """`<folder>/manifest.json`, replaced as a whole."""
+    """Writes or replaces `<folder>/manifest.json`."""
     text = json.dumps(dataclasses.asdict(manifest), indent=2) + "\n"
-    write_atomically(folder / "manifest.json", text.encode())
+    write_atomically(folder / "manifest.json", text)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a sampled set; fields that we do not know are passed over."""
+    """The manifest of a sampled set; unknown fields are ignored. UserError if it is absent, damaged or incomplete."""
     path = folder / "manifest.json"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -220,9 +226,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def remove_partial(folder: Path) -> None:
-    """Deletes the shards below `folder` that a kill left half written. For one process, before any writes."""
-    for left in folder.rglob("shards/*.tmp"):
-        left.unlink()
+    """Deletes shards below `folder` that a kill left half written. To be called by one process before any writes."""
+    for partial in folder.rglob("shards/*.tmp"):
+        partial.unlink()
 
 
 def _shard_paths(folder: Path) -> list[Path]:
@@ -230,7 +236,7 @@ def _shard_paths(folder: Path) -> list[Path]:
 
 
 def _open(path: Path) -> pq.ParquetFile:
-    """The shard, with checksums verified as it is read."""
+    """The opened shard, whose checksums are verified when it is read."""
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
@@ -238,8 +244,8 @@ def _open(path: Path) -> pq.ParquetFile:
     missing = [name for name in SCHEMA.names if name not in file.schema_arrow.names]
     if len(missing) > 0:
         raise UserError(
-            f"shard {path} has no column {', '.join(missing)}: it is no sampled shard of "
-            "this version; move it away and run train/sample.py again"
+            f"shard {path} has no column {', '.join(missing)}: it is not a shard of this "
+            "version; move it away and run train/sample.py again"
         )
     return file
 
@@ -247,7 +253,7 @@ def _open(path: Path) -> pq.ParquetFile:
 def _read(
     file: pq.ParquetFile, path: Path, group: int | None, columns: list[str]
 ) -> pa.RecordBatch:
-    """The columns of one group of rows, or of all (None), in our types and in one piece."""
+    """The columns of one row group, or of all (None), cast to SCHEMA, as one record batch."""
     schema = pa.schema([SCHEMA.field(name) for name in columns])
     try:
         table = file.read(columns) if group is None else file.read_row_group(group, columns)
@@ -265,7 +271,7 @@ def _damaged_shard_error(path: Path, error: Exception) -> UserError:
 
 
 def _rows_of_batch(batch: pa.RecordBatch) -> list[SampleRow]:
-    """Rows whose token ids are views: a Python int each would take ten times the memory."""
+    """Rows whose token ids are numpy views; Python ints would take ten times the memory."""
     ids = batch.column("input_ids")
     values, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
     others = batch.drop_columns(["input_ids"]).to_pylist()
