@@ -1,0 +1,15 @@
+"""Draft families: what proposes tokens for the target to verify.
+
+base           `Draft`, the interface to the engine; `Proposal`; metadata of a saved draft
+registry       the families by name, loading and creation
+drafting       chains, static trees and dynamic trees from one step of a model
+causal         a small language model
+medusa         Medusa heads
+eagle          EAGLE-1 and EAGLE-3 heads; eagle_model has their networks
+early_exit     the target's first layers
+ngram          prompt lookup
+suffix         SuffixDecoding; suffix_tree has its data structure
+wrappers       drafts on another device, and drafts whose proposals are recorded
+
+May import decode.common, decode.model, decode.verification and decode.checkpoints.
+"""

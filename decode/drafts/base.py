@@ -1,4 +1,4 @@
-"""What a draft is to the engine, the draft directory on disk, and a plain dict from family to loader."""
+"""The interface between drafts and the engine, and the metadata of a saved draft's folder."""
 
 import hashlib
 import json
@@ -19,10 +19,10 @@ from decode.verification.tree import TreeShape, max_slots
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a draft learns before the first prompt of a batch."""
+    """What a draft is given before the first prompt of a batch."""
 
     rows: int
-    size: int  # the longest that a row can become, drafts included
+    size: int  # tokens that a row can hold, drafted ones included
     k: int
     sampling: SamplingParams
     choose: Sampler
@@ -30,20 +30,20 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class TokenTree:
-    """The shape of a token tree. Node 0 is the last committed token, node i + 1 the i-th drafted one."""
+    """The shape of a token tree. Node 0 is the last committed token, node i + 1 is tokens[:, i] of its Proposal."""
 
-    parents: torch.Tensor  # [N] or [B, N] each drafted node's parent, a lower number than its own
-    nodes: TreeNodes  # all N + 1 of them, as the target will verify them
+    parents: torch.Tensor  # [N] or [B, N] each drafted node's parent, whose number is lower
+    nodes: TreeNodes  # all N + 1 nodes, as the target verifies them
     levels: int  # length of the longest path that can be accepted
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafted tokens; verify.NO_DRAFT marks places without one.
+    """Drafted tokens; NO_DRAFT (decode/verification/rules.py) where there is none.
 
-    Without `tree` they are a chain, and q [B, N, V] is the law that each token was drawn from. With a tree, q
-    [B, N + 1, V] is the law that each node's children were drawn from without replacement. q None: the tokens were
-    chosen, not drawn.
+    Without `tree` they are a chain, and q [B, N, V] is the distribution that each token was drawn from. With a tree, q
+    [B, N + 1, V] is the distribution that each node's children were drawn from without replacement. q None: the tokens
+    were not drawn (most probable ones, matches).
     """
 
     tokens: torch.Tensor  # [B, N]
@@ -52,28 +52,28 @@ class Proposal:
 
 
 class Draft:
-    """Anything that proposes tokens. History is the truth: what a draft remembers, it can rebuild from there.
+    """Base class of everything that proposes tokens: a family overrides `propose` and what else it needs.
 
-    A family overrides `propose` and what else it needs.
+    A draft's state must be rebuildable from the token history: rejected tokens are simply overwritten there.
     """
 
     name: str
     on_host: bool = False
-    """It proposes from what `observe` tells it, so that the engine must read each round before the next."""
+    """It drafts from what `on_commit` brings, so the engine must read each round before it starts the next."""
     taps: HiddenStateSpec | None = None
-    """States of the target that it reads: `admit` and `absorb` bring them."""
+    """Hidden states of the target that it reads: `prefill` and `update_hidden_states` bring them."""
     shape: TreeShape = None
-    """How it lays out its proposals, where the family leaves a choice."""
+    """Shape of its proposals, in families that support trees."""
 
     def max_slots(self, k: int) -> int:
         """Slots past a row's length that a round may write to, in the draft's KV cache or in the target's."""
         return max_slots(self.shape, k)
 
     def begin_batch(self, request: DraftContext) -> None:
-        """Forget earlier batches."""
+        """Starts a batch with empty rows."""
 
     def kv_slots(self) -> list[SlotMapping]:
-        """What stands for its K/V buffers: other objects whenever these are new or longer."""
+        """One object for each of its KV caches, a new object whenever the cache was allocated anew or enlarged."""
         return []
 
     def prefill(
@@ -83,19 +83,22 @@ class Draft:
         length: torch.Tensor,
         features: torch.Tensor | None,
     ) -> None:
-        """Rows `row` [b] hold new prompts [b, W], right-padded, of `length` [b]; `features` [b, W, F] if it taps."""
+        """Rows `row` [b] get new prompts [b, W], right-padded, of `length` [b].
+
+        `features` [b, W, F] are the target's hidden states that `taps` names; None without taps.
+        """
 
     def reserve(self, size: int) -> None:
-        """Rows may become `size` tokens long from now on."""
+        """Enlarges the buffers to `size` tokens a row; their content stays."""
 
     def on_commit(self, row: int, tokens: list[int]) -> None:
-        """These ids were committed to the row, as the host has read them: first its prompt and what follows."""
+        """These ids were committed to the row, as read on the host: first prompt and first token, then each round's."""
 
     def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
-        """A round has committed `count` [B] tokens; the first `count` of `features` [B, P, F] are the tapped states of
-        the tokens before each of them (the root and the accepted drafts). 0 for rows that stay as they are.
+        """A round has committed `count` [B] tokens; the first `count` of `features` [B, P, F] are the hidden states of
+        the token before each of them (the root and the accepted drafts). 0 for rows that do not change.
 
-        Only for a draft that taps. It runs on the device, in the midst of a round.
+        Only called for a draft with `taps`. It runs on the device, inside a round.
         """
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
@@ -107,7 +110,7 @@ METADATA_FILE = "draftsmith.json"
 
 
 def read_metadata(path: str) -> dict[str, Any]:
-    """draftsmith.json of a draft directory; {} for a model that was not made here."""
+    """draftsmith.json of a draft's folder; {} if there is none. UserError if it is not valid JSON."""
     file = Path(path) / METADATA_FILE
     if not file.is_file():
         return {}
@@ -118,7 +121,7 @@ def read_metadata(path: str) -> dict[str, Any]:
 
 
 def draft_sha256(path: str) -> str | None:
-    """Checksum over model.safetensors + config.json; None for a draft that is not a local folder."""
+    """Checksum of model.safetensors + config.json; None for a draft that is not a local folder."""
     files = [Path(path) / "model.safetensors", Path(path) / "config.json"]
     if not all(file.is_file() for file in files):
         return None
@@ -129,12 +132,12 @@ def draft_sha256(path: str) -> str | None:
 
 
 def check_target(path: str, target: Target) -> None:
-    """UserError for heads that were trained on a target with another tokenizer; a warning if they do not say."""
+    """UserError for heads that were trained on a target with another tokenizer; a warning if that is not recorded."""
     facts = read_metadata(path)
     if not facts:
         warnings.warn(
             f"draft {path!r} was not made here: it names no tokenizer to compare with that of {target.name!r}, only "
-            "the sizes of the vocabularies are compared",
+            "the vocabulary sizes are compared",
             stacklevel=2,
         )
         return
@@ -146,7 +149,7 @@ def check_target(path: str, target: Target) -> None:
 
 
 def check_tokenizer(path: str, draft_fingerprint: str, target: Target) -> None:
-    """UserError naming both when draft and target would read different text from the same ids."""
+    """UserError naming both tokenizers if draft and target would decode the same ids to different text."""
     if draft_fingerprint != target.fingerprint:
         raise UserError(
             f"draft {path!r} (tokenizer {draft_fingerprint}) and target {target.name!r} (tokenizer "

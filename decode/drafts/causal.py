@@ -1,4 +1,4 @@
-"""A small causal LM as draft: a chain or tree of its most probable or sampled tokens."""
+"""A small causal language model as draft: chains of sampled or most probable tokens, or trees."""
 
 import torch
 
@@ -12,7 +12,7 @@ from decode.verification.tree import TreeShape, max_depth
 
 
 class CausalDraft(Draft):
-    """Keeps its own K/V store, rolled back by length like the target's."""
+    """Has its own KV cache, which is rolled back by length like the target's."""
 
     def __init__(self, decoder: ModelRunner, name: str = "causal", shape: TreeShape = None):
         self.decoder = decoder
@@ -40,10 +40,11 @@ class CausalDraft(Draft):
         self.decoder.reserve(size)
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
-        """The first step reads all that the round before may have committed, so that no case needs another.
+        """The first step runs all tokens that the round before may have committed and the KV cache may lack, a fixed
+        number.
 
-        Of a chain only the last drafted token was never fed to this model, besides the bonus. A tree's path lies
-        scattered over its slots and is read again whole.
+        Of a chain these are the last drafted token and the bonus token. The path of a tree lies at scattered slots of
+        the KV cache and is run again as a whole.
         """
         count = 2 if self.shape is None else max_depth(self.shape, k) + 1
         back = length[:, None] + torch.arange(-count, 0, device=length.device)
@@ -53,7 +54,10 @@ class CausalDraft(Draft):
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft:
-    """Any HF causal LM with the target's tokenizer and vocabulary size."""
+    """A Hugging Face causal LM from a folder or the Hub.
+
+    UserError unless it has the target's tokenizer and vocabulary size.
+    """
     check_tokenizer(path, tokenizer_fingerprint(load_tokenizer(path)), target)
     decoder = ModelRunner(load_model(path, "draft", device, dtype))
     if decoder.vocab_size != target.decoder.vocab_size:

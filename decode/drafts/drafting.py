@@ -1,4 +1,4 @@
-"""How a model that gives one next-token law at a time drafts: a chain, a fixed tree, or a tree by confidence."""
+"""Drafting with a model that gives one next-token distribution at a time: chains, static trees, dynamic trees."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,16 +19,17 @@ from decode.verification.tree import (
 )
 
 DraftStep = Callable[[torch.Tensor, torch.Tensor, TreeNodes | None, torch.Tensor], torch.Tensor]
-"""(tokens [B, T], length [B], nodes, above [B, T]) -> logits [B, T, V] behind each of the tokens.
+"""(tokens [B, T], length [B], nodes, above [B, T]) -> logits [B, T, V] after each of the tokens.
 
-`length` counts the text that they continue. Without nodes they are one token that goes on a chain, behind `length` ids.
-With nodes they are nodes of a tree whose root is the last of those ids. Token i follows the above[i]-th token of the
-call before: what a draft carries from token to token, it finds there. The first call follows the proposal's root.
+`length` is the number of tokens that they continue. Without nodes it is one token of a chain, at position `length`.
+With nodes they are nodes of a tree whose root is the last of those `length` tokens. above[i] is the index of token i's
+parent among the tokens of the call before, where a draft finds the state that it passes on from token to token; in the
+first call the parent is the proposal's root.
 """
 
 
 def decoder_step(decoder: ModelRunner) -> DraftStep:
-    """The steps of a language model, which carries nothing from token to token but its K/V."""
+    """The DraftStep of a language model, which passes on nothing but its KV cache."""
 
     def step(
         tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
@@ -40,34 +41,34 @@ def decoder_step(decoder: ModelRunner) -> DraftStep:
 
 @dataclass(frozen=True)
 class TreeLevel:
-    """One level of a static tree: which ranks of which rows of the level above, and its nodes."""
+    """One level of a static tree with F nodes: the rank and the parent of each, and the nodes to run."""
 
     ranks: torch.Tensor  # [F]
-    above: torch.Tensor  # [F] row of the parent among the nodes of the level above
-    num_ranks: int  # ranks needed
-    nodes: TreeNodes  # what to forward for the next level
+    above: torch.Tensor  # [F] index of the parent among the nodes of the level above
+    num_ranks: int  # the highest rank + 1
+    nodes: TreeNodes  # these nodes, as the draft model runs them for the next level
 
 
 @dataclass(frozen=True)
 class StaticTreePlan:
-    """A static tree laid out on a device, so that a round uploads nothing."""
+    """The tensors of a static tree on its device, so that a round copies nothing there."""
 
     tree: TokenTree
-    steps: list[TreeLevel]
+    levels: list[TreeLevel]
 
 
 def build_static_plan(shape: StaticTree, device: torch.device) -> StaticTreePlan:
-    """The tensors that drafting `shape` needs."""
+    """The plan for `shape` on `device`."""
     depth = [0]
     for parent in shape.parents:
         depth.append(depth[parent] + 1)
     tree = build_token_tree(torch.tensor(shape.parents, device=device), shape.depth)
-    steps, start = [], 0  # number of the first node of the level above
+    levels, start = [], 0  # start: number of the first node of the level above
     for level in range(1, shape.depth + 1):
         begin, end = depth.index(level), len(depth) - depth[::-1].index(level)
         ranks, parents = shape.ranks[begin - 1 : end - 1], shape.parents[begin - 1 : end - 1]
         every = torch.arange(begin, end, device=device)[None]
-        steps.append(
+        levels.append(
             TreeLevel(
                 torch.tensor(ranks, device=device),
                 torch.tensor(parents, device=device) - start,
@@ -76,13 +77,13 @@ def build_static_plan(shape: StaticTree, device: torch.device) -> StaticTreePlan
             )
         )
         start = begin
-    return StaticTreePlan(tree, steps)
+    return StaticTreePlan(tree, levels)
 
 
 def build_tree_plan(
     shape: TreeShape, device: torch.device
 ) -> "StaticTreePlan | DynamicTree | None":
-    """What `grow` wants to be given for this shape; made once a batch."""
+    """The `plan` that `draft_tokens` needs for this shape; made once a batch."""
     return build_static_plan(shape, device) if isinstance(shape, StaticTree) else shape
 
 
@@ -94,7 +95,7 @@ def draft_tokens(
     plan: StaticTreePlan | DynamicTree | None,
     request: DraftContext,
 ) -> Proposal:
-    """A proposal behind the last committed token, whose next-token logits [B, V] are at hand."""
+    """A proposal that continues the last committed token, after which the draft's logits are [B, V]."""
     if plan is None:
         return draft_chain(step, logits, length, k, request)
     if isinstance(plan, StaticTreePlan):
@@ -105,30 +106,30 @@ def draft_tokens(
 def draft_chain(
     step: DraftStep, logits: torch.Tensor, length: torch.Tensor, k: int, request: DraftContext
 ) -> Proposal:
-    """k tokens, each drawn (greedy: the best) from the law behind the one before."""
-    tokens, laws = [], []
+    """A chain of k tokens, each drawn from the draft's distribution (greedy: its argmax), q [B, k, V]."""
+    tokens, q = [], []
     above = torch.zeros_like(length)[:, None]
     for i in range(k):
         if request.sampling.greedy:
             tokens.append(logits.argmax(-1))
         else:
-            laws.append(warp(logits, request.sampling))
-            tokens.append(request.choose(laws[-1]))
+            q.append(warp(logits, request.sampling))
+            tokens.append(request.choose(q[-1]))
         if i + 1 < k:
             logits = step(tokens[-1][:, None], length + i, None, above)[:, -1]
-    return Proposal(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
+    return Proposal(torch.stack(tokens, 1), torch.stack(q, 1) if q else None)
 
 
 def draft_static_tree(
     step: DraftStep, logits: torch.Tensor, length: torch.Tensor, plan: StaticTreePlan
 ) -> Proposal:
-    """The most probable tokens by rank, a level of the tree in one forward."""
+    """The most probable tokens by rank, one forward pass for each level of the tree."""
     tokens = []
-    ranked = logits[:, None]  # [B, F, V] behind the nodes of the level above
-    for level in plan.steps:
+    ranked = logits[:, None]  # [B, F, V] after the nodes of the level above
+    for level in plan.levels:
         best = ranked.topk(level.num_ranks, dim=-1).indices
         tokens.append(best[:, level.above, level.ranks])
-        if level is not plan.steps[-1]:
+        if level is not plan.levels[-1]:
             above = level.above.expand(len(length), -1)
             ranked = step(tokens[-1], length, level.nodes, above)
     return Proposal(torch.cat(tokens, 1), None, plan.tree)
@@ -137,19 +138,23 @@ def draft_static_tree(
 def draft_dynamic_tree(
     step: DraftStep, logits: torch.Tensor, length: torch.Tensor, k: int, shape: DynamicTree
 ) -> Proposal:
-    """k levels: each expands the `width` nodes with the most probable paths; the best `nodes` of all stay.
+    """EAGLE-2: each of k levels expands the `width` nodes with the most probable paths; the best `nodes` are kept.
 
-    Every candidate counts in the end, expanded or not. Expanded ones have slots of their own in the draft's store.
+    All candidates are ranked in the end, expanded or not. Only expanded ones take slots in the draft's KV cache.
     """
     rows, width, device = len(length), shape.width, length.device
-    every = torch.arange(1 + (k - 1) * width, device=device)  # the root and all that are expanded
+    every = torch.arange(1 + (k - 1) * width, device=device)  # the root and all expanded nodes
     depth = (every[None] + width - 1) // width
-    score, token = torch.log_softmax(logits.float(), -1).topk(width)  # [B, W] the nodes to expand
+    score, token = torch.log_softmax(logits.float(), -1).topk(
+        width
+    )  # [B, W] of the nodes to expand
     tokens, scores, parents = [token], [score], [torch.zeros_like(token)]
-    candidate = torch.arange(width, device=device).expand(rows, -1)  # which candidates they are
+    candidate = torch.arange(width, device=device).expand(
+        rows, -1
+    )  # their index among the candidates
     seen = torch.zeros(rows, width, len(every), dtype=torch.bool, device=device)
     seen[:, :, 0] = True
-    above = torch.zeros_like(token)  # which of the tokens stepped before each follows
+    above = torch.zeros_like(token)  # index of the parent among the tokens of the step before
     count = width
     for level in range(1, k):
         index = torch.arange(1 + (level - 1) * width, 1 + level * width, device=device)
@@ -172,7 +177,7 @@ def draft_dynamic_tree(
 
 
 def build_token_tree(parents: torch.Tensor, depth: int) -> TokenTree:
-    """The tree of `parents` [N] or [B, N] as the target verifies it, whole."""
+    """The TokenTree of `parents` [N] or [B, N] and of this depth."""
     batched = parents if parents.ndim == 2 else parents[None]
     every = torch.arange(batched.shape[1] + 1, device=parents.device)[None]
     return TokenTree(parents, TreeNodes(every, depths(batched), ancestor_mask(batched)), depth)

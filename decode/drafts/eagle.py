@@ -1,8 +1,8 @@
-"""EAGLE-1 and EAGLE-3 heads as drafts: one layer that goes on from the target's states, in chains or trees.
+"""EAGLE-1 and EAGLE-3 heads as drafts: one layer that continues the target's hidden states, in chains or trees.
 
-The head's K/V slot t holds the pair (state at t, token t + 1), one slot before the token's own. What a round's
-drafts wrote there came from the head's states; the next proposal begins by writing all slots that the round may have
-committed anew, from the target's. EAGLE-2 is EAGLE-1 or -3 with a DynamicTree.
+The head's KV slot t holds the pair (state at t, token t + 1), one slot before the token's own. What drafting wrote
+there came from the head's own states; the next proposal begins by rewriting all slots that the round may have
+committed, from the target's hidden states. EAGLE-2 is EAGLE-1 or EAGLE-3 with a DynamicTree.
 """
 
 import torch
@@ -21,7 +21,7 @@ from decode.verification.tree import max_depth
 
 
 class EagleDraft(Draft):
-    """A net, the target's embedding, and a K/V store of one layer."""
+    """An EAGLE model, the target's embedding, and a KV cache of one layer."""
 
     def __init__(self, net: EagleModel, target: Target, name: str):
         self.net, self.name, self.taps = net.eval(), name, net.taps
@@ -39,21 +39,21 @@ class EagleDraft(Draft):
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request
         self.plan = build_tree_plan(self.shape, self.device)
-        # A round commits at most its levels and the bonus; each is a pair that must be read from true states.
+        # A round commits at most its levels and the bonus token: as many pairs are run again on the target's states.
         count = max_depth(self.shape, request.k) + 1
-        held = request.rows, request.size, count
+        shape = request.rows, request.size, count
         if (
-            held != self.allocated_shape
-        ):  # equal shapes are used again: graphs know them by their addresses
+            shape != self.allocated_shape
+        ):  # buffers of the same shape stay: CUDA graphs hold their addresses
             self.kv_cache = StaticKVCache(1, request.rows, request.size, self.device)
             self.state_buffer = HiddenStateBuffer(
                 request.rows, count, self.width, self.device, self.dtype
             )
-            self.allocated_shape = held
+            self.allocated_shape = shape
 
     def reserve(self, size: int) -> None:
-        rows, held, count = self.allocated_shape
-        if held < size:
+        rows, allocated, count = self.allocated_shape
+        if allocated < size:
             self.kv_cache.reserve(size)
             self.allocated_shape = rows, size, count
 
@@ -67,7 +67,7 @@ class EagleDraft(Draft):
         length: torch.Tensor,
         features: torch.Tensor | None,
     ) -> None:
-        """Fills the store from the prompt's pairs. The last one, whose token is yet to come, `propose` reads."""
+        """Fills the KV cache with the prompt's pairs, except the last, whose token `propose` will know."""
         assert features is not None
         self.state_buffer.reset_rows(row, features, length)
         for start in range(0, prompts.shape[1] - 1, PREFILL_CHUNK):
@@ -101,7 +101,7 @@ class EagleDraft(Draft):
         return draft_tokens(step, self._logits(state)[:, 0], length, k, self.plan, self.request)
 
     def _forward(self, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """States [b, T, h] and tokens [b, T] -> next states, at the places that were set in the store."""
+        """States [b, T, h] and tokens [b, T] -> next states, at the positions that were set in the KV cache."""
         slots, layer = self.kv_cache.slots, self.kv_cache.kv_layers[0]
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -110,12 +110,12 @@ class EagleDraft(Draft):
                 return attention_forward(self.net, q, keys, values, None)[0]
 
         embeds = self.net.embed(tokens, self.embedding).to(self.dtype)
-        # As the target's: beyond its context longrope would turn all rows by other frequencies.
+        # As in the target: beyond its context longrope would use other frequencies for all rows.
         position = slots.position.clamp_max(self.context - 1)
         return self.net.step(state, embeds, position, attend)
 
     def _logits(self, state: torch.Tensor) -> torch.Tensor:
-        """[b, T, V]: -inf for what the draft's vocabulary lacks."""
+        """[b, T, V]: -inf for tokens that the draft's vocabulary lacks."""
         logits = self.net.logits(state)
         if self.net.ids is None:
             return logits
@@ -125,7 +125,7 @@ class EagleDraft(Draft):
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
-    """A head from a folder or from the Hub. UserError if it is not this target's, or not whole."""
+    """A head from a folder or the Hub. UserError if it does not fit the target or tensors are missing."""
     path = importers.resolve_folder(path)
     check_target(path, target)
     found = importers.read_checkpoint(path)
@@ -138,7 +138,7 @@ def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
     if own in tensors and _equal_values(
         tensors[own], target.decoder.model.get_input_embeddings().weight
     ):
-        tensors.pop(own)  # a copy of the target's, which other trainers save along
+        tensors.pop(own)  # a copy of the target's, which other trainers save too
     net: EagleModel
     if found.family == "eagle1":
         layouts.check_config(path, config, {"hidden_size": hidden})
@@ -148,15 +148,14 @@ def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
     else:
         layouts.check_config(path, config, {"target_hidden_size": hidden})
         for flag in layouts.NORM_FLAGS:
-            if (
-                config[flag] and facts
-            ):  # of those trained here none is; most add no tensor that would tell
+            # No draft trained here sets a flag, and most flags add no tensor whose absence would be noticed.
+            if config[flag] and facts:
                 raise UserError(
-                    f"draft {path!r} has {flag} true, and was trained here without: get it anew"
+                    f"draft {path!r} has {flag} true, but was trained here without: get the files again"
                 )
         taps = HiddenStateSpec(layouts.aux_layers(config, target.decoder.config.num_hidden_layers))
         ids = layouts.draft_to_target_ids(path, config, tensors)
-        if ids is None and "lm_head.weight" not in tensors:  # then it is the target's
+        if ids is None and "lm_head.weight" not in tensors:  # then the head is the target's
             tensors["lm_head.weight"] = target.decoder.model.get_output_embeddings().weight.detach()
         net = Eagle3Model(llama_config(config), taps, ids, own in tensors)
     layouts.load_parameters(net, path, tensors)

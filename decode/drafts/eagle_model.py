@@ -1,8 +1,8 @@
-"""The networks of EAGLE-1 and EAGLE-3: one decoder layer over the target's states. No cache and no loop here.
+"""The networks of EAGLE-1 and EAGLE-3: one decoder layer over the target's hidden states, without cache or loop.
 
-Li et al., arXiv 2401.15077 (EAGLE-1) and 2503.01840 (EAGLE-3). Parameters are named as serving engines name them
-(decode/checkpoints/layouts.py), so that a state dict is a checkpoint. At slot t a net reads a state, f_t or its own for it, and
-the token x_{t+1}; what it gives is its own state for t + 1, whose logits are the law of x_{t+2}.
+Li et al., arXiv 2401.15077 (EAGLE-1) and 2503.01840 (EAGLE-3). Parameters have the names of serving engines
+(decode/checkpoints/layouts.py), so that a state dict is a checkpoint. At slot t a model reads a state (the target's f_t
+or its own estimate of it) and the token x_{t+1}; it returns its state for t + 1, whose logits are those of x_{t+2}.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class EagleAttention(nn.Module):
-    """Llama's, reading vectors of `width_in`."""
+    """Llama's attention on inputs of width `width_in`."""
 
     def __init__(self, config: LlamaConfig, width_in: int):
         super().__init__()
@@ -48,14 +48,14 @@ class EagleAttention(nn.Module):
 
 
 def apply_rotary(x: torch.Tensor, rotary: CosSin) -> torch.Tensor:
-    """x [B, heads, T, D] turned by its positions, as Llama does it."""
+    """x [B, heads, T, D] after rotary position embedding, as in Llama."""
     cos, sin = rotary
     first, second = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
 
 class Fp32RotaryEmbedding(LlamaRotaryEmbedding):
-    """Llama's, with frequencies that stay in fp32 when the net is cast: rounded, they turn far positions at random."""
+    """Llama's, with frequencies that stay in fp32 when the model is cast: rounded ones are wrong at far positions."""
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -68,7 +68,7 @@ class Fp32RotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class GatedMLP(nn.Module):
-    """Llama's gated one."""
+    """Llama's gated MLP."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -82,9 +82,9 @@ class GatedMLP(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """EAGLE-3's layer: attention reads [norm(e); norm(state)], the residual carries the bare state.
+    """EAGLE-3's layer: attention reads [norm(e); norm(state)], the residual is the state without norm.
 
-    With `norm_before_residual` it carries norm(state), as speculators trains it.
+    With `norm_before_residual` the residual is norm(state), as the speculators library trains it.
     """
 
     def __init__(self, config: LlamaConfig):
@@ -100,8 +100,8 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, state: torch.Tensor, embeds: torch.Tensor, rotary: CosSin, attend: AttendFn
     ) -> torch.Tensor:
-        carried = self.hidden_norm(state) if self.normed_residual else state
-        state = carried + self.self_attn(self._attention_input(state, embeds), rotary, attend)
+        residual = self.hidden_norm(state) if self.normed_residual else state
+        state = residual + self.self_attn(self._attention_input(state, embeds), rotary, attend)
         return state + self.mlp(self.post_attention_layernorm(state))
 
     def keys_values(
@@ -114,12 +114,13 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Model(nn.Module):
-    """Three tapped states fused by `fc`, one layer, and a head of its own over `ids` of the target's vocabulary.
+    """`fc` combines three hidden states of the target; then one layer and an own head over `ids` of the vocabulary.
 
-    `ids` [Vd] is None for the whole vocabulary; saved as the offsets d2t. A net narrower than its target has an
-    embedding of its own, else it reads the target's unless `own_embedding`. What published drafts do besides is
-    said by four flags of their config, all false in ours: `norm_before_residual` (Layer3), `norm_before_fc` (the tapped
-    states are normed together), `fc_norm` (each is), `norm_output` (what goes on to the next step is normed).
+    `ids` [Vd] are the target's token ids that the head predicts, None for all; they are saved as the offsets d2t. A
+    model narrower than its target has its own embedding; others read the target's unless `own_embedding`. Four flags
+    in the config of published drafts, all false in ours, add norms: `norm_before_residual` (Eagle3Layer),
+    `norm_before_fc` (one norm of all three states), `fc_norm` (one norm of each), `norm_output` (of the state that goes
+    to the next step).
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class Eagle3Model(nn.Module):
 
     @property
     def layer(self) -> Eagle3Layer:
-        """The one layer, a list of one in the file's names."""
+        """The only layer; checkpoints name it as a list."""
         return self.layers[0]  # type: ignore[return-value]
 
     def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -166,7 +167,7 @@ class Eagle3Model(nn.Module):
         )
 
     def init_state(self, features: torch.Tensor) -> torch.Tensor:
-        """[..., h] from tapped states [..., 3H]: the state that a true feature stands for."""
+        """[..., h]: the input state for the target's hidden states [..., 3H]."""
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
@@ -179,27 +180,27 @@ class Eagle3Model(nn.Module):
     def step(
         self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor, attend: AttendFn
     ) -> torch.Tensor:
-        """States and embeddings [B, T, h] at `position` [B, T] -> the next states, before the norm or after it."""
+        """States and embeddings [B, T, h] at `position` [B, T] -> the next states (normed if `norm_output`)."""
         state = self.layer(state, embeds, self.rotary(state, position), attend)
         return self.norm(state) if self.normed_output else state
 
     def keys_values(
         self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """k, v [B, kv heads, T, D] of these pairs alone: all that later tokens see of them."""
+        """k, v [B, kv heads, T, D] of these pairs, without running the rest of the layer."""
         return self.layer.keys_values(state, embeds, self.rotary(state, position))
 
     def head_input(self, state: torch.Tensor) -> torch.Tensor:
-        """[..., h]: what the head projects."""
+        """[..., h]: the state as the head reads it."""
         return state if self.normed_output else self.norm(state)
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
-        """[..., Vd] from a state that `step` gave."""
+        """[..., Vd] from a state that `step` returned."""
         return self.lm_head(self.head_input(state))
 
 
 class Eagle1Layer(nn.Module):
-    """A Llama layer without its first norm."""
+    """A Llama decoder layer without its first norm."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -216,9 +217,9 @@ class Eagle1Layer(nn.Module):
 
 
 class Eagle1Model(nn.Module):
-    """[e; f] through `fc` and one layer gives the next feature, which the target's own head turns into logits.
+    """`fc` and one layer map [e; f] to the next hidden state, from which the target's own head gives the logits.
 
-    `head` is that of the target, frozen and not part of this net; so is the embedding, unless `own_embedding`.
+    `head` is the target's, frozen and not part of this model; so is the embedding, unless `own_embedding`.
     """
 
     ids: None = None
@@ -232,7 +233,7 @@ class Eagle1Model(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.config, self.taps, self.head = config, HiddenStateSpec(final=True), head
-        # A bias of zeros, never trained: vLLM drops it and SGLang wants it.
+        # A bias of zeros that is not trained: vLLM ignores it and SGLang requires it.
         self.fc = nn.Linear(2 * width, width)
         nn.init.zeros_(self.fc.bias).requires_grad_(False)
         self.layers = nn.ModuleList([Eagle1Layer(config)])
@@ -241,7 +242,7 @@ class Eagle1Model(nn.Module):
 
     @property
     def layer(self) -> Eagle1Layer:
-        """The one layer, a list of one in the file's names."""
+        """The only layer; checkpoints name it as a list."""
         return self.layers[0]  # type: ignore[return-value]
 
     def embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -251,29 +252,29 @@ class Eagle1Model(nn.Module):
         )
 
     def init_state(self, features: torch.Tensor) -> torch.Tensor:
-        """The features [..., H] themselves."""
+        """The target's hidden states [..., H] unchanged."""
         return features
 
     def step(
         self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor, attend: AttendFn
     ) -> torch.Tensor:
-        """Features and embeddings [B, T, H] at `position` [B, T] -> features of the next tokens."""
+        """Hidden states and embeddings [B, T, H] at `position` [B, T] -> hidden states of the next tokens."""
         x = self.fc(torch.cat([embeds, state], -1))
         return self.layer(x, self.rotary(x, position), attend)
 
     def keys_values(
         self, state: torch.Tensor, embeds: torch.Tensor, position: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """k, v [B, kv heads, T, D] of these pairs alone: all that later tokens see of them."""
+        """k, v [B, kv heads, T, D] of these pairs, without running the rest of the layer."""
         x = self.fc(torch.cat([embeds, state], -1))
         return self.layer.keys_values(x, self.rotary(x, position))
 
     def head_input(self, state: torch.Tensor) -> torch.Tensor:
-        """[..., H]: what the head projects."""
+        """[..., H]: the state as the head reads it."""
         return state
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
-        """[..., V] from a feature that `step` gave."""
+        """[..., V] from a state that `step` returned."""
         return self.head(state)
 
 
@@ -281,7 +282,7 @@ EagleModel = Eagle1Model | Eagle3Model
 
 
 def llama_config(fields: dict[str, Any]) -> LlamaConfig:
-    """What the layers and RoPE need, from a draft's config.json; RoPE by its new name or its two old ones."""
+    """The LlamaConfig of a draft's config.json; RoPE is read from `rope_parameters` or its two old field names."""
     rest = {k: v for k, v in fields.items() if k not in ("rope_theta", "rope_scaling")}
     if "rope_parameters" not in rest:
         scaling = fields.get("rope_scaling") or {}

@@ -1,4 +1,4 @@
-"""The target's own first layers as draft: nothing to train, nothing to store."""
+"""The target's own first layers as draft (self-speculation): nothing to train, nothing to save."""
 
 import torch
 
@@ -11,8 +11,8 @@ from decode.verification.tree import TreeShape
 class EarlyExitDraft(Draft):
     """The first `layers` layers, final norm and head of the target (LayerSkip, Elhoushi et al. 2024).
 
-    They draft in the target's own K/V store: verification overwrites what they wrote for drafted tokens, and all
-    committed ones are there already. Useful on targets trained to exit early; others accept little.
+    They use the target's own KV cache: it holds all committed tokens already, and verification overwrites what the
+    draft wrote for drafted tokens. Useful for targets that were trained for early exit; acceptance is low on others.
     """
 
     name = "early-exit"

@@ -1,4 +1,4 @@
-"""Medusa heads: small residual blocks on the target's last state, one for each token ahead (Cai et al. 2024)."""
+"""Medusa heads: small residual blocks on the target's last hidden state, one for each position (Cai et al. 2024)."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from decode.verification.tree import max_depth
 
 
 class MedusaResBlock(nn.Module):
-    """h + SiLU(W h + b), `layers` times over. Starts as the identity: W and b are zero."""
+    """h + SiLU(W h + b), `layers` times. It starts as the identity: W and b are zero."""
 
     def __init__(self, width: int, layers: int, bias: bool = True):
         super().__init__()
@@ -32,10 +32,10 @@ class MedusaResBlock(nn.Module):
 
 
 class MedusaModel(nn.Module):
-    """K heads. Head j (from 0) reads the final state at t and gives the law of token t + 2 + j.
+    """K heads. Head j (from 0) reads the final hidden state at t and gives the logits of token t + 2 + j.
 
-    Parameters are named as vLLM (up to 0.32) names them. With `original_lm_head` in config.json all heads project by
-    one matrix, the target's own.
+    Parameters have the names of vLLM (up to 0.32). With `original_lm_head` in config.json all heads share one output
+    matrix, that of the target.
     """
 
     def __init__(self, config: dict[str, Any]):
@@ -49,21 +49,21 @@ class MedusaModel(nn.Module):
         self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False) for _ in range(matrices))
 
     def states(self, features: torch.Tensor, head: int) -> torch.Tensor:
-        """[..., H] from final states [..., H]: what that head projects to the vocabulary."""
+        """[..., H] from final hidden states [..., H]: what that head projects to the vocabulary."""
         return self.blocks[head](features)
 
     def logits(self, features: torch.Tensor, head: int) -> torch.Tensor:
-        """[..., V] from final states [..., H]."""
+        """[..., V] of that head, from final hidden states [..., H]."""
         return self.lm_heads[head % len(self.lm_heads)](self.states(features, head))
 
 
 class MedusaDraft(Draft):
-    """All heads look at the last state that the target has computed; none of them sees what another drafted."""
+    """All heads read the target's hidden state before the last committed token; none sees what another drafted."""
 
     def __init__(self, net: MedusaModel, target: Target, name: str = "medusa"):
         self.net, self.name, self.taps = net.eval(), name, net.taps
         self.width = target.decoder.config.hidden_size
-        self.place: tuple[int, ...] = ()
+        self.allocated_rows = 0
 
     @torch.inference_mode()
     def begin_batch(self, request: DraftContext) -> None:
@@ -75,11 +75,11 @@ class MedusaDraft(Draft):
         weight = next(self.net.parameters())
         self.request = request
         self.plan = build_tree_plan(self.shape, weight.device)
-        if self.place != (request.rows,):
+        if self.allocated_rows != request.rows:
             self.state_buffer = HiddenStateBuffer(
                 request.rows, 1, self.width, weight.device, weight.dtype
             )
-            self.place = (request.rows,)
+            self.allocated_rows = request.rows
 
     def prefill(
         self,
@@ -109,7 +109,7 @@ class MedusaDraft(Draft):
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> MedusaDraft:
-    """Heads from a folder or from the Hub. UserError if they are not this target's, or not whole."""
+    """Heads from a folder or the Hub. UserError if they do not fit the target or tensors are missing."""
     path = importers.resolve_folder(path)
     check_target(path, target)
     found = importers.read_checkpoint(path)

@@ -1,4 +1,4 @@
-"""A draft that needs no model: what followed the last n tokens when they occurred before (prompt lookup)."""
+"""A draft without a model: it copies what followed an earlier occurrence of the last n tokens (prompt lookup)."""
 
 import torch
 
@@ -7,7 +7,7 @@ from decode.verification.rules import NO_DRAFT
 
 
 class NgramDraft(Draft):
-    """The longest suffix of `longest` to `shortest` tokens that occurs earlier; of several, the latest.
+    """Continues the longest suffix of `longest` … `shortest` tokens that occurs earlier; of several, the latest.
 
     Prompt lookup decoding (Saxena 2023), here over prompt and output, on the device, for all rows at once.
     """
@@ -23,7 +23,7 @@ class NgramDraft(Draft):
         matched = torch.zeros(rows, slots, dtype=torch.long, device=history.device)
         alive = torch.ones(rows, slots, dtype=torch.bool, device=history.device)
         for n in range(1, self.longest + 1):
-            # place e stands for an occurrence that ends just before e; its token e - n must equal the suffix's
+            # place e: an occurrence that ends just before e, so token e - n must equal the suffix's n-th from the end
             suffix = history.gather(1, (length - n).clamp_min(0)[:, None])
             shifted = torch.nn.functional.pad(history, (n, -n), value=NO_DRAFT)
             alive = alive & (shifted == suffix) & (length >= n)[:, None]

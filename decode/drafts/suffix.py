@@ -31,8 +31,8 @@ class SuffixDraft(Draft):
     `corpus` holds outputs known beforehand. With `learn`, the output of a row joins them when the row gets a new
     prompt or the next batch begins: a repeated prompt is then drafted from its own answer, so measurements that repeat
     prompts must leave it off. Beyond `max_corpus_tokens` the oldest outputs are removed. `nodes` above 0 drafts trees
-    of that many nodes. The other settings are those of SuffixTree.speculate; its max_tokens is the engine's k. A match of
-    m tokens leaves depth - m to draft, so with factor 1 a chain has at most depth / 2 tokens.
+    of that many nodes. The other settings are those of SuffixTree.speculate; its max_tokens is the engine's k. A match
+    of m tokens leaves depth - m to draft, so with factor 1 a chain has at most depth / 2 tokens.
     """
 
     name = "suffix"

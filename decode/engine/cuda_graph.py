@@ -1,4 +1,4 @@
-"""CUDA graphs: a whole round as one launch. NOT RUN ON A GPU YET (docs/architecture.md says what was)."""
+"""CUDA graphs: a whole round as one launch. NOT RUN ON A GPU YET (docs/architecture.md lists what was)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 WARM_UPS = 3
-"""Calls before capture: kernels are loaded and tuned, workspaces allocated."""
+"""Calls before the capture, which load and tune kernels and allocate workspaces."""
 
 
 class CudaGraphRunner:
-    """`run` captured once and replayed; it must keep to fixed shapes and addresses and never read the device.
+    """`run` captured once and replayed; it must use fixed shapes and addresses and never read a tensor on the host.
 
-    `changed`, one at least, are the tensors that running it changes and that matter: they are put back after the
-    warm-up. `keep_alive` is kept alive as long as the graph, which knows the tensors in it by their addresses only.
+    `changed`, at least one, are the tensors whose values `run` changes: they are restored after the warm-up.
+    `keep_alive` holds references to objects whose tensors the graph uses, since it stores only their addresses.
     """
 
     @torch.inference_mode()  # `changed` may be inference tensors, which nothing else may write to
@@ -40,15 +40,15 @@ class CudaGraphRunner:
 
     @torch.inference_mode()
     def __call__(self) -> torch.Tensor:
-        """The result of one more run, copied out so that the next replay cannot overwrite it."""
+        """Replays the graph and returns a copy of its result, which the next replay does not overwrite."""
         self.graph.replay()
         return self.out.clone()
 
 
 class AsyncHostCopy:
-    """A tensor on its way to the host: waiting for it waits for nothing that the device was given later.
+    """An asynchronous device-to-host copy with its own event: `wait` does not wait for work that was queued later.
 
-    `.tolist()` of a tensor on the device would wait for the whole queue, the round behind it included.
+    `.tolist()` of a tensor on the device would wait for the whole queue, including the round after it.
     """
 
     def __init__(self, tensor: torch.Tensor):
