@@ -31,13 +31,14 @@ from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.ngram import NgramDraft
 from decode.drafts.registry import load_draft
-from decode.engine.engine import SpeculativeEngine
+from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import DecodeRecord, collect_outputs
 from decode.model.loading import Target, load_model, load_target
+from eval.benchmark.methods import PLAIN_DECODING, Method
+from eval.benchmark.timing import TimingContext, decode_batch
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
-from eval.tuning import sweep
 from eval.tuning.selection import cross_validated_predictions, summarize_predictions
-from eval.tuning.sweep import PLAIN_DECODING, SweepContext, build_engine, time_batch
+from eval.tuning.sweep import rounds_only
 
 
 @dataclass
@@ -192,16 +193,18 @@ def check_predictions(
     All settings decode each prompt in turn; a prediction uses only rounds of K = 2, K = 6 and plain decoding on the
     calibration half. One entry for each task and for all of them.
     """
-    context = SweepContext(target, {"causal": draft}, items, s.max_new_tokens)
-    settings = {k: sweep.Setting("causal", k) for k in (2, 3, 4, 5, 6)} | {0: PLAIN_DECODING}
+    context = TimingContext(target, items, s.max_new_tokens)
+    settings = {k: Method("causal", draft, k) for k in (2, 3, 4, 5, 6)} | {0: PLAIN_DECODING}
     engines = {
-        k: build_engine(context, setting, context.sampling(0.0)) for k, setting in settings.items()
+        k: context.build_engine(setting, context.sampling(0.0)) for k, setting in settings.items()
     }
     records: dict[int, list[DecodeRecord]] = {k: [] for k in settings}
     without_domain = [replace(item, domain="") for item in items]  # records are grouped by task
     for index, item in enumerate(without_domain):
         for k, setting in settings.items():
-            records[k] += time_batch(context, engines[k], setting, [item], index, s.max_new_tokens)
+            seeds = row_seeds(0, index + 1)[index:]
+            timed = decode_batch(engines[k], setting, [item], seeds, s.max_new_tokens)
+            records[k] += [rounds_only(record) for record in timed]
     rows = []
     for name in ["all", *dict.fromkeys(record.task for record in records[0])]:
         of_task = {k: [x for x in each if name in ("all", x.task)] for k, each in records.items()}

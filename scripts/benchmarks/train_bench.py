@@ -12,7 +12,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,11 +33,10 @@ from decode.model.loading import DTYPES, Target, pick_device
 from decode.model.runner import ModelRunner
 from train.data.batching import Batch, collate
 from train.data.sample_store import SampleRow
-from train.families import config as families_config
-from train.families.base import FamilyContext
-from train.families.head_loss import LossWeights
-from train.families.registry import FAMILIES
-from train.losses.objective import DivergenceConfig
+from train.distill import DistillConfig
+from train.families.base import FamilyContext, TrainableDraft
+from train.families.config import DraftConfig
+from train.families.registry import family_trainer
 
 SIZES: dict[str, dict[str, int]] = {
     # LlamaConfig of the target; rows and length of a batch; size of the draft vocabulary
@@ -73,15 +72,6 @@ class TrainBenchConfig:
     """File for the JSON of the last line; empty: none."""
     one: bool = False
     """Measure only the first family at the first size, in this process, and print its JSON (used internally)."""
-
-
-@dataclass
-class TrainBenchRecipe:
-    draft: families_config.DraftConfig
-    loss: str = "forward_kl"
-    compare: DivergenceConfig = field(default_factory=DivergenceConfig)
-    weights: LossWeights = field(default_factory=LossWeights)
-    out: str = ""
 
 
 def random_target(shape: dict[str, int], device: str, dtype: str) -> Target:
@@ -155,25 +145,25 @@ def measure_cell(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any]:
     shape = SIZES[size]
     device = pick_device(s.device)
     target = random_target(shape, device, s.dtype)
-    settings = families_config.DraftConfig(family=family, vocab=shape["draft_vocab"])  # type: ignore[arg-type]
+    draft = DraftConfig(family=family, vocab=shape["draft_vocab"])  # type: ignore[arg-type]
     if family == "causal":
-        settings.layers = [0, 1]
+        draft.layers = [0, 1]
     rows = random_rows(shape)
-    trainee = FAMILIES[family](FamilyContext(TrainBenchRecipe(settings), target, rows, device))
-    objective = trainee.objective(trainee.model)
+    settings = DistillConfig(draft=draft, loss="forward_kl")
+    trainee = family_trainer(family).build(FamilyContext(settings, target, rows, device))
     trained = [p for p in trainee.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     batch = collate(rows, pad_id=0).to(device)
-    train_step(objective, batch, optimizer)
+    train_step(trainee, batch, optimizer)
     plain = StepProfiler(target.decoder.device)
     with plain.section("step"):
         for _ in range(s.steps):
-            train_step(objective, batch, optimizer)
+            train_step(trainee, batch, optimizer)
     shares = StepProfiler(target.decoder.device)
     shares.attach("target", [target.decoder.model])
     shares.attach("draft", [m for m in trainee.model.modules() if m is not trainee.model])
     with shares.section("forward"):
-        sums = objective(batch)
+        sums = trainee.loss(trainee.model, batch)
     forward = {name: shares.seconds.get(name, 0.0) for name in ("forward", "target", "draft")}
     with shares.section("backward"):
         sums["loss"].backward()
@@ -202,12 +192,9 @@ def measure_cell(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any]:
     }
 
 
-def train_step(
-    objective: Callable[[Batch], dict[str, torch.Tensor]],
-    batch: Batch,
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    objective(batch)["loss"].backward()
+def train_step(trainee: TrainableDraft, batch: Batch, optimizer: torch.optim.Optimizer) -> None:
+    """One optimiser step on one batch."""
+    trainee.loss(trainee.model, batch)["loss"].backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# All families on the samples of scripts/reproduce.sh, equal steps: which accepts most, which is fastest here?
-# About an hour on two CPU cores once the samples are there. Run again, it goes on where it stopped.
+# Trains four draft families on the samples of scripts/reproduce.sh at equal steps and evaluates them side by side.
+# About an hour on two CPU cores once the samples exist. Run again, it continues where it stopped.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 . scripts/env.sh
 
 $launch train/sample.py --config configs/reproduce/sample.yaml

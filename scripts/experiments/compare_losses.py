@@ -1,10 +1,10 @@
-"""Which divergence and which data raise a small draft's acceptance: equal supervised tokens, several seeds, one table.
+"""Which divergence and which data raise a small draft's acceptance, at equal supervised tokens and over several seeds.
 
     python scripts/experiments/compare_losses.py --config configs/compare/losses.yaml
 
-Every cell is trained by train/distill.py as a user would train it, then decoded with on the bundled evaluation prompts,
-sampled and greedy. Stopped at any point, it goes on with what is missing. Intervals: 95 % bootstrap over prompts, each
-prompt's counts summed over the seeds; the spread of the seeds stands beside them.
+Each draft is trained by train/distill.py and then decodes the bundled evaluation prompts, sampled and greedy. Stopped
+at any point, the same command continues with what is missing. Intervals: 95 % bootstrap over prompts, each prompt's
+counts summed over the seeds; the α of each seed is given as well.
 """
 
 import json
@@ -23,19 +23,19 @@ if not __package__:
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from decode.common import files, run_dir
 from decode.common.cli import run_command
 from decode.common.errors import UserError
+from decode.common.progress import progress_bars
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
+from decode.engine.records import DecodeRecord
 from decode.model.loading import load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics import acceptance, bootstrap
-from eval.metrics.records import DecodeRecord
 from eval.tasks.loading import Task, load_task_prompts
 from train.data import mixture
 from train.data.batching import supervised_token_count
@@ -46,13 +46,13 @@ BASELINE = "before"
 
 @dataclass
 class ComparedDataset:
-    """One kind of training data, and the divergences that are tried on it."""
+    """One kind of training data, and the divergences to try on it."""
 
     data: str
-    """Folder of samples."""
+    """Folder of samples from train/sample.py."""
     losses: list[str]
     words: list[str] = field(default_factory=list)
-    """Further words of train/distill.py's command line."""
+    """Further arguments of train/distill.py for this data."""
 
 
 @dataclass
@@ -60,55 +60,56 @@ class CompareLossesConfig:
     sources: dict[str, ComparedDataset]
     target: str = "assets/target"
     init: str = "assets/draft"
-    """The small LM that all begin with."""
+    """The small LM that every run starts from."""
     recipe: str = ""
-    """A config of train/distill.py that every run begins from; the words of the command line come after it."""
+    """Config file of train/distill.py for every run; the arguments from this command's settings override it."""
     tokens: int = 100000
-    """Supervised tokens of each run; steps follow from how many a sample has. 0: as long as the recipe says."""
+    """Supervised tokens of each run, from which the number of steps follows; 0: the recipe's steps."""
     batch_size: int = 16
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     k: int = 4
     max_new_tokens: int = 64
-    """Longest answer in evaluation."""
+    """Longest answer in evaluation, in tokens."""
     limit: int = 0
-    """Evaluation prompts of each task; 0 takes all."""
+    """Evaluation prompts per task; 0: all."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     workers: int = 1
-    """Cells at work at a time, each on its share of the cores."""
+    """Runs at a time, each with its share of the cores."""
     words: list[str] = field(default_factory=list)
-    """Words of train/distill.py's command line for all."""
+    """Further arguments of train/distill.py for all runs."""
     drafts: str = "outputs/losses"
-    """Folder of the drafts and of what is left to do."""
+    """Folder of the drafts and of their evaluations."""
     out: str = "docs/results/losses.json"
 
 
 def train_draft(s: CompareLossesConfig, name: str, loss: str, seed: int, steps: int | None) -> Path:
-    """The folder of a draft, trained there unless it is already."""
+    """The folder of a draft, which is trained there unless it exists. UserError if training fails."""
     source, out = s.sources[name], Path(s.drafts) / f"{name}-{loss}-{seed}"
     if (out / METADATA_FILE).is_file():
         return out
-    command = [sys.executable, "train/distill.py"]
+    command = [sys.executable, str(ROOT / "train" / "distill.py")]
     command += ["--config", s.recipe] if s.recipe else []
     command += ["--target", s.target, "--data", source.data]
     command += ["--draft.init", s.init, "--loss", loss, "--seed", str(seed), "--out", str(out)]
     if steps:
         command += ["--loop.steps", str(steps), "--loop.batch_size", str(s.batch_size)]
     command += ["--loop.eval_every", "0", "--wandb", "disabled", *s.words, *source.words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise UserError(f"{out}: {done.stderr.strip().splitlines()[-1]} (from {' '.join(command)})")
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"{out}: {last} (from {' '.join(command)})")
     return out
 
 
 def evaluate_draft(s: CompareLossesConfig, folder: Path) -> dict[str, list[list[Any]]]:
-    """{temperature: [[task, output tokens, rounds], …]} of every evaluation prompt, kept beside the draft's name."""
-    kept = Path(s.drafts) / f"{folder.name}.json"
-    how = {"k": s.k, "max_new_tokens": s.max_new_tokens, "limit": s.limit}
-    if kept.is_file():
-        found: dict[str, Any] = json.loads(kept.read_text())
-        if found.pop("settings", None) != how:
-            raise UserError(f"{kept} was judged at other settings than {how}: delete it")
-        return found
+    """{temperature: [[task, output tokens, rounds], …]} of every evaluation prompt, kept in drafts/NAME.json."""
+    file = Path(s.drafts) / f"{folder.name}.json"
+    settings = {"k": s.k, "max_new_tokens": s.max_new_tokens, "limit": s.limit}
+    if file.is_file():
+        kept: dict[str, Any] = json.loads(file.read_text())
+        if kept.pop("settings", None) != settings:
+            raise UserError(f"{file} was measured with other settings than {settings}: delete it")
+        return kept
     target = load_target(s.target, "auto")
     draft = load_draft(str(folder), target)
     tasks = [Task(name, limit=s.limit) for name in ("code", "prose", "arithmetic")]
@@ -127,31 +128,31 @@ def evaluate_draft(s: CompareLossesConfig, folder: Path) -> dict[str, list[list[
         result[str(temperature)] = [
             [item.task, len(o.output_ids), o.rounds] for item, o in zip(items, outputs, strict=True)
         ]
-    files.write_atomically(kept, json.dumps({"settings": how} | result))
+    files.write_atomically(file, json.dumps({"settings": settings} | result))
     return result
 
 
 def run_cell(
     s: CompareLossesConfig, name: str, loss: str, seed: int, steps: int | None, threads: int
 ) -> None:
-    """One cell of the table, in a process of its own."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # of the training process
+    """Trains and evaluates one draft; runs in a process of its own."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for the training process
     torch.set_num_threads(threads)
     evaluate_draft(s, Path(s.init) if name == BASELINE else train_draft(s, name, loss, seed, steps))
 
 
-def to_samples(found: dict[str, list[list[Any]]], temperature: float) -> list[DecodeRecord]:
-    """One prompt each; their clocks say nothing, so they are left out."""
+def to_records(kept: dict[str, list[list[Any]]], temperature: float) -> list[DecodeRecord]:
+    """One record for each prompt. Neither its clocks nor its token ids were kept: the ids are zeros."""
     return [
-        DecodeRecord(task, str(i), 0, length, [tuple(r) for r in rounds], 0.0, 0.0, [])
-        for i, (task, length, rounds) in enumerate(found[str(temperature)])
+        DecodeRecord([], [0] * length, rounds, task=task, id=str(i))
+        for i, (task, length, rounds) in enumerate(kept[str(temperature)])
     ]
 
 
 def pool_seeds(
     s: CompareLossesConfig, seeds: Sequence[list[DecodeRecord]], before: list[DecodeRecord]
 ) -> dict[str, Any]:
-    """τ and α of a cell over its seeds, and α beside that of the draft before training."""
+    """τ and α over the seeds of one draft, and the gain in α over the draft before training."""
 
     def sums(count: Any) -> Any:
         return sum(count(samples) for samples in seeds)
@@ -163,46 +164,46 @@ def pool_seeds(
         return acceptance.reached_by_position(samples, s.k).sum(1)
 
     emitted, rounds = sums(acceptance.emitted_tokens), sums(acceptance.round_counts)
-    taken, asked = sums(accepted), sums(reached)
+    accepts, reaches = sums(accepted), sums(reached)
     base = accepted(before), reached(before)
-    alpha, was = taken.sum() / asked.sum(), base[0].sum() / base[1].sum()
+    alpha, alpha_before = accepts.sum() / reaches.sum(), base[0].sum() / base[1].sum()
     return {
         "tau": emitted.sum() / rounds.sum(),
         "tau_ci": bootstrap.ratio_interval(emitted, rounds, 0),
         "alpha": alpha,
-        "alpha_ci": bootstrap.ratio_interval(taken, asked, 0),
+        "alpha_ci": bootstrap.ratio_interval(accepts, reaches, 0),
         "alpha_seeds": [acceptance.alpha(samples, s.k) for samples in seeds],
-        "gain": alpha - was,
-        "gain_ci": bootstrap.paired_difference_interval(taken, asked, *base, 0),
-        "relative_gain": alpha / was - 1,
+        "gain": alpha - alpha_before,
+        "gain_ci": bootstrap.paired_difference_interval(accepts, reaches, *base, 0),
+        "relative_gain": alpha / alpha_before - 1,
     }
 
 
 def build_table(s: CompareLossesConfig, steps: dict[str, int | None]) -> list[dict[str, Any]]:
-    """One entry for each source, divergence, task and temperature."""
+    """One entry for each kind of data, divergence, task and temperature."""
     before = evaluate_draft(s, Path(s.init))
     rows = []
     for temperature in s.temperatures:
-        base = to_samples(before, temperature)
+        base = to_records(before, temperature)
         arms = [(BASELINE, "", [base])]
         for name, source in s.sources.items():
             for loss in source.losses:
                 folders = [Path(s.drafts) / f"{name}-{loss}-{seed}" for seed in s.seeds]
                 arms.append(
-                    (name, loss, [to_samples(evaluate_draft(s, f), temperature) for f in folders])
+                    (name, loss, [to_records(evaluate_draft(s, f), temperature) for f in folders])
                 )
         for name, loss, seeds in arms:
             for task in ("all", *sorted({x.task for x in base})):
-                mine = [[x for x in samples if task in ("all", x.task)] for samples in seeds]
-                own = [x for x in base if task in ("all", x.task)]
+                of_task = [[x for x in samples if task in ("all", x.task)] for samples in seeds]
+                base_of_task = [x for x in base if task in ("all", x.task)]
                 cell = {"data": name, "loss": loss, "task": task, "temperature": temperature}
-                cell |= {"steps": steps.get(name), "prompts": len(own)}
-                rows.append(cell | pool_seeds(s, mine, own))
+                cell |= {"steps": steps.get(name), "prompts": len(base_of_task)}
+                rows.append(cell | pool_seeds(s, of_task, base_of_task))
     return rows
 
 
 def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """The pooled rows as a table."""
+    """Prints the rows over all tasks."""
     sheet = Table("T", "data", "loss", "steps", "τ", "α", "seeds", "α − before")
     for row in (row for row in rows if row["task"] == "all"):
         low, high = row["gain_ci"] or (float("nan"),) * 2
@@ -234,16 +235,18 @@ def main(s: CompareLossesConfig) -> None:
     waves = [
         [(BASELINE, "", 0)],
         *([cell] for cell in first),
-    ]  # a folder of features is made by one alone
+    ]  # one run creates a folder of features before others share it
     waves.append([cell for cell in cells if cell not in first])
     threads = max(1, (os.cpu_count() or 1) // s.workers)
     fresh = multiprocessing.get_context("spawn")
-    for number, wave in enumerate(waves, 1):
-        with ProcessPoolExecutor(s.workers, mp_context=fresh, max_tasks_per_child=1) as pool:
-            jobs = [pool.submit(run_cell, s, *cell, steps[cell[0]], threads) for cell in wave]
-            label = f"cells, wave {number} of {len(waves)}"
-            for job in track(as_completed(jobs), label, total=len(jobs), console=console):
-                job.result()
+    with progress_bars(console) as progress:
+        task = progress.add_task("training and evaluating drafts", total=len(cells) + 1)
+        for wave in waves:
+            with ProcessPoolExecutor(s.workers, mp_context=fresh, max_tasks_per_child=1) as pool:
+                jobs = [pool.submit(run_cell, s, *cell, steps[cell[0]], threads) for cell in wave]
+                for job in as_completed(jobs):
+                    job.result()
+                    progress.advance(task)
     rows = build_table(s, steps)
     facts = {"tokens": s.tokens, "seeds": s.seeds, "k": s.k, "max_new_tokens": s.max_new_tokens}
     facts |= {"command": " ".join(["python", *sys.argv]), **run_dir.provenance(), "cells": rows}

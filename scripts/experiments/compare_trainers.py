@@ -1,17 +1,19 @@
-"""Our training beside the usual trainers: tokens a second and peak memory, on the very same batches.
+"""This project's training beside widely used trainers: tokens per second and peak memory on the same batches.
 
     python scripts/experiments/compare_trainers.py --out docs/results/trainers.json
     python scripts/experiments/compare_trainers.py --arms '[ours-on-policy, gkd-on-policy]'
 
-ours: train/trainer/loop.py with a causal draft. ours-features: the same with what the target says from disk, where an earlier
-pass put it (--features of train/distill.py). trainer: transformers' Trainer, whose loss is the KL at the supervised
-positions. gkd: TRL's GKDTrainer at lmbda 0 and beta 0, the same KL; left out, with a word, unless `pip install trl` was
-run. All train every weight of the same draft on the same samples in the same order, all but ours-features against the
-live target. In the on-policy arms the draft writes what it reads: GKD before every step (lmbda 1), ours for
-on_policy_every steps at once.
+The trainers (--arms):
+  ours: train/trainer/loop.py with a causal draft and the live target as teacher
+  ours-features: the same with the target's hidden states read from disk (--features of train/distill.py)
+  trainer: transformers' Trainer with the KL at supervised positions as its loss
+  gkd: TRL's GKDTrainer at lmbda 0 and beta 0, which is the same KL; skipped unless trl is installed
+  ours-on-policy, gkd-on-policy: the draft writes the texts that it is trained on, GKD before every step (lmbda 1),
+    ours for on_policy_every steps at once
 
-Each run is a process of its own; arms take turns. Memory is what training adds to what lies there before its first
-step. The last line is JSON.
+All of them train every weight of the same draft on the same samples in the same order. Each run is a process of its
+own, and the trainers take turns. Memory added is the peak minus what was in use before the first step. The last line
+is JSON.
 """
 
 import contextlib
@@ -31,12 +33,12 @@ if not __package__:
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from decode.common import files, run_dir
 from decode.common.cli import run_command
 from decode.common.errors import UserError
+from decode.common.progress import progress_bars
 from decode.model.loading import load_target
 from scripts.experiments import reference_trainers
 from scripts.experiments.step_timer import StepTimer
@@ -55,41 +57,51 @@ TrainerName = Literal["ours", "ours-features", "trainer", "gkd", "ours-on-policy
 class CompareTrainersConfig:
     target: str = "assets/target"
     draft: str = "assets/draft"
-    """The small LM that is trained."""
+    """The small LM to train."""
     data: str = "outputs/reproduce/samples"
     """A sampled set from train/sample.py."""
     arms: list[TrainerName] = field(default_factory=lambda: ["ours", "trainer", "gkd"])  # type: ignore[arg-type]
     rounds: int = 3
-    """Times that each arm runs."""
+    """Runs of each trainer."""
     warm: int = 3
-    """Steps before the clock starts."""
+    """Untimed steps at the start of each run."""
     steps: int = 20
-    """Steps that are timed."""
+    """Timed steps of each run."""
     batch_size: int = 8
     max_length: int = 256
-    """Longer samples are cut."""
+    """Longer samples are cut to this many tokens."""
     max_new_tokens: int = 64
-    """On policy: longest continuation."""
+    """On policy: tokens of a continuation at most."""
     features: str = "outputs/features"
-    """ours-features: folder of what the target says, made at the arm's first run."""
+    """ours-features: folder of the target's hidden states, filled in the first run."""
     on_policy_every: int = 10
-    """On policy, ours: steps whose texts are written together."""
+    """ours-on-policy: number of steps whose texts are generated together."""
     dtype: str = "float32"
-    """Of the target; drafts train in fp32, on a GPU in mixed bf16."""
+    """Data type of the target; drafts train in fp32, on a GPU in mixed bf16."""
     out: str = ""
-    """File for the JSON of the last line; empty writes none."""
+    """File for the JSON of the last line; empty: none."""
     one: bool = False
-    """Run the first arm here and print its JSON."""
+    """Run only the first trainer, in this process, and print its JSON (used internally)."""
+
+
+class StepTimerTracker(NullTracker):
+    """Reports each step of the loop, which logs after every one (log_every 1), to a StepTimer."""
+
+    def __init__(self, clock: StepTimer):
+        self.clock = clock
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.clock.step()
 
 
 def run_our_trainer(s: CompareTrainersConfig, on_policy: bool, features: str) -> dict[str, float]:
-    """Our loop, as train/distill.py runs it."""
+    """Runs this project's loop as train/distill.py does. Returns `StepTimer.results`."""
     steps = s.warm + s.steps
     loop = LoopConfig(
         steps=steps, batch_size=s.batch_size, micro_batch=s.batch_size, max_length=s.max_length,
         lr=1e-5, warmup=0, log_every=1, eval_every=0, save_every=steps,
     )  # fmt: skip
-    own = trainer_on_policy.OnPolicyConfig(
+    on_policy_config = trainer_on_policy.OnPolicyConfig(
         share=1.0 if on_policy else 0.0,
         every=s.on_policy_every,
         max_new_tokens=s.max_new_tokens,
@@ -98,36 +110,31 @@ def run_our_trainer(s: CompareTrainersConfig, on_policy: bool, features: str) ->
     with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
         settings = distill.DistillConfig(
             target=s.target, data=s.data, draft=DraftConfig(init=s.draft), loop=loop,
-            on_policy=own, features=features, target_dtype=s.dtype, out=folder,
+            on_policy=on_policy_config, features=features, target_dtype=s.dtype, out=folder,
         )  # fmt: skip
         accelerator = distill.init_accelerator(settings)
         settings, parts = distill.load_components(settings, accelerator)
         distill.fill_feature_store(accelerator, parts, Console(stderr=True))
         training = distill.build_training(settings, accelerator, parts)
-        read: list[int] = []
+        tokens_read: list[int] = []
 
-        def choose(step: int) -> Sequence[SampleRow]:
+        def select_batch(step: int) -> Sequence[SampleRow]:
             rows = training.select_batch(step)
-            read.append(sum(len(row["input_ids"]) for row in rows))
+            tokens_read.append(sum(len(row["input_ids"]) for row in rows))
             return rows
 
         clock = StepTimer(accelerator.device, s.warm, s.steps)
-
-        class Watch(NullTracker):
-            def log(self, step: int, values: Mapping[str, float]) -> None:
-                clock.step()
-
         clock.start()
         state = TrainingState(parts.target.fingerprint)
         train(
-            replace(training, select_batch=choose), loop, state, Path(folder), Watch(), dict,
-            Progress(disable=True),
+            replace(training, select_batch=select_batch), loop, state, Path(folder),
+            StepTimerTracker(clock), dict, progress_bars(disable=True),
         )  # fmt: skip
-        return clock.found(lambda step: read[step])
+        return clock.results(tokens_read)
 
 
 def run_in_subprocess(arm: str, s: CompareTrainersConfig) -> dict[str, float]:
-    """One run of an arm in a process of its own."""
+    """One run of a trainer in a process of its own. UserError if it fails."""
     flags = {name: value for name, value in vars(s).items() if name not in ("arms", "one", "out")}
     command = [sys.executable, __file__, "--one", "true", "--arms", json.dumps([arm])]
     for name, value in flags.items():
@@ -152,11 +159,11 @@ def main(s: CompareTrainersConfig) -> None:
                 found = reference_trainers.train_reference(s, arm)
         print(json.dumps(found))
         return
-    load_target(s.target, "cpu")  # refuses early what no arm could use
+    load_target(s.target, "cpu")  # UserError here rather than in every run
     console = Console(stderr=True)
     arms: list[str] = list(s.arms)
     if importlib.util.find_spec("trl") is None and any(arm.startswith("gkd") for arm in arms):
-        console.print("gkd is left out: `pip install trl` brings it")
+        console.print("gkd is skipped: it needs `pip install trl`")
         arms = [arm for arm in arms if not arm.startswith("gkd")]
     runs_of: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
     for turn in range(s.rounds):

@@ -1,27 +1,29 @@
-"""The field's usual EAGLE-3 recipe beside ours: the same samples, steps, start and schedule, several seeds.
+"""The common EAGLE-3 training recipe beside this project's: same samples, steps, initial weights and schedule.
 
-    python scripts/experiments/reference_eagle3.py --data outputs/reproduce/samples --features outputs/reproduce/features
+    python scripts/experiments/reference_eagle3.py --data outputs/reproduce/samples --out usual_eagle3.json
 
-"usual": the loss mask of the tokens themselves and not of what a slot predicts, so that the first draft of every reply
-is never trained; soft cross-entropy against the law renormalised on the draft's vocabulary; places whose best token
-the draft cannot say left out. What that mask trains behind a reply's end is left out as well, in its favour.
-"ours": every place where decoding drafts, with --loss. τ is measured by the decoder on the bundled evaluation prompts.
+"usual": the loss mask marks the tokens of a reply and not the positions that predict them, so that the first draft of
+every reply is never trained; the loss is the soft cross-entropy against the target's distribution renormalised on the
+draft's vocabulary; positions whose most likely token is not in that vocabulary are left out. Positions that the mask
+would train beyond a reply's end are left out as well, in its favour.
+"ours": every position at which decoding drafts, with --loss.
+Several seeds each; τ is measured by decoding the bundled evaluation prompts.
 """
 
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 from torch import Tensor
 
@@ -29,20 +31,20 @@ from decode.common import files, run_dir
 from decode.common.cli import run_command
 from decode.drafts.eagle import EagleDraft
 from decode.engine.engine import decode
+from decode.engine.records import DecodeRecord
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics import acceptance
-from decode.engine.records import DecodeRecord
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from train.data import batching, sample_store
 from train.data.sample_store import SampleRow
+from train.distill import DistillConfig
 from train.families import config
 from train.families.alignment import AlignedIndices, Alignment
 from train.families.base import FamilyContext
-from train.families.eagle import EagleTrainer, build_eagle3
-from train.families.head_loss import LossWeights
+from train.families.eagle import EagleTrainer, TrainableEagle
+from train.families.registry import family_trainer
 from train.losses import divergences
-from train.losses.objective import DivergenceConfig
 from train.teacher.cached import CachedTeacher, FeatureFolder
 from train.trainer.loop import LoopConfig, build_optimizers, lr_multiplier
 
@@ -52,9 +54,9 @@ class ReferenceEagle3Config:
     target: str = "assets/target"
     data: str = "outputs/reproduce/samples"
     features: str = "outputs/reproduce/features"
-    """Cached states, made if they are not there."""
+    """Folder of the target's hidden states, filled if they are missing."""
     loss: str = "lk_lambda"
-    """What ours minimises."""
+    """Divergence of "ours"."""
     draft: config.DraftConfig = field(
         default_factory=lambda: config.DraftConfig(family="eagle3", vocab=2048, steps=4)
     )
@@ -70,26 +72,26 @@ class ReferenceEagle3Config:
     k: int = 4
     max_new_tokens: int = 48
     out: str = ""
-    """File for the JSON of the last line; empty writes none."""
+    """File for the JSON of the last line; empty: none."""
 
 
 class UnshiftedAlignment(Alignment):
-    """Slot t counts if token t is the reply's, whatever it predicts, as long as that lies in the same reply."""
+    """Slot t is trained if token t is part of a reply and what the slot predicts is part of the same reply."""
 
     def step(self, j: int) -> AlignedIndices:
         places = super().step(j)
-        own = torch.cat([torch.zeros_like(self.reach[:, :1]), self.reach[:, :-1]], 1) > 0
+        in_reply = torch.cat([torch.zeros_like(self.reach[:, :1]), self.reach[:, :-1]], 1) > 0
         return AlignedIndices(
-            places.token, places.teacher, places.label, places.position, places.valid & own
+            places.token, places.teacher, places.label, places.position, places.valid & in_reply
         )
 
 
 class ReferenceEagleTrainer(EagleTrainer):
-    """The trainer with that mask, which leaves out what the draft's vocabulary lacks."""
+    """EagleTrainer with that mask, without positions whose most likely token is not in the draft's vocabulary."""
 
     alignment = UnshiftedAlignment
 
-    def trained(self, p_logits: Tensor, valid: Tensor) -> Tensor:
+    def loss_positions(self, p_logits: Tensor, valid: Tensor) -> Tensor:
         return valid & divergences.argmax_in_vocabulary(p_logits, self.net.ids)[:, None]
 
 
@@ -99,24 +101,29 @@ def train_draft(
     rows: Sequence[SampleRow],
     recipe: str,
     seed: int,
-    tick: Callable[[str], None],
+    status: Status,
 ) -> EagleDraft:
-    """A draft after `steps` steps."""
+    """An EAGLE-3 draft after `steps` steps of recipe "usual" or "ours"; shows the loss in `status`."""
     torch.manual_seed(seed)
-    loss = s.loss if recipe == "ours" else "soft_ce"
-    recipe_of = SimpleNamespace(
-        draft=s.draft, loss=loss, compare=DivergenceConfig(), weights=LossWeights()
-    )
-    where = FeatureFolder(Path(s.features), 64, target.decoder.context)
-    trainee = build_eagle3(FamilyContext(cast(Any, recipe_of), target, rows, "cpu", where))
+    settings = DistillConfig(draft=s.draft, loss="soft_ce" if recipe == "usual" else s.loss)
+    folder = FeatureFolder(Path(s.features), 64, target.decoder.context)
+    context = FamilyContext(settings, target, rows, "cpu", folder)
+    trainee = family_trainer("eagle3").build(context)
+    assert isinstance(trainee, TrainableEagle)
     assert isinstance(trainee.teacher, CachedTeacher)
     trainee.teacher.fill_store(Console(stderr=True), 0, 1, lambda: None)
-    model = cast(EagleTrainer, trainee.model)
     if recipe == "usual":
-        model.__class__ = ReferenceEagleTrainer
+        trainee.model = ReferenceEagleTrainer(
+            trainee.net,
+            trainee.teacher.head,
+            target.decoder.model.get_input_embeddings().weight.detach(),
+            context.criterion(),
+            settings.weights,
+            s.draft.steps,
+        )
+    model = trainee.model
     loop = LoopConfig(steps=s.steps, warmup=s.warmup, lr=s.lr)
     (optimizer,) = build_optimizers(model, [], [], loop)
-    objective = trainee.objective(model)
     for step in range(s.steps):
         for group in optimizer.param_groups:
             group["lr"] = s.lr * lr_multiplier(step, loop)
@@ -125,14 +132,15 @@ def train_draft(
         tokens = batching.supervised_token_count(chosen)
         total = 0.0
         for at in range(0, len(chosen), s.micro_batch):
-            sums = objective(batching.collate(chosen[at : at + s.micro_batch], pad_id=0))
+            micro_batch = batching.collate(chosen[at : at + s.micro_batch], pad_id=0)
+            sums = trainee.loss(model, micro_batch)
             (sums["loss"] / tokens).backward()
             total += float(sums["loss"].detach()) / tokens
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        tick(f"{recipe} seed {seed} step {step + 1}/{s.steps} loss {total:.3f}")
-    draft = trainee.draft()
+        status.update(f"{recipe} seed {seed} step {step + 1}/{s.steps} loss {total:.3f}")
+    draft = trainee.to_draft()
     assert isinstance(draft, EagleDraft)
     return draft
 
@@ -144,6 +152,7 @@ def decode_samples(
     items: list[TaskPrompt],
     temperature: float,
 ) -> list[DecodeRecord]:
+    """A record of each prompt, decoded with chains of `s.k` drafts."""
     prompts = [item.prompt_ids for item in items]
     return decode(
         target, draft, prompts, k=s.k, rows=8, max_new_tokens=s.max_new_tokens,
@@ -160,7 +169,7 @@ def main(s: ReferenceEagle3Config) -> None:
     for seed in s.seeds:
         for recipe in ("usual", "ours"):
             with console.status("") as status:
-                draft = train_draft(s, target, rows, recipe, seed, status.update)
+                draft = train_draft(s, target, rows, recipe, seed, status)
             for temperature in (0.0, 1.0):
                 found = decode_samples(s, target, draft, items, temperature)
                 cells.append(

@@ -1,4 +1,4 @@
-"""The trainers that people use, on batches in our order: transformers' Trainer with a KL, and TRL's GKDTrainer."""
+"""Widely used trainers on batches in this project's order: transformers' Trainer with a KL loss, TRL's GKDTrainer."""
 
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from train.data.sample_store import SampleRow
 
 
 def train_reference(s: Any, kind: str) -> dict[str, float]:
-    """A run of trainer, gkd or gkd-on-policy by the settings of scripts/experiments/compare_trainers.py."""
+    """Runs trainer, gkd or gkd-on-policy; `s` is the CompareTrainersConfig. Returns `StepTimer.results`."""
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -27,14 +27,14 @@ def train_reference(s: Any, kind: str) -> dict[str, float]:
     teacher = load_model(s.target, "target", str(device), s.dtype)
     student = load_model(s.draft, "draft", str(device), "float32")
     clock = StepTimer(device, s.warm, s.steps)
-    read: list[int] = []
+    tokens_read: list[int] = []
 
-    class Stamps(TrainerCallback):
+    class StepTimerCallback(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             clock.step()
 
-    def collate(some: list[dict[str, int]]) -> dict[str, torch.Tensor]:
-        return pad_rows([order[item["number"]] for item in some])
+    def collate(items: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        return pad_rows([order[item["number"]] for item in items])
 
     with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
         common: dict[str, Any] = {
@@ -62,54 +62,55 @@ def train_reference(s: Any, kind: str) -> dict[str, float]:
                 tokenizer.pad_token = tokenizer.eos_token
             more = {"teacher_model": teacher, "processing_class": tokenizer}
 
-        class Arm(base):
+        class OrderedTrainer(base):
             def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
                 return SequentialSampler(self.train_dataset)
 
             def compute_loss(
                 self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
             ) -> Any:
-                read.append(int(inputs["attention_mask"].sum()))
+                tokens_read.append(int(inputs["attention_mask"].sum()))
                 if kind != "trainer":
                     return super().compute_loss(model, inputs, *args, **kwargs)
                 return kl_loss(model, teacher, inputs)
 
-        trainer = Arm(
+        trainer = OrderedTrainer(
             model=student, args=arguments, data_collator=collate,
-            train_dataset=Dataset.from_dict({"number": list(range(len(order)))}), callbacks=[Stamps()], **more,
+            train_dataset=Dataset.from_dict({"number": list(range(len(order)))}),
+            callbacks=[StepTimerCallback()], **more,
         )  # fmt: skip
         clock.start()
         trainer.train()
-    return clock.found(lambda step: read[step])
+    return clock.results(tokens_read)
 
 
 def kl_loss(model: Any, teacher: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """The mean KL(p || q) of the supervised positions, which are taken before any softmax."""
-    inside = inputs["labels"][:, 1:] != -100
-    asked = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    q = model(**asked, use_cache=False).logits[:, :-1][inside].float()
+    """The mean KL(p || q) over supervised positions; other positions are dropped before the softmax."""
+    supervised = inputs["labels"][:, 1:] != -100
+    texts = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    q = model(**texts, use_cache=False).logits[:, :-1][supervised].float()
     with torch.no_grad():
-        p = teacher(**asked, use_cache=False).logits[:, :-1][inside].float()
+        p = teacher(**texts, use_cache=False).logits[:, :-1][supervised].float()
     return torch.nn.functional.kl_div(
         q.log_softmax(-1), p.log_softmax(-1), reduction="batchmean", log_target=True
     )
 
 
 def pad_rows(rows: Sequence[SampleRow]) -> dict[str, torch.Tensor]:
-    """Samples padded on the right with labels where they are learned; and their prompts padded on the left, for GKD."""
+    """Samples padded on the right, labels at supervised positions; and their prompts padded on the left, for GKD."""
     length = max(len(row["input_ids"]) for row in rows)
     ids = torch.zeros(len(rows), length, dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
     ends = [max(1, row["loss_spans"][0][0]) for row in rows]
     prompts = torch.zeros(len(rows), max(ends), dtype=torch.long)
-    seen = torch.zeros_like(prompts)
+    prompt_mask = torch.zeros_like(prompts)
     for i, (row, end) in enumerate(zip(rows, ends, strict=True)):
         text = torch.tensor(row["input_ids"], dtype=torch.long)
         ids[i, : len(text)], mask[i, : len(text)] = text, 1
         at = supervised_positions(row) + 1
         labels[i, at] = text[at]
-        prompts[i, -end:], seen[i, -end:] = text[:end], 1
+        prompts[i, -end:], prompt_mask[i, -end:] = text[:end], 1
     return {
         "input_ids": ids, "attention_mask": mask, "labels": labels,
-        "prompts": prompts, "prompt_attention_mask": seen,
+        "prompts": prompts, "prompt_attention_mask": prompt_mask,
     }  # fmt: skip

@@ -1,7 +1,7 @@
-"""When each step of a training run ended, and what it took in memory, whoever trains."""
+"""The end time of each training step and the memory of the run, for any trainer."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,32 +11,33 @@ from train.trainer import throughput
 
 @dataclass
 class StepTimer:
-    """Stamps behind the steps of one run."""
+    """Records the end of each step of one run; the first `warmup_steps` are not timed, the next `steps` are."""
 
     device: torch.device
-    warm: int
+    warmup_steps: int
     steps: int
     end_times: list[float] = field(default_factory=list)
-    before: int = 0
-    """Bytes in use when training began."""
+    initial_bytes: int = 0
+    """Bytes in use when training started."""
 
     def start(self) -> None:
-        self.before = _memory_in_use(self.device)
+        """Call before the first step."""
+        self.initial_bytes = _memory_in_use(self.device)
 
     def step(self) -> None:
-        """Behind each step, the device's work included."""
+        """Call after each step; waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.end_times.append(time.perf_counter())
 
-    def found(self, tokens: Callable[[int], int]) -> dict[str, float]:
-        """`tokens` says how many a step (from 0) read."""
-        timed = range(self.warm, self.warm + self.steps)
-        seconds = self.end_times[timed[-1]] - self.end_times[self.warm - 1]
+    def results(self, tokens: Sequence[int]) -> dict[str, float]:
+        """Throughput and peak memory of the timed steps; `tokens` has the tokens that each step read, from step 0."""
+        timed = range(self.warmup_steps, self.warmup_steps + self.steps)
+        seconds = self.end_times[timed[-1]] - self.end_times[self.warmup_steps - 1]
         return {
-            "tokens_per_second": sum(map(tokens, timed)) / seconds,
+            "tokens_per_second": sum(tokens[step] for step in timed) / seconds,
             "seconds_per_step": seconds / self.steps,
-            "peak_bytes": throughput.peak_memory_bytes(self.device) - self.before,
+            "peak_bytes": throughput.peak_memory_bytes(self.device) - self.initial_bytes,
             "peak_bytes_in_all": throughput.peak_memory_bytes(self.device),
         }
 

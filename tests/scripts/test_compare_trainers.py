@@ -1,4 +1,4 @@
-"""scripts/experiments/compare_trainers.py: the trainers that it compares do the same work."""
+"""scripts/experiments/compare_trainers.py: all trainers that it compares compute the same loss on the same samples."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
-from train.families.registry import FAMILIES
+from train.families.registry import family_trainer
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def test_the_loss_beside_ours_is_the_same(world: worlds.World) -> None:
     rows = rows_of(20, 9, 15)
     own = load_target(str(world.target), "cpu")
     settings = DistillConfig(draft=DraftConfig(init=str(world.draft)))
-    trainee = FAMILIES["causal"](FamilyContext(settings, own, rows))
+    trainee = family_trainer("causal").build(FamilyContext(settings, own, rows))
     with torch.no_grad():
-        sums = trainee.objective(trainee.model)(batching.collate(rows, pad_id=0))
+        sums = trainee.loss(trainee.model, batching.collate(rows, pad_id=0))
         draft, teacher = (
             load_model(str(p), "m", "cpu", "float32") for p in (world.draft, world.target)
         )
@@ -55,7 +55,7 @@ def test_the_loss_beside_ours_is_the_same(world: worlds.World) -> None:
 
 
 def test_prompts_for_generation_end_where_the_answer_begins() -> None:
-    """Catches prompts padded on the right, behind which a model would go on from padding."""
+    """Catches prompts padded on the right, after which a model would continue from padding."""
     rows = rows_of(20, 9)
     made = reference_trainers.pad_rows(rows)
     ends = [3, 3]
@@ -66,7 +66,7 @@ def test_prompts_for_generation_end_where_the_answer_begins() -> None:
 
 @pytest.mark.slow
 def test_all_arms_read_the_same_samples(world: worlds.World, tmp_path: Path) -> None:
-    """Catches an arm that reads shorter texts, or fewer of them, in the time that is measured."""
+    """Catches a trainer that reads shorter texts, or fewer of them, in the measured time."""
     data = worlds.sampled(world, tmp_path, "--max_new_tokens", 40)
     done = worlds.run(
         "scripts/experiments/compare_trainers.py", "--target", world.target, "--draft", world.draft,
