@@ -1,9 +1,8 @@
-"""Everything that a report holds, measured in turn; each piece is kept in the journal as soon as it is there."""
+"""Measures everything that a report holds, in turn; each part is kept in the journal as soon as it is measured."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
@@ -11,65 +10,72 @@ from rich.progress import Progress
 from decode.common import run_dir
 from decode.common.cli import to_yaml
 from decode.common.errors import UserError
+from decode.common.progress import ProgressLog
+from decode.engine.records import DecodeRecord
 from decode.model.loading import Target, load_model, load_target
-from decode.verification.sampling import SamplingParams
-from eval.benchmark import baselines, multi_turn, timing
-from eval.benchmark.config import EvalConfig, MethodConfig
+from eval.benchmark import baselines, multi_turn, timing, untimed_passes
+from eval.benchmark.config import EvalConfig
 from eval.benchmark.journal import Journal
 from eval.benchmark.methods import (
+    PLAIN_DECODING,
+    Method,
     build_methods,
-    draft_checksums,
     fit_simulated_drafts,
     simulated_alpha,
 )
-from eval.benchmark.timing import FailedPrompt, Method, TimedOutput, TimingResult
+from eval.benchmark.timing import FailedPrompt, TimingContext, TimingResult
 from eval.checks import answer_quality, greedy_equivalence, sampling_distribution
 from eval.checks.target_drift import measure_target_drift
-from eval.metrics import acceptance as metrics_acceptance
-from eval.metrics import roofline
-from eval.metrics.records import ALL_TASKS, DecodeRecord
+from eval.metrics import acceptance, roofline
+from eval.metrics.records import ALL_TASKS
 from eval.results import PromptGroup, filter_failures, method_entry
 from eval.tasks import loading
 from eval.tasks.loading import TaskPrompt
 
 SCHEMA = 1
+GPU_UTILISATION_PROMPTS = 8
 
 
 @dataclass
 class EvalContext:
-    """What every step needs."""
+    """What every step of an evaluation needs."""
 
     s: EvalConfig
-    target: Target
-    model: Any  # the same weights as plain transformers runs them
-    methods: list[Method]  # plain first
-    items: list[TaskPrompt]
+    model: Any  # the target's weights in plain transformers, for references and checks
+    methods: list[Method]  # plain decoding first
     undecodable: list[FailedPrompt]  # prompts that no method can decode
+    timing: TimingContext  # target and prompts
     journal: Journal
-    progress: Progress
+    progress: Progress | ProgressLog
 
-    def sampling(self, temperature: float) -> SamplingParams:
-        return SamplingParams(temperature, self.s.top_k, self.s.top_p)
+    @property
+    def target(self) -> Target:
+        return self.timing.target
+
+    @property
+    def items(self) -> Sequence[TaskPrompt]:
+        return self.timing.items
 
     def groups(self) -> list[PromptGroup]:
-        return [PromptGroup(), *(PromptGroup(task.name) for task in self.s.tasks)]
-
-    def domains(self) -> list[PromptGroup]:
-        return [PromptGroup(domain=name) for name in sorted({item.domain for item in self.items})]
+        """All prompts, each task, and each domain."""
+        tasks = [PromptGroup(task.name) for task in self.s.tasks]
+        domains = sorted({item.domain for item in self.items})
+        return [PromptGroup(), *tasks, *(PromptGroup(domain=name) for name in domains)]
 
 
 def evaluate(
-    s: EvalConfig, target: Target, journal: Journal, progress: Progress
-) -> tuple[dict[str, Any], list[tuple[str, float, TimedOutput]]]:
-    """(the report, the runs behind it as (method, temperature, run))."""
-    items, unfit = multi_turn.load_eval_prompts(s.tasks, target, s.max_new_tokens, journal)
+    s: EvalConfig, target: Target, journal: Journal, progress: Progress | ProgressLog
+) -> tuple[dict[str, Any], list[tuple[str, float, DecodeRecord]]]:
+    """(the report, the records behind it as (method, temperature, record))."""
+    items, undecodable = multi_turn.load_eval_prompts(s.tasks, target, s.max_new_tokens, journal)
     if not items:
-        raise UserError(f"no prompt can be decoded; the first {unfit[0].id!r} {unfit[0].error}")
-    plain = Method("plain", None, 0, "exact", s.mode)
-    methods = [plain, *build_methods(s, target)]
+        first_bad = undecodable[0]
+        raise UserError(f"no prompt can be decoded; the first {first_bad.id!r} {first_bad.error}")
+    methods = [PLAIN_DECODING, *build_methods(s, target)]
     fit_simulated_drafts(methods, target, items, s.max_new_tokens)
     model = load_model(s.target, "target", str(target.decoder.device), s.dtype, s.revision)
-    work = EvalContext(s, target, model, methods, items, unfit, journal, progress)
+    context = TimingContext(target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed)
+    work = EvalContext(s, model, methods, undecodable, context, journal, progress)
     references = _reference_outputs(work) if 0.0 in s.temperatures else {}
     report: dict[str, Any] = {
         "schema": SCHEMA,
@@ -87,24 +93,20 @@ def evaluate(
         "domains": [],
     }
     lines = []
-    measured = {}
+    results = {}
     for temperature in s.temperatures:
-        found = measured[temperature] = _measure(work, temperature)
-        _add_entries(work, report, temperature, found, references)
+        result = results[temperature] = _time_all_methods(work, temperature)
+        _add_entries(work, report, temperature, result, references)
         for method in methods:
-            lines += [(method.name, temperature, run) for run in found.runs[method.name]]
+            lines += [(method.name, temperature, record) for record in result.records[method]]
     first = report["methods"][0]
     report["baseline"] = {key: first[key] for key in ("tokens_per_second", "ms_per_token")}
-    greedy = work.sampling(s.temperatures[0])
-    use = partial(
-        timing.measure_gpu_utilisation, target, items[:8], greedy, s.max_new_tokens, s.batch_size
-    )
-    report["gpu_utilisation"] = journal.once(["gpu"], lambda: {"percent": use()})["percent"]
+    report["gpu_utilisation"] = _gpu_utilisation(work)
     report["comparisons"] = _compare_acceptance(work)
     report["engines"] = baselines.compare_engines(
         s, target, methods, items,
-        {t: found.runs["plain"] for t, found in measured.items()},
-        {t: found.answers for t, found in measured.items()},
+        {t: result.records[PLAIN_DECODING] for t, result in results.items()},
+        {t: result.answers for t, result in results.items()},
         journal,
     )  # fmt: skip
     report["law"] = sampling_distribution.check_sampling_distribution(
@@ -120,73 +122,85 @@ def evaluate(
 
 
 def _reference_outputs(work: EvalContext) -> dict[tuple[str, str], list[int]]:
-    """What transformers' greedy `generate` answers, by (task, id)."""
+    """The greedy answers of transformers' `generate`, by (task, id)."""
     bar = work.progress.add_task("references", total=len(work.items))
-    found = {}
+    references = {}
     for item in work.items:
         answer = partial(
             greedy_equivalence.reference_greedy_output,
             work.model, item.prompt_ids, work.s.max_new_tokens, work.target, item.stop,
         )  # fmt: skip
-        found[item.task, item.id] = work.journal.once(["reference", item.task, item.id], answer)
+        key = ["reference", item.task, item.id]
+        references[item.task, item.id] = work.journal.get_or_measure(key, answer)
         work.progress.advance(bar)
-    return found
+    return references
 
 
-def _measure(work: EvalContext, temperature: float) -> TimingResult:
+def _time_all_methods(work: EvalContext, temperature: float) -> TimingResult:
+    """UserError if a method failed on every prompt."""
     s = work.s
-    bar = work.progress.add_task(
-        f"temperature {temperature:g}", total=-(-len(work.items) // s.batch_size)
+    batches = len(work.timing.batches(s.batch_size))
+    bar = work.progress.add_task(f"temperature {temperature:g}", total=batches)
+    others = baselines.interleaved_baselines(
+        s, work.target, work.model, work.methods[1:], work.timing.sampling(temperature)
     )
-    sampling = work.sampling(temperature)
-    found = timing.time_methods(
-        work.target, work.methods[1:], work.items, sampling, s.max_new_tokens, s.batch_size, s.seed,
-        work.journal, partial(work.progress.advance, bar),
-        baselines.interleaved_baselines(s, work.target, work.model, work.methods[1:], sampling),
+    result = timing.time_methods(
+        work.timing, work.methods[1:], temperature, s.batch_size, work.journal,
+        partial(work.progress.advance, bar), others,
     )  # fmt: skip
-    for name, own in found.runs.items():
-        if not own:
-            error = found.failures[name][0].error
-            raise UserError(f"method {name!r} failed on every prompt, first with {error}")
-    return found
+    for method, records in result.records.items():
+        if not records:
+            error = result.failures[method][0].error
+            raise UserError(f"method {method.name!r} failed on every prompt, first with {error}")
+    return result
 
 
 def _add_entries(
     work: EvalContext,
     report: dict[str, Any],
     temperature: float,
-    found: TimingResult,
+    result: TimingResult,
     references: dict[tuple[str, str], list[int]],
 ) -> None:
+    """Adds the elements of this temperature to report["methods"] and report["domains"]."""
     s = work.s
     paths = {m.name: m.draft for m in s.methods}
-    domain = {(item.task, item.id): item.domain for item in work.items}
-    domain |= {(failure.task, failure.id): "" for failure in work.undecodable}
+    prompts = {(item.task, item.id): item for item in work.items}
+    domains = {key: item.domain for key, item in prompts.items()}
+    domains |= {(failure.task, failure.id): "" for failure in work.undecodable}
     scores = {
-        id(run): answer_quality.score_answer(run, work.target.tokenizer, s.run_code)
-        for own in found.runs.values()
-        for run in own
+        method: {
+            (r.task, r.id): answer_quality.score_answer(
+                prompts[r.task, r.id], r.output_ids, work.target.tokenizer, s.run_code
+            )
+            for r in records
+        }
+        for method, records in result.records.items()
     }
-    plain = found.runs["plain"]
     for method in work.methods:
         phases = _measure_phases(work, method, temperature)
-        failures = [*work.undecodable, *found.failures[method.name]]
-        for group in [*work.groups(), *work.domains()]:
-            own = [run for run in found.runs[method.name] if group.contains(run)]
-            verdict = (
-                _greedy_equivalence(work, own, references, method) if temperature == 0 else None
+        failures = [*work.undecodable, *result.failures[method]]
+        for group in work.groups():
+            own = [r for r in result.records[method] if group.contains(r.task, r.domain)]
+            items = [prompts[r.task, r.id] for r in own]
+            quality = answer_quality.compare_answer_quality(
+                items, scores[method], scores[PLAIN_DECODING], s.seed
             )
-            made = method_entry(
-                s, method, paths.get(method.name, ""), group, temperature, own, plain, scores,
-                filter_failures(failures, group, domain), verdict, phases if group == PromptGroup() else None,
-                work.target.eos,
+            verdict = None
+            if temperature == 0:
+                verdict = _greedy_equivalence(work, method, items, own, references)
+            entry = method_entry(
+                s, method, paths.get(method.name, ""), group, temperature, own,
+                result.records[PLAIN_DECODING], quality, filter_failures(failures, group, domains),
+                verdict, phases if group == PromptGroup() else None, work.target.eos,
             )  # fmt: skip
-            report["domains" if group.domain else "methods"].append(made)
+            report["domains" if group.domain else "methods"].append(entry)
 
 
 def _measure_phases(
     work: EvalContext, method: Method, temperature: float
 ) -> dict[str, float] | None:
+    """{draft, verify, overhead} in milliseconds a round, on the first prompts of each task; None for no prompt."""
     timed = [
         item
         for task in work.s.tasks
@@ -194,79 +208,88 @@ def _measure_phases(
     ]
     if not timed:
         return None
-    return work.journal.once(
+    return work.journal.get_or_measure(
         ["phases", temperature, method.name],
-        lambda: timing.measure_phase_ms(
-            work.target, method, timed, work.sampling(temperature), work.s.max_new_tokens, work.s.seed
+        lambda: untimed_passes.measure_phase_ms(
+            work.timing, method, timed, work.timing.sampling(temperature)
         ),
-    )  # fmt: skip
+    )
+
+
+def _gpu_utilisation(work: EvalContext) -> float | None:
+    """Percent, of plain decoding at the first temperature; None where it cannot be measured."""
+    s, items = work.s, work.items[:GPU_UTILISATION_PROMPTS]
+    sampling = work.timing.sampling(s.temperatures[0])
+    kept = work.journal.get_or_measure(
+        ["gpu"],
+        lambda: {
+            "percent": untimed_passes.measure_gpu_utilisation(
+                work.timing, items, sampling, s.batch_size
+            )
+        },
+    )
+    percent: float | None = kept["percent"]
+    return percent
 
 
 def _greedy_equivalence(
     work: EvalContext,
-    own: Sequence[TimedOutput],
-    references: dict[tuple[str, str], list[int]],
     method: Method,
+    items: Sequence[TaskPrompt],
+    records: Sequence[DecodeRecord],
+    references: dict[tuple[str, str], list[int]],
 ) -> dict[str, Any] | None:
-    """None for a simulated draft: that its output is right says nothing about a method."""
+    """None for a simulated draft: that its output is right proves nothing about a method."""
     if simulated_alpha(method) is not None:
         return None
     return greedy_equivalence.check_greedy_equivalence(
         work.target,
         work.model,
-        [run.item for run in own],
-        [references[run.item.task, run.item.id] for run in own],
-        [run.output.output_ids for run in own],
+        items,
+        [references[item.task, item.id] for item in items],
+        [record.output_ids for record in records],
         method.k,
     )
 
 
 def _compare_acceptance(work: EvalContext) -> list[dict[str, Any]]:
-    """Each pair's difference of α, on all tasks together and on each."""
-    s, asked = work.s, work.s.acceptance
-    wanted = [m for m in work.methods if any(m.name in pair for pair in asked.pairs)]
+    """The difference of α of each pair in `acceptance.pairs`, on all tasks together and on each."""
+    s, comparison = work.s, work.s.acceptance
+    wanted = [m for m in work.methods if any(m.name in pair for pair in comparison.pairs)]
     if not wanted:
         return []
-    every = [replace(task, limit=asked.prompts) for task in s.tasks]
-    items, _ = multi_turn.load_eval_prompts(every, work.target, s.max_new_tokens, work.journal)
+    tasks = [replace(task, limit=comparison.prompts) for task in s.tasks]
+    items, _ = multi_turn.load_eval_prompts(tasks, work.target, s.max_new_tokens, work.journal)
     bar = work.progress.add_task("comparisons", total=len(wanted) * len(items))
-    sampling = work.sampling(asked.temperature)
-    samples: dict[str, list[DecodeRecord]] = {}
-    for method in wanted:
-
-        def all_samples(method: Method = method) -> list[dict[str, Any]]:
-            return [
-                vars(sample)
-                for sample in timing.decode_untimed(
-                    work.target, method, items, sampling, s.max_new_tokens, asked.rows, s.seed,
-                    partial(work.progress.advance, bar),
-                )
-            ]  # fmt: skip
-
-        kept = work.journal.once(["acceptance", asked.temperature, method.name], all_samples)
-        samples[method.name] = [DecodeRecord(**values) for values in kept]
-    found = []
-    for a, b in asked.pairs:
+    records = {
+        method.name: _decode_for_acceptance(
+            work, method, items, partial(work.progress.advance, bar)
+        )
+        for method in wanted
+    }
+    differences = []
+    for a, b in comparison.pairs:
         for task in [ALL_TASKS, *(task.name for task in s.tasks)]:
             own, other = (
-                [x for x in samples[name] if task in (ALL_TASKS, x.task)] for name in (a, b)
+                [x for x in records[name] if task in (ALL_TASKS, x.task)] for name in (a, b)
             )
-            difference = metrics_acceptance.compare_alpha(own, other, s.k, s.seed)
-            found.append(
-                {"a": a, "b": b, "task": task, "temperature": asked.temperature, **difference}
-            )
-    return found
+            place = {"a": a, "b": b, "task": task, "temperature": comparison.temperature}
+            differences.append({**place, **acceptance.compare_alpha(own, other, s.k, s.seed)})
+    return differences
 
 
-def open_journal(out: Path, methods: Sequence[MethodConfig]) -> Journal:
-    """The journal of the run in this folder. UserError if a draft was trained anew since it began."""
-    journal = Journal(out / "journal.jsonl", run_dir.hardware())
-    now = draft_checksums(methods)
-    then = journal.once(["drafts"], lambda: now)
-    changed = [name for name in now if then.get(name) != now[name]]
-    if changed:
-        raise UserError(
-            f"{out} was measured with other weights of {', '.join(changed)}: --overwrite true begins anew, --out "
-            "names another folder"
-        )
-    return journal
+def _decode_for_acceptance(
+    work: EvalContext, method: Method, items: Sequence[TaskPrompt], progress: Any
+) -> list[DecodeRecord]:
+    comparison = work.s.acceptance
+    kept = work.journal.get_or_measure(
+        ["acceptance", comparison.temperature, method.name],
+        lambda: [
+            asdict(record)
+            for record in untimed_passes.decode_untimed(
+                work.timing, method, items, work.timing.sampling(comparison.temperature),
+                comparison.rows, progress,
+            )
+        ],
+    )  # fmt: skip
+    return [DecodeRecord(**values) for values in kept]

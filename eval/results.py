@@ -6,24 +6,24 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from decode.drafts.base import draft_sha256
+from decode.engine.records import DecodeRecord
+from decode.verification.registry import find_rule
 from eval.benchmark.config import EvalConfig
-from eval.benchmark.methods import draft_tree_description, simulated_alpha, verification_name
-from eval.benchmark.timing import FailedPrompt, Method, TimedOutput
-from eval.checks import answer_quality
+from eval.benchmark.methods import Method, describe_tree, simulated_alpha, verification_name
+from eval.benchmark.timing import FailedPrompt
 from eval.metrics import acceptance
 from eval.metrics.records import ALL_TASKS
 
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """Prompts that share an element: a task, a domain, or all."""
+    """Prompts that share an element: those of a task, of a domain, or all."""
 
     task: str = ALL_TASKS
     domain: str = ""
 
-    def contains(self, run: TimedOutput) -> bool:
-        fits = self.task in (ALL_TASKS, run.item.task)
-        return fits and self.domain in ("", run.item.domain)
+    def contains(self, task: str, domain: str) -> bool:
+        return self.task in (ALL_TASKS, task) and self.domain in ("", domain)
 
 
 def method_entry(
@@ -32,59 +32,54 @@ def method_entry(
     path: str,
     group: PromptGroup,
     temperature: float,
-    own: Sequence[TimedOutput],
-    plain: Sequence[TimedOutput],
-    scores: dict[int, float | None],
+    records: Sequence[DecodeRecord],
+    plain: Sequence[DecodeRecord],
+    quality: list[dict[str, Any]],
     failures: Sequence[FailedPrompt],
     verdict: dict[str, Any] | None,
     phases: dict[str, float] | None,
     eos: frozenset[int],
 ) -> dict[str, Any]:
-    """One element of report["methods"] or report["domains"], of the runs `own` that are the group's."""
-    summary = acceptance.summarize(
-        [r.sample() for r in own], [r.sample() for r in plain], method.k, s.seed
-    )
-    made_up = simulated_alpha(method)
+    """One element of report["methods"] or report["domains"].
+
+    `records` are the method's on the prompts of `group`, `plain` those of plain decoding on (at least) these prompts.
+    """
     return {
         "name": method.name,
         "draft": path or None,
         "k": method.k,
-        "tree": draft_tree_description(method.draft),
+        "tree": describe_tree(method.shape),
         "temperature": temperature,
         "top_k": s.top_k,
         "top_p": s.top_p,
         "batch_size": s.batch_size,
         "task": group.task,
         "domain": group.domain or None,
-        **summary,
-        "finish": dict(sorted(Counter(r.output.finish_reason for r in own).items())),
-        "tokens_after_eos": sum(count_tokens_after_eos(r.output.output_ids, eos) for r in own),
+        **acceptance.summarize(records, plain, method.k, s.seed),
+        "finish": dict(sorted(Counter(r.finish_reason for r in records).items())),
+        "tokens_after_eos": sum(count_tokens_after_eos(r.output_ids, eos) for r in records),
         "failed": [asdict(failure) for failure in failures],
-        "quality": answer_quality.compare_answer_quality(own, plain, scores, s.seed),
+        "quality": quality,
         "draft_sha256": draft_sha256(path) if path else None,
         "mode": s.mode,
         "dtype": s.dtype,
         "verification": verification_name(method, temperature),
-        "lossy": method.rule == "typical",
-        "simulated": made_up,
+        "lossy": not find_rule(method.rule).lossless,
+        "simulated": simulated_alpha(method),
         "predicted_speedup": None,
         "phase_ms": phases,
-        "lossless": verdict or {"greedy_identical": None, "prompts": len(own)},
+        "lossless": verdict or {"greedy_identical": None, "prompts": len(records)},
     }
 
 
 def count_tokens_after_eos(ids: Sequence[int], eos: frozenset[int]) -> int:
-    """Tokens behind the first EOS. They must not be there: counted, they would make one arm look faster."""
+    """Tokens after the first EOS. There must be none: counted, they would make one method look faster."""
     ends = [i for i, token in enumerate(ids) if token in eos]
     return len(ids) - 1 - ends[0] if ends else 0
 
 
 def filter_failures(
-    failures: Sequence[FailedPrompt], group: PromptGroup, domains: dict[Any, str]
+    failures: Sequence[FailedPrompt], group: PromptGroup, domains: dict[tuple[str, str], str]
 ) -> list[FailedPrompt]:
-    """The failures of the group; `domains` are by (task, id)."""
-    return [
-        f
-        for f in failures
-        if group.task in (ALL_TASKS, f.task) and group.domain in ("", domains[f.task, f.id])
-    ]
+    """The failures on prompts of the group; `domains` are by (task, id)."""
+    return [f for f in failures if group.contains(f.task, domains[f.task, f.id])]

@@ -1,12 +1,12 @@
-"""Finds the fastest draft length, tree and batch size for each domain and temperature, and what was foreseeable.
+"""Finds the fastest draft length, tree and batch size for each domain and temperature, and tests predictions of them.
 
     python eval/tune.py --target T --methods '[{name: causal, draft: DIR}, {name: ngram}]' --out outputs/tune
     python eval/run.py --config outputs/tune/tuned.yaml
 
-Every setting is timed on the same prompts, interleaved; speed-ups are of rounds, prefill aside. Half of the prompts
-predict the other half from two draft lengths alone. Writes tuned.json and tuned.md, tuned.yaml (the first temperature,
-all domains, batch 1) and settings/*.yaml (each temperature, batch size and domain) into --out. A run that was stopped
-goes on.
+Every setting is timed on the same prompts, interleaved; speed-ups are of rounds, without prefill. Speed-ups on one half
+of the prompts are also predicted from two draft lengths on the other half. Writes tuned.json and tuned.md, tuned.yaml
+(the first temperature, all domains, batch 1) and settings/*.yaml (each temperature, batch size and domain) into --out.
+The same command goes on with a run that was stopped.
 """
 
 import json
@@ -20,131 +20,137 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from decode.common import files, run_dir
 from decode.common.cli import run_command, to_yaml
+from decode.common.progress import ProgressLog, progress_bars
 from decode.model.loading import load_target
 from eval.benchmark import config
 from eval.benchmark.config import TreeConfig
-from eval.benchmark.journal import Journal
-from eval.benchmark.methods import draft_checksums
-from eval.evaluate import open_journal
+from eval.benchmark.journal import Journal, open_journal
+from eval.benchmark.methods import PLAIN_DECODING, Method, draft_checksums
+from eval.benchmark.timing import TimingContext, TimingResult
 from eval.metrics.acceptance import tau
+from eval.metrics.records import ALL_TASKS
 from eval.metrics.roofline import measure_bandwidth
 from eval.reporting.checklist import tuned_table
 from eval.reporting.formatting import NOT_MEASURED, escape_markdown, format_percent, table_markdown
 from eval.tasks import loading
+from eval.tasks.loading import TaskPrompt
 from eval.tuning.config import (
     TuneConfig,
     batch_stage,
     chain_stage,
     check_config,
-    load_sweep_context,
+    load_methods,
+    load_timing_context,
     to_eval_config,
     tree_stage,
 )
 from eval.tuning.selection import (
-    ALL_TASKS,
     cross_validated_predictions,
     every_other_prompt,
     select_fastest_settings,
     summarize_predictions,
     sweep_cells,
 )
-from eval.tuning.sweep import (
-    PLAIN_DECODING,
-    Setting,
-    SweepContext,
-    SweepResult,
-    SweepStage,
-    run_sweep,
-)
+from eval.tuning.sweep import SweepStage, full_batches, run_sweep
 
 SCHEMA = 1
 
 
-def tune(s: TuneConfig, load: SweepContext, journal: Journal, progress: Progress) -> dict[str, Any]:
+def tune(
+    s: TuneConfig,
+    context: TimingContext,
+    methods: Sequence[Method],
+    journal: Journal,
+    progress: Progress | ProgressLog,
+) -> dict[str, Any]:
     """tuned.json."""
-    done: list[tuple[SweepStage, SweepResult]] = []
-    foreseen, fixed = [], []
+    done: list[tuple[SweepStage, TimingResult]] = []
+    predictions, trees = [], []
 
-    def run(stage: SweepStage) -> SweepResult:
+    def run(stage: SweepStage) -> TimingResult:
         title = f"{stage.name}, temperature {stage.temperature:g}, batch {stage.batch_size}"
-        bar = progress.add_task(title, total=len(load.batches(stage.batch_size)))
-        swept = run_sweep(load, stage, journal, lambda: progress.advance(bar))
-        done.append((stage, swept))
-        return swept
+        bar = progress.add_task(title, total=len(full_batches(context, stage.batch_size)))
+        result = run_sweep(context, stage, journal, lambda: progress.advance(bar))
+        done.append((stage, result))
+        return result
 
     for temperature in s.temperatures:
         stages = [
-            chain_stage(s, temperature),
-            *(batch_stage(s, temperature, b) for b in s.batch_sizes if b > 1),
+            chain_stage(s, methods, temperature),
+            *(batch_stage(s, methods, temperature, b) for b in s.batch_sizes if b > 1),
         ]
         for stage in stages:
-            foreseen += predict_speedups(s, stage, run(stage))
+            predictions += predict_speedups(s, stage, run(stage))
         if s.tree_nodes:
-            stage, expected = tree_stage(s, load, temperature, journal)
-            if stage.arms:
-                fixed += compare_tree_lengths(stage, run(stage), expected)
+            stage, expected = tree_stage(s, context, methods, temperature, journal)
+            if stage.settings:
+                trees += compare_tree_lengths(stage, run(stage), expected)
     return {
         "schema": SCHEMA,
-        "target": {"name": load.target.name, "tokenizer": load.target.fingerprint},
+        "target": {"name": context.target.name, "tokenizer": context.target.fingerprint},
         "tasks": [loading.task_version(task) for task in s.tasks],
         "drafts": draft_checksums(s.methods),
         **run_dir.provenance(),
         "seed": s.seed,
-        "bandwidth": journal.once(
-            ["bandwidth"], lambda: measure_bandwidth(load.target.decoder.device)
+        "bandwidth": journal.get_or_measure(
+            ["bandwidth"], lambda: measure_bandwidth(context.target.decoder.device)
         ),
         "chosen": select_fastest_settings(done, s.seed),
-        "predictions": summarize_predictions(foreseen),
-        "trees": fixed,
-        "cells": [cell for stage, swept in done for cell in sweep_cells(stage, swept, s.seed)],
-        "refused": {arm.label: why for _, swept in done for arm, why in swept.refused.items()},
+        "predictions": summarize_predictions(predictions),
+        "trees": trees,
+        "cells": [cell for stage, result in done for cell in sweep_cells(stage, result, s.seed)],
+        "refused": {m.label: why for _, result in done for m, why in result.refused.items()},
         "settings": to_yaml(s),
     }
 
 
-def predict_speedups(s: TuneConfig, stage: SweepStage, swept: SweepResult) -> list[dict[str, Any]]:
+def predict_speedups(
+    s: TuneConfig, stage: SweepStage, result: TimingResult
+) -> list[dict[str, Any]]:
     """Predictions of every method's chains in a stage, on all prompts and on each domain."""
-    found = []
-    for method in dict.fromkeys(arm.method for arm in swept.samples if arm != PLAIN_DECODING):
-        by_k = {arm.k: own for arm, own in swept.samples.items() if arm.method == method}
-        by_k[0] = swept.samples[PLAIN_DECODING]
-        for task in [ALL_TASKS, *dict.fromkeys(sample.task for sample in by_k[0])]:
+    predictions = []
+    for name in dict.fromkeys(m.name for m in result.records if m != PLAIN_DECODING):
+        by_k = {m.k: records for m, records in result.records.items() if m.name == name}
+        by_k[0] = result.records[PLAIN_DECODING]
+        for task in [ALL_TASKS, *dict.fromkeys(record.task for record in by_k[0])]:
             own = {k: [x for x in xs if task in (ALL_TASKS, x.task)] for k, xs in by_k.items()}
             place = {
-                "method": method, "task": task, "temperature": stage.temperature,
+                "method": name, "task": task, "temperature": stage.temperature,
                 "batch_size": stage.batch_size,
             }  # fmt: skip
-            found += [
+            predictions += [
                 {**place, **cell} for cell in cross_validated_predictions(own, s.calibrate, s.seed)
             ]
-    return found
+    return predictions
 
 
 def compare_tree_lengths(
-    stage: SweepStage, swept: SweepResult, expected: dict[Setting, float]
+    stage: SweepStage, result: TimingResult, expected: dict[Method, float]
 ) -> list[dict[str, Any]]:
-    """Tokens a round of fixed trees: foretold from one half of the prompts, measured on the other."""
-    test = every_other_prompt(swept.samples, 1)
+    """Tokens a round of fixed trees: predicted from one half of the prompts, measured on the other."""
+    test = every_other_prompt(result.records, 1)
     return [
         {
-            "method": arm.method,
-            "setting": arm.setting,
+            "method": setting.name,
+            "setting": setting.description,
             "temperature": stage.temperature,
-            "predicted_tau": expected[arm],
-            "tau": tau(test[arm]),
+            "predicted_tau": expected[setting],
+            "tau": tau(test[setting]),
         }
-        for arm in swept.samples
-        if arm in expected
+        for setting in result.records
+        if setting in expected
     ]
 
 
-def write_eval_configs(s: TuneConfig, load: SweepContext, tuned: dict[str, Any], out: Path) -> None:
+def write_eval_configs(
+    s: TuneConfig, items: Sequence[TaskPrompt], tuned: dict[str, Any], out: Path
+) -> None:
     """A configuration of eval/run.py for each temperature, batch size and domain: every method at its fastest."""
     folder = out / "settings"
     folder.mkdir(exist_ok=True)
@@ -159,7 +165,7 @@ def write_eval_configs(s: TuneConfig, load: SweepContext, tuned: dict[str, Any],
             "# command: eval/run.py\n"
             f"# Written by eval/tune.py: {task}, temperature {temperature:g}, batch {batch}. "
             f"Fastest: {best['method']}, {best['setting']}, {best['speedup']:.2f}x in rounds.\n"
-            + to_yaml(tuned_eval_config(s, load, own, temperature, batch, task))
+            + to_yaml(tuned_eval_config(s, items, own, temperature, batch, task))
         )
         name = f"T{temperature:g}-B{batch}-{task}.yaml"
         files.write_atomically(folder / name.replace("/", "_"), text)
@@ -169,18 +175,18 @@ def write_eval_configs(s: TuneConfig, load: SweepContext, tuned: dict[str, Any],
 
 def tuned_eval_config(
     s: TuneConfig,
-    load: SweepContext,
+    items: Sequence[TaskPrompt],
     own: Sequence[dict[str, Any]],
     temperature: float,
     batch: int,
     task: str,
 ) -> config.EvalConfig:
-    """eval/run.py's settings with these choices in them."""
+    """The settings of eval/run.py with the chosen k and tree of each method."""
     by_name = {m.name: m for m in s.methods}
     methods = [
         replace(by_name[c["method"]], k=c["k"], tree=TreeConfig(**(c["tree"] or {}))) for c in own
     ]
-    holding = {item.task for item in load.items if task in (ALL_TASKS, item.domain or item.task)}
+    holding = {item.task for item in items if task in (ALL_TASKS, item.domain or item.task)}
     return replace(
         to_eval_config(s), methods=methods, tasks=[x for x in s.tasks if x.name in holding], temperatures=[temperature],
         batch_size=batch, out=f"{s.out}/report",
@@ -188,24 +194,24 @@ def tuned_eval_config(
 
 
 def render_markdown(tuned: dict[str, Any]) -> str:
-    """tuned.md: what was chosen, and how well the other half of the prompts foretold it."""
-    foretold = tuned["predictions"]
+    """tuned.md: the chosen settings, and the median error of predictions from the other half of the prompts."""
+    predictions = tuned["predictions"]
     error = (
         NOT_MEASURED
-        if foretold["median_error"] is None
-        else format_percent(foretold["median_error"])
+        if predictions["median_error"] is None
+        else format_percent(predictions["median_error"])
     )
     parts = [
         f"# Tuned speculative decoding of {escape_markdown(tuned['target']['name'])}",
         table_markdown(tuned_table(tuned)),
         "Held out: chosen on one half of the prompts, measured on the other. Median error of predictions from other "
-        f"prompts at other draft lengths: {error} (n = {foretold['counted']} that were measured closely enough).",
+        f"prompts at other draft lengths: {error} (n = {predictions['counted']} that were measured closely enough).",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def terminal_table(tuned: dict[str, Any]) -> RichTable:
-    """The same table for the console, batch 1 alone."""
+    """The same table for the console, batch 1 only."""
     table = tuned_table({"chosen": [c for c in tuned["chosen"] if c["batch_size"] == 1]})
     rich = RichTable(*table.header, title=table.title)
     for row in table.rows:
@@ -216,29 +222,28 @@ def terminal_table(tuned: dict[str, Any]) -> RichTable:
 def main(s: TuneConfig) -> None:
     check_config(s)
     target = load_target(s.target, s.device, s.dtype, s.revision)
-    load = load_sweep_context(s, target)  # every mistake shows before the folder is touched
+    methods = load_methods(s, target)  # every mistake shows before the folder is changed
+    context = load_timing_context(s, target)
     run_dir.claim_run_dir(s.out, s)
     out = Path(s.out)
     journal = open_journal(out, s.methods)
     console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     try:
-        with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-            tuned = tune(s, load, journal, progress)
+        with progress_bars(console) as progress:
+            tuned = tune(s, context, methods, journal, progress)
     except KeyboardInterrupt:
-        console.print(f"stopped; what is finished is kept in {out}: the same command goes on")
+        console.print(f"stopped; finished measurements are kept in {out}: the same command goes on")
         sys.exit(130)
     files.write_atomically(
         out / "tuned.json", json.dumps(tuned, indent=1, ensure_ascii=False) + "\n"
     )
-    write_eval_configs(s, load, tuned, out)
+    write_eval_configs(s, context.items, tuned, out)
     files.write_atomically(out / "tuned.md", render_markdown(tuned))
     console.print(terminal_table(tuned))
-    foretold = tuned["predictions"]
     line = {
         "tuned": str(out / "tuned.json"),
-        "counted": foretold["counted"],
-        "median_error": foretold["median_error"],
+        "counted": tuned["predictions"]["counted"],
+        "median_error": tuned["predictions"]["median_error"],
     }
     sys.stdout.write(json.dumps(line) + "\n")
 

@@ -2,40 +2,40 @@
 
 Each decodes one prompt at a time, prompt ids in, ids out, ended at the same EOS, limit and stop strings.
 
-transformers takes turns with our own methods, prompt by prompt (eval/benchmark/timing.py), so what slows the machine slows all
-alike. vLLM runs apart, when all of them are through: it is another process, and two engines would share one device. Its
-`speedup` is only as good as the machine is quiet; token ids, τ and counts are not touched by that.
+transformers takes turns with our own methods, prompt by prompt (eval/benchmark/timing.py), so a machine that slows down
+slows all alike. vLLM runs afterwards: it is another process, and two engines would share one device. Its `speedup` is
+only as reliable as the machine is quiet; token ids, τ and counts do not depend on that.
 
-`speedup` compares with our plain decoding, one prompt at a time. Where ours decodes batches the others still take turns
-but have none: a batch's seconds are no prompt's.
+`speedup` compares with our plain decoding, one prompt at a time. Where ours decodes batches, the others still take
+turns but have no speed-up: a batch's seconds are not those of one prompt.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import transformers
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
-from decode.model.loading import Target, load_model
+from decode.engine.records import DecodeRecord
+from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import vllm_client
 from eval.benchmark.config import EvalConfig, requested_engines
 from eval.benchmark.journal import Journal
-from eval.benchmark.timing import EngineAnswer, Method, TimedOutput
+from eval.benchmark.methods import Method
+from eval.benchmark.timing import EngineAnswer
+from eval.benchmark.transformers_engine import TransformersEngine
 from eval.metrics.bootstrap import paired_ratio_interval
 from eval.metrics.records import ALL_TASKS, MS_PER_SECOND, ratio_or_none
 from eval.tasks.loading import TaskPrompt
-from eval.tasks.stop_strings import length_at_stop, trim_at_stop
+from eval.tasks.stop_strings import trim_at_stop
 
 UNASSISTED_ENGINE = {"hf-assisted": "hf", "vllm": "vllm"}
-"""The engine that decodes without a draft as this one does with one."""
+"""{engine: the engine to compare it with, which is the same one without a draft}."""
 
 
 def engine_label(engine: str, method: Method | None) -> str:
@@ -44,7 +44,7 @@ def engine_label(engine: str, method: Method | None) -> str:
 
 
 def check(s: EvalConfig, methods: Sequence[Method]) -> None:
-    """UserError if an engine that is asked for is missing, or has nothing to run."""
+    """UserError if an engine in `compare` is missing, or no method can run on it."""
     wanted = requested_engines(s)
     if "hf-assisted" in wanted and not _supported_methods("hf-assisted", methods, s):
         raise UserError("compare hf-assisted: give a method whose draft is a causal LM, no tree")
@@ -57,13 +57,13 @@ def check(s: EvalConfig, methods: Sequence[Method]) -> None:
 def interleaved_baselines(
     s: EvalConfig, target: Target, model: Any, methods: Sequence[Method], sampling: SamplingParams
 ) -> dict[str, Callable[[TaskPrompt], EngineAnswer]]:
-    """{label: what answers a prompt} of the engines that take turns with our methods; none of them raises.
+    """{label: function that decodes one prompt} of the engines that take turns with our methods; none of them raises.
 
     An answer is {ids, seconds, rounds, accepted}, or {error}; rounds and accepted are None where an engine does not
-    tell.
+    report them.
     """
     return {
-        engine_label(engine, method): _transformers_runner(s, target, model, method, sampling)
+        engine_label(engine, method): TransformersEngine(s, target, model, method, sampling).answer
         for engine in requested_engines(s)
         if engine != "vllm"
         for method in _supported_methods(engine, methods, s)
@@ -75,124 +75,48 @@ def compare_engines(
     target: Target,
     methods: Sequence[Method],
     items: Sequence[TaskPrompt],
-    plain: Mapping[float, Sequence[TimedOutput]],
+    plain: Mapping[float, Sequence[DecodeRecord]],
     answers: Mapping[float, Mapping[str, Sequence[EngineAnswer]]],
     journal: Journal,
 ) -> list[dict[str, Any]]:
     """The `engines` field of a report: one element for each engine × draft × temperature × task, and pooled.
 
-    By temperature: our `plain` runs, and the `answers` of those that took turns; vLLM decodes now, unless the journal
-    has it.
+    By temperature: our `plain` records, and the `answers` of the engines that took turns; vLLM decodes now, unless the
+    journal has its answers.
     """
-    found = []
+    entries = []
     for temperature in s.temperatures:
         sampling = SamplingParams(temperature, s.top_k, s.top_p)
-        said = dict(answers[temperature])
-        ours = {(r.item.task, r.item.id): r for r in plain[temperature]}
+        by_label = dict(answers[temperature])
+        ours = {(r.task, r.id): r for r in plain[temperature]}
         for engine in requested_engines(s):
             for method in _supported_methods(engine, methods, s):
                 if engine == "vllm":
                     key = ["engine", engine, method.name if method else "", temperature]
-                    ask = partial(_run_vllm, s, target, method, items, sampling)
-                    said[engine_label(engine, method)] = journal.once(key, ask)
+                    run = partial(_run_vllm, s, target, method, items, sampling)
+                    by_label[engine_label(engine, method)] = journal.get_or_measure(key, run)
         for engine in requested_engines(s):
             for method in _supported_methods(engine, methods, s):
-                base = said.get(engine_label(UNASSISTED_ENGINE[engine], None)) if method else None
-                found += _engine_entries(
-                    s,
-                    engine,
-                    method,
-                    temperature,
-                    items,
-                    said[engine_label(engine, method)],
-                    base,
-                    ours,
-                )
-    return found
+                alone = engine_label(UNASSISTED_ENGINE[engine], None)
+                entries += _engine_entries(
+                    s, engine, method, temperature, items,
+                    by_label[engine_label(engine, method)],
+                    by_label.get(alone) if method else None, ours,
+                )  # fmt: skip
+    return entries
 
 
 def _supported_methods(
     engine: str, methods: Sequence[Method], s: EvalConfig
 ) -> list[Method | None]:
-    """The methods that the engine can run beside ours; None: plain decoding."""
+    """The methods that the engine can run; None: plain decoding."""
     if engine == "hf":
         return [None]
     if engine == "hf-assisted":
-        return [m for m in methods if isinstance(m.draft, CausalDraft) and m.draft.shape is None]
+        return [m for m in methods if isinstance(m.draft, CausalDraft) and m.shape is None]
     paths = {m.name: m.draft for m in s.methods if m.draft and not m.alpha}
     local = [m for m in methods if (Path(paths.get(m.name, "")) / "config.json").is_file()]
-    return [None, *(m for m in local if m.draft is not None and m.draft.shape is None)]
-
-
-def _transformers_runner(
-    s: EvalConfig, target: Target, model: Any, method: Method | None, sampling: SamplingParams
-) -> Callable[[TaskPrompt], EngineAnswer]:
-    """A function that answers a prompt with `generate`, assisted if there is a method."""
-    how: dict[str, Any] = {}
-    if method is not None:
-        assert isinstance(method.draft, CausalDraft)
-        path = next(m.draft for m in s.methods if m.name == method.name)
-        assistant = load_model(path, "draft", str(model.device), s.dtype)
-        assistant.generation_config.num_assistant_tokens = method.k
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = 0.0  # as many drafts as ours
-        how = {"assistant_model": assistant}
-    passes = [0]
-
-    def count(*_: Any) -> None:
-        passes[0] += 1
-
-    def run(item: TaskPrompt) -> EngineAnswer:
-        ids = torch.tensor([item.prompt_ids], device=model.device)
-        room = min(s.max_new_tokens, target.decoder.context - len(item.prompt_ids))
-        settings: dict[str, Any] = {
-            "do_sample": not sampling.greedy,
-            "max_new_tokens": room,
-            "eos_token_id": sorted(target.eos) or None,
-            "pad_token_id": 0,
-        }
-        if not sampling.greedy:
-            settings |= {"temperature": sampling.temperature, "top_k": sampling.top_k or None}
-            settings |= {"top_p": sampling.top_p}
-        torch.manual_seed(s.seed)
-        passes[0] = 0
-        counting = model.register_forward_hook(count)
-        _synchronize(ids.device)
-        start = time.perf_counter()
-        try:
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=GenerationConfig(**settings),
-                stopping_criteria=StoppingCriteriaList(
-                    [StopStringCriteria(item, target.tokenizer)]
-                ),
-                **how,
-            )
-        except Exception as error:  # named in the report, like our own failures
-            return {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
-        finally:
-            counting.remove()
-        _synchronize(ids.device)
-        seconds = time.perf_counter() - start
-        answer = trim_at_stop(out[0, ids.shape[1] :].tolist(), item.stop, target.tokenizer)
-        rounds = passes[0] - (method is None)  # assisted, the first pass verifies drafts as well
-        return {"ids": answer, "seconds": seconds, "rounds": rounds, "accepted": None}
-
-    return run
-
-
-class StopStringCriteria(StoppingCriteria):
-    """Ends `generate` where the task's stop strings end our own answers, so that none is timed on tokens it loses."""
-
-    def __init__(self, item: TaskPrompt, tokenizer: Any):
-        self.item, self.tokenizer, self.seen = item, tokenizer, len(item.prompt_ids)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        start, answer = len(self.item.prompt_ids), input_ids[0].tolist()
-        end = length_at_stop(answer[start:], self.item.stop, self.tokenizer, self.seen - start)
-        self.seen = len(answer)
-        return torch.tensor([end is not None], device=input_ids.device)
+    return [None, *(m for m in local if m.draft is not None and m.shape is None)]
 
 
 def _run_vllm(
@@ -202,7 +126,7 @@ def _run_vllm(
     items: Sequence[TaskPrompt],
     sampling: SamplingParams,
 ) -> list[EngineAnswer]:
-    """What vLLM does, in a process of its own. UserError with what it says when it fails."""
+    """vLLM's answers, from a process of its own. UserError with its message when it fails."""
     longest = max(len(item.prompt_ids) for item in items) + s.max_new_tokens
     speculative, k = None, 0
     if method is not None:
@@ -240,10 +164,10 @@ def _engine_entries(
     items: Sequence[TaskPrompt],
     answers: Sequence[EngineAnswer],
     base: Sequence[EngineAnswer] | None,
-    ours: Mapping[tuple[str, str], TimedOutput],
+    ours: Mapping[tuple[str, str], DecodeRecord],
 ) -> list[dict[str, Any]]:
-    """`base` are the engine's own answers without a draft, if it gave any."""
-    found = []
+    """One element for each task and pooled; `base` are the engine's own answers without a draft, if there are any."""
+    entries = []
     for task in [ALL_TASKS, *(task.name for task in s.tasks)]:
         at = [i for i, x in enumerate(items) if task in (ALL_TASKS, x.task)]
         done = [i for i in at if "error" not in answers[i] and (items[i].task, items[i].id) in ours]
@@ -252,18 +176,18 @@ def _engine_entries(
         rounds = [answers[i]["rounds"] for i in done]
         seconds, tokens = sum(x for x, _ in own), sum(n for _, n in own)
         prefilled = 0 if engine == "hf-assisted" else len(done)
-        beside = [(r.seconds, len(r.output.output_ids)) for r in plain]
+        beside = [(r.seconds, r.output_tokens) for r in plain]
         pairs = list(zip(beside, own, strict=True)) if s.batch_size == 1 else []
         undrafted = [
             (_seconds_and_tokens(base[i]), _seconds_and_tokens(answers[i]))
             for i in done
             if base and "error" not in base[i]
         ]
-        same = [answers[i]["ids"] == r.output.output_ids for i, r in zip(done, plain, strict=True)]
+        same = [answers[i]["ids"] == r.output_ids for i, r in zip(done, plain, strict=True)]
         speedup, interval = _paired_speedup(pairs, s.seed)
         gain, gain_interval = _paired_speedup(undrafted, s.seed)
         rate = ratio_or_none(seconds, tokens)
-        found.append(
+        entries.append(
             {
                 "engine": engine,
                 "name": method.name if method else "plain",
@@ -288,10 +212,10 @@ def _engine_entries(
                     if "error" in answers[i]
                 ],
                 "transformers": transformers.__version__ if engine != "vllm" else None,
-                "repaired": answers[0].get("repaired", []),  # what of vLLM's was mended first
+                "repaired": answers[0].get("repaired", []),  # functions of vLLM that were corrected
             }
         )
-    return found
+    return entries
 
 
 def _seconds_and_tokens(answer: EngineAnswer) -> tuple[float, int]:
@@ -301,7 +225,7 @@ def _seconds_and_tokens(answer: EngineAnswer) -> tuple[float, int]:
 def _paired_speedup(
     pairs: Sequence[tuple[tuple[float, int], tuple[float, int]]], seed: int
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """(how many times fewer seconds a token, its paired interval) of (seconds, tokens) slow and fast, by prompt."""
+    """(slow seconds per token ÷ fast ones, its paired interval) of pairs of (seconds, tokens), one for each prompt."""
     slow, slow_tokens, fast, fast_tokens = np.array([[*a, *b] for a, b in pairs]).reshape(-1, 4).T
     slow_rate, rate = (
         ratio_or_none(slow.sum(), slow_tokens.sum()),
@@ -310,8 +234,3 @@ def _paired_speedup(
     if slow_rate is None or not rate:
         return None, None
     return slow_rate / rate, paired_ratio_interval(slow, slow_tokens, fast, fast_tokens, seed)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,49 +1,60 @@
-"""What a run has measured, line by line on disk, so that one that is stopped goes on where it was."""
+"""The journal of a run: every finished measurement, line by line on disk, so that a stopped run goes on."""
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from decode.common import run_dir
 from decode.common.errors import UserError
+from eval.benchmark.config import MethodConfig
+from eval.benchmark.methods import draft_checksums
+
+HEADER = ["machine", 2]
+"""Key of the first line, whose value is the machine; the number is the version of the values' format."""
 
 
 class Journal:
     """An append-only file of {key, value} lines. A key is a list of plain values; a value is anything JSON holds.
 
-    Every line is flushed whole, so a run that is killed loses only what it was doing. Its last line may be torn: it is
-    dropped, and so is nothing else. The first line says what the machine is, since a report must not mix two.
+    Every line is flushed whole, so a run that is killed loses only the measurement in progress. The last line may be
+    torn: it is dropped, and no other. The first line names the machine, since a report must not mix two. UserError
+    for a journal of another machine, of an earlier version, or with a damaged line.
     """
 
     def __init__(self, path: Path, machine: dict[str, Any]):
         self.path = path
-        self.found: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self.num_resumed = 0
         """Entries of an earlier, interrupted run."""
         if path.exists():
             self._read()
-        if not self.found:
-            self.put(["machine"], machine)
-        elif self.get(["machine"]) != machine:
+        if not self._values:
+            self.put(HEADER, machine)
+        elif self.get(HEADER) is None:
             raise UserError(
-                f"{path} was measured on {self.get(['machine'])}, this is {machine}: one report is of one machine; "
+                f"{path} was written by an earlier version: --overwrite true begins anew"
+            )
+        elif self.get(HEADER) != machine:
+            raise UserError(
+                f"{path} was measured on {self.get(HEADER)}, this is {machine}: one report is of one machine; "
                 "--overwrite true begins anew, --out names another folder"
             )
 
     def get(self, key: list[Any]) -> Any:
         """The value of `key`, None if it was not measured yet."""
-        return self.found.get(json.dumps(key))
+        return self._values.get(json.dumps(key))
 
     def put(self, key: list[Any], value: Any) -> None:
-        """Keeps `value`, on disk before this returns."""
+        """Keeps `value`; it is on disk before this returns."""
         line = json.dumps({"key": key, "value": value})
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        self.found[json.dumps(key)] = json.loads(line)["value"]
+        self._values[json.dumps(key)] = json.loads(line)["value"]
 
-    def once(self, key: list[Any], measure: Callable[[], Any]) -> Any:
-        """The value of `key`, measured now if there is none. It has been through JSON: tuples are lists."""
+    def get_or_measure(self, key: list[Any], measure: Callable[[], Any]) -> Any:
+        """The value of `key`, measured and kept if there is none. It has been through JSON: tuples are lists."""
         if self.get(key) is None:
             self.put(key, measure())
         return self.get(key)
@@ -51,12 +62,26 @@ class Journal:
     def _read(self) -> None:
         text = self.path.read_text(encoding="utf-8")
         whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # the writer was killed in the midst of a line
+        if whole != text:  # the writer was killed in the middle of a line
             self.path.write_text(whole, encoding="utf-8")
         for number, line in enumerate(whole.split("\n")[:-1], 1):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 row = json.loads(line)
-                self.found[json.dumps(row["key"])] = row["value"]
+                self._values[json.dumps(row["key"])] = row["value"]
                 continue
             raise UserError(f"{self.path}:{number} is damaged: --overwrite true begins anew")
-        self.num_resumed = max(0, len(self.found) - 1)
+        self.num_resumed = max(0, len(self._values) - 1)
+
+
+def open_journal(out: Path, methods: Sequence[MethodConfig]) -> Journal:
+    """The journal of the run in this folder. UserError if a draft was trained anew since it began."""
+    journal = Journal(out / "journal.jsonl", run_dir.hardware())
+    now = draft_checksums(methods)
+    then = journal.get_or_measure(["drafts"], lambda: now)
+    changed = [name for name in now if then.get(name) != now[name]]
+    if changed:
+        raise UserError(
+            f"{out} was measured with other weights of {', '.join(changed)}: --overwrite true begins anew, --out "
+            "names another folder"
+        )
+    return journal

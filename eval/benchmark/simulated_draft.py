@@ -31,7 +31,9 @@ class SimulatedDraft(Draft):
         self.on_host = cost is not None and cost.on_host
         self.taps = None if cost is None else cost.taps
 
-    def learn(self, target: Target, prompts: Sequence[list[int]], tokens: int, rows: int) -> None:
+    def record_answers(
+        self, target: Target, prompts: Sequence[list[int]], tokens: int, rows: int
+    ) -> None:
         """Finds what the target answers, `tokens` each and past EOS: a round drafts beyond the end of an answer."""
         endless = replace(target, eos=frozenset())
         new = [list(p) for p in prompts if tuple(p) not in self.answers]

@@ -1,65 +1,59 @@
-"""Times methods against plain decoding on the same prompts, interleaved so that drift hits all alike."""
+"""Times methods on the same prompts: every batch is decoded by all methods in turn before the next batch begins.
+
+So a machine that slows down or speeds up affects all methods alike. eval/run.py times whole requests (`time_methods`),
+eval/tune.py rounds alone (eval/tuning/sweep.py); both use the loop of InterleavedTimer.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
-from decode.drafts.base import Draft
-from decode.engine.engine import RequestOutput, SpeculativeEngine, collect_outputs, row_seeds
-from decode.engine.round import PhaseTimes
+from decode.common.errors import UserError, first_line
+from decode.engine.engine import SpeculativeEngine, row_seeds
+from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.journal import Journal
-from eval.metrics.records import DecodeRecord
+from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import collect_until_stop
 
+WARM_UP_TOKENS = 8
+
 
 @dataclass(frozen=True)
-class Method:
-    """A draft under the name that reports use; draft None is plain decoding."""
+class TimingContext:
+    """What every method decodes, and how."""
 
-    name: str
-    draft: Draft | None
-    k: int
-    rule: str = "exact"
+    target: Target
+    items: Sequence[TaskPrompt]
+    max_new_tokens: int
+    top_k: int = 0
+    top_p: float = 1.0
     mode: str = "eager"
+    seed: int = 0
 
-    def engine(self, target: Target, sampling: SamplingParams) -> SpeculativeEngine:
-        """Ready to decode; one engine for all prompts, for it compiles at its first."""
+    def sampling(self, temperature: float) -> SamplingParams:
+        return SamplingParams(temperature, self.top_k, self.top_p)
+
+    def batches(self, size: int) -> list[Sequence[TaskPrompt]]:
+        """All prompts in their order, `size` at a time; the last batch may be smaller."""
+        return [self.items[start : start + size] for start in range(0, len(self.items), size)]
+
+    def build_engine(self, method: Method, sampling: SamplingParams) -> SpeculativeEngine:
+        """One engine decodes all prompts, since it compiles at its first batch."""
+        if method.draft is not None:
+            method.draft.shape = method.shape
         return SpeculativeEngine(
-            target,
-            self.draft,
-            k=max(1, self.k),
+            self.target,
+            method.draft,
+            k=max(1, method.k),
             sampling=sampling,
-            rule=self.rule,
+            rule=method.rule,
             mode=self.mode,
-        )
-
-
-@dataclass(frozen=True)
-class TimedOutput:
-    """One prompt decoded by one method; `seconds` is its share of the wall clock of its batch of `rows`."""
-
-    item: TaskPrompt
-    output: RequestOutput
-    seconds: float
-    rows: int = 1
-
-    def sample(self) -> DecodeRecord:
-        return DecodeRecord(
-            task=self.item.task,
-            id=self.item.id,
-            prompt_tokens=len(self.item.prompt_ids),
-            output_tokens=len(self.output.output_ids),
-            rounds=self.output.rounds,
-            seconds=self.seconds,
-            first_token_seconds=self.output.first_token_seconds,
-            round_seconds=self.output.round_seconds,
-            rows=self.rows,
         )
 
 
@@ -73,206 +67,207 @@ class FailedPrompt:
 
 
 EngineAnswer = dict[str, Any]
-"""What another engine made of one prompt, as JSON holds it: {ids, seconds, …}, or {error}."""
+"""One prompt decoded by another engine, as JSON holds it: {ids, seconds, …}, or {error}."""
 
 
 @dataclass
 class TimingResult:
-    """What each method did: {name: runs}, {name: failures}. Together they are all prompts, for every method."""
+    """Records and failures of each method; together they are all prompts, for every method."""
 
-    runs: dict[str, list[TimedOutput]] = field(default_factory=dict)
-    failures: dict[str, list[FailedPrompt]] = field(default_factory=dict)
+    records: dict[Method, list[DecodeRecord]] = field(default_factory=dict)
+    failures: dict[Method, list[FailedPrompt]] = field(default_factory=dict)
     answers: dict[str, list[EngineAnswer]] = field(default_factory=dict)
-    """Of other engines: one for each prompt, in their order."""
+    """Of other engines by label: one for each prompt, in their order."""
+    refused: dict[Method, str] = field(default_factory=dict)
+    """Methods that cannot run at their setting, and why; they have no records."""
 
 
 def time_methods(
-    target: Target,
+    context: TimingContext,
     methods: Sequence[Method],
-    items: Sequence[TaskPrompt],
-    sampling: SamplingParams,
-    max_new_tokens: int,
+    temperature: float,
     batch_size: int,
-    seed: int,
     journal: Journal,
     progress: Callable[[], None],
     others: Mapping[str, Callable[[TaskPrompt], EngineAnswer]] | None = None,
 ) -> TimingResult:
-    """Every item by every method, then by the other engines. Plain runs before and after them all; its seconds are the
-    mean.
+    """Whole requests: every prompt by plain decoding, the methods, the other engines, and plain decoding again.
 
-    Everything is warmed up first. Rows are seeded by their place in `items`, whatever the batch. What an error
-    interrupts is a Failure, and plain decoding's failure is that of all, since nothing can be compared then. Batches
-    without one are kept in the journal.
-
-    `others` answer a batch's prompts one by one, and raise nothing. Their errors are kept in the journal as well: asked
-    again later, they would not stand beside runs of the same minutes.
+    The seconds of plain decoding are the mean of both passes. `others` answer a batch's prompts one by one and raise
+    nothing; their errors are kept in the journal too, since an answer that is measured later would not stand beside
+    records of the same minutes.
     """
-    others = others or {}
-    plain = Method("plain", None, 0, "exact", methods[0].mode if methods else "eager")
-    every = [plain, *methods]
-    found = TimingResult(
-        {m.name: [] for m in every}, {m.name: [] for m in every}, {name: [] for name in others}
-    )
-    engines: dict[str, SpeculativeEngine] = {}
-    for start in range(0, len(items), batch_size):
-        batch = items[start : start + batch_size]
-        key = ["runs", sampling.temperature, start, *([item.task, item.id] for item in batch)]
-        kept, said = journal.get(key), journal.get(["others", *key[1:]])
-        if kept is not None and (said is not None or not others):
-            for name in found.runs:
-                found.runs[name] += [_from_journal(*x) for x in zip(batch, kept[name], strict=True)]
-            for name in others:
-                found.answers[name] += said[name]
+    sampling = context.sampling(temperature)
+    timer = InterleavedTimer(context, methods, sampling, plain_twice=True, tolerant=True)
+    timer.others = dict(others or {})
+    return timer.run(context.batches(batch_size), journal, ["runs", temperature], progress)
+
+
+class InterleavedTimer:
+    """Decodes batches by plain decoding and several methods in turn; finished batches are kept in the journal.
+
+    `plain_twice`: plain decoding runs before and after the methods of each batch. Otherwise it runs once, and every
+    other batch reverses the order. `tolerant`: an error is recorded as a failure of the batch's prompts and the run
+    goes on, but a batch with a failure is not kept, so that the same command tries it again. Otherwise errors are
+    raised, and a method that raises UserError when it is warmed up is left out as refused.
+
+    Rows are seeded by their index among all prompts, whatever the batch size. Engines are built and warmed up on the
+    first batch that is not in the journal.
+    """
+
+    def __init__(
+        self,
+        context: TimingContext,
+        methods: Sequence[Method],
+        sampling: SamplingParams,
+        *,
+        plain_twice: bool,
+        tolerant: bool,
+    ):
+        self.context, self.sampling = context, sampling
+        self.methods = [PLAIN_DECODING, *methods]
+        self.plain_twice, self.tolerant = plain_twice, tolerant
+        self.others: dict[str, Callable[[TaskPrompt], EngineAnswer]] = {}
+        self.engines: dict[Method, SpeculativeEngine] = {}
+
+    def run(
+        self,
+        batches: Sequence[Sequence[TaskPrompt]],
+        journal: Journal,
+        key: list[Any],
+        progress: Callable[[], None],
+    ) -> TimingResult:
+        """All batches by all methods. `key` begins the journal's keys; `progress` is called after every batch."""
+        result = TimingResult()
+        if not self.tolerant:
+            refused = journal.get_or_measure([*key, "refused"], lambda: self.warm_up(batches[0]))
+            result.refused = {m: refused[m.label] for m in self.methods if m.label in refused}
+        methods = [m for m in self.methods if m not in result.refused]
+        result.records = {m: [] for m in methods}
+        result.failures = {m: [] for m in methods}
+        result.answers = {label: [] for label in self.others}
+        first = 0
+        for number, batch in enumerate(batches):
+            batch_key = [*key, [[item.task, item.id] for item in batch]]
+            kept = journal.get(batch_key)
+            if kept is None:
+                kept = self._time_batch(result, methods, batch, first, number)
+                if kept is not None:
+                    journal.put(batch_key, kept)
+            else:
+                for method in methods:
+                    values = kept["records"][method.label]
+                    result.records[method] += [DecodeRecord(**value) for value in values]
+                for label in self.others:
+                    result.answers[label] += kept["answers"][label]
+            first += len(batch)
             progress()
-            continue
-        if not engines:
-            engines = {m.name: m.engine(target, sampling) for m in every}
-            for engine in engines.values():
-                _decode_or_error(engine, batch, min(max_new_tokens, 8), seed, 0)
-            for answer in others.values():
-                answer(batch[0])
-        before = _decode_or_error(engines["plain"], batch, max_new_tokens, seed, start)
-        done = {
-            m.name: _decode_or_error(engines[m.name], batch, max_new_tokens, seed, start)
-            for m in methods
-        }
-        said = {name: [answer(item) for item in batch] for name, answer in others.items()}
-        after = _decode_or_error(engines["plain"], batch, max_new_tokens, seed, start)
-        done["plain"] = _average_seconds(before, after)
-        for method in every:
-            one = done[method.name]
-            failed = one if isinstance(one, str) else _baseline_error(done["plain"])
-            if failed:
-                engines[method.name] = method.engine(target, sampling)  # whatever state it is in
-                found.failures[method.name] += [FailedPrompt(x.task, x.id, failed) for x in batch]
-            elif not isinstance(one, str):
-                found.runs[method.name] += one
-        for name in others:
-            found.answers[name] += said[name]
-        if not any(isinstance(one, str) for one in done.values()):
-            if others:
-                journal.put(["others", *key[1:]], said)
-            journal.put(key, {name: [_to_journal(run) for run in done[name]] for name in done})  # type: ignore[arg-type]
-        progress()
-    return found
+        return result
+
+    def warm_up(self, batch: Sequence[TaskPrompt]) -> dict[str, str]:
+        """Builds every engine and decodes a few tokens with it. {label: message} of the methods that are refused."""
+        refused = {}
+        tokens = min(self.context.max_new_tokens, WARM_UP_TOKENS)
+        for method in self.methods:
+            try:
+                self.engines[method] = self.context.build_engine(method, self.sampling)
+                self._decode(method, batch, 0, tokens)
+            except UserError as error:
+                if self.tolerant or method == PLAIN_DECODING:
+                    raise
+                refused[method.label] = str(error)
+        for answer in self.others.values():
+            answer(batch[0])
+        return refused
+
+    def _time_batch(
+        self,
+        result: TimingResult,
+        methods: Sequence[Method],
+        batch: Sequence[TaskPrompt],
+        first: int,
+        number: int,
+    ) -> dict[str, Any] | None:
+        """Adds the batch to `result` and returns it for the journal; None if anything failed.
+
+        A failure of plain decoding is one of all methods, since nothing can be compared then.
+        """
+        if not self.engines:
+            self.warm_up(batch)
+        timed, answers = self._decode_in_turn(methods, batch, first, number)
+        for label, own in answers.items():
+            result.answers[label] += own
+        baseline = timed[PLAIN_DECODING]
+        complete = True
+        for method in methods:
+            outcome = timed[method]
+            if not isinstance(outcome, str) and isinstance(baseline, str):
+                outcome = f"plain decoding failed: {baseline}"
+            if isinstance(outcome, str):
+                complete = False
+                self.engines[method] = self.context.build_engine(method, self.sampling)
+                failed = [FailedPrompt(item.task, item.id, outcome) for item in batch]
+                result.failures[method] += failed
+            else:
+                result.records[method] += outcome
+        if not complete:
+            return None
+        records = {m.label: [asdict(record) for record in timed[m]] for m in methods}  # type: ignore[arg-type]
+        return {"records": records, "answers": answers}
+
+    def _decode_in_turn(
+        self, methods: Sequence[Method], batch: Sequence[TaskPrompt], first: int, number: int
+    ) -> tuple[dict[Method, list[DecodeRecord] | str], dict[str, list[EngineAnswer]]]:
+        """({method: records, or in one line what went wrong}, {label: answers of the other engines})."""
+        tokens = self.context.max_new_tokens
+        if not self.plain_twice:
+            order = methods if number % 2 == 0 else methods[::-1]
+            return {m: self._decode(m, batch, first, tokens) for m in order}, {}
+        timed = {m: self._decode(m, batch, first, tokens) for m in methods}
+        answers = {label: [answer(item) for item in batch] for label, answer in self.others.items()}
+        again = self._decode(PLAIN_DECODING, batch, first, tokens)
+        timed[PLAIN_DECODING] = _average_seconds(timed[PLAIN_DECODING], again)
+        return timed, answers
+
+    def _decode(
+        self, method: Method, batch: Sequence[TaskPrompt], first: int, max_new_tokens: int
+    ) -> list[DecodeRecord] | str:
+        seeds = row_seeds(self.context.seed, first + len(batch))[first:]
+        try:
+            return decode_batch(self.engines[method], method, batch, seeds, max_new_tokens)
+        except Exception as error:  # a report names what failed and goes on; Ctrl-C is no Exception
+            if not self.tolerant:
+                raise
+            return f"{type(error).__name__}: {first_line(error)}"
 
 
-def decode_untimed(
-    target: Target,
+def decode_batch(
+    engine: SpeculativeEngine,
     method: Method,
-    items: Sequence[TaskPrompt],
-    sampling: SamplingParams,
+    batch: Sequence[TaskPrompt],
+    seeds: list[int],
     max_new_tokens: int,
-    rows: int,
-    seed: int,
-    progress: Callable[[], None],
 ) -> list[DecodeRecord]:
-    """One Sample for each item, decoded `rows` at a time: right in tokens and rounds, meaningless in seconds."""
-    prompts = [item.prompt_ids for item in items]
-    engine = method.engine(target, sampling)
-    records = engine.speculate(prompts, rows=rows, max_new_tokens=max_new_tokens, seed=seed)
-    stops = [item.stop for item in items]
-    outputs = collect_until_stop(prompts, records, stops, target.tokenizer, lambda _: progress())
-    return [TimedOutput(item, out, 0.0).sample() for item, out in zip(items, outputs, strict=True)]
+    """One record for each prompt of the batch; `seconds` is an even share of the batch's wall clock.
 
-
-def measure_phase_ms(
-    target: Target,
-    method: Method,
-    items: Sequence[TaskPrompt],
-    sampling: SamplingParams,
-    max_new_tokens: int,
-    seed: int,
-) -> dict[str, float]:
-    """Mean milliseconds a round of {draft, verify, overhead}, from a pass of its own: its clocks cost time."""
-    phases = PhaseTimes()
-    engine = method.engine(target, sampling)
-    for row, item in enumerate(items):
-        seeds = [row_seeds(seed, row + 1)[row]]
-        records = engine.speculate(
-            [item.prompt_ids], max_new_tokens=max_new_tokens, seeds=seeds, phases=phases
-        )
-        collect_outputs([item.prompt_ids], records)
-    rounds = max(1, phases.rounds)
-    parts = {"draft": phases.draft, "verify": phases.verify, "overhead": phases.overhead}
-    return {name: 1000 * seconds / rounds for name, seconds in parts.items()}
-
-
-def measure_gpu_utilisation(
-    target: Target,
-    items: Sequence[TaskPrompt],
-    sampling: SamplingParams,
-    max_new_tokens: int,
-    batch_size: int,
-) -> float | None:
-    """Mean share of time, in percent, that the GPU was busy during plain decoding, as NVML says; None without one.
-
-    A pass of its own, since asking takes time. NVML calls a GPU busy while any kernel runs, however small.
+    Methods with one draft share its object, so the draft gets the method's tree shape here.
     """
-    device = target.decoder.device
-    if device.type != "cuda":
-        return None
-    engine = SpeculativeEngine(target, None, sampling=sampling)
-    seen: list[int] = []
-    try:
-        for start in range(0, len(items), batch_size):
-            batch = [item.prompt_ids for item in items[start : start + batch_size]]
-            last = time.perf_counter()
-            for _ in engine.speculate(batch, max_new_tokens=max_new_tokens):
-                if time.perf_counter() - last > NVML_PERIOD:
-                    seen.append(torch.cuda.utilization(device))
-                    last = time.perf_counter()
-    except (ImportError, RuntimeError):  # no NVML bindings, or none for this GPU
-        return None
-    return sum(seen) / len(seen) if seen else None
-
-
-NVML_PERIOD = 0.2
-"""Seconds between two questions; NVML's own window is between 1/6 s and 1 s."""
-
-
-def _decode_or_error(
-    engine: SpeculativeEngine,
-    batch: Sequence[TaskPrompt],
-    max_new_tokens: int,
-    seed: int,
-    first: int,
-) -> list[TimedOutput] | str:
-    """The batch's runs, or in one line what went wrong."""
-    try:
-        return _decode_timed(engine, batch, max_new_tokens, seed, first)
-    except Exception as error:  # a report names what failed and goes on; Ctrl-C is no Exception
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        return f"{type(error).__name__}: {first_line}"
-
-
-def _decode_timed(
-    engine: SpeculativeEngine,
-    batch: Sequence[TaskPrompt],
-    max_new_tokens: int,
-    seed: int,
-    first: int,
-) -> list[TimedOutput]:
-    seeds = row_seeds(seed, first + len(batch))[first:]
+    if engine.draft is not None:
+        engine.draft.shape = method.shape
     prompts = [item.prompt_ids for item in batch]
-    stops = [item.stop for item in batch]
-    _synchronize(engine.device)
+    synchronize(engine.device)
     start = time.perf_counter()
-    records = engine.speculate(prompts, max_new_tokens=max_new_tokens, seeds=seeds)
-    outputs = collect_until_stop(prompts, records, stops, engine.target.tokenizer)
-    _synchronize(engine.device)
-    rows = len(batch)
-    share = (time.perf_counter() - start) / rows
-    return [
-        TimedOutput(item, output, share, rows) for item, output in zip(batch, outputs, strict=True)
-    ]
+    rounds = engine.speculate(prompts, max_new_tokens=max_new_tokens, seeds=seeds)
+    records = collect_until_stop(batch, rounds, engine.target.tokenizer)
+    synchronize(engine.device)
+    share = (time.perf_counter() - start) / len(batch)
+    return [replace(record, seconds=share, rows=len(batch)) for record in records]
 
 
 def _average_seconds(
-    before: list[TimedOutput] | str, after: list[TimedOutput] | str
-) -> list[TimedOutput] | str:
-    """The first pass with the mean seconds of both."""
+    before: list[DecodeRecord] | str, after: list[DecodeRecord] | str
+) -> list[DecodeRecord] | str:
+    """The first pass with the mean seconds of both; the first error if there is one."""
     if isinstance(before, str):
         return before
     if isinstance(after, str):
@@ -282,26 +277,7 @@ def _average_seconds(
     ]
 
 
-def _baseline_error(plain: list[TimedOutput] | str) -> str:
-    return f"plain decoding failed: {plain}" if isinstance(plain, str) else ""
-
-
-def _to_journal(run: TimedOutput) -> list[Any]:
-    out = run.output
-    return [
-        out.output_ids, out.rounds, out.finish_reason, out.first_token_seconds, out.round_seconds,
-        run.seconds, run.rows,
-    ]  # fmt: skip
-
-
-def _from_journal(item: TaskPrompt, values: list[Any]) -> TimedOutput:
-    ids, rounds, reason, first, seconds, share, rows = values
-    pairs = [(drafted, accepted) for drafted, accepted in rounds]
-    return TimedOutput(
-        item, RequestOutput(item.prompt_ids, ids, pairs, reason, first, seconds), share, rows
-    )
-
-
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits until a CUDA device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

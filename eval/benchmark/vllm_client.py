@@ -19,7 +19,7 @@ from decode.drafts.registry import draft_family
 from decode.engine.engine import row_seeds
 from decode.verification.sampling import SamplingParams
 
-WORKER_SCRIPT = Path(__file__).with_name("vllm_job.py")
+WORKER_SCRIPT = Path(__file__).with_name("vllm_worker.py")
 
 
 def find_interpreter(asked: str = "") -> str:

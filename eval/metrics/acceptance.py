@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from decode.engine.records import DecodeRecord
 from eval.metrics.bootstrap import (
     Array,
     Interval,
@@ -21,7 +22,7 @@ from eval.metrics.bootstrap import (
     ratio_interval,
 )
 from eval.metrics.latency import latency_ms, prefill_and_decode
-from eval.metrics.records import MS_PER_SECOND, DecodeRecord, ratio_or_none
+from eval.metrics.records import MS_PER_SECOND, ratio_or_none
 
 
 def emitted_tokens(samples: Sequence[DecodeRecord]) -> Array:

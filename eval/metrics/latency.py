@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from decode.engine.records import DecodeRecord
 from eval.metrics.bootstrap import Array
-from eval.metrics.records import MS_PER_SECOND, DecodeRecord, ratio_or_none
+from eval.metrics.records import MS_PER_SECOND, ratio_or_none
 
 
 def latency_ms(samples: Sequence[DecodeRecord]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -122,11 +121,6 @@ def _count_parameters(file: Path) -> int:
         header: dict[str, Any] = json.loads(opened.read(length))
     header.pop("__metadata__", None)
     return sum(prod(x["shape"]) for x in header.values() if x["dtype"].startswith(("F", "BF")))
-
-
-def decoding_ceiling(bandwidth: float, weight_bytes: float, kv_bytes: float = 0.0) -> float:
-    """Most tokens a second of plain decoding at batch 1: each reads all weights and the K/V cache once."""
-    return bandwidth / (weight_bytes + kv_bytes)
 
 
 def speculative_ceiling(

@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from decode.engine.records import DecodeRecord
 from eval.metrics import acceptance
 from eval.metrics.bootstrap import paired_ratio_interval
-from eval.metrics.records import DecodeRecord
 
 MAX_RELATIVE_HALF_WIDTH = 0.1
 """A measured speed-up whose interval is wider than ± this share says too little to judge a prediction by."""
@@ -30,34 +30,6 @@ def leviathan_tokens(alpha: float, k: int) -> float:
     return expected_tokens([alpha] * k)
 
 
-def leviathan_speedup(alpha: float, k: int, cost: float) -> float:
-    """Theorem 3.8: leviathan_tokens / (K · cost + 1), cost = draft step ÷ target step, verification free."""
-    return leviathan_tokens(alpha, k) / (k * cost + 1)
-
-
-def promised_speedup(alpha: float, cost: float) -> float | None:
-    """Corollary 3.9: where α > cost some K gives at least (1 + α) / (1 + cost); None where none may help."""
-    return (1 + alpha) / (1 + cost) if alpha > cost else None
-
-
-@dataclass(frozen=True)
-class RoundPartCosts:
-    """What the parts of a round cost, in units of a plain round."""
-
-    draft: float
-    """One draft step."""
-    verify: float
-    """The target's pass over K + 1 tokens; Leviathan et al. take 1."""
-    overhead: float
-    """All else: accepting, committing, reading the result."""
-
-
-def speedup_of_parts(alpha_by_position: Sequence[float], parts: RoundPartCosts) -> float:
-    """expected_tokens / (verify + K · draft + overhead), K = the number of positions."""
-    cost = parts.verify + len(alpha_by_position) * parts.draft + parts.overhead
-    return expected_tokens(alpha_by_position) / cost
-
-
 @dataclass(frozen=True)
 class RoundCost:
     """Milliseconds of a round as a straight line in K, through rounds measured inside the loop.
@@ -65,11 +37,11 @@ class RoundCost:
     Draft steps and verified columns cost about the same each; micro-benchmarks outside the loop miss by 16-25 %.
     """
 
-    fixed: float
-    each: float
+    fixed_ms: float
+    per_token_ms: float
 
-    def at(self, k: int) -> float:
-        return self.fixed + self.each * k
+    def ms_at(self, k: int) -> float:
+        return self.fixed_ms + self.per_token_ms * k
 
 
 def fit_round_cost(few: tuple[int, float], many: tuple[int, float]) -> RoundCost:
@@ -82,19 +54,7 @@ def predicted_speedup(
     alpha_by_position: Sequence[float], k: int, cost: RoundCost, plain_ms: float
 ) -> float:
     """Milliseconds a token of plain decoding over those of rounds with K = k."""
-    return plain_ms * expected_tokens(alpha_by_position[:k]) / cost.at(k)
-
-
-def best_k(
-    alpha_by_position: Sequence[float], cost: RoundCost, plain_ms: float
-) -> tuple[int, float]:
-    """The K with the largest predicted speed-up, of those with a measured α, and that speed-up."""
-    speedups = {
-        k: predicted_speedup(alpha_by_position, k, cost, plain_ms)
-        for k in range(1, len(alpha_by_position) + 1)
-    }
-    k = max(speedups, key=lambda each: speedups[each])
-    return k, speedups[k]
+    return plain_ms * expected_tokens(alpha_by_position[:k]) / cost.ms_at(k)
 
 
 @dataclass(frozen=True)
@@ -119,7 +79,7 @@ class SpeedupModel:
 
     def speedup(self, k: int) -> float:
         """Predicted, of rounds: prefill aside."""
-        return self.plain_ms * self.tokens(k) / self.cost.at(k)
+        return self.plain_ms * self.tokens(k) / self.cost.ms_at(k)
 
 
 def fit_speedup_model(
@@ -154,7 +114,7 @@ class MeasuredSpeedup:
     ci: tuple[float, float] | None
 
     @property
-    def sure(self) -> bool:
+    def is_precise(self) -> bool:
         """Narrow enough to judge a prediction by."""
         return (
             self.ci is not None
@@ -196,7 +156,7 @@ def prediction_record(k: int, guess: float, measured: MeasuredSpeedup) -> dict[s
         "measured": measured.speedup,
         "ci": measured.ci,
         "error": abs(guess / measured.speedup - 1),
-        "counted": measured.sure,
+        "counted": measured.is_precise,
     }
 
 

@@ -1,7 +1,8 @@
-"""The settings of eval/tune.py, and the stages of a sweep that follow from them."""
+"""The settings of eval/tune.py, and the stages of its sweep."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from decode.common.errors import UserError
@@ -10,20 +11,21 @@ from decode.verification.tree import DynamicTree, expected_tokens_per_round, opt
 from eval.benchmark import config
 from eval.benchmark.config import MethodConfig, TreeConfig
 from eval.benchmark.journal import Journal
-from eval.benchmark.methods import build_draft, follows_tree_shape
+from eval.benchmark.methods import Method, build_draft, follows_tree_shape
+from eval.benchmark.timing import TimingContext
 from eval.tasks import loading
 from eval.tasks.loading import Task, TaskPrompt
-from eval.tuning.sweep import Setting, SweepContext, SweepStage, measure_rank_accuracy
+from eval.tuning.sweep import SweepStage, measure_rank_accuracy
 
 
 @dataclass
 class TuneConfig:
     target: str = "assets/target"
-    """The model to be made faster: folder or hub name."""
+    """Target model: folder or Hub name."""
     revision: str | None = None
-    """Commit, tag or branch of a hub target."""
+    """Commit, tag or branch of a target from the Hub."""
     methods: list[MethodConfig] = field(default_factory=lambda: [MethodConfig("ngram")])
-    """Drafts to tune, as eval/run.py takes them; their own k and tree are not used."""
+    """Drafts to tune, with the fields of eval/run.py's methods; their own k and tree are not used."""
     tasks: list[Task] = field(
         default_factory=lambda: [Task("code"), Task("prose"), Task("arithmetic")]
     )
@@ -35,7 +37,7 @@ class TuneConfig:
     calibrate: list[int] = field(default_factory=lambda: [2, 6])
     """The two draft lengths that the others are predicted from."""
     tree_nodes: list[int] = field(default_factory=lambda: [8, 16])
-    """Sizes of trees to try at batch 1, of those grown by confidence and of the best fixed ones; [] tries none."""
+    """Nodes of trees to try at batch 1, both grown by confidence and best fixed ones; [] tries none."""
     tree_width: int = 4
     """Children tried of a node."""
     tree_levels: int = 5
@@ -43,7 +45,7 @@ class TuneConfig:
     batch_sizes: list[int] = field(default_factory=lambda: [2, 4, 8, 16, 32])
     """Prompts decoded together, besides 1; [] tries none."""
     batch_ks: list[int] = field(default_factory=lambda: [1, 2, 4])
-    """Draft lengths to try in batches: they are shorter there."""
+    """Draft lengths to try in batches, where the best ones are shorter."""
     top_k: int = 0
     """0 keeps all tokens."""
     top_p: float = 1.0
@@ -64,7 +66,7 @@ class TuneConfig:
 
 
 def check_config(s: TuneConfig) -> None:
-    """UserError for settings that make no sweep; the rest is eval/run.py's to judge."""
+    """UserError for settings that make no sweep, or that eval/run.py would refuse."""
     config.check(to_eval_config(s))
     lists = {
         "ks": s.ks,
@@ -88,7 +90,7 @@ def check_config(s: TuneConfig) -> None:
 
 
 def to_eval_config(s: TuneConfig) -> config.EvalConfig:
-    """What eval/run.py would be given for the same measurement."""
+    """The settings of eval/run.py for the same measurement."""
     return config.EvalConfig(
         target=s.target, revision=s.revision, methods=s.methods, tasks=s.tasks,
         temperatures=s.temperatures, top_k=s.top_k, top_p=s.top_p, max_new_tokens=s.max_new_tokens,
@@ -96,76 +98,91 @@ def to_eval_config(s: TuneConfig) -> config.EvalConfig:
     )  # fmt: skip
 
 
-def load_sweep_context(s: TuneConfig, target: Target) -> SweepContext:
-    """Drafts and prompts, domains alternating so that every batch and each half of the prompts holds all of them."""
-    drafts = {
-        m.name: build_draft(replace(m, tree=TreeConfig()), target, s.dtype) for m in s.methods
-    }
+def load_methods(s: TuneConfig, target: Target) -> list[Method]:
+    """Each method's draft as a chain, without a draft length yet; the stages set both."""
+    return [
+        Method(m.name, build_draft(replace(m, tree=TreeConfig()), target, s.dtype), rule=m.rule)
+        for m in s.methods
+    ]
+
+
+def load_timing_context(s: TuneConfig, target: Target) -> TimingContext:
+    """The prompts, domains alternating so that every batch and each half of the prompts holds all of them."""
     groups = [
         [x for x in loading.load_task_prompts(task, target) if not x.error] for task in s.tasks
     ]
     items = interleave_groups(groups)
-    most = max([1, *s.batch_sizes])
-    if len(items) < max(4, most):
+    largest = max([1, *s.batch_sizes])
+    if len(items) < max(4, largest):
         raise UserError(
-            f"{len(items)} prompts are too few: need at least 4, and as many as the largest of batch_sizes ({most})"
+            f"{len(items)} prompts are too few: need at least 4, and as many as the largest of batch_sizes ({largest})"
         )
-    return SweepContext(target, drafts, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed)
+    return TimingContext(target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed)
 
 
 def interleave_groups(groups: Sequence[Sequence[TaskPrompt]]) -> list[TaskPrompt]:
-    """Pairs of prompts from each group in turn: every other prompt of the whole is every other one of its group."""
+    """Pairs of prompts from each group in turn: every other prompt of the result is every other one of its group."""
     longest = max(map(len, groups), default=0)
     return [item for at in range(0, longest, 2) for group in groups for item in group[at : at + 2]]
 
 
-def chain_stage(s: TuneConfig, temperature: float) -> SweepStage:
-    arms = [Setting(m.name, k, rule=m.rule) for m in s.methods for k in s.ks]
-    return SweepStage("chains", tuple(arms), temperature, 1)
+def chain_stage(s: TuneConfig, methods: Sequence[Method], temperature: float) -> SweepStage:
+    """Every draft length in `ks` at batch 1."""
+    settings = [replace(method, k=k) for method in methods for k in s.ks]
+    return SweepStage("chains", tuple(settings), temperature, 1)
 
 
-def batch_stage(s: TuneConfig, temperature: float, size: int) -> SweepStage:
-    arms = [Setting(m.name, k, rule=m.rule) for m in s.methods for k in s.batch_ks]
-    return SweepStage("batches", tuple(arms), temperature, size)
+def batch_stage(
+    s: TuneConfig, methods: Sequence[Method], temperature: float, size: int
+) -> SweepStage:
+    """Every draft length in `batch_ks` at batch `size`."""
+    settings = [replace(method, k=k) for method in methods for k in s.batch_ks]
+    return SweepStage("batches", tuple(settings), temperature, size)
 
 
 def tree_stage(
-    s: TuneConfig, load: SweepContext, temperature: float, journal: Journal
-) -> tuple[SweepStage, dict[Setting, float]]:
-    """Trees grown by confidence and the best fixed ones of the same sizes, and what the fixed ones should yield.
+    s: TuneConfig,
+    context: TimingContext,
+    methods: Sequence[Method],
+    temperature: float,
+    journal: Journal,
+) -> tuple[SweepStage, dict[Method, float]]:
+    """(trees grown by confidence and the best fixed trees of the same sizes, {fixed tree: expected tokens a round}).
 
     Fixed trees are fitted to the ranks that every other prompt shows.
     """
-    arms: list[Setting] = []
-    expected: dict[Setting, float] = {}
-    for m in s.methods:
-        if not follows_tree_shape(m, load.drafts[m.name]):
+    settings: list[Method] = []
+    expected: dict[Method, float] = {}
+    largest = s.tree_width * (1 + (s.tree_levels - 1) * s.tree_width)
+    for m, method in zip(s.methods, methods, strict=True):
+        assert method.draft is not None
+        if not follows_tree_shape(m, method.draft):
             continue
-        most = s.tree_width * (1 + (s.tree_levels - 1) * s.tree_width)
-        arms += [
-            Setting(m.name, s.tree_levels, DynamicTree(s.tree_width, n), m.rule)
+        settings += [
+            replace(method, k=s.tree_levels, shape=DynamicTree(s.tree_width, n))
             for n in s.tree_nodes
-            if n <= most
+            if n <= largest
         ]
-        accuracy = journal.once(
-            ["ranks", m.name, temperature],
-            lambda m=m: fit_rank_accuracy(s, load, m.name, temperature),  # type: ignore[misc]
+        accuracy = journal.get_or_measure(
+            ["ranks", method.name, temperature],
+            partial(fit_rank_accuracy, s, context, method, temperature),
         )
         for n in s.tree_nodes if accuracy else ():
-            fixed = Setting(m.name, len(accuracy), optimal_static_tree(accuracy, n), m.rule)
-            arms.append(fixed)
-            expected[fixed] = expected_tokens_per_round(fixed.shape, accuracy)  # type: ignore[arg-type]
-    return SweepStage("trees", tuple(arms), temperature, 1), expected
+            tree = optimal_static_tree(accuracy, n)
+            fixed = replace(method, k=len(accuracy), shape=tree)
+            settings.append(fixed)
+            expected[fixed] = expected_tokens_per_round(tree, accuracy)
+    return SweepStage("trees", tuple(settings), temperature, 1), expected
 
 
 def fit_rank_accuracy(
-    s: TuneConfig, load: SweepContext, method: str, temperature: float
+    s: TuneConfig, context: TimingContext, method: Method, temperature: float
 ) -> list[list[float]]:
-    """Ranks on every other prompt; a draft with fewer levels than asked for gets what it has."""
+    """measure_rank_accuracy on every other prompt, with as many levels as the draft has, at most `tree_levels`."""
     for levels in range(s.tree_levels, 0, -1):
         try:
             return measure_rank_accuracy(
-                load, method, load.items[::2], temperature, levels, s.tree_width
+                context, method, context.items[::2], temperature, levels, s.tree_width
             )
         except UserError:  # Medusa has as many levels as heads
             continue

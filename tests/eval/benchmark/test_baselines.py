@@ -11,13 +11,16 @@ import pytest
 
 from decode.common.errors import UserError
 from decode.drafts.ngram import NgramDraft
-from decode.engine.engine import RequestOutput, SpeculativeEngine
+from decode.engine.engine import SpeculativeEngine
+from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, timing, vllm_client
 from eval.benchmark.config import EvalConfig, MethodConfig
 from eval.benchmark.journal import Journal
-from eval.benchmark.timing import EngineAnswer, Method, TimedOutput, TimingResult
+from eval.benchmark.methods import Method
+from eval.benchmark.timing import EngineAnswer, TimingContext, TimingResult
+from eval.benchmark.transformers_engine import TransformersEngine
 from eval.checks.greedy_equivalence import reference_greedy_output
 from eval.tasks.loading import Task, TaskPrompt
 from tests.tiny import tiny_model, tiny_target
@@ -41,10 +44,8 @@ def test_generate_ends_at_stop_strings(target: Target) -> None:
     text = target.tokenizer.decode(whole)
     stop = next(letter for letter in text[5:20] if letter not in text[:5] + "\ufffd")
     item = TaskPrompt("t", "a", prompt, stop=(stop,))
-    run = baselines._transformers_runner(
-        EvalConfig(max_new_tokens=NEW), target, model, None, SamplingParams()
-    )
-    answer = run(item)
+    s = EvalConfig(max_new_tokens=NEW)
+    answer = TransformersEngine(s, target, model, None, SamplingParams()).answer(item)
     assert answer["ids"] == reference_greedy_output(model, prompt, NEW, target, (stop,))
     assert target.tokenizer.decode(answer["ids"]).endswith(stop)
     assert answer["rounds"] == len(answer["ids"]) - 1 < NEW - 1
@@ -57,7 +58,7 @@ def test_what_vllm_is_asked(
 
     A script that prints what it was sent stands for vLLM.
     """
-    script = tmp_path / "vllm_job.py"
+    script = tmp_path / "vllm_worker.py"
     script.write_text(
         "import json, sys\nprint('log')\nfor job in json.load(sys.stdin)['jobs']:\n"
         "    row = {'seconds': 1.0, 'rounds': 2, 'accepted': 1, 'job': job}\n"
@@ -124,24 +125,22 @@ def measured(
     batch_size: int = 1,
 ) -> TimingResult:
     """Three prompts by plain decoding, an n-gram draft and two other engines; `clock` sees every turn."""
-    decode = timing._decode_timed
+    decode = timing.decode_batch
 
     def seen(
-        engine: SpeculativeEngine, batch: Sequence[TaskPrompt], *rest: Any
-    ) -> list[TimedOutput]:
-        name = "plain" if engine.draft is None else engine.draft.name
-        clock.turns.append(" ".join([name, *(item.id for item in batch)]))
-        return decode(engine, batch, *rest)
+        engine: SpeculativeEngine, method: Method, batch: Sequence[TaskPrompt], *rest: Any
+    ) -> list[DecodeRecord]:
+        clock.turns.append(" ".join([method.name, *(item.id for item in batch)]))
+        return decode(engine, method, batch, *rest)
 
-    monkeypatch.setattr(timing, "_decode_timed", seen)
+    monkeypatch.setattr(timing, "decode_batch", seen)
     items = [TaskPrompt("t", name, [20 + at, 30, 40]) for at, name in enumerate("abc")]
     others = {"hf plain": clock.arm("hf"), "hf-assisted d": clock.arm("assisted", fails)}
     journal = Journal(folder / "journal.jsonl", {})
     methods = [Method("ngram", NgramDraft(), 2)]
-    found = timing.time_methods(
-        target, methods, items, SamplingParams(), 6, batch_size, 0, journal, lambda: None, others
-    )
-    monkeypatch.setattr(timing, "_decode_timed", decode)
+    context = TimingContext(target, items, 6)
+    found = timing.time_methods(context, methods, 0.0, batch_size, journal, lambda: None, others)
+    monkeypatch.setattr(timing, "decode_batch", decode)
     return found
 
 
@@ -182,8 +181,8 @@ def test_turns_are_kept(target: Target, tmp_path: Path, monkeypatch: pytest.Monk
     assert again.turns == []
     path = tmp_path / "journal.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    assert [json.loads(line)["key"][0] for line in lines[1:]] == ["others", "runs"] * 3
-    path.write_text("".join(lines[:-1]))  # killed between the two lines of the last prompt
+    assert [json.loads(line)["key"][0] for line in lines[1:]] == ["runs"] * 3
+    path.write_text("".join(lines[:-1]) + lines[-1][:40])  # killed in the line of the last prompt
     measured(target, tmp_path, again, monkeypatch)
     assert again.turns[4:] == ["plain c", "ngram c", "hf c", "assisted c", "plain c"]
 
@@ -193,9 +192,7 @@ def element(engine: str, at: int = 0, base: Sequence[EngineAnswer] | None = None
     items = [TaskPrompt("t", str(i), [20]) for i in range(6)]
     ids = [1, 2, 3, 4, 5]
     ours = {
-        ("t", item.id): TimedOutput(
-            item, RequestOutput([20], ids, [(0, 0)] * 4, "length", 0.1, []), 1.0
-        )
+        ("t", item.id): DecodeRecord([20], ids, [(0, 0)] * 4, "length", 0.1, seconds=1.0)
         for item in items
     }
     answers: list[EngineAnswer] = [

@@ -18,9 +18,9 @@ def test_a_value_is_measured_once(tmp_path: Path) -> None:
         calls.append(1)
         return [(1, 0.1)]
 
-    first = Journal(path, MACHINE).once(["runs", 0.0, "a"], measure)
+    first = Journal(path, MACHINE).get_or_measure(["runs", 0.0, "a"], measure)
     again = Journal(path, MACHINE)
-    assert first == again.once(["runs", 0.0, "a"], measure) == [[1, 0.1]]
+    assert first == again.get_or_measure(["runs", 0.0, "a"], measure) == [[1, 0.1]]
     assert (len(calls), again.num_resumed) == (1, 1)
     assert again.get(["runs", 1.0, "a"]) is None
 
@@ -52,4 +52,12 @@ def test_another_machine_or_damage_is_refused(tmp_path: Path) -> None:
         Journal(path, {"device": "there"})
     path.write_text(path.read_text().replace('"value": 1', '"value" 1'))
     with pytest.raises(UserError, match=":2 is damaged"):
+        Journal(path, MACHINE)
+
+
+def test_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    """Bug: the records of a journal in an older format end a rerun in a traceback."""
+    path = tmp_path / "journal.jsonl"
+    path.write_text('{"key": ["machine"], "value": {"device": "here"}}\n')
+    with pytest.raises(UserError, match="earlier version: --overwrite"):
         Journal(path, MACHINE)

@@ -6,8 +6,10 @@ from decode.drafts.causal import CausalDraft
 from decode.engine.engine import decode
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
+from eval.benchmark.methods import Method
 from eval.benchmark.simulated_draft import SimulatedDraft
-from eval.benchmark.timing import Method, decode_untimed
+from eval.benchmark.timing import TimingContext
+from eval.benchmark.untimed_passes import decode_untimed
 from eval.metrics import acceptance
 from eval.tasks.loading import TaskPrompt
 from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
@@ -26,13 +28,14 @@ def test_acceptance_is_what_was_asked_for(costly: bool) -> None:
     prompts = tiny_prompts(*[3 + i % 7 for i in range(40)])
     cost = CausalDraft(ModelRunner(noisy(model, 0.1))) if costly else None
     draft = SimulatedDraft(ALPHA, target.decoder.vocab_size, cost)
-    draft.learn(target, prompts, NEW + K + 1, rows=16)
+    draft.record_answers(target, prompts, NEW + K + 1, rows=16)
     outputs = decode(target, draft, prompts, k=K, max_new_tokens=NEW, rows=6)
     plain = decode(target, None, prompts, max_new_tokens=NEW, rows=6)
     assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]
     items = [TaskPrompt("t", str(i), prompt) for i, prompt in enumerate(prompts)]
     method = Method("simulated", draft, K)
-    samples = decode_untimed(target, method, items, SamplingParams(), NEW, 8, 0, lambda: None)
+    context = TimingContext(target, items, NEW)
+    samples = decode_untimed(context, method, items, SamplingParams(), 8, lambda: None)
     alpha = acceptance.alpha_by_position(samples, K)
     reached = acceptance.reached_by_position(samples, K).sum(0)
     assert reached[0] > 400
@@ -49,7 +52,7 @@ def test_the_draft_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "propose", lambda *args: calls.append(1) or propose(*args))
     draft = SimulatedDraft([1.0], target.decoder.vocab_size, cost)
     prompts = tiny_prompts(4)
-    draft.learn(target, prompts, 20, rows=1)
+    draft.record_answers(target, prompts, 20, rows=1)
     output = decode(target, draft, prompts, k=K, max_new_tokens=13)[0]
     assert output.rounds == [(K, K)] * 3
     assert len(calls) == 3

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode.engine.records import DecodeRecord
 from eval.metrics import acceptance
-from eval.metrics.records import DecodeRecord
 
 SEED = 0
 K = 4
@@ -27,8 +27,8 @@ def sample(
     return DecodeRecord(
         task=task,
         id=name,
-        prompt_tokens=7,
-        output_tokens=untrimmed if output_tokens is None else output_tokens,
+        prompt_ids=[5] * 7,
+        output_ids=[5] * (untrimmed if output_tokens is None else output_tokens),
         rounds=rounds,
         seconds=seconds,
         first_token_seconds=0.25,

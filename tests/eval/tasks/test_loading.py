@@ -293,7 +293,7 @@ def test_both_arms_stop_at_the_same_token(rows: int, target: Target) -> None:
     for draft in (None, NgramDraft()):
         items = [TaskPrompt("t", str(i), p, stop=tuple(stop)) for i, p in enumerate(prompts)]
         records = SpeculativeEngine(endless, draft).speculate(prompts, rows=rows, max_new_tokens=40)
-        outputs = collect_until_stop(prompts, records, [i.stop for i in items], target.tokenizer)
+        outputs = collect_until_stop(items, records, target.tokenizer)
         found.append([(o.output_ids, o.finish_reason) for o in outputs])
     assert found[0] == found[1]
     for text, (ids, reason) in zip(texts, found[0], strict=True):

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import yaml
 from decode.common.errors import UserError
 from decode.drafts.base import draft_sha256
 from decode.drafts.causal import CausalDraft
-from decode.engine.engine import RoundRecord
+from decode.engine.engine import row_seeds
+from decode.engine.records import DecodeRecord, RoundRecord
 from decode.model.runner import ModelRunner
 from decode.verification.tree import DynamicTree, StaticTree, optimal_static_tree, tree_from_paths
+from eval.benchmark import timing
 from eval.benchmark.journal import Journal
-from eval.benchmark.methods import describe_tree, tree_paths
-from eval.metrics.records import DecodeRecord
+from eval.benchmark.methods import PLAIN_DECODING, Method, describe_tree, tree_paths
+from eval.benchmark.timing import TimingContext, TimingResult, decode_batch
 from eval.metrics.speedup_model import recommended_k_range
 from eval.tasks.loading import TaskPrompt
 from eval.tuning.config import interleave_groups
@@ -31,17 +34,13 @@ from eval.tuning.selection import (
     sweep_cells,
 )
 from eval.tuning.sweep import (
-    PLAIN_DECODING,
-    Setting,
-    SweepContext,
-    SweepResult,
     SweepStage,
-    build_engine,
     comb_tree,
     emitted_ranks,
+    full_batches,
     measure_rank_accuracy,
+    rounds_only,
     run_sweep,
-    time_batch,
 )
 from tests import worlds
 from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
@@ -56,7 +55,10 @@ def sample(
     """A prompt whose rounds took `ms` each."""
     seconds = [ms / 1000] * len(rounds)
     tokens = 1 + sum(a + 1 for _, a in rounds)
-    return DecodeRecord(task, str(number), 3, tokens, list(rounds), sum(seconds), 0.0, seconds)
+    return DecodeRecord(
+        [5] * 3, [5] * tokens, list(rounds), "length", 0.0, seconds, task, str(number),
+        seconds=sum(seconds),
+    )  # fmt: skip
 
 
 def world_of(k: int, prompts: int, seed: int = 0) -> list[DecodeRecord]:
@@ -137,8 +139,8 @@ def test_too_little_is_not_predicted() -> None:
 # ---- choice ----
 
 
-def swept(arms: dict[Setting, list[DecodeRecord]]) -> SweepResult:
-    return SweepResult(arms, {})
+def swept(settings: dict[Method, list[DecodeRecord]]) -> TimingResult:
+    return TimingResult(settings)
 
 
 def test_the_choice_is_the_fastest_of_each_domain() -> None:
@@ -150,10 +152,10 @@ def test_the_choice_is_the_fastest_of_each_domain() -> None:
 
     chains = {
         PLAIN_DECODING: own(0, {"code": 0, "prose": 0}),
-        Setting("d", 2): own(2, {"code": 1, "prose": 1}),
-        Setting("d", 6): own(6, {"code": 5, "prose": 0}),
+        Method("d", k=2): own(2, {"code": 1, "prose": 1}),
+        Method("d", k=6): own(6, {"code": 5, "prose": 0}),
     }
-    fixed = Setting("d", 4, tree_from_paths([[0], [1], [0, 0]]))
+    fixed = Method("d", k=4, shape=tree_from_paths([[0], [1], [0, 0]]))
     slow_day = {  # the machine was half as fast: compared with the other plain rounds the tree would lose
         PLAIN_DECODING: own(0, {"code": 0, "prose": 0}, 20),
         fixed: own(3, {"code": 2, "prose": 2}, 20),
@@ -179,23 +181,23 @@ def test_served_lengths_are_those_of_chains() -> None:
         return [sample(i, [(k, gain)] * 50, ms, t) for i in range(4) for t in ("code", "prose")]
 
     def stage(
-        batch: int, temperature: float, gains: dict[Setting, int]
-    ) -> tuple[SweepStage, SweepResult]:
+        batch: int, temperature: float, gains: dict[Method, int]
+    ) -> tuple[SweepStage, TimingResult]:
         arms = {arm: own(2 if arm.shape else arm.k, gain) for arm, gain in gains.items()}
         return SweepStage("chains", (), temperature, batch), swept(
             {PLAIN_DECODING: own(0, 0), **arms}
         )
 
-    tree = Setting("d", 4, tree_from_paths([[0], [1], [0, 0]]))
-    lossy = Setting("lossy", 7, rule="typical")
+    tree = Method("d", k=4, shape=tree_from_paths([[0], [1], [0, 0]]))
+    lossy = Method("lossy", k=7, rule="typical")
     stages = [
-        stage(1, 1.0, {Setting("d", 2): 0, Setting("d", 5): 1}),
+        stage(1, 1.0, {Method("d", k=2): 0, Method("d", k=5): 1}),
         stage(
             1,
             0.0,
-            {Setting("d", 3): 1, Setting("d", 2): 0, tree: 2, Setting("ngram", 6): 5, lossy: 6},
+            {Method("d", k=3): 1, Method("d", k=2): 0, tree: 2, Method("ngram", k=6): 5, lossy: 6},
         ),
-        stage(8, 0.0, {Setting("d", 8): 7}),
+        stage(8, 0.0, {Method("d", k=8): 7}),
     ]
     tuned = {
         "drafts": {"d": "ab", "lossy": "ab", "other": "cd"},
@@ -216,12 +218,12 @@ def test_served_lengths_are_those_of_chains() -> None:
 def test_the_held_out_speedup_is_not_flattered() -> None:
     """Catches the luck of the best of many: 20 arms that are all worth 1.0 must not look faster when held out."""
     rng = random.Random(1)
-    options: list[tuple[Setting, dict[Setting, list[DecodeRecord]]]] = []
+    options: list[tuple[Method, dict[Method, list[DecodeRecord]]]] = []
     lucky, honest = [], []
     for _ in range(30):
         own = {PLAIN_DECODING: [sample(i, [(0, 0)] * 50, 10) for i in range(8)]}
         for k in range(1, 21):
-            own[Setting("d", k)] = [
+            own[Method("d", k=k)] = [
                 sample(i, [(k, 0)] * 50, 10 * rng.uniform(0.7, 1.3)) for i in range(8)
             ]
         options = [(arm, own) for arm in own if arm != PLAIN_DECODING]
@@ -287,38 +289,81 @@ def test_paths_make_the_tree_again(nodes: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def load() -> SweepContext:
-    """A tiny target and a draft close to it."""
-    model = tiny_model("llama", seed=1)
-    target = tiny_target(model)
-    draft = CausalDraft(ModelRunner(noisy(model, 0.02)))
+def context() -> TimingContext:
+    """A tiny target."""
     items = [TaskPrompt("t", str(i), ids) for i, ids in enumerate(tiny_prompts(3, 5, 4, 6))]
-    return SweepContext(target, {"causal": draft}, items, 24)
+    return TimingContext(tiny_target(tiny_model("llama", seed=1)), items, 24)
 
 
-def test_rank_accuracy_foretells_what_trees_accept(load: SweepContext) -> None:
+@pytest.fixture(scope="module")
+def causal(context: TimingContext) -> Method:
+    """A draft close to the target."""
+    draft = CausalDraft(ModelRunner(noisy(context.target.decoder.model, 0.02)))
+    return Method("causal", draft, 3)
+
+
+def rounds_of(
+    context: TimingContext, method: Method, items: Sequence[TaskPrompt], tokens: int
+) -> Any:
+    """(drafted, accepted) of every round, with a fresh engine."""
+    engine = context.build_engine(method, context.sampling(0.0))
+    records = decode_batch(engine, method, items, row_seeds(0, len(items)), tokens)
+    return [pair for record in records for pair in record.rounds]
+
+
+def test_rank_accuracy_predicts_what_trees_accept(context: TimingContext, causal: Method) -> None:
     """Catches accuracies of the wrong depth: the first choice alone must give what a chain is seen to accept."""
-    accuracy = measure_rank_accuracy(load, "causal", load.items, 0.0, levels=3, width=3)
+    accuracy = measure_rank_accuracy(context, causal, context.items, 0.0, levels=3, width=3)
     assert all(sum(row) <= 1 + 1e-9 for row in accuracy)
     assert accuracy[0][0] > accuracy[0][1]
-    arm = Setting("causal", 3)
-    engine = build_engine(load, arm, load.sampling(0.0))
-    rounds = [r for x in time_batch(load, engine, arm, load.items, 0, 24) for r in x.rounds]
+    rounds = rounds_of(context, causal, context.items, 24)
     first = sum(a > 0 for _, a in rounds) / len(rounds)
     assert accuracy[0][0] == pytest.approx(first, abs=0.15)
 
 
-def test_arms_share_a_draft_and_not_its_shape(load: SweepContext) -> None:
+def test_settings_share_a_draft_and_not_its_shape(context: TimingContext, causal: Method) -> None:
     """Catches a tree left over in a chain that is timed after it: both belong to one draft object."""
-    sampling = load.sampling(0.0)
     shapes: list[StaticTree | DynamicTree | None] = [None, DynamicTree(2, 5), comb_tree(2, 3), None]
-    arms = [Setting("causal", 3, shape) for shape in shapes]
-    engines = [build_engine(load, arm, sampling) for arm in arms]
-    drafted = [
-        max(d for x in time_batch(load, engine, arm, load.items[:1], 0, 12) for d, _ in x.rounds)
-        for engine, arm in zip(engines, arms, strict=True)
-    ]
+    settings = [replace(causal, shape=shape) for shape in shapes]
+    engines = [context.build_engine(setting, context.sampling(0.0)) for setting in settings]
+    drafted = []
+    for engine, setting in zip(engines, settings, strict=True):
+        (record,) = decode_batch(engine, setting, context.items[:1], [0], 12)
+        drafted.append(max(d for d, _ in record.rounds))
     assert drafted == [3, 5, 6, 3]
+
+
+def test_order_alternates_and_the_last_batch_is_full(
+    context: TimingContext, causal: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an order that favours one setting, and a smaller batch that counts as a large one."""
+    turns = []
+
+    def seen(engine: Any, method: Method, batch: Sequence[TaskPrompt], *rest: Any) -> Any:
+        turns.append((method.name, [item.id for item in batch]))
+        return decode_batch(engine, method, batch, *rest)
+
+    monkeypatch.setattr(timing, "decode_batch", seen)
+    items = [*context.items, replace(context.items[0], id="odd")]
+    context = replace(context, items=items, max_new_tokens=4)
+    stage = SweepStage("chains", (causal,), 0.0, 2)
+    found = run_sweep(context, stage, Journal(tmp_path / "journal.jsonl", {}), lambda: None)
+    assert full_batches(context, 2) == [items[:2], items[2:4]]
+    assert turns[2:] == [
+        ("plain", ["0", "1"]), ("causal", ["0", "1"]), ("causal", ["2", "3"]), ("plain", ["2", "3"]),
+    ]  # fmt: skip
+    for records in found.records.values():
+        assert [(x.task, x.id, x.rows) for x in records] == [("t", f"t/{i}", 2) for i in range(4)]
+        assert all(x.seconds == sum(x.round_seconds) for x in records)
+
+
+def test_rounds_only() -> None:
+    """Catches prefill counted as rounds, and domains of two tasks that share ids mixed up."""
+    record = DecodeRecord(
+        [5], [5], [(0, 0)], "eos", 9.0, [0.25, 0.5], "code", "7", "python", seconds=10.0
+    )
+    own = rounds_only(record)
+    assert (own.task, own.id, own.seconds) == ("python", "code/7", 0.75)
 
 
 # ---- the command ----
@@ -404,7 +449,7 @@ def test_tuned_settings_run(tune: Callable[..., Done], tmp_path: Path) -> None:
     assert found["causal-base"]["k"] == 2
     assert found["causal-base"]["lossless"]["greedy_identical"]
     page = (Path(settings["out"]) / "report.html").read_text()
-    assert "How answers came about" in page
+    assert "Answers, token by token" in page
 
 
 @pytest.mark.parametrize(
@@ -439,9 +484,10 @@ def test_a_draft_s_limits_are_named_and_the_rest_is_measured(world: World) -> No
     model = tiny_model("llama", seed=1)
     target = tiny_target(model)
     items = [TaskPrompt("t", str(i), ids) for i, ids in enumerate(tiny_prompts(3, 5))]
-    load = SweepContext(target, {"short": Short(ModelRunner(noisy(model, 0.02)))}, items, 6)
+    context = TimingContext(target, items, 6)
+    short = Method("short", Short(ModelRunner(noisy(model, 0.02))))
     journal = Journal(world.target.parent / "journal.jsonl", {})
-    stage = SweepStage("chains", (Setting("short", 2), Setting("short", 3)), 0.0, 1)
-    found = run_sweep(load, stage, journal, lambda: None)
-    assert found.refused == {Setting("short", 3): "this draft has 2 heads"}
-    assert set(found.samples) == {PLAIN_DECODING, Setting("short", 2)}
+    stage = SweepStage("chains", (replace(short, k=2), replace(short, k=3)), 0.0, 1)
+    found = run_sweep(context, stage, journal, lambda: None)
+    assert found.refused == {Method("short", k=3): "this draft has 2 heads"}
+    assert set(found.records) == {PLAIN_DECODING, Method("short", k=2)}

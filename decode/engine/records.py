@@ -1,0 +1,83 @@
+"""What decoding one prompt gave: a record of each round, and the record of the whole request that they add up to."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What one round did to one prompt. `drafted` and `accepted` are counted before trimming at EOS and the limit."""
+
+    prompt: int  # its index in the list of prompts
+    prefill: bool  # the first token, which prefill gives before any round
+    drafted: int  # tokens of a chain, or nodes of a tree
+    accepted: int
+    proposed: list[int]  # the drafted ids
+    tokens: list[int]  # the ids that were emitted: accepted ones and the bonus token, trimmed
+    finished: str | None  # "eos" | "length" | None
+    seconds: float  # of the whole batch's round
+
+
+@dataclass
+class DecodeRecord:
+    """One prompt decoded once: what the engine emits, what the journal keeps and what every metric is computed from.
+
+    The engine fills the first six fields. Evaluation adds which prompt it was (`task`, `id`, `domain`) and how long
+    the request took. asdict() is the JSON form, DecodeRecord(**values) reads it back. Raises ValueError for a round
+    that accepted more tokens than it drafted.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int] = field(default_factory=list)
+    """Trimmed at EOS (which is kept), stop string and token limit."""
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    """(drafted, accepted) of each round after prefill, counted before trimming; (0, 0) in plain decoding."""
+    finish_reason: str = ""
+    """eos, length or stop; empty while the request runs."""
+    first_token_seconds: float = 0.0
+    """Prefill of the whole batch."""
+    round_seconds: list[float] = field(default_factory=list)
+    """Seconds of each round, of the whole batch."""
+    task: str = ""
+    id: str = ""
+    """Unique within its task."""
+    domain: str = ""
+    seconds: float = 0.0
+    """Wall clock of the whole request, prefill included; of a batch of `rows` prompts it is this prompt's even share."""
+    rows: int = 1
+    """Prompts that were decoded together."""
+
+    def __post_init__(self) -> None:
+        self.rounds = [(drafted, accepted) for drafted, accepted in self.rounds]  # JSON has lists
+        for drafted, accepted in self.rounds:
+            if not 0 <= accepted <= drafted:
+                raise ValueError(f"prompt {self.id!r}: {accepted} of {drafted} drafts accepted")
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.output_ids)
+
+
+def add_record(output: DecodeRecord, record: RoundRecord) -> None:
+    """Appends a round of this prompt to its record."""
+    output.output_ids += record.tokens
+    output.finish_reason = record.finished or ""
+    if record.prefill:
+        output.first_token_seconds = record.seconds
+    else:
+        output.rounds.append((record.drafted, record.accepted))
+        output.round_seconds.append(record.seconds)
+
+
+def collect_outputs(
+    prompts: Iterable[list[int]], rounds: Iterable[RoundRecord]
+) -> list[DecodeRecord]:
+    """One record for each prompt, in order, once all rounds have run."""
+    outputs = [DecodeRecord(prompt) for prompt in prompts]
+    for record in rounds:
+        add_record(outputs[record.prompt], record)
+    return outputs

@@ -1,0 +1,104 @@
+"""transformers' generate and its assisted generation, timed prompt by prompt on the same target weights."""
+
+import time
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from decode.common.errors import first_line
+from decode.drafts.causal import CausalDraft
+from decode.model.loading import Target, load_model
+from decode.verification.sampling import SamplingParams
+from eval.benchmark.config import EvalConfig
+from eval.benchmark.methods import Method
+from eval.benchmark.timing import EngineAnswer, synchronize
+from eval.tasks.loading import TaskPrompt
+from eval.tasks.stop_strings import length_at_stop, trim_at_stop
+
+
+class TransformersEngine:
+    """transformers' generate, assisted by the method's draft if a method is given."""
+
+    def __init__(
+        self,
+        s: EvalConfig,
+        target: Target,
+        model: Any,
+        method: Method | None,
+        sampling: SamplingParams,
+    ):
+        self.s, self.target, self.model = s, target, model
+        self.method, self.sampling = method, sampling
+        self.assistant: dict[str, Any] = {}
+        self.passes = 0
+        """Forward passes of the target for the current prompt."""
+        if method is not None:
+            assert isinstance(method.draft, CausalDraft)
+            path = next(m.draft for m in s.methods if m.name == method.name)
+            assistant = load_model(path, "draft", str(model.device), s.dtype)
+            config = assistant.generation_config
+            config.num_assistant_tokens = method.k
+            config.num_assistant_tokens_schedule = "constant"
+            config.assistant_confidence_threshold = 0.0  # as many drafts as ours
+            self.assistant = {"assistant_model": assistant}
+
+    def answer(self, item: TaskPrompt) -> EngineAnswer:
+        """{ids, seconds, rounds, accepted}, or {error}; rounds are counted by a hook on the target."""
+        ids = torch.tensor([item.prompt_ids], device=self.model.device)
+        torch.manual_seed(self.s.seed)
+        self.passes = 0
+        counting = self.model.register_forward_hook(self._count_pass)
+        synchronize(ids.device)
+        start = time.perf_counter()
+        try:
+            out = self._generate(ids, item)
+        except Exception as error:  # named in the report, like our own failures
+            return {"error": f"{type(error).__name__}: {first_line(error)}"}
+        finally:
+            counting.remove()
+        synchronize(ids.device)
+        seconds = time.perf_counter() - start
+        answer = trim_at_stop(out[0, ids.shape[1] :].tolist(), item.stop, self.target.tokenizer)
+        rounds = self.passes - (self.method is None)  # assisted, the first pass verifies drafts too
+        return {"ids": answer, "seconds": seconds, "rounds": rounds, "accepted": None}
+
+    def _generate(self, ids: torch.Tensor, item: TaskPrompt) -> torch.Tensor:
+        room = self.target.decoder.context - len(item.prompt_ids)
+        settings: dict[str, Any] = {
+            "do_sample": not self.sampling.greedy,
+            "max_new_tokens": min(self.s.max_new_tokens, room),
+            "eos_token_id": sorted(self.target.eos) or None,
+            "pad_token_id": 0,
+        }
+        if not self.sampling.greedy:
+            settings |= {
+                "temperature": self.sampling.temperature,
+                "top_k": self.sampling.top_k or None,
+                "top_p": self.sampling.top_p,
+            }
+        stopping = StopStringCriteria(item, self.target.tokenizer)
+        out: torch.Tensor = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=GenerationConfig(**settings),
+            stopping_criteria=StoppingCriteriaList([stopping]),
+            **self.assistant,
+        )
+        return out
+
+    def _count_pass(self, *_: Any) -> None:
+        self.passes += 1
+
+
+class StopStringCriteria(StoppingCriteria):
+    """Ends `generate` where stop strings end our own answers, so that it is not timed on tokens that are cut off."""
+
+    def __init__(self, item: TaskPrompt, tokenizer: Any):
+        self.item, self.tokenizer, self.seen = item, tokenizer, len(item.prompt_ids)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        start, answer = len(self.item.prompt_ids), input_ids[0].tolist()
+        end = length_at_stop(answer[start:], self.item.stop, self.tokenizer, self.seen - start)
+        self.seen = len(answer)
+        return torch.tensor([end is not None], device=input_ids.device)
