@@ -1,8 +1,8 @@
-"""Draft heads on disk: the names and settings that serving engines read, written as training leaves them.
+"""Draft checkpoints as this project writes them: config.json and tensor names that serving engines read.
 
-EAGLE-3 is the flat layout whose one config.json is right for vLLM and SGLang, EAGLE-1 the layout of its authors,
-Medusa the one that vLLM loads up to 0.32. Parameters of our nets carry the names of the files, but for EAGLE-3's
-`midlayer.`. Reading is decode/checkpoints/importers.py.
+EAGLE-3 has the flat layout whose config.json works in vLLM and SGLang, EAGLE-1 the layout of its authors, Medusa the
+one that vLLM loads up to 0.32. Parameters of our modules have the names of the tensors in the files, except EAGLE-3's
+`midlayer.`. decode/checkpoints/importers.py reads checkpoints.
 """
 
 import json
@@ -18,14 +18,13 @@ from decode.model.compatibility import rope_configs
 
 WEIGHTS_FILE = "model.safetensors"
 VLLM_METHODS = {"causal": "draft_model", "medusa": "medusa", "eagle1": "eagle", "eagle3": "eagle3"}
-"""What vLLM calls our families, in the `method` of its --speculative-config. It guesses from the path otherwise, and
-wrongly."""
+"""`method` of vLLM's --speculative-config for each draft family. Without it vLLM guesses from the path, and wrongly."""
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Variants of EAGLE-3, all false in what is trained here."""
+"""Variants of EAGLE-3 in config.json, all false in drafts that are trained here."""
 
 
 def medusa_config(target: Any, heads: int, layers: int, vocab: int) -> dict[str, Any]:
-    """config.json of Medusa heads over a target of this text config."""
+    """config.json of Medusa heads for a target with this text config and `vocab` logits."""
     return {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
@@ -42,27 +41,28 @@ def medusa_config(target: Any, heads: int, layers: int, vocab: int) -> dict[str,
 
 
 def eagle_config(target: Any, vocab: int, width: int = 0) -> dict[str, Any]:
-    """What EAGLE-1 and -3 have in common: a Llama layer with the heads, norms and RoPE of its target.
+    """The part of config.json that EAGLE-1 and -3 share: a Llama layer with the heads, norms and RoPE of its target.
 
-    `width` is the draft's hidden size (0: the target's); heads keep their size and become fewer.
+    `width` is the draft's hidden size (0: the target's). In a narrower draft attention heads keep their size and there
+    are fewer of them.
     """
-    has, hidden = target.to_dict(), target.hidden_size
+    fields, hidden = target.to_dict(), target.hidden_size
     width = width or hidden
-    size = has.get("head_dim") or hidden // target.num_attention_heads
+    size = fields.get("head_dim") or hidden // target.num_attention_heads
     ratio = target.num_attention_heads // (
-        has.get("num_key_value_heads") or target.num_attention_heads
+        fields.get("num_key_value_heads") or target.num_attention_heads
     )
-    most = max(1, target.num_attention_heads * width // hidden)
-    # Llama wants heads to divide its width, and K/V heads to divide them.
-    heads = next(n for n in range(most, 0, -1) if width % n == n % max(1, n // ratio) == 0)
-    inner = has.get("intermediate_size") or 4 * hidden
-    # The draft's one layer sees everything, so it turns as those of the target that do (Gemma has two RoPEs).
-    found = vars(target).get("rope_parameters") or {}
-    rope = dict(found.get("full_attention") or (rope_configs(target) or [{}])[0])
+    max_heads = max(1, target.num_attention_heads * width // hidden)
+    # In Llama the number of heads must divide the width, and the number of K/V heads that of heads.
+    heads = next(n for n in range(max_heads, 0, -1) if width % n == n % max(1, n // ratio) == 0)
+    inner = fields.get("intermediate_size") or 4 * hidden
+    # The draft's one layer has full attention, so it gets the RoPE of the target's such layers (Gemma has two RoPEs).
+    ropes = vars(target).get("rope_parameters") or {}
+    rope = dict(ropes.get("full_attention") or (rope_configs(target) or [{}])[0])
     rope = {"rope_type": rope.get("rope_type", "default"), **rope}
     rope.setdefault("rope_theta", 10000.0)
-    part = rope.pop("partial_rotary_factor", None) or 1.0  # the draft turns its whole heads
-    if part != 1.0 and "short_factor" in rope:  # which has factors for that part only
+    part = rope.pop("partial_rotary_factor", None) or 1.0  # the draft rotates whole heads
+    if part != 1.0 and "short_factor" in rope:  # longrope with factors for that part only
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return {
         "model_type": "llama",
@@ -74,16 +74,16 @@ def eagle_config(target: Any, vocab: int, width: int = 0) -> dict[str, Any]:
         "num_key_value_heads": max(1, heads // ratio),
         "head_dim": size,
         "hidden_act": "silu",
-        "rms_norm_eps": has.get("rms_norm_eps") or 1e-5,
+        "rms_norm_eps": fields.get("rms_norm_eps") or 1e-5,
         "max_position_embeddings": target.max_position_embeddings,
         "vocab_size": vocab,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "bos_token_id": has.get("bos_token_id"),
-        "eos_token_id": has.get("eos_token_id"),
-        "pad_token_id": has.get("pad_token_id"),
-        # Engines of different age read one or the other.
+        "bos_token_id": fields.get("bos_token_id"),
+        "eos_token_id": fields.get("eos_token_id"),
+        "pad_token_id": fields.get("pad_token_id"),
+        # Newer versions of engines read the first, older ones the other two.
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
@@ -91,8 +91,8 @@ def eagle_config(target: Any, vocab: int, width: int = 0) -> dict[str, Any]:
 
 
 def eagle1_config(target: Any, vocab: int) -> dict[str, Any]:
-    """config.json of an EAGLE-1 head, which is as wide as its target."""
-    # SGLang takes the first, vLLM puts Eagle before each and knows the second then.
+    """config.json of an EAGLE-1 draft, whose hidden size is that of its target."""
+    # SGLang takes the first; vLLM puts Eagle before each and then knows the second.
     names = ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
     return eagle_config(target, vocab) | {"architectures": names, "bias": False}
 
@@ -100,11 +100,11 @@ def eagle1_config(target: Any, vocab: int) -> dict[str, Any]:
 def eagle3_config(
     target: Any, vocab: int, draft_vocab: int, layers: tuple[int, ...], width: int = 0
 ) -> dict[str, Any]:
-    """config.json of an EAGLE-3 head that taps the states entering `layers`."""
+    """config.json of an EAGLE-3 draft that reads the hidden states entering `layers` (capture ids)."""
     config = eagle_config(target, vocab, width) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": draft_vocab,
-        # Engines disagree on what their absence means.
+        # Engines have different defaults for them.
         **dict.fromkeys(NORM_FLAGS, False),
     }
     default = target.num_hidden_layers >= 7 and layers == default_aux_layers(
@@ -114,26 +114,27 @@ def eagle3_config(
 
 
 def aux_layer_fields(layers: Sequence[int] | None) -> dict[str, Any]:
-    """What config.json says of the tapped layers; nothing of the default ones (None)."""
+    """Fields of config.json for the layers (capture ids) whose states the draft reads; none for the default (None)."""
     if not layers:
         return {}
-    # vLLM reads the first (states entering a layer), SGLang the second (states leaving one).
-    found: dict[str, Any] = {
+    # vLLM reads the first (states entering a layer), SGLang `eagle_config` (states leaving one).
+    fields: dict[str, Any] = {
         "eagle_aux_hidden_state_layer_ids": list(layers),
         "num_aux_hidden_states": len(layers),
     }
-    if min(layers) > 0:  # the embedding is no layer's output: SGLang has no name for it
-        found["eagle_config"] = {
+    if min(layers) > 0:  # the embedding is no layer's output: SGLang has no id for it
+        fields["eagle_config"] = {
             "eagle_aux_hidden_state_layer_ids": list(capture_to_output(layers)),
             "use_aux_hidden_state": True,
         }
-    return found
+    return fields
 
 
 def default_aux_layers(count: int) -> tuple[int, int, int]:
-    """The layers of a target of `count` layers that EAGLE-3 taps unless told otherwise, as capture ids.
+    """The layers of a target with `count` layers whose states EAGLE-3 reads by default, as capture ids.
 
-    Capture id i is the state entering layer i: `hidden_states[i]` of transformers. vLLM and the EAGLE paper count so.
+    Capture id i is the state entering layer i: `hidden_states[i]` of transformers. vLLM and the EAGLE-3 paper use it.
+    UserError for a target with fewer than 7 layers.
     """
     low, middle, high = 2, count // 2, count - 3
     if not low < middle < high:
@@ -145,21 +146,27 @@ def default_aux_layers(count: int) -> tuple[int, int, int]:
 
 
 def capture_to_output(ids: Sequence[int]) -> tuple[int, ...]:
-    """The same states named by the layer whose output they are, as SGLang, SpecForge and TensorRT-LLM count."""
+    """Ids of the same states by the layer that outputs them, as used by SGLang, SpecForge and TensorRT-LLM.
+
+    UserError for id 0, the embedding.
+    """
     if any(i < 1 for i in ids):
         raise UserError(f"capture ids {list(ids)}: only those from 1 on are outputs of a layer")
     return tuple(i - 1 for i in ids)
 
 
 def output_to_capture(ids: Sequence[int]) -> tuple[int, ...]:
-    """The same states named by the layer they enter: undoes `capture_to_output`."""
+    """Ids of the same states by the layer that they enter, the inverse of `capture_to_output`.
+
+    UserError for negative ids.
+    """
     if any(i < 0 for i in ids):
         raise UserError(f"layers {list(ids)}: count them from 0, never from the end")
     return tuple(i + 1 for i in ids)
 
 
 def aux_layers(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """Those that a saved EAGLE-3 draft taps, as states entering a layer."""
+    """Capture ids of the states that a saved EAGLE-3 draft reads, for a target with `count` layers."""
     return tuple(config.get("eagle_aux_hidden_state_layer_ids") or default_aux_layers(count))
 
 
@@ -170,7 +177,10 @@ def save_heads(
     dtype: torch.dtype,
     ids: torch.Tensor | None,
 ) -> None:
-    """Writes config.json and model.safetensors, floats in `dtype`, with the map of a reduced vocabulary."""
+    """Writes config.json and model.safetensors of `net` in `dtype`.
+
+    `ids` [Vd] are the target's ids of a reduced vocabulary (None: the whole one), which is written as d2t and t2d.
+    """
     name = str(dtype).removeprefix("torch.")
     tensors = {key: value.detach().to("cpu", dtype) for key, value in net.state_dict().items()}
     if "draft_vocab_size" in config:
@@ -182,9 +192,9 @@ def save_heads(
 
 
 def to_midlayer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """EAGLE-3's layer under the name that its authors gave it, which every version of every engine reads.
+    """Tensors of EAGLE-3 with its authors' name `midlayer.` for `layers.0.`, which all versions of all engines read.
 
-    vLLM and TensorRT-LLM read `layers.0.` as well; SGLang came to it late, and before dropped such tensors silently.
+    vLLM and TensorRT-LLM read `layers.0.` as well; older versions of SGLang silently drop such tensors.
     """
     return {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
 
@@ -195,57 +205,60 @@ def write_checkpoint(
     tensors: Mapping[str, torch.Tensor],
     file: str = WEIGHTS_FILE,
 ) -> None:
-    """Writes config.json and the tensors as they are."""
+    """Writes config.json and the tensors, unchanged, into `file` of `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {name: value.contiguous() for name, value in tensors.items()}
-    save_file(whole, folder / file, metadata={"format": "pt"})
+    contiguous = {name: value.contiguous() for name, value in tensors.items()}
+    save_file(contiguous, folder / file, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """config.json of a draft directory."""
+    """config.json of the draft in the folder `path`. UserError when it cannot be read."""
     try:
-        found = json.loads((Path(path) / "config.json").read_text())
+        config = json.loads((Path(path) / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"draft {path!r} has no readable config.json: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise UserError(f"draft {path!r} has no readable config.json: it holds no settings")
-    return found
+    return config
 
 
 def check_config(path: str, config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """UserError naming the first setting that is not what the target needs."""
+    """UserError that names the first setting of `config` that is not as `wanted` for the target."""
     for key, value in wanted.items():
         if config.get(key) != value:
             raise UserError(
-                f"draft {path!r} has {key} {config.get(key)} and its target {value}: give the target it was made for"
+                f"draft {path!r} has {key} {config.get(key)} and its target {value}: give the target it was trained for"
             )
 
 
 def check_family(path: str, found: str, wanted: str) -> None:
-    """UserError if the tensors of a draft are those of another family than draftsmith.json says."""
+    """UserError if the tensors of a draft are of family `found` while draftsmith.json names another, `wanted`."""
     if found != wanted:
         raise UserError(
-            f"draft {path!r} holds the tensors of family {found} and is called {wanted}: restore its files"
+            f"draft {path!r} holds the tensors of family {found}, but its metadata says {wanted}: restore its files"
         )
 
 
 def draft_to_target_ids(
     path: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    """[Vd] the target's id of each draft id, rising; None for the whole vocabulary."""
+    """[Vd] the target's id of each draft id, rising; None if the draft has the target's whole vocabulary.
+
+    UserError when the map is missing, damaged or contradicts itself.
+    """
     if config["draft_vocab_size"] == config["vocab_size"]:
         return None
     if "d2t" not in tensors:
         raise UserError(
             f"draft {path!r} has {config['draft_vocab_size']} of {config['vocab_size']} ids and no d2t that "
-            "says which: save it again"
+            "maps them: save it again"
         )
     size = config["draft_vocab_size"]
     ids = ids_from_d2t(tensors["d2t"], config["vocab_size"])
     if "t2d" in tensors and not torch.equal(ids, tensors["t2d"].nonzero()[:, 0]):
         raise UserError(
-            f"draft {path!r}: d2t and t2d name different tokens: get the checkpoint anew"
+            f"draft {path!r}: d2t and t2d name different tokens: download or save the checkpoint again"
         )
     if len(ids) != size:
         raise UserError(f"draft {path!r} has {len(ids)} ids in d2t and draft_vocab_size {size}")
@@ -253,30 +266,22 @@ def draft_to_target_ids(
 
 
 def d2t_offsets(ids: torch.Tensor) -> torch.Tensor:
-    """d2t [Vd] int64: what to add to a draft id to get the target's."""
+    """d2t [Vd] int64: the difference between the target's id and the draft id of each token."""
     return ids - torch.arange(len(ids), device=ids.device)
 
 
 def t2d_mask(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """t2d [V] bool: True for the target's tokens that the draft can say."""
+    """t2d [V] bool: True for the target's tokens that are in the draft's vocabulary."""
     _check_ids(ids, vocab_size)
-    inside = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device)
-    inside[ids] = True
-    return inside
+    mask = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device)
+    mask[ids] = True
+    return mask
 
 
 def ids_from_d2t(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Ids [Vd] of a saved d2t. Raises UserError if they do not rise or leave the vocabulary."""
+    """The target's ids [Vd] of a saved d2t. UserError if they do not rise or are outside the vocabulary."""
     ids = d2t.long() + torch.arange(len(d2t), device=d2t.device)
     _check_ids(ids, vocab_size)
-    return ids
-
-
-def ids_of_pair(d2t: torch.Tensor, t2d: torch.Tensor) -> torch.Tensor:
-    """Ids [Vd] of a saved map. Raises UserError if its two halves disagree."""
-    ids = ids_from_d2t(d2t, len(t2d))
-    if not torch.equal(ids, t2d.nonzero()[:, 0]):
-        raise UserError("d2t and t2d name different tokens: the checkpoint is damaged, get it anew")
     return ids
 
 
@@ -292,8 +297,8 @@ def _check_ids(ids: torch.Tensor, vocab_size: int) -> None:
 def load_parameters(net: torch.nn.Module, path: str, tensors: Mapping[str, torch.Tensor]) -> None:
     """Loads every parameter of `net` from the draft at `path`.
 
-    UserError for one that is missing, unknown, of another shape or not finite. Parameters start as NaN, so that none
-    can keep what it was initialised with.
+    UserError for one that is missing, unknown, of another shape or not finite. Parameters are set to NaN first, so
+    that none can keep its random initialisation unnoticed.
     """
     with torch.no_grad():
         for parameter in net.parameters():
