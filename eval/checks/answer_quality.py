@@ -1,31 +1,31 @@
-"""Is an answer right? Exact match of numbers, ROUGE-L, and whether code passes its tests."""
+"""Scores answers that have a reference: exact match of numbers, ROUGE-L, and whether code passes its tests."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.benchmark.timing import TimedOutput
 from eval.checks import sandbox
 from eval.metrics import bootstrap
+from eval.tasks.loading import TaskPrompt
 
 NUMBER_PATTERN = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 WORD_PATTERN = re.compile(r"\w+")
 CODE_BLOCK_PATTERN = re.compile(r"```(?:[Pp]ython)?[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 METRIC_NAMES = {"number": "exact match", "rouge-l": "ROUGE-L", "code": "pass@1"}
-"""What a report calls the metrics of recipes."""
+"""Names in a report by `metric` of a task."""
 
 
 def last_number(text: str) -> float | None:
-    """The number behind the last #### if there is one, else the last of the text; thousands may have commas."""
-    found = NUMBER_PATTERN.findall(text.split("####")[-1]) or NUMBER_PATTERN.findall(text)
-    place = 0 if "####" in text else -1
-    return float(found[place].replace(",", "")) if found else None
+    """The first number after the last ####, or without #### the last number of the text; None if there is no number."""
+    numbers = NUMBER_PATTERN.findall(text.split("####")[-1]) or NUMBER_PATTERN.findall(text)
+    index = 0 if "####" in text else -1
+    return float(numbers[index].replace(",", "")) if numbers else None
 
 
 def exact_match(answer: str, reference: str) -> float:
-    """1 if both end with the same number, else 0."""
-    own = last_number(answer)
-    return float(own is not None and own == last_number(reference))
+    """1 if `last_number` of both is the same number, else 0."""
+    number = last_number(answer)
+    return float(number is not None and number == last_number(reference))
 
 
 def rouge_l(answer: str, reference: str) -> float:
@@ -48,9 +48,9 @@ def _lcs_length(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def build_test_program(answer: str, prefix: str, tests: str, stop: Sequence[str]) -> str:
-    """What is run: the answer's fenced block if it has one, else the `prefix` it continues; then the tests.
+    """The program to run: the answer's fenced code block, else `prefix` with the answer after it; then the tests.
 
-    The stop string that ended an answer is no part of it.
+    The answer is cut at its first stop string.
     """
     fenced = CODE_BLOCK_PATTERN.findall(answer)
     if fenced:
@@ -59,12 +59,13 @@ def build_test_program(answer: str, prefix: str, tests: str, stop: Sequence[str]
     return f"{prefix}{answer[: min(ends)] if ends else answer}\n\n{tests}\n"
 
 
-def score_answer(run: TimedOutput, tokenizer: Any, run_code: bool) -> float | None:
-    """Between 0 and 1; None where the prompt has no reference, or code may not be run."""
-    item = run.item
+def score_answer(
+    item: TaskPrompt, output_ids: list[int], tokenizer: Any, run_code: bool
+) -> float | None:
+    """The answer's score, 0 to 1; None if the prompt has no reference, or if it asks for code and `run_code` is off."""
     if not item.metric or (item.metric == "code" and not run_code):
         return None
-    answer = tokenizer.decode(run.output.output_ids, skip_special_tokens=True)
+    answer = tokenizer.decode(output_ids, skip_special_tokens=True)
     if item.metric == "number":
         return exact_match(answer, item.reference)
     if item.metric == "rouge-l":
@@ -75,42 +76,39 @@ def score_answer(run: TimedOutput, tokenizer: Any, run_code: bool) -> float | No
 
 
 def compare_answer_quality(
-    runs: Sequence[TimedOutput],
-    plain: Sequence[TimedOutput],
-    scores: dict[int, float | None],
+    items: Sequence[TaskPrompt],
+    scores: Mapping[tuple[str, str], float | None],
+    plain_scores: Mapping[tuple[str, str], float | None],
     seed: int,
 ) -> list[dict[str, Any]]:
     """The `quality` field of a report: for each metric {metric, prompts, value, ci, plain, difference, difference_ci}.
 
-    `scores` are by id() of the run. Intervals are 95 % bootstrap over prompts, the difference's paired: for a lossless
-    method it is 0 at temperature 0 and holds 0 above.
+    Scores are by (task, id) of a prompt, of the method and of plain decoding. Intervals are 95 % bootstrap over
+    prompts, paired for the difference: a lossless method has 0 at temperature 0 and an interval around 0 above it.
     """
-    by_prompt = {(r.item.task, r.item.id): scores.get(id(r)) for r in plain}
-    found = []
+    rows = []
     for kind, name in METRIC_NAMES.items():
         pairs = [
-            (own, other)
-            for r in runs
-            if r.item.metric == kind
-            and (own := scores.get(id(r))) is not None
-            and (other := by_prompt.get((r.item.task, r.item.id))) is not None
+            (score, plain)
+            for item in items
+            if item.metric == kind
+            and (score := scores.get((item.task, item.id))) is not None
+            and (plain := plain_scores.get((item.task, item.id))) is not None
         ]
         if not pairs:
             continue
-        own_scores, others = [a for a, _ in pairs], [b for _, b in pairs]
+        own, base = [a for a, _ in pairs], [b for _, b in pairs]
         ones = [1.0] * len(pairs)
-        value, base = sum(own_scores) / len(pairs), sum(others) / len(pairs)
-        found.append(
+        value, plain_value = sum(own) / len(pairs), sum(base) / len(pairs)
+        rows.append(
             {
                 "metric": name,
                 "prompts": len(pairs),
                 "value": value,
-                "ci": bootstrap.ratio_interval(own_scores, ones, seed),
-                "plain": base,
-                "difference": value - base,
-                "difference_ci": bootstrap.paired_difference_interval(
-                    own_scores, ones, others, ones, seed
-                ),
+                "ci": bootstrap.ratio_interval(own, ones, seed),
+                "plain": plain_value,
+                "difference": value - plain_value,
+                "difference_ci": bootstrap.paired_difference_interval(own, ones, base, ones, seed),
             }
         )
-    return found
+    return rows

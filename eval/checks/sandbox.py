@@ -1,7 +1,8 @@
-"""Runs code that a model wrote, in a process of its own with little time, memory and disk, and no network.
+"""Runs code that a model wrote in a separate process with limits on time, memory and files, and without network.
 
-It keeps accidents in: endless loops, memory, files, forks, sockets. It is no wall against an attacker: the code runs as
-you do and may read what you may read. Use a container or a throw-away machine for models that you do not trust.
+It contains accidents: endless loops, large allocations, written files, forks, sockets. It does not stop an attacker:
+the code runs under your user and can read your files. Use a container or a disposable machine for models that you do
+not trust.
 """
 
 import contextlib
@@ -16,8 +17,8 @@ TIME_LIMIT_SECONDS = 10.0
 MEMORY_LIMIT_BYTES = 1 << 30
 FILE_LIMIT_BYTES = 1 << 20
 
-# What runs before the code, in the child. Its own network namespace has no interface at all; where the kernel refuses
-# one, Python's sockets are taken away, which stops accidents only.
+# Runs in the child before the code. A new network namespace has no interface; where the kernel refuses one, Python's
+# sockets are replaced, which stops accidents only.
 SANDBOX_PRELUDE = """
 import os, sys
 try:
@@ -51,24 +52,28 @@ print("PASSED " + sys.argv[4], file=sys.__stderr__, flush=True)
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """`passed` if the code ran to its end. `network` says how it was kept off: namespace, sockets, or unknown."""
+    """How the code ended."""
 
     passed: bool
+    """The code ran to its end without an exception."""
     reason: str
+    """Why it did not pass; empty if it passed."""
     network: str
+    """How the network was blocked: "namespace" or "sockets", "unknown" if the code ended before that was printed."""
 
 
 def run(
     code: str, seconds: float = TIME_LIMIT_SECONDS, memory: int = MEMORY_LIMIT_BYTES
 ) -> SandboxResult:
-    """Runs `code` to its end in an empty folder, without this process's environment; kills it and all it started.
+    """Runs `code` in an empty folder, without this process's environment, then kills its process group.
 
-    A code that ends early (sys.exit in the midst) has not passed.
+    seconds: limit of wall time. memory: limit of the address space in bytes. Code that ends early (sys.exit) fails.
     """
     token = os.urandom(8).hex()
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable, "-I", "-S", "-c", SANDBOX_PRELUDE, str(int(seconds) + 1), str(memory), str(FILE_LIMIT_BYTES), token,
+            sys.executable, "-I", "-S", "-c", SANDBOX_PRELUDE,
+            str(int(seconds) + 1), str(memory), str(FILE_LIMIT_BYTES), token,
         ]  # fmt: skip
         process = subprocess.Popen(
             command,
@@ -85,7 +90,7 @@ def run(
             _, err = process.communicate(code, timeout=seconds)
             reason = ""
         except subprocess.TimeoutExpired:
-            err, reason = "", f"no end after {seconds:g} s"
+            err, reason = "", f"not finished after {seconds:g} s"
         finally:
             _kill_process_group(process)
     lines = [line for line in err.splitlines() if line.strip()]
@@ -97,7 +102,7 @@ def run(
 
 
 def _kill_process_group(process: subprocess.Popen[str]) -> None:
-    """The process and its children are gone when this returns."""
+    """Kills the process and its children, and waits until they have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

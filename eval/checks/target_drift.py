@@ -1,7 +1,7 @@
-"""How far a target that was trained along with its heads (Medusa-2) has moved from the one it was.
+"""Measures how much a target that was trained together with its heads (Medusa-2) differs from the original target.
 
-Speculation is lossless with respect to the new target; this says what the new target lost. The old one answers the
-prompts at temperature 1, and both are scored on those answers.
+Speculative decoding is lossless with respect to the new target; this measures what the new target itself lost. The
+original answers the prompts at temperature 1, and both are scored on those answers.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,15 @@ from eval.tasks.loading import TaskPrompt
 def measure_target_drift(
     old: Target, new: Target, items: Sequence[TaskPrompt], max_new_tokens: int, rows: int, seed: int
 ) -> dict[str, Any]:
-    """{perplexity_old, perplexity_new, kl, same_top1, tokens, …}, per token of the old target's answers.
+    """{perplexity_old, perplexity_new, log_perplexity_change, kl, same_top1, tokens, …} on the old target's answers.
 
-    `log_perplexity_change` has a 95 % bootstrap interval over prompts; kl is KL(old || new) in nats. UserError if the
-    two disagree on token ids.
+    All are means over tokens. `log_perplexity_change` has a 95 % bootstrap interval over prompts; kl is KL(old || new)
+    in nats; same_top1 is the share of tokens with the same argmax. rows: prompts decoded in one batch. UserError if the
+    tokenizers differ.
     """
     if old.fingerprint != new.fingerprint:
         raise UserError(
-            f"{old.name!r} and {new.name!r} have different tokenizers: nothing to compare"
+            f"{old.name!r} and {new.name!r} have different tokenizers and cannot be compared"
         )
     prompts = [item.prompt_ids for item in items]
     answers = decode(
@@ -53,21 +54,21 @@ def measure_target_drift(
 
 @torch.inference_mode()
 def _score_answer(old: Target, new: Target, prompt: list[int], answer: list[int]) -> list[float]:
-    """[tokens, -log p_old, -log p_new, KL, agreeing argmaxes], summed over the answer."""
+    """[tokens, -log p_old, -log p_new, KL(old || new), equal argmaxes], each summed over the answer's tokens."""
     text = torch.tensor([prompt + answer], device=old.decoder.device)
     start = torch.zeros(1, dtype=torch.long, device=text.device)
-    laws = []
+    log_probs = []
     for target in (old, new):
         target.decoder.capture_hidden_states(None)
         target.decoder.allocate(1, text.shape[1])
         logits = target.decoder.step(text[:, :-1], start)[0, len(prompt) - 1 :]
-        laws.append(torch.log_softmax(logits.float(), -1))
-    p, q = laws
+        log_probs.append(torch.log_softmax(logits.float(), -1))
+    log_p, log_q = log_probs
     label = text[0, len(prompt) :, None]
     return [
         float(len(answer)),
-        -float(p.gather(1, label).sum()),
-        -float(q.gather(1, label).sum()),
-        float((p.exp() * (p - q)).sum()),
-        float((p.argmax(-1) == q.argmax(-1)).sum()),
+        -float(log_p.gather(1, label).sum()),
+        -float(log_q.gather(1, label).sum()),
+        float((log_p.exp() * (log_p - log_q)).sum()),
+        float((log_p.argmax(-1) == log_q.argmax(-1)).sum()),
     ]

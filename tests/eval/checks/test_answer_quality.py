@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from decode.engine.engine import RequestOutput
-from eval.benchmark.timing import TimedOutput
 from eval.checks import answer_quality, sandbox
 from eval.tasks.loading import TaskPrompt
 
@@ -54,35 +52,35 @@ def test_rouge_l_by_hand(answer: str, reference: str, value: float) -> None:
     assert answer_quality.rouge_l(answer, reference) == pytest.approx(value)
 
 
-def run_of(name: str, task: str = "t", metric: str = "number") -> TimedOutput:
-    return TimedOutput(
-        TaskPrompt(task, name, [1], metric=metric, reference="1"), RequestOutput([1]), 1.0
-    )
+def prompt_of(name: str, metric: str = "number") -> TaskPrompt:
+    return TaskPrompt("t", name, [1], metric=metric, reference="1")
 
 
 def test_parity_is_paired_and_has_an_interval() -> None:
-    """Bug: the arms are not of the same prompts, or a difference is called significant when none is there."""
-    plain = [run_of(str(i)) for i in range(40)]
-    own = [run_of(str(i)) for i in range(39)] + [run_of("x", metric="")]
-    scores: dict[int, float | None] = {id(r): float(i % 2) for i, r in enumerate(plain)}
-    scores |= {id(r): float(i % 2) for i, r in enumerate(own)}
-    found = answer_quality.compare_answer_quality(own, plain, scores, seed=0)
+    """Bug: the methods are scored on different prompts, or a difference is called significant when there is none."""
+    plain: dict[tuple[str, str], float | None] = {("t", str(i)): float(i % 2) for i in range(40)}
+    items = [prompt_of(str(i)) for i in range(39)] + [prompt_of("x", metric="")]
+    scores: dict[tuple[str, str], float | None] = {
+        (item.task, item.id): float(i % 2) for i, item in enumerate(items)
+    }
+    found = answer_quality.compare_answer_quality(items, scores, plain, seed=0)
     assert [(x["metric"], x["prompts"], x["difference"]) for x in found] == [
         ("exact match", 39, 0.0)
     ]
     assert tuple(found[0]["difference_ci"]) == (0.0, 0.0)
     low, high = found[0]["ci"]
     assert low < found[0]["value"] < high
-    scores |= {id(r): 0.0 for r in own}
-    worse = answer_quality.compare_answer_quality(own, plain, scores, seed=0)[0]
+    zeros = dict.fromkeys(scores, 0.0)
+    worse = answer_quality.compare_answer_quality(items, zeros, plain, seed=0)[0]
     assert worse["difference"] == pytest.approx(-19 / 39)
     assert worse["difference_ci"][1] < 0
 
 
 def test_code_is_only_run_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: what a model wrote runs without leave."""
+    """Bug: code that a model wrote runs although run_code is off."""
     monkeypatch.setattr(sandbox, "run", lambda code: pytest.fail("it ran"))
-    assert answer_quality.score_answer(run_of("a", metric="code"), None, run_code=False) is None
+    item = prompt_of("a", metric="code")
+    assert answer_quality.score_answer(item, [1], None, run_code=False) is None
 
 
 # ---- the sandbox ----

@@ -1,9 +1,12 @@
 """The statistical side of losslessness: exact rules pass, every planted bug is caught at a stated number of tokens.
 
-The exact law is enumerated in test_exact_law.py; these tests are what users can run on a real vocabulary.
+tests/decode/verification/test_exact_distribution.py enumerates the exact distribution; these tests are what users can
+run on a real vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +16,16 @@ import torch
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.ngram import NgramDraft
-from decode.engine import round as engine
 from decode.model.kv_cache import SlotMapping
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
-from decode.verification import rules
+from decode.verification import registry, rules
 from decode.verification.rules import accept_weights, count_accepted, residual
 from decode.verification.sampling import CounterRNG, SamplingParams, warp
 from decode.verification.tree import DynamicTree
-from eval.benchmark.timing import Method
+from eval.benchmark.config import EvalConfig
+from eval.benchmark.journal import Journal
+from eval.benchmark.methods import Method
 from eval.checks import sampling_distribution
 from eval.metrics import ks_test
 from eval.tasks.loading import TaskPrompt
@@ -133,14 +137,14 @@ def keep_rejected(accept: torch.Tensor) -> torch.Tensor:
 
 
 def mask_one_ahead(self: SlotMapping, window: int | None, groups: int) -> torch.Tensor:
-    allow = self.write[:, :, None] - self.slot >= -1
+    allow = self.write_slots[:, :, None] - self.slot >= -1
     return allow[:, None].repeat(1, 1, groups, 1)
 
 
 PROPOSE = CausalDraft.propose
 
 
-def propose_wrong_law(
+def propose_shifted_q(
     self: CausalDraft, history: torch.Tensor, length: torch.Tensor, k: int
 ) -> Proposal:
     proposal = PROPOSE(self, history, length, k)
@@ -162,9 +166,9 @@ class ReusesAcceptance(CounterRNG):
 
 
 BUGS: dict[str, tuple[object, str, object]] = {
-    "bonus token unwarped": (engine, "warp", bonus_unwarped),
-    "bonus from one position early": (engine, "warp", bonus_early),
-    "p one position late": (engine, "warp", one_late),
+    "bonus token unwarped": (registry, "warp", bonus_unwarped),
+    "bonus from one position early": (registry, "warp", bonus_early),
+    "p one position late": (registry, "warp", one_late),
     "residual: drawn from p": (rules, "residual", lambda p, q: p),
     "residual: q not normalised": (rules, "residual", lambda p, q: residual(p, q / 2)),
     "residual: not clamped": (rules, "residual", lambda p, q: (p - q).abs()),
@@ -174,9 +178,9 @@ BUGS: dict[str, tuple[object, str, object]] = {
     "drafted token kept after its rejection": (rules, "count_accepted", keep_rejected),
     "accepts on after a rejection": (rules, "count_accepted", lambda a: a.sum(-1)),
     "sees one slot ahead": (SlotMapping, "mask", mask_one_ahead),
-    "q of another position": (CausalDraft, "propose", propose_wrong_law),
-    "random numbers again": ("decode.engine.engine", "Dice", NeverAdvances),
-    "correction with acceptance's number": ("decode.engine.engine", "Dice", ReusesAcceptance),
+    "q of another position": (CausalDraft, "propose", propose_shifted_q),
+    "random numbers again": ("decode.engine.engine", "CounterRNG", NeverAdvances),
+    "correction with acceptance's number": ("decode.engine.engine", "CounterRNG", ReusesAcceptance),
 }
 
 
@@ -196,6 +200,29 @@ def test_a_lossy_rule_is_caught(model: Any) -> None:
     """Bug: the negative control of a report passes what is known to be lossy."""
     found = shown_by(model, near, "typical")
     assert not all(test["passed"] for test in found.values()), found
+
+
+def test_registered_rules_are_labelled(
+    model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bug: a lossy rule under a new name is called lossless, or is held to the target's distribution."""
+    monkeypatch.setattr(registry, "VERIFICATION_RULES", dict(registry.VERIFICATION_RULES))
+    registry.register_rule(replace(registry.find_rule("typical"), name="my-lossy"))
+    target = tiny_target(model)
+    methods = [
+        Method("plain"), Method("sound", near(target), K), Method("lossy", near(target), K, "my-lossy"),
+    ]  # fmt: skip
+    s = EvalConfig(check_law=TOKENS, temperatures=[0.0, SAMPLING.temperature])
+    items = [TaskPrompt("t", str(i), prompt) for i, prompt in enumerate(tiny_prompts(4, 6, 9))]
+    journal = Journal(tmp_path / "journal.jsonl", {})
+    law = sampling_distribution.check_sampling_distribution(
+        s, target, model, methods, items, journal
+    )
+    assert law is not None
+    assert law["passed"]
+    assert [tuple(verdict.values()) for verdict in law["methods"]] == [
+        ("plain", False, True, None), ("sound", False, True, True), ("lossy", True, False, None),
+    ]  # fmt: skip
 
 
 # ---- the statistics ----
