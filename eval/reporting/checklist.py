@@ -137,11 +137,11 @@ def tuning_advice(tuned: dict[str, Any] | None, entry: ReportEntry) -> list[str]
         setting = (c["method"], c["temperature"], c["batch_size"])
         if setting != (entry["name"], entry["temperature"], entry["batch_size"]):
             continue
-        guide = f"; guides recommend K {c['guide'][0]} to {c['guide'][1]}" if c["guide"] else ""
+        advice = f"; guides recommend K {c['guide'][0]} to {c['guide'][1]}" if c["guide"] else ""
         held_out = format_number(c["held_out"], 2, "×")
         lines.append(
             f"{c['task']}: {c['setting']}, {format_with_interval(c['speedup'], c['ci'], 2, '×')} in rounds; chosen on "
-            f"one half of the prompts and measured on the other half: {held_out}{guide}."
+            f"one half of the prompts and measured on the other half: {held_out}{advice}."
         )
     if not lines:
         setting_text = f"temperature {entry['temperature']:g}, batch {entry['batch_size']}"

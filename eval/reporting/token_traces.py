@@ -1,12 +1,11 @@
 """Traces of a few answers: which tokens were drafted and accepted, and which the target added itself."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode.common.errors import UserError
+from decode.common.files import parse_jsonl
 from eval.reporting.report_data import (
     Report,
     pooled_sections,
@@ -49,14 +48,7 @@ class TokenTrace:
 
 def read_outputs(path: Path) -> list[OutputLine]:
     """The lines of outputs.jsonl; UserError names a line that is not JSON."""
-    lines = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if line.strip():
-            try:
-                lines.append(json.loads(line))
-            except ValueError as error:
-                raise UserError(f"{path}:{number} is not valid JSON") from error
-    return lines
+    return [line for _, line in parse_jsonl(path.read_text(encoding="utf-8"), path)]
 
 
 def select_traces(report: Report, lines: Iterable[OutputLine], tokenizer: Any) -> list[TokenTrace]:
