@@ -1,5 +1,5 @@
 # Sourced by the other scripts: makes .venv if there is none, and installs what pyproject.toml asks for.
-# PYTHON names the interpreter to make it with (>= 3.11); an argument names extras, such as dev.
+# PYTHON is the interpreter to make it with (>= 3.11); the argument is an extra of pyproject.toml, such as dev.
 
 extras=${1:-}
 if [ ! -x .venv/bin/python ]; then
@@ -20,7 +20,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
 fi
 PATH=$PWD/.venv/bin:$PATH
 export TOKENIZERS_PARALLELISM=false
-# One process on whatever device there is; said in full, accelerate does not warn about defaults.
-# On a CPU accelerate gives a process one thread unless told otherwise.
+# One process on whatever device there is. With all options given, accelerate does not warn about defaults.
+# On a CPU accelerate gives a process one thread by default.
 launch="accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
 launch="$launch --num_cpu_threads_per_process $(nproc 2>/dev/null || sysctl -n hw.ncpu)"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The whole job on the bundled models: sample the target, distill three drafts, decode with them, report, make the folder for the Hub.
-# Two CPU cores, no GPU, no network past the package index: 14 minutes after installation where a core does 50 GFLOP/s.
-# Run again, it goes on where it stopped; `rm -r outputs/quickstart` starts over.
+# The whole pipeline on the bundled models: samples, distills three drafts, decodes, reports, makes the Hub folder.
+# Two CPU cores, no GPU, no network except the package index: 14 minutes after installation at 50 GFLOP/s per core.
+# Run again, it continues where it stopped; `rm -r outputs/quickstart` starts over.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh
@@ -15,10 +15,10 @@ stage "2/5 three drafts learn from the answers: a small LM, Medusa heads, an EAG
 for draft in causal medusa eagle3; do
   $launch train/distill.py --config configs/quickstart/$draft.yaml
 done
-stage "3/5 the draft at work: green accepted, red rejected, blue the target's own"
+stage "3/5 decoding with the draft: green accepted, red rejected, blue from the target"
 python decode/generate.py --draft outputs/quickstart/drafts/causal --max_new_tokens 80 \
   --prompt $'def read_config(path):\n    """Return the settings in the file at path."""\n    with'
-stage "4/5 what it is worth"
+stage "4/5 acceptance and speed-up"
 python eval/run.py --config configs/quickstart/eval.yaml
 python scripts/track_report.py --run outputs/quickstart/drafts/causal --report outputs/quickstart/report
 stage "5/5 the folder for the Hugging Face Hub (nothing is sent)"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The README's table: the quickstart's pipeline with more samples, more steps and every evaluation prompt.
-# Two CPU cores: under 60 minutes. Run again, it goes on where it stopped.
+# Measures the README's table: the quickstart's pipeline with more samples, more steps and every evaluation prompt.
+# Two CPU cores: under 60 minutes. Run again, it continues where it stopped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh

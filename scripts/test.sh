@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
 mypy
-# A process for each core, a file of tests to one process: each builds its tiny models once.
+# One process per core; all tests of a file run in the same process, so that its tiny models are built once.
 if [ "${CI:-}" = true ]; then
   python -m pytest -n auto --dist loadfile -m "" "$@"
 else
