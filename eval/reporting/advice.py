@@ -1,7 +1,6 @@
 """Advice from a report: the recommendation and its reasons, the rules of thumb, and the production checklist."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from eval.reporting.checklist import build_checklist
 from eval.reporting.decision import (
@@ -32,6 +31,7 @@ from eval.reporting.formatting import (
 from eval.reporting.report_data import (
     Report,
     ReportEntry,
+    Tuned,
     fastest_entry,
     pooled_sections,
     report_sections,
@@ -58,14 +58,14 @@ class Advice:
 
 def advise(
     report: Report,
-    tuned: dict[str, Any] | None = None,
+    tuned: Tuned | None = None,
     memory: float | None = None,
     rows: int | None = None,
     length: int | None = None,
 ) -> Advice:
     """Advice on the fastest draft at the lowest temperature and smallest batch of the report.
 
-    tuned: the contents of a tuned.json. memory: bytes of the device. rows, length: planned concurrent requests and
+    memory: bytes of the device. rows, length: planned concurrent requests and
     tokens of each; None takes the report's batch size and mean reply.
     """
     pooled = pooled_sections(report)

@@ -1,7 +1,5 @@
 """The production checklist with a report's own numbers: baseline, draft, tuning, roll-out."""
 
-from typing import Any
-
 from eval.metrics import roofline
 from eval.metrics.records import ALL_TASKS
 from eval.metrics.speedup_model import recommended_k_range
@@ -21,21 +19,23 @@ from eval.reporting.formatting import (
     format_percent,
     format_with_interval,
 )
-from eval.reporting.report_data import Report, ReportEntry, get_nested, target_name
+from eval.reporting.report_data import (
+    Report,
+    ReportEntry,
+    Tuned,
+    filter_by_setting,
+    get_nested,
+    target_name,
+)
 from eval.reporting.summary import lossless_verdict
 
 
 def build_checklist(
-    report: Report, entry: ReportEntry, inputs: DecisionInputs, tuned: dict[str, Any] | None
+    report: Report, entry: ReportEntry, inputs: DecisionInputs, tuned: Tuned | None
 ) -> dict[str, list[str]]:
-    """{step: lines}: what to do in each step, with the numbers of `entry`, the draft that the advice is about.
-
-    tuned: the contents of a tuned.json, None if there is none.
-    """
-    setting = (entry["temperature"], entry["batch_size"], ALL_TASKS)
-    peers = [
-        m for m in report["methods"] if (m["temperature"], m["batch_size"], m["task"]) == setting
-    ]
+    """{step: lines}: what to do in each step, with the numbers of `entry`, the draft that the advice is about."""
+    pooled = [m for m in report["methods"] if m["task"] == ALL_TASKS]
+    peers = filter_by_setting(pooled, (entry["temperature"], entry["batch_size"]))
     plain = next((m for m in peers if m["name"] == "plain"), None)
     return {
         "1. Baseline": _baseline_lines(report, entry, inputs, plain),
@@ -103,7 +103,7 @@ def _draft_size_text(report: Report, entry: ReportEntry) -> str:
     return "unknown" if ratio is None else f"{format_size_ratio(ratio)} of the target"
 
 
-def tuned_table(tuned: dict[str, Any]) -> Table:
+def tuned_table(tuned: Tuned) -> Table:
     """The fastest setting of each method by domain, temperature and batch size, with the K that guides recommend."""
     rows = [
         [
@@ -124,7 +124,7 @@ def tuned_table(tuned: dict[str, Any]) -> Table:
     return Table("Tuned settings", header, rows, prose=True)
 
 
-def tuning_advice(tuned: dict[str, Any] | None, entry: ReportEntry) -> list[str]:
+def tuning_advice(tuned: Tuned | None, entry: ReportEntry) -> list[str]:
     """The tuned settings of the entry's method, with the K that guides recommend."""
     if tuned is None:
         guide = recommended_k_range("", entry["alpha"])
@@ -155,9 +155,7 @@ def tuning_advice(tuned: dict[str, Any] | None, entry: ReportEntry) -> list[str]
     return lines
 
 
-def rollout_advice(
-    entry: ReportEntry, plain: ReportEntry | None, tuned: dict[str, Any] | None
-) -> list[str]:
+def rollout_advice(entry: ReportEntry, plain: ReportEntry | None, tuned: Tuned | None) -> list[str]:
     """What to monitor in production, and the values at which to act."""
     lines = [
         "Start with a small share of the traffic and compare with plain decoding, on the same prompts where possible."
@@ -196,7 +194,7 @@ def verification_headroom(report: Report, entry: ReportEntry) -> list[str]:
     ]
 
 
-def batch_size_advice(entry: ReportEntry, tuned: dict[str, Any] | None) -> str:
+def batch_size_advice(entry: ReportEntry, tuned: Tuned | None) -> str:
     """Up to which batch size the method was measured to be faster than plain decoding."""
     cells = [
         c

@@ -21,14 +21,13 @@ from eval.reporting.plots import (
 from eval.reporting.report_data import (
     Report,
     ReportEntry,
+    Tuned,
     filter_by_setting,
     measured_settings,
     setting_title,
     unique_names,
 )
 
-Tuned = dict[str, Any]
-"""The contents of tuned.json."""
 PROBABILITY_YLIM = (0.0, 1.03)
 
 

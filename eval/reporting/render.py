@@ -4,7 +4,6 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from rich import box
@@ -24,6 +23,7 @@ from eval.reporting.formatting import (
 )
 from eval.reporting.report_data import (
     Report,
+    Tuned,
     fastest_entry,
     pooled_sections,
     report_sections,
@@ -64,7 +64,7 @@ def write_report(
     report: Report,
     folder: Path,
     traces: Sequence[TokenTrace] = (),
-    tuned: dict[str, Any] | None = None,
+    tuned: Tuned | None = None,
 ) -> None:
     """Writes report.json, report.md and report.html into `folder`. ValueError for NaN or infinity in the report."""
     report = with_model_sizes(report)
@@ -88,11 +88,11 @@ def render_markdown(report: Report) -> str:
 
 
 def render_html(
-    report: Report, traces: Sequence[TokenTrace] = (), tuned: dict[str, Any] | None = None
+    report: Report, traces: Sequence[TokenTrace] = (), tuned: Tuned | None = None
 ) -> str:
     """The report as one HTML page that needs no other file and no script.
 
-    tuned: the contents of a tuned.json on the same target; adds its table and plots.
+    tuned: a tuning run on the same target; adds its table and plots.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),

@@ -15,6 +15,8 @@ Report = dict[str, Any]
 """The contents of report.json."""
 ReportEntry = dict[str, Any]
 """One object of a report: a method at one task and setting, another engine, or the result of one check."""
+Tuned = dict[str, Any]
+"""The contents of tuned.json, as eval/tune.py writes it."""
 
 
 def read_report(path: Path) -> Report:
