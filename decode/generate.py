@@ -1,10 +1,10 @@
-"""Prompt in, text out, with every token coloured by how it came about.
+"""Continues one prompt and prints the text, each token coloured by where it came from.
 
     python decode/generate.py --prompt "def read_config(path):" --draft outputs/quickstart/drafts/causal
     python decode/generate.py --prompt "Question: …" --draft ngram --sampling.temperature 1
 
-Green: drafted and accepted by the target. Red, struck out: drafted and rejected. Blue: the target's own token, which
-corrects a rejected one or follows a fully accepted draft (Leviathan et al. 2023, figure 1).
+Green: drafted and accepted. Red, struck out: drafted and rejected. Blue: sampled from the target, instead of a
+rejected token or as the bonus token after a fully accepted draft (Leviathan et al. 2023, figure 1).
 """
 
 import sys
@@ -23,7 +23,8 @@ from decode.common.chat_template import encode_prompt
 from decode.common.cli import run_command
 from decode.common.errors import UserError
 from decode.drafts.registry import pick_draft
-from decode.engine.engine import RequestOutput, RoundRecord, add_record, speculate
+from decode.engine.engine import speculate
+from decode.engine.records import DecodeRecord, RoundRecord, add_record
 from decode.model.loading import load_target
 from decode.verification.sampling import SamplingParams
 
@@ -32,45 +33,46 @@ ACCEPTED_STYLE, REJECTED_STYLE, TARGET_STYLE = "green", "red strike", "bold blue
 
 @dataclass
 class GenerateConfig:
+    """Settings of the command."""
+
     prompt: str = ""
-    """The text to continue (or to answer, if the target has a chat template)."""
+    """The text to continue, or to answer if the target has a chat template."""
     prompt_file: str = ""
-    """Read the prompt from this file instead."""
+    """A file to read the prompt from instead."""
     target: str = "assets/target"
-    """Folder or hub name."""
+    """Folder or Hub name of the target."""
     revision: str | None = None
-    """Commit, tag or branch of a hub target."""
+    """Commit, tag or branch of a target on the Hub."""
     draft: str = "ngram"
-    """Folder or hub name of a draft, `ngram` for lookup, `none` for plain decoding."""
+    """Folder or Hub name of a draft; `ngram`: lookup in the text so far; `none`: plain decoding."""
     k: int = 4
-    """Tokens drafted a round."""
+    """Tokens drafted per round."""
     max_new_tokens: int = 128
-    """Longest answer."""
+    """Tokens generated at most."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Temperature 0 is greedy."""
+    """How tokens are sampled; temperature 0 is greedy."""
     seed: int = 0
+    """Seed of sampling; equal seeds give equal text."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:1, …"""
+    """cpu, cuda, cuda:1 and so on; auto: cuda if there is a GPU, else cpu."""
     dtype: str = "float32"
-    """float32, bfloat16 or float16."""
+    """float32, bfloat16 or float16, for the target and the draft."""
     rejected: bool = True
-    """Show rejected drafts as well."""
+    """Show rejected tokens too. They are never shown outside a terminal."""
 
 
 def styled_spans(record: RoundRecord, rejected: bool) -> list[tuple[list[int], str]]:
-    """(ids, style) in the order to print them: accepted drafts, rejected ones, the target's own token."""
-    stays = record.tokens[: record.accepted]
-    own = record.tokens[record.accepted :]
-    falls = record.proposed[record.accepted :] if rejected else []
-    return [
-        (ids, style)
-        for ids, style in ((stays, ACCEPTED_STYLE), (falls, REJECTED_STYLE), (own, TARGET_STYLE))
-        if len(ids) > 0
+    """(ids, style) of a round in the order to print them: accepted, rejected (if wanted) and the target's tokens."""
+    spans = [
+        (record.tokens[: record.accepted], ACCEPTED_STYLE),
+        (record.proposed[record.accepted :] if rejected else [], REJECTED_STYLE),
+        (record.tokens[record.accepted :], TARGET_STYLE),
     ]
+    return [(ids, style) for ids, style in spans if len(ids) > 0]
 
 
-def summary_line(output: RequestOutput, seconds: float) -> str:
-    """One line: length, speed, τ and the acceptance rate."""
+def summary_line(output: DecodeRecord, seconds: float) -> str:
+    """One line with length, speed, number of rounds, τ and acceptance. `seconds` is the time for the whole text."""
     emitted, rounds = len(output.output_ids) - 1, len(output.rounds)
     drafted = sum(d for d, _ in output.rounds)
     accepted = sum(a for _, a in output.rounds)
@@ -87,6 +89,7 @@ def summary_line(output: RequestOutput, seconds: float) -> str:
 
 
 def print_tokens(console: Console, tokenizer: Any, ids: list[int], style: str) -> None:
+    """Prints the text of `ids` in a rich `style`, without a line break at the end."""
     console.print(
         Text(tokenizer.decode(ids, skip_special_tokens=True), style=style),
         end="",
@@ -96,6 +99,7 @@ def print_tokens(console: Console, tokenizer: Any, ids: list[int], style: str) -
 
 
 def main(s: GenerateConfig) -> None:
+    """Decodes the prompt and prints the text as it is generated. UserError for a missing prompt."""
     if s.prompt_file:
         if not Path(s.prompt_file).is_file():
             raise UserError(f"prompt file {s.prompt_file!r} does not exist")
@@ -107,7 +111,7 @@ def main(s: GenerateConfig) -> None:
     ids = encode_prompt(target.tokenizer, s.prompt)
     console = Console()
     console.print(Text(s.prompt), end="", soft_wrap=True, highlight=False)
-    output = RequestOutput(ids)
+    output = DecodeRecord(ids)
     start = time.perf_counter()
     for record in speculate(
         target,
@@ -119,7 +123,7 @@ def main(s: GenerateConfig) -> None:
         seed=s.seed,
     ):
         add_record(output, record)
-        # without colour, as in a file, rejected drafts could not be told from the text
+        # Without colour, as in a file, rejected tokens would look like text.
         for tokens, style in styled_spans(record, s.rejected and console.is_terminal):
             print_tokens(console, target.tokenizer, tokens, style)
     seconds = time.perf_counter() - start

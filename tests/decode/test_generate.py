@@ -1,0 +1,77 @@
+"""The command that continues one prompt: what it prints, and in which style."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from decode import generate
+from decode.common.errors import UserError
+from decode.engine.records import DecodeRecord, RoundRecord
+from decode.generate import GenerateConfig, styled_spans, summary_line
+from tests.tiny import tiny_model, tiny_target
+
+
+def record(accepted: int, proposed: list[int], tokens: list[int]) -> RoundRecord:
+    return RoundRecord(0, False, len(proposed), accepted, proposed, tokens, None, 0.0)
+
+
+def test_spans_stand_in_order_and_empty_ones_are_left_out() -> None:
+    """Catches accepted tokens printed as rejected ones, a bonus token in the wrong place, and hidden tokens printed."""
+    one = record(2, [1, 2, 3, 4], [1, 2, 9])
+    assert styled_spans(one, rejected=True) == [
+        ([1, 2], "green"),
+        ([3, 4], "red strike"),
+        ([9], "bold blue"),
+    ]
+    assert styled_spans(one, rejected=False) == [([1, 2], "green"), ([9], "bold blue")]
+    assert styled_spans(record(0, [], [9]), rejected=True) == [([9], "bold blue")]
+
+
+def test_the_summary_counts_tokens_and_rounds() -> None:
+    """Catches the prefill's token counted into τ, and a division by zero without rounds or drafts."""
+    output = DecodeRecord([1], [5, 6, 7, 8], [(3, 2), (3, 0)], "length")
+    assert summary_line(output, 2.0) == (
+        "4 tokens in 2.00 s, 2.0 tokens/s, 2 rounds, τ 1.50, "
+        "2 of 6 drafted tokens accepted, ended by length"
+    )
+    assert summary_line(DecodeRecord([1], [5], [], "eos"), 1.0) == (
+        "1 tokens in 1.00 s, 1.0 tokens/s, 0 rounds, ended by eos"
+    )
+
+
+def test_a_missing_prompt_is_an_error(tmp_path: Path) -> None:
+    """Catches an empty prompt that is decoded, and a stack trace for a file that is not there."""
+    with pytest.raises(UserError, match="--prompt_file"):
+        generate.main(GenerateConfig())
+    with pytest.raises(UserError, match=r"none\.txt' does not exist"):
+        generate.main(GenerateConfig(prompt_file=str(tmp_path / "none.txt")))
+
+
+def test_outside_a_terminal_the_text_is_that_of_the_target(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches rejected tokens, escape codes or line breaks mixed into text that goes to a file."""
+
+    class Words:
+        """A tokenizer whose words are their ids."""
+
+        chat_template = None
+        bos_token_id = None
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [int(word) for word in text.split()]}
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return "".join(f" {i}" for i in ids)
+
+    target = replace(tiny_target(tiny_model("llama")), tokenizer=Words())
+    monkeypatch.setattr(generate, "load_target", lambda *args: target)
+    texts = []
+    for draft in ("none", "ngram"):
+        settings = GenerateConfig(prompt="3 4 3 4 3", draft=draft, max_new_tokens=40)
+        generate.main(settings)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert len(texts[0].split()) == 5 + 40
+    assert "\x1b" not in texts[0]
