@@ -2,7 +2,8 @@
 
 publish.py          a draft or a sampled set as a checked folder
 upload.py           the folder to the Hub, with a version tag
-model_card.py       the card of a draft; card_tables.py its tables and figures, card.md.j2 its template
+model_card.py       the card of a draft; card_text.py its sentences, card_tables.py its tables and figures,
+                    card.md.j2 its template
 dataset_card.py     the shards and the card of a sampled set; dataset_card.md.j2 its template
 serving_configs.py  commands and files that serve a draft in each engine
 redaction.py        removes local paths; finds tokens and pickles

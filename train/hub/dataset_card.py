@@ -1,4 +1,4 @@
-"""A sampled set for the Hub: its shards without local paths, and a data card from its manifest and its rows."""
+"""A sampled set for the Hub: its shards without local paths, and a card from its manifest and its rows."""
 
 import shutil
 from collections import Counter
@@ -26,44 +26,46 @@ SIZE_CATEGORIES = (
     (10**6, "100K<n<1M"),
     (10**7, "1M<n<10M"),
 )
-"""The Hub's words for how many rows there are."""
+"""(number of rows below which it applies, the Hub's size category)."""
 
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """A sampled set as counted."""
+    """The manifest of a sampled set, and counts by (source, origin)."""
 
     manifest: dict[str, Any]
     """Without local paths."""
     rows: Counter[tuple[str, str]]
-    """By source and origin; so are tokens, and tokens to learn."""
+    """Number of rows."""
     tokens: Counter[tuple[str, str]]
-    learned: Counter[tuple[str, str]]
+    """Tokens of prompts and answers."""
+    supervised: Counter[tuple[str, str]]
+    """Generated tokens, which training learns."""
 
 
 def read_stats(folder: Path) -> DatasetStats:
-    """Counts every row. UserError for a damaged set, or one whose manifest counts other rows."""
+    """Counts every row. UserError for a damaged set, or if the manifest counts another number of rows."""
     sample_store.read_manifest(folder)
     manifest = files.read_json(folder / "manifest.json")
     rows: Counter[tuple[str, str]] = Counter()
     tokens: Counter[tuple[str, str]] = Counter()
-    learned: Counter[tuple[str, str]] = Counter()
+    supervised: Counter[tuple[str, str]] = Counter()
     for row in sample_store.read_shards(folder):
         kind = (redaction.strip_local_paths(row["source"]), row["origin"])
         rows[kind] += 1
         tokens[kind] += len(row["input_ids"])
-        learned[kind] += sum(end - start for start, end in row["loss_spans"])
+        supervised[kind] += sum(end - start for start, end in row["loss_spans"])
     counts = manifest["counts"]
-    counted, told = rows.total(), counts["answered"] + counts.get("answers_too_short", 0)
-    if counted != told:
+    counted, expected = rows.total(), counts["answered"] + counts.get("answers_too_short", 0)
+    if counted != expected:
         raise UserError(
-            f"{folder} holds {counted} rows and its manifest counts {told}: finish train/sample.py first"
+            f"{folder} has {counted} rows and its manifest counts {expected}: finish train/sample.py first"
         )
-    return DatasetStats(redaction.strip_local_paths(manifest), rows, tokens, learned)
+    return DatasetStats(redaction.strip_local_paths(manifest), rows, tokens, supervised)
 
 
 def copy_shards(folder: Path, out: Path) -> None:
-    """The shards to the byte, unless a source of theirs is a local path, which is cut to its last part."""
+    """Copies the shards byte for byte, unless a `source` in them is a local path: it is cut to its last part."""
     (out / "shards").mkdir(parents=True)
     for path in sorted((folder / "shards").glob("*.parquet")):
         table = pq.read_table(path)
@@ -72,8 +74,8 @@ def copy_shards(folder: Path, out: Path) -> None:
         if clean == sources:
             shutil.copyfile(path, out / "shards" / path.name)
         else:
-            at = table.schema.get_field_index("source")
-            table = table.set_column(at, table.schema.field(at), pa.array(clean, pa.string()))
+            i = table.schema.get_field_index("source")
+            table = table.set_column(i, table.schema.field(i), pa.array(clean, pa.string()))
             pq.write_table(
                 table,
                 out / "shards" / path.name,
@@ -82,27 +84,27 @@ def copy_shards(folder: Path, out: Path) -> None:
             )
 
 
-def render(made: DatasetStats, repo: str, labels: HubLabels) -> DatasetCard:
-    """The data card."""
-    title, rows = repo.rpartition("/")[2], made.rows.total()
+def render(stats: DatasetStats, repo: str, labels: HubLabels) -> DatasetCard:
+    """The dataset card."""
+    title, rows = repo.rpartition("/")[2], stats.rows.total()
     counts = [
         ("rows", rows),
-        ("tokens", made.tokens.total()),
-        ("tokens to learn", made.learned.total()),
+        ("tokens", stats.tokens.total()),
+        ("tokens to learn", stats.supervised.total()),
     ]
-    parts = (made.rows, made.tokens, made.learned)
-    revision = made.manifest.get("revision")
+    parts = (stats.rows, stats.tokens, stats.supervised)
+    revision = stats.manifest.get("revision")
     fields = {
         "title": title,
         "repo": repo,
-        "manifest": made.manifest,
+        "manifest": stats.manifest,
         "revision": f" at revision {revision}" if revision else "",
         "counts": [(name, f"{count:,}") for name, count in counts],
         "sources": [
             [escape_markdown(kind[0]), kind[1], *(f"{part[kind]:,}" for part in parts)]
-            for kind in sorted(made.rows)
+            for kind in sorted(stats.rows)
         ],
-        "made": [[name, escape_markdown(value)] for name, value in flatten(made.manifest)],
+        "made": [[name, escape_markdown(value)] for name, value in flatten(stats.manifest)],
         "licence": f"Licence: {labels.license}."
         if labels.license
         else "No licence was stated when this was published; those of the target and of the prompts apply.",

@@ -1,7 +1,7 @@
-"""A draft or a sampled set as the folder that goes to the Hugging Face Hub, checked before it is shown or sent.
+"""Builds the folder that is uploaded to the Hugging Face Hub, from a draft or a sampled set, and checks it.
 
-The folder is written whole or not at all, by names that are known to be safe: no checkpoints, no logs, no pickles.
-What holds a token, a local path, or numbers of other weights is refused before anything is sent.
+The folder is complete or not written at all. It has only files of known names: no checkpoints, no logs, no pickles.
+UserError for a token, a local path, or measurements of other weights, before anything is sent.
 """
 
 import json
@@ -19,7 +19,7 @@ from decode.common.run_dir import RUN_FILE
 from decode.drafts.base import METADATA_FILE, draft_sha256
 from train.hub import dataset_card, model_card, redaction, serving_configs
 from train.hub.card_tables import card_images
-from train.hub.model_card import CardInputs
+from train.hub.card_text import CardInputs
 from train.hub.upload import (
     MARKER_FILES,
     HubLabels,
@@ -45,7 +45,7 @@ PUBLISHED_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""Files of a draft that are published as they are; `target/`, which Medusa-2 leaves, by the same names."""
+"""Files of a draft that are copied; those of `target/`, the trained target of Medusa-2, by the same names."""
 
 
 def build_draft_folder(
@@ -58,9 +58,9 @@ def build_draft_folder(
     checks: Mapping[str, Sequence[str]] | None = None,
     tuned: Mapping[str, Any] | None = None,
 ) -> PublishFolder:
-    """Writes `out`, replacing an earlier one. UserError if the draft and what was measured of it do not fit.
+    """Writes `out` and replaces an earlier one. UserError if report, referee's result or `tuned` are of other weights.
 
-    `checks` says what the rules of each engine that was checked find wrong, `tuned` is tuned.json of eval/tune.py.
+    `checks` is {engine: findings of its rules} of each engine that was checked, `tuned` is tuned.json of eval/tune.py.
     """
     check_repo_id(repo)
     check_output_folder(out, draft)
@@ -73,7 +73,7 @@ def build_draft_folder(
         "./target" if facts.get("original_target") else labels.base_model or facts["target"]["name"]
     )
     facts["target"] = {**facts["target"], "name": target}
-    known = CardInputs(
+    inputs = CardInputs(
         facts,
         config,
         redaction.strip_local_paths(report),
@@ -81,45 +81,45 @@ def build_draft_folder(
         checks or {},
         redaction.strip_local_paths(tuned),
     )
-    k, source = serving_configs.choose_k(known.own, facts, config, known.chains)
+    k, source = serving_configs.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
     layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
     job = serving_configs.ServedDraft(
         facts["family"], repo, target, facts["target"].get("revision"), k, layers
     )
-    found = serving_configs.build_serving_configs(job)
+    configs = serving_configs.build_serving_configs(job)
 
-    fresh = _make_staging_folder(out)
-    left_out = _copy_published_files(draft, fresh)
-    _write(fresh / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
+    staging = _make_staging_folder(out)
+    left_out = _copy_published_files(draft, staging)
+    _write(staging / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
     measured = {
-        "report.json": known.report,
-        "referee.json": known.referee,
-        "tuned.json": known.tuned,
+        "report.json": inputs.report,
+        "referee.json": inputs.referee,
+        "tuned.json": inputs.tuned,
     }
     for file, content in measured.items():
         if content is not None:
-            _write(fresh / file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    _write(fresh / "run.yaml", yaml.safe_dump(facts.get("training", {}), sort_keys=False))
-    for way in found:
-        for file, text in way.files.items():
-            _write(fresh / "serving" / file, text)
-    for image in card_images(known.own, k):
-        _write(fresh / "images" / image.name, image.svg)
-    model_card.render(known, job, source, found, labels).save(fresh / "README.md")
-    return _check_and_move(fresh, out, "model", left_out)
+            _write(staging / file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    _write(staging / "run.yaml", yaml.safe_dump(facts.get("training", {}), sort_keys=False))
+    for engine_config in configs:
+        for file, text in engine_config.files.items():
+            _write(staging / "serving" / file, text)
+    for image in card_images(inputs.own_entries, k):
+        _write(staging / "images" / image.name, image.svg)
+    model_card.render(inputs, job, source, configs, labels).save(staging / "README.md")
+    return _check_and_move(staging, out, "model", left_out)
 
 
 def build_dataset_folder(samples: Path, repo: str, labels: HubLabels, out: Path) -> PublishFolder:
-    """Writes `out` with the shards, the manifest and a data card. UserError for a set that is not whole."""
+    """Writes `out` with the shards, the manifest and a data card. UserError for an incomplete set."""
     check_repo_id(repo)
     check_output_folder(out, samples)
-    made = dataset_card.read_stats(samples)
-    fresh = _make_staging_folder(out)
-    dataset_card.copy_shards(samples, fresh)
-    _write(fresh / "manifest.json", json.dumps(made.manifest, indent=2) + "\n")
-    dataset_card.render(made, repo, labels).save(fresh / "README.md")
+    stats = dataset_card.read_stats(samples)
+    staging = _make_staging_folder(out)
+    dataset_card.copy_shards(samples, staging)
+    _write(staging / "manifest.json", json.dumps(stats.manifest, indent=2) + "\n")
+    dataset_card.render(stats, repo, labels).save(staging / "README.md")
     return _check_and_move(
-        fresh, out, "dataset", _unpublished_names(samples, ["shards", "manifest.json"])
+        staging, out, "dataset", _unpublished_names(samples, ["shards", "manifest.json"])
     )
 
 
@@ -129,10 +129,13 @@ def check_draft(
     referee: Mapping[str, Any] | None,
     tuned: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """draftsmith.json. UserError if what was measured is not of these very weights, or not lossless."""
+    """draftsmith.json of a draft that may be published.
+
+    UserError if its files were changed after training, if a measurement is of other weights, or not lossless.
+    """
     if not (draft / METADATA_FILE).is_file():
         raise UserError(
-            f"{draft} holds no {METADATA_FILE}: give --draft, a folder written by train/distill.py"
+            f"{draft} has no {METADATA_FILE}: give --draft, a folder written by train/distill.py"
         )
     pickles = [
         path.name
@@ -141,13 +144,13 @@ def check_draft(
     ]
     if len(pickles) > 0:
         raise UserError(
-            f"{draft} holds {pickles[0]}, a pickle: save it as safetensors and delete it"
+            f"{draft} contains {pickles[0]}, a pickle: save it as safetensors and delete it"
         )
     facts = read_json(draft / METADATA_FILE)
     missing = [key for key in ("family", "target", "draft_sha256") if key not in facts]
     if len(missing) > 0:
         raise UserError(
-            f"{draft / METADATA_FILE} names no {missing[0]}: train the draft again or restore the file"
+            f"{draft / METADATA_FILE} has no {missing[0]}: train the draft again or restore the file"
         )
     if facts["family"] not in layouts.VLLM_METHODS:
         raise UserError(
@@ -156,8 +159,8 @@ def check_draft(
     sha = draft_sha256(str(draft)) or ""
     if sha != facts["draft_sha256"]:
         raise UserError(
-            f"{draft} holds weights {_short(sha)} and {METADATA_FILE} is about {_short(facts['draft_sha256'])}: the draft was "
-            "changed after training, publish it as it was saved"
+            f"{draft} has weights {_short(sha)} and {METADATA_FILE} is about {_short(facts['draft_sha256'])}: the "
+            "draft was changed after training, publish it as it was saved"
         )
     if report is not None:
         check_report(report, sha)
@@ -170,7 +173,7 @@ def check_draft(
         raise UserError("give the greedy result of scripts/referee.py, not that of --temperature")
     if referee is not None and len(referee["differ"]) > 0:
         raise UserError(
-            f"vLLM decoded {len(referee['differ'])} prompts otherwise than we: find out why first"
+            f"vLLM decoded {len(referee['differ'])} prompts differently from this decoder: find out why first"
         )
     if tuned is not None:
         check_tuned(tuned, sha)
@@ -178,10 +181,10 @@ def check_draft(
 
 
 def check_tuned(tuned: Mapping[str, Any], sha: str) -> None:
-    """UserError if it is no tuned.json, or one of other drafts."""
+    """UserError if it is not a tuned.json, or one of other drafts."""
     if not {"chosen", "cells"} <= tuned.keys():
         raise UserError("--tuned takes the tuned.json that eval/tune.py writes")
-    others = sorted({_short(own) for own in tuned.get("drafts", {}).values()})
+    others = sorted({_short(other) for other in tuned.get("drafts", {}).values()})
     if sha not in tuned.get("drafts", {}).values():
         raise UserError(
             f"the tuned settings are of drafts {', '.join(others) or 'unnamed'} and not {_short(sha)}: run "
@@ -190,24 +193,24 @@ def check_tuned(tuned: Mapping[str, Any], sha: str) -> None:
 
 
 def check_report(report: Mapping[str, Any], sha: str) -> None:
-    """UserError if the report is of another draft, or says that greedy output was changed."""
-    own = [m for m in report["methods"] if m["draft_sha256"] == sha]
-    if len(own) == 0:
+    """UserError if the report is of another draft, or if its greedy outputs differ from the target's own."""
+    entries = [m for m in report["methods"] if m["draft_sha256"] == sha]
+    if len(entries) == 0:
         others = sorted({_short(m["draft_sha256"]) for m in report["methods"] if m["draft_sha256"]})
         raise UserError(
             f"the report measures drafts {', '.join(others) or 'none'} and not {_short(sha)}: run eval/run.py on it"
         )
-    for m in own:
+    for m in entries:
         verdict = m["lossless"] or {}
         if not m["lossy"] and verdict.get("greedy_identical") is False:
             raise UserError(
                 f"{m['name']} on {m['task']} is not lossless: {verdict.get('identical')} of {verdict.get('prompts')} "
-                "greedy outputs equal transformers' own; a draft is published when all are"
+                "greedy outputs equal transformers' own; a draft is published only if all are"
             )
 
 
 def publish_trained(s: TrainingPublishConfig, draft: Path) -> str:
-    """Publishes a draft as its training left it, with no report; the commit's address. The folder lies beside it."""
+    """Publishes a draft after training, without a report: "URL of the commit (tag)". Writes the folder beside it."""
     out = draft.with_name(f"{draft.name}-published")
     folder = build_draft_folder(draft, None, None, s.repo, s.labels, out)
     sent = push(folder, s.repo, s.private)
@@ -219,38 +222,38 @@ def check_output_folder(out: Path, source: Path) -> None:
     here, there = out.resolve(), source.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise UserError(
-            f"--out {out} and {source} lie in each other: name another folder with --out"
+            f"--out {out} and {source} are one inside the other: name another folder with --out"
         )
     ours = (out / "README.md").is_file() and any(
         (out / mark).is_file() for mark in MARKER_FILES.values()
     )
     if out.exists() and not ours and (out.is_file() or any(out.iterdir())):
-        raise UserError(f"{out} holds something else: name another folder with --out")
+        raise UserError(f"{out} contains other files: name another folder with --out")
 
 
 def _make_staging_folder(out: Path) -> Path:
-    """The empty folder beside `out` in which its successor is written."""
-    fresh = out.with_name(out.name + ".tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    return fresh
+    """A new empty folder beside `out`, in which its content is written."""
+    staging = out.with_name(out.name + ".tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    return staging
 
 
-def _check_and_move(fresh: Path, out: Path, kind: str, left_out: list[str]) -> PublishFolder:
-    """Checks what was written and puts it at `out`."""
+def _check_and_move(staging: Path, out: Path, kind: str, left_out: list[str]) -> PublishFolder:
+    """Checks the written folder and moves it to `out`; deletes it if it is refused."""
     try:
-        redaction.check_folder(fresh)
+        redaction.check_folder(staging)
     except UserError:
-        shutil.rmtree(fresh)
+        shutil.rmtree(staging)
         raise
     if out.exists():
         shutil.rmtree(out)
-    fresh.rename(out)
+    staging.rename(out)
     return PublishFolder(out, kind, left_out)
 
 
 def _copy_published_files(source: Path, out: Path) -> list[str]:
-    """Copies the files of KEPT; the names of what is left out. Settings lose their local paths, weights nothing."""
+    """Copies PUBLISHED_FILES and returns the names of the other files. Local paths are cut in settings only."""
     kept = {path for pattern in PUBLISHED_FILES for path in source.glob(pattern) if path.is_file()}
     for path in sorted(kept):
         target = out / path.name
@@ -262,7 +265,7 @@ def _copy_published_files(source: Path, out: Path) -> list[str]:
         )
         clean = None if text is None else redaction.strip_local_paths(json.loads(text))
         if clean is None or clean == json.loads(text or ""):
-            shutil.copyfile(path, target)  # to the byte
+            shutil.copyfile(path, target)  # byte for byte
         else:
             _write(target, json.dumps(clean, indent=2, ensure_ascii=False) + "\n")
     names = [path.name for path in kept] + [METADATA_FILE, RUN_FILE]

@@ -1,4 +1,4 @@
-"""What must not be published: paths of this machine are taken out, tokens and pickles are found and refused."""
+"""Keeps private data out of published files: removes local paths, finds tokens and pickles."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from decode.common.errors import UserError
 
-# From / or ~ or a drive on, two parts at least: a lone "/x" in a text is as likely no path. What stands before
-# must not make it the middle of a URL, of a hub name or of a closing tag.
+# Starts with /, ~ or a drive and has two parts at least: a single "/x" in a text is often no path. The character before
+# it must not make it the middle of a URL, of a Hub name or of a closing tag.
 LOCAL_PATH = re.compile(
     r"(?:file:/{2,3}|(?<![\w.:/<\\~-]))((?:~|/[\w.@+-]+)/[\w.@+/-]+|[A-Za-z]:\\[\w\\.-]+)"
 )
@@ -23,16 +23,16 @@ TOKENS = re.compile(
     r"|AKIA[0-9A-Z]{16})|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
 HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
-"""A key of Weights & Biases, or a commit: those that a field of the files names as one are let pass."""
+"""A key of Weights & Biases, or a commit: values of the fields COMMITS are allowed."""
 COMMITS = ("git", "git_sha", "revision", "commit")
 VOCABULARY = ("tokenizer.json", "vocab.json", "merges.txt")
-"""Full of pieces that look like paths."""
+"""Vocabularies contain strings that look like paths."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")
 
 
 def strip_local_paths(value: Any) -> Any:
-    """`value` with every local path relative to the current folder, or reduced to its last part."""
+    """`value` with every local path relative to the current folder, or, outside it, cut to its last part."""
     if isinstance(value, dict):
         return {key: strip_local_paths(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -43,7 +43,7 @@ def strip_local_paths(value: Any) -> Any:
 
 
 def check_folder(folder: Path) -> None:
-    """UserError naming the first file of `folder` that holds a token, a local path or a pickle. Prints no token."""
+    """UserError that names a file of `folder` with a token, a local path or a pickle. The message has no token."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
         if is_pickle(path):
@@ -56,17 +56,17 @@ def check_folder(folder: Path) -> None:
         text = readable_text(path)
         if holds_token(text, commits):
             raise UserError(
-                f"{name} holds what looks like a token or key: take it out and revoke it"
+                f"{name} contains what looks like a token or key: remove it and revoke it"
             )
-        found = None if path.name in VOCABULARY else find_local_path(text, _json(path))
-        if found is not None:
+        local_path = None if path.name in VOCABULARY else find_local_path(text, _json(path))
+        if local_path is not None:
             raise UserError(
-                f"{name} holds the local path {found!r}: write the file again without it"
+                f"{name} contains the local path {local_path!r}: write the file again without it"
             )
 
 
 def holds_token(text: str, commits: Iterable[str] = ()) -> bool:
-    """Whether a token of a known form, or one that this machine uses, stands in the text."""
+    """Whether the text has a token of a known form, or one from this process's environment."""
     known = {os.environ.get(name) for name in SECRETS} | {get_token()}
     return (
         TOKENS.search(text) is not None
@@ -76,14 +76,14 @@ def holds_token(text: str, commits: Iterable[str] = ()) -> bool:
 
 
 def redact(text: str) -> str:
-    """`text` without tokens, for messages of others."""
+    """`text` with tokens replaced by ***, for messages of other software."""
     for token in {os.environ.get(name) for name in SECRETS} | {get_token()}:
         text = text.replace(token, "***") if token else text
     return TOKENS.sub("***", text)
 
 
 def find_local_path(text: str, content: Any = None) -> str | None:
-    """The first absolute path in the text, or among the strings of the JSON that it is."""
+    """The first local path in the text, or among the strings of its parsed JSON `content`; None if there is none."""
     match = LOCAL_PATH.search(text)
     if match is not None:
         return match[1]
@@ -91,7 +91,7 @@ def find_local_path(text: str, content: Any = None) -> str | None:
 
 
 def is_pickle(path: Path) -> bool:
-    """By name, or by content where the name says otherwise."""
+    """Whether a file is a pickle, by its name or by its content (old pickles and torch's archives)."""
     if path.suffix in PICKLES:
         return True
     with path.open("rb") as file:
@@ -104,7 +104,7 @@ def is_pickle(path: Path) -> bool:
 
 
 def readable_text(path: Path) -> str:
-    """What people may read in a file: its text, or the metadata of weights; "" for other binary files."""
+    """The text in a file: its content, or the metadata of safetensors; "" for other binary files."""
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt") as file:
@@ -127,7 +127,7 @@ def _shorten(path: str) -> str:
 
 
 def _is_path(value: str) -> bool:
-    """A whole string that begins as an absolute path does; "/think" is one, too."""
+    """Whether a whole string starts as an absolute path does; "/think" counts as one."""
     return (
         re.match(r"(?:/|~/|file://|[A-Za-z]:\\)[\w.@+-]", value) is not None and "\n" not in value
     )
@@ -154,12 +154,12 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _commits(value: Any) -> set[str]:
-    """Values of the fields that name a commit."""
+    """Values of the fields COMMITS anywhere in parsed JSON, without "+dirty"."""
     if isinstance(value, list):
         return set().union(*map(_commits, value))
     if not isinstance(value, dict):
         return set()
-    own = {
+    commits = {
         v.removesuffix("+dirty") for k, v in value.items() if k in COMMITS and isinstance(v, str)
     }
-    return own.union(*map(_commits, value.values()))
+    return commits.union(*map(_commits, value.values()))

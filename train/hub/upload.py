@@ -1,4 +1,4 @@
-"""A folder that is ready to be published goes to the Hugging Face Hub, as a version with its tag."""
+"""Uploads a folder to the Hugging Face Hub as a new version with its tag."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,54 +12,57 @@ from decode.drafts.base import METADATA_FILE
 from train.hub import redaction
 
 MARKER_FILES = {"model": METADATA_FILE, "dataset": "manifest.json"}
-"""What a repository of ours holds; another one is not written into."""
+"""The file that marks a repository of ours; repositories without it are not written to."""
 
 
 @dataclass
 class HubLabels:
-    """What the Hub wants to know and no file says; empty: unknown."""
+    """Metadata for the Hub that is in no file of the draft; empty: unknown."""
 
     base_model: str = ""
-    """The target, by its name there."""
+    """The target's name on the Hub."""
     license: str = ""
+    """Licence of the draft or the samples, as the Hub names it (apache-2.0)."""
     dataset: str = ""
+    """Name on the Hub of the samples that the draft was trained on."""
 
 
 @dataclass
 class TrainingPublishConfig:
-    """Where a draft goes when its training ends."""
+    """Where a draft is published at the end of its training."""
 
     repo: str = ""
     """Repository on the Hub, as me/my-draft; empty: the draft is not published."""
     private: bool = False
-    """Only you and your organisation see it."""
+    """Make the repository visible only to you and your organisation."""
     labels: HubLabels = field(default_factory=HubLabels)
 
 
 @dataclass(frozen=True)
 class PublishFolder:
-    """What is ready to be published."""
+    """A checked folder that can be uploaded."""
 
     path: Path
     kind: str
     """model or dataset."""
     left_out: list[str]
-    """Names in the draft's folder that stay at home."""
+    """Names of files that are not published."""
 
 
 def check_repo_id(repo: str) -> None:
+    """UserError if `repo` is empty or no valid name on the Hub."""
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
         raise UserError(
-            f"repository {repo!r} is no possible name on the Hub: use one like me/my-draft"
+            f"repository {repo!r} is not a valid name on the Hub: use one like me/my-draft"
         ) from error
     if repo == "":
         raise UserError("give --repo, the name on the Hub, as me/my-draft")
 
 
 def is_repo_id(name: str) -> bool:
-    """Whether it could be a repository with its owner."""
+    """Whether `name` could be a repository with its owner, as me/my-draft."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -68,18 +71,18 @@ def is_repo_id(name: str) -> bool:
 
 
 def check_upload_possible(repo: str) -> None:
-    """UserError if `repo` is no possible name or there is no token: before hours of training, and before sending."""
+    """UserError if `repo` is not a valid name or there is no token. Called before training, and before an upload."""
     check_repo_id(repo)
     if not get_token():
         raise UserError("no token for the Hub: run `hf auth login` or set HF_TOKEN")
 
 
 def push(folder: PublishFolder, repo: str, private: bool) -> dict[str, str]:
-    """Puts the folder into `repo`, made if need be, and tags it; {"commit", "tag", "url"}.
+    """Uploads the folder to `repo`, which is created if it does not exist, and tags it; {"commit", "tag", "url"}.
 
-    Sent is what the Hub does not have yet: after a broken upload the same call goes on. Files of an earlier version
-    stay unless they are replaced, but for serving/ and images/. UserError when the Hub or the network refuse, and for
-    a repository of somebody else's things or one that is not private where it should be.
+    Only files that the Hub does not have yet are sent: after a broken upload the same call continues. Files of an
+    earlier version stay unless they are replaced, except serving/ and images/, which are deleted. UserError for errors
+    of the Hub or the network, for a repository that is not ours, and for a public one where `private` is set.
     """
     check_upload_possible(repo)
     api = HfApi()
@@ -101,27 +104,28 @@ def push(folder: PublishFolder, repo: str, private: bool) -> dict[str, str]:
         tag = _tag(api, folder.kind, repo, commit.oid)
     except UserError:
         raise
-    except Exception as error:  # of many classes: HTTP, network, names, a server's strange answers
+    except Exception as error:  # of many classes: HTTP, network, names, invalid answers
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise UserError(
-            f"{repo} could not be written ({redaction.redact(reason):.300}): the same command goes on where it stopped"
+            f"{repo} could not be written ({redaction.redact(reason):.300}): "
+            "the same command continues where it stopped"
         ) from error
     return {"commit": commit.oid, "tag": tag, "url": str(url)}
 
 
 def _check_ownership(api: HfApi, folder: PublishFolder, repo: str) -> None:
-    """UserError for a repository that holds files, none of which is a mark of ours."""
+    """UserError for a repository with files and without our marker file."""
     there = set(api.list_repo_files(repo, repo_type=folder.kind)) - {".gitattributes", "README.md"}
     ours = {str(path.relative_to(folder.path)) for path in folder.path.rglob("*")}
     if MARKER_FILES[folder.kind] not in there and len(there - ours) > 0:
         raise UserError(
-            f"{repo} holds {min(there - ours)} and nothing of draftsmith's: choose another name"
+            f"{repo} contains {min(there - ours)} and no file of draftsmith: choose another name"
         )
 
 
 def _tag(api: HfApi, kind: str, repo: str, commit: str) -> str:
-    """The version tag of this commit: the one that it has, else the next of v1, v2, …"""
+    """The version tag of this commit: its existing one, else the next of v1, v2, …, which is created."""
     tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo, repo_type=kind).tags}
     for name, target in tags.items():
         if target == commit:

@@ -13,7 +13,7 @@ from decode.checkpoints.layouts import read_config
 from decode.common.files import read_json
 from tests import drafts
 from train.hub import model_card, serving_configs
-from train.hub.model_card import CardInputs
+from train.hub.card_text import CardInputs
 from train.hub.upload import HubLabels
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -35,7 +35,9 @@ def facts(
 
 
 def rendered(known: CardInputs, labels: HubLabels = HubLabels()) -> str:  # noqa: B008
-    k, source = serving_configs.choose_k(known.own, known.draft, known.config, known.chains)
+    k, source = serving_configs.choose_k(
+        known.own_entries, known.draft, known.config, known.tuned_chains
+    )
     job = serving_configs.ServedDraft(known.draft["family"], "me/my-draft", "org/target", None, k)
     return str(
         model_card.render(known, job, source, serving_configs.build_serving_configs(job), labels)
@@ -124,7 +126,7 @@ def test_reports_may_lack_fields(tmp_path: Path, key: str, text: str) -> None:
     """Catches a card that breaks on older reports, or on what was not timed."""
     known = facts(tmp_path / "d")
     assert known.report is not None
-    for m in known.own:
+    for m in known.own_entries:
         if key == "phase":
             m["latency_ms"] = None
         else:
@@ -154,12 +156,12 @@ def test_what_was_served_is_told_from_what_was_checked(tmp_path: Path) -> None:
     """Catches a card that claims an engine which nobody ran."""
     lines = rendered(facts(tmp_path / "a", referee=True)).splitlines()
     of = {line.split("**")[1]: line for line in lines if line.startswith("- **")}
-    assert "Served for real by vLLM 0.32.0: 11 of 12 prompts" in of["vLLM"]
-    assert "Checked against rules only, not run: nothing found wrong" in of["Triton"]
+    assert "Run in vLLM 0.32.0: 11 of 12 prompts" in of["vLLM"]
+    assert "Checked by rules only, not run: nothing found wrong" in of["Triton"]
     assert "not run: refused: no such architecture" in of["SGLang"]
     assert "Not run, and not checked" in of["TensorRT-LLM"]
     assert "cannot serve it" in of["TGI"]
-    assert "for real" not in rendered(facts(tmp_path / "b"))
+    assert "Run in vLLM" not in rendered(facts(tmp_path / "b"))
 
 
 def test_assistance_in_transformers_is_told(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_assistance_in_transformers_is_told(tmp_path: Path) -> None:
         drafts.assisted("stranger", gain=1.77),
     ]
     line = next(x for x in rendered(known).splitlines() if x.startswith("- **transformers**"))
-    assert "Run for real: transformers with assistant_model = eagle3 (K = 4" in line
+    assert "Run: transformers with assistant_model = eagle3 (K = 4" in line
     assert "0.93× [0.88, 0.98] the speed of its own generate, n = 33. It is slower" in line
     assert "stranger" not in line
 
@@ -179,7 +181,7 @@ def test_assistance_in_transformers_is_told(tmp_path: Path) -> None:
 def test_slow_is_called_slow(tmp_path: Path) -> None:
     """Catches a card that shows the fast task and hides the slow one."""
     known = facts(tmp_path / "d")
-    slow = known.own[-1]
+    slow = known.own_entries[-1]
     slow.update(speedup=0.71, speedup_ci=[0.62, 0.82])
     text = rendered(known)
     assert "Slower than plain decoding as eagle3, temperature 0, batch 1: prose 0.71×." in text
@@ -188,7 +190,7 @@ def test_slow_is_called_slow(tmp_path: Path) -> None:
 def test_names_cannot_change_the_page(tmp_path: Path) -> None:
     """Catches a task's name that ends a table cell or becomes HTML."""
     known = facts(tmp_path / "d")
-    known.own[1]["task"] = "a | b <script>\n# c"
+    known.own_entries[1]["task"] = "a | b <script>\n# c"
     text = rendered(known)
     assert "<script>" not in text
     assert "| a \\| b &lt;script> # c |" in text

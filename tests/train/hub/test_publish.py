@@ -140,12 +140,12 @@ def damaged(folder: Path, what: str) -> tuple[Any, Any]:
         ("another report", "the report measures drafts 000000000000 and not"),
         ("not lossless", "eagle3 on prose is not lossless: 36 of 37"),
         ("another referee", "the referee's result is of draft 000000000000"),
-        ("a referee that disagrees", "vLLM decoded 1 prompts otherwise"),
+        ("a referee that disagrees", "vLLM decoded 1 prompts differently"),
         ("changed weights", "the draft was changed after training"),
         ("a pickle", "pytorch_model.bin, a pickle"),
-        ("a token", "draftsmith.json holds what looks like a token"),
-        ("a path in config.json", "config.json holds the local path '/home/me/x'"),
-        ("no facts", "holds no draftsmith.json"),
+        ("a token", "draftsmith.json contains what looks like a token"),
+        ("a path in config.json", "config.json contains the local path '/home/me/x'"),
+        ("no facts", "has no draftsmith.json"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, what: str, message: str) -> None:
@@ -221,10 +221,10 @@ def test_other_folders_are_never_overwritten(tmp_path: Path) -> None:
     folder = drafts.draft(tmp_path / "d")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match="holds something else"):
+    with pytest.raises(UserError, match="contains other files"):
         made(tmp_path, folder)
     for out in (folder, folder / "checkpoints", tmp_path):
-        with pytest.raises(UserError, match="lie in each other|holds something else"):
+        with pytest.raises(UserError, match="one inside the other|contains other files"):
             publish.build_draft_folder(folder, None, None, "me/x", HubLabels(), out)
     (tmp_path / "out" / "thesis.tex").unlink()
     out = made(tmp_path, folder)
@@ -237,8 +237,8 @@ def test_other_folders_are_never_overwritten(tmp_path: Path) -> None:
     [
         (["--repo", "me/x"], "either --draft or --samples"),
         (["--draft", "a", "--samples", "b", "--repo", "me/x"], "either --draft or --samples"),
-        (["--draft", "nowhere", "--repo", "me/x"], "holds no draftsmith.json"),
-        (["--draft", "a", "--repo", "me/x y"], "is no possible name"),
+        (["--draft", "nowhere", "--repo", "me/x"], "has no draftsmith.json"),
+        (["--draft", "a", "--repo", "me/x y"], "is not a valid name"),
         (["--draft", "a", "--report", "none.json", "--repo", "me/x"], "none.json does not exist"),
         (["--draft", "a", "--repo", "me/x", "--push"], "no token for the Hub"),
     ],
@@ -446,7 +446,7 @@ def test_a_refused_commit_keeps_what_was_sent(api: Hub, tmp_path: Path) -> None:
     """Catches weights that are sent again after the Hub failed behind them; the token is in no message."""
     folder = folder_of(tmp_path)
     api.refuse["POST", "/commit/"] = 403
-    with pytest.raises(UserError, match="goes on where it stopped") as caught:
+    with pytest.raises(UserError, match="continues where it stopped") as caught:
         upload.push(folder, "me/x", private=False)
     assert hub.TOKEN not in str(caught.value)
     assert len(api.sent("PUT", "/objects/")) == 1
@@ -480,7 +480,7 @@ def test_repositories_of_others_are_left_alone(api: Hub, tmp_path: Path) -> None
     folder = folder_of(tmp_path)
     api.repos["model", "me/x"] = repo = hub.Repo(private=False)
     repo.commit({"pytorch_model.bin": b"precious"})
-    with pytest.raises(UserError, match="holds pytorch_model.bin and nothing of draftsmith's"):
+    with pytest.raises(UserError, match="contains pytorch_model.bin and no file of draftsmith"):
         upload.push(folder, "me/x", private=False)
     with pytest.raises(UserError, match="is public already"):
         upload.push(folder, "me/x", private=True)
@@ -513,7 +513,7 @@ def test_training_ends_with_publishing(api: Hub, world: World, tmp_path: Path) -
         "--check.prompts", 3, "--check.max_new_tokens", 4, "--wandb", "disabled",
     ]  # fmt: skip
     wrong = worlds.call("train/distill.py", *args, "--publish.repo", "me/x y")
-    assert "is no possible name" in wrong.error()
+    assert "is not a valid name" in wrong.error()
     assert not (tmp_path / "lm").exists()
     for _ in range(2):
         done = worlds.call(
@@ -582,7 +582,7 @@ def test_paths_in_shards_are_cut(tmp_path: Path) -> None:
 
 def test_an_unfinished_set_is_refused(tmp_path: Path) -> None:
     """Catches a set that was published while it was sampled."""
-    with pytest.raises(UserError, match="holds 3 rows and its manifest counts 5"):
+    with pytest.raises(UserError, match="has 3 rows and its manifest counts 5"):
         publish.build_dataset_folder(
             sampled(tmp_path / "s", answered=5), "me/s", HubLabels(), tmp_path / "out"
         )

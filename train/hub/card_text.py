@@ -1,0 +1,194 @@
+"""The sentences of a draft's model card, and the files that they are made from.
+
+Every number comes from those files; a missing one is called not recorded or not measured.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eval.reporting.formatting import format_value, format_with_interval
+from eval.reporting.report_data import ReportEntry, setting_title
+from eval.reporting.summary import assisted_generation_lines, lossless_verdict
+from eval.tuning.selection import fastest_chains
+from train.hub.card_tables import NOT_RECORDED, dataset_manifests, slowdown_lines
+from train.hub.serving_configs import EngineServingConfig, ServedDraft
+from train.hub.upload import HubLabels
+
+FAMILY_DESCRIPTIONS = {
+    "causal": "a small language model",
+    "medusa": "Medusa heads",
+    "eagle1": "an EAGLE-1 head",
+    "eagle3": "an EAGLE-3 head",
+}
+
+
+@dataclass(frozen=True)
+class CardInputs:
+    """The files that a card is made from."""
+
+    draft: Mapping[str, Any]
+    """draftsmith.json without local paths."""
+    config: Mapping[str, Any]
+    """The draft's config.json."""
+    report: Mapping[str, Any] | None
+    """report.json of eval/run.py without local paths."""
+    referee: Mapping[str, Any] | None
+    """The greedy result of scripts/referee.py."""
+    checks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """{engine: findings of its rules} for each engine that was checked."""
+    tuned: Mapping[str, Any] | None = None
+    """tuned.json of eval/tune.py without local paths."""
+
+    @property
+    def own_entries(self) -> list[ReportEntry]:
+        """The report's entries that were measured with exactly these weights."""
+        entries = [] if self.report is None else self.report["methods"]
+        return [m for m in entries if m["draft_sha256"] == self.draft["draft_sha256"]]
+
+    @property
+    def tuned_chains(self) -> list[ReportEntry]:
+        """The tuned draft length of these weights by temperature and domain; [] if they were not tuned."""
+        sha = self.draft["draft_sha256"]
+        return [] if self.tuned is None else fastest_chains(self.tuned, sha)
+
+
+def summary(facts: CardInputs, job: ServedDraft) -> str:
+    """What the draft is, and the size of its training data."""
+    revision = f" at revision {job.revision}" if job.revision else ""
+    counts = [made.get("counts", {}).get("answered") for _, made in dataset_manifests(facts.draft)]
+    known = len(counts) > 0 and None not in counts
+    answers = " + ".join(f"{count:,}" for count in counts) if known else NOT_RECORDED
+    return (
+        f"A draft for `{job.target}`{revision}: {FAMILY_DESCRIPTIONS[job.family]} that proposes tokens which the "
+        "target verifies in one forward pass. Distilled on answers of that target (number of answers: "
+        f"{answers}). Use it with no other target."
+    )
+
+
+def headlines(facts: CardInputs) -> list[str]:
+    """Losslessness, and the speed-up of each method and setting over all tasks."""
+    if facts.report is None:
+        return ["Losslessness: not measured, no report was given.", "Speed-up: not measured."]
+    lines = [lossless_verdict({**facts.report, "methods": facts.own_entries})]
+    timed = [m for m in facts.own_entries if m["task"] == "all" and m["speedup"] is not None]
+    if len(timed) == 0:
+        return [*lines, "Speed-up: not measured."]
+    where = format_value(facts.report.get("hardware", {}).get("device"))
+    for m in sorted(timed, key=lambda m: (m["temperature"], m["batch_size"], -m["speedup"])):
+        lines.append(
+            f"{format_with_interval(m['speedup'], m['speedup_ci'], 2, '×')} the speed of plain decoding "
+            f"({m['name']}, K = {m['k']}, {setting_title(m['temperature'], m['batch_size'])}, "
+            f"n = {m['prompts']}, {where}, {m['mode']}, {m['dtype']})."
+        )
+    return lines
+
+
+def engine_lines(facts: CardInputs, configs: Sequence[EngineServingConfig]) -> list[str]:
+    """A line for each engine: its files and how they were checked, or why it cannot serve the draft."""
+    lines = []
+    for config in configs:
+        if len(config.files) == 0:
+            lines.append(f"**{config.engine}**: cannot serve it, {config.note}.")
+            continue
+        names = ", ".join(f"`serving/{name}`" for name in config.files)
+        status = serving_status(facts, config.engine)
+        lines.append(f"**{config.engine}** ({config.note}): {names}. {status}")
+    return lines
+
+
+def serving_status(facts: CardInputs, engine: str) -> str:
+    """Whether this engine was run with the draft, or its rules were checked, or neither."""
+    if engine == "vLLM" and facts.referee is not None:
+        result = facts.referee
+        return (
+            f"Run in vLLM {result['vllm']}: {result['same']} of {result['prompts']} prompts gave the tokens and "
+            f"accepted counts of draftsmith's own decoder (K = {result['k']}; differing: {len(result['differ'])}, "
+            f"ties of logits: {len(result['ties'])})."
+        )
+    if engine == "transformers" and facts.report is not None:
+        lines = assisted_generation_lines(
+            dict(facts.report), [m["name"] for m in facts.own_entries]
+        )
+        if len(lines) > 0:
+            return f"Run: {' '.join(lines)}"
+    findings = facts.checks.get("vLLM" if engine == "Triton" else engine)
+    if findings is None:
+        return "Not run, and not checked."
+    return f"Checked by rules only, not run: {'; '.join(findings) or 'nothing found wrong'}."
+
+
+def unmeasured_note(facts: CardInputs) -> str:
+    """The acceptance measured at the end of training, for a card without a report."""
+    measured = facts.draft.get("measured_in_training") or {}
+    if len(measured) == 0:
+        return "Acceptance was not measured."
+    check = facts.draft.get("training", {}).get("check", {})
+    values = ", ".join(
+        f"{name.removeprefix('accept/')} {value:.3f}" for name, value in measured.items()
+    )
+    return (
+        f"Not measured on tasks. At the end of training, on {check.get('prompts', NOT_RECORDED)} prompts of the "
+        f"training domains, greedy, K = {check.get('k', NOT_RECORDED)}, too few for an interval: {values}."
+    )
+
+
+def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[str]:
+    """The draft's limits, as far as the files contain them."""
+    tokenizer = facts.draft.get("tokenizer_hash", NOT_RECORDED)
+    lines = [
+        f"For `{job.target}` alone, and its tokenizer {tokenizer}: another target accepts almost none of its tokens."
+    ]
+    if facts.report is not None:
+        tasks = ", ".join(facts.report.get("tasks", [])) or "the tasks above"
+        lines.append(
+            f"Acceptance was measured on {tasks}; on other text it differs. Speed-ups are of draftsmith's engine on "
+            f"{format_value(facts.report.get('hardware', {}).get('device'))}; on other hardware or in another engine "
+            "they differ."
+        )
+    lines += slowdown_lines(facts.own_entries)
+    if facts.config.get("max_position_embeddings"):
+        lines.append(f"Texts up to {facts.config['max_position_embeddings']:,} tokens.")
+    vocabulary = facts.draft.get("vocabulary")
+    if vocabulary is not None:
+        lines.append(
+            f"It drafts {vocabulary['size']:,} of {facts.config['vocab_size']:,} tokens, which make up "
+            f"{vocabulary['coverage']:.1%} of its training text; the target's output is not restricted."
+        )
+    chats = [made.get("chat_template_hash", "") for _, made in dataset_manifests(facts.draft)]
+    if len(chats) > 0 and set(chats) == {None}:
+        lines.append("Trained on plain text, without a chat template.")
+    if facts.draft.get("original_target"):
+        lines.append(
+            "The target was trained together with it: serve the one in `target/`, which is not the original."
+        )
+    if not labels.base_model:
+        lines.append(
+            "The target was a local folder in training: replace it in the commands by your copy."
+        )
+    if not labels.license:
+        lines.append(
+            "No licence was stated when this was published; that of the target applies to what is derived from it."
+        )
+    return lines
+
+
+def tuning_note(facts: CardInputs) -> str:
+    """The hardware and tasks of the tuning, for the line above its table."""
+    tuned = facts.tuned or {}
+    tasks = ", ".join(tuned.get("tasks", [])) or NOT_RECORDED
+    device = format_value(tuned.get("hardware", {}).get("device", NOT_RECORDED))
+    return f"Tuned on {device}, prompts of {tasks}."
+
+
+def source_files(facts: CardInputs) -> str:
+    """The card's sources besides draftsmith.json, as the end of a sentence."""
+    measured = {
+        "report.json": facts.report,
+        "referee.json": facts.referee,
+        "tuned.json": facts.tuned,
+    }
+    names = [f"`{name}`" for name, content in measured.items() if content is not None]
+    return (f", {', '.join(names)}" if names else "") + (
+        "; there was no report" if facts.report is None else ""
+    )
