@@ -1,0 +1,11 @@
+"""The decoding loop.
+
+engine       `SpeculativeEngine`: prompts to rows, rounds, refilling; `speculate` and `decode`
+round        one round on the device: propose, verify in one pass of the target, accept, commit
+active_request  a request's length and end on the host; checks of prompts
+records      what a round did to one prompt, and the record of a whole request
+compile      torch.compile for the two halves of a round
+cuda_graph   a round as one CUDA graph, and asynchronous copies to the host
+
+May import decode.common, decode.model, decode.verification and decode.drafts.
+"""

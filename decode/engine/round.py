@@ -1,4 +1,4 @@
-"""One round on the device: propose, verify in one target pass, accept, commit. Nothing in it reads the device."""
+"""One round on the device: propose, verify in one pass of the target, accept, commit. No tensor is read on the host."""
 
 import time
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from decode.verification.sampling import Sampler, SamplingParams
 
 @dataclass(frozen=True)
 class StepConfig:
-    """How a round drafts and accepts."""
+    """How a round drafts and accepts. UserError for an unknown rule."""
 
     k: int
-    """Tokens of a chain, or levels of a tree, drafted a round."""
+    """Tokens of a chain, or levels of a tree, drafted in a round."""
     sampling: SamplingParams
     choose: Sampler
     rule: str = "exact"
@@ -30,24 +30,24 @@ class StepConfig:
 
 @dataclass
 class BatchState:
-    """B rows of text on the device, changed in place: a captured graph knows them by their addresses."""
+    """B rows of token ids on the device, changed in place: a captured CUDA graph holds their addresses."""
 
-    history: torch.Tensor  # [B, S] committed ids; whatever lies behind `length` is stale
+    history: torch.Tensor  # [B, S] committed ids; those from `length` on are stale
     length: torch.Tensor  # [B]
     limit: torch.Tensor  # [B] length at which a row ends
-    done: torch.Tensor  # [B] bool: the row stays as it is
+    done: torch.Tensor  # [B] bool: the row does not change any more
 
     @staticmethod
     @torch.inference_mode()
     def empty(rows: int, size: int, device: torch.device) -> "BatchState":
-        """Rows that hold two tokens of nothing and are done."""
+        """`rows` rows of `size` slots that are done, with two meaningless tokens each."""
         count = torch.full((rows,), 2, dtype=torch.long, device=device)
         history = torch.zeros(rows, size, dtype=torch.long, device=device)
         return BatchState(history, count, count.clone(), torch.ones_like(count, dtype=torch.bool))
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """No row holds anything."""
+        """Makes all rows empty and done."""
         self.length.fill_(2)
         self.limit.fill_(2)
         self.done.fill_(True)
@@ -61,7 +61,7 @@ class BatchState:
         limit: torch.Tensor,
         eos: torch.Tensor,
     ) -> None:
-        """Rows `row` [b] hold prompts [b, W] of `length` and the `first` token that followed them."""
+        """Rows `row` [b] start with prompts [b, W] of `length` [b], their `first` token [b] and `limit` [b]."""
         self.history[row, : tokens.shape[1]] = tokens
         self.history[row, length] = first
         self.length[row] = length + 1
@@ -69,7 +69,7 @@ class BatchState:
         self.done[row] = (first[:, None] == eos).any(1) | (length + 1 >= limit)
 
     def reserve(self, size: int) -> None:
-        """Room for `size` tokens a row."""
+        """Enlarges the history to `size` tokens a row."""
         longer = self.history.new_zeros(len(self.history), size)
         longer[:, : self.history.shape[1]] = self.history
         self.history = longer
@@ -77,7 +77,7 @@ class BatchState:
 
 @dataclass
 class PhaseTimes:
-    """Seconds a phase, summed over rounds; filled only when asked for, since the clock stops the device."""
+    """Seconds of each phase, summed over rounds; measured only on request, since timing synchronizes the device."""
 
     draft: float = 0.0
     verify: float = 0.0
@@ -86,7 +86,7 @@ class PhaseTimes:
 
     @property
     def overhead(self) -> float:
-        """What is neither draft nor target: acceptance, commit, reading the result."""
+        """Seconds outside draft and target: acceptance, commit, reading the result."""
         return self.total - self.draft - self.verify
 
 
@@ -95,12 +95,12 @@ def run_round(
     target: Target,
     draft: Draft | None,
     state: BatchState,
-    rules: StepConfig,
+    config: StepConfig,
     *,
     compiled: bool = False,
     phases: PhaseTimes | None = None,
 ) -> torch.Tensor:
-    """Runs one round on `state` and returns its report [B, 4 + levels + N]: see `read`."""
+    """Runs one round on `state` and returns its results [B, 4 + levels + N], which `read_results` decodes."""
     device = target.decoder.device
     draft_part, target_part = propose, verify_and_commit
     if compiled:
@@ -108,20 +108,20 @@ def run_round(
         if draft is not None and not draft.on_host:
             draft_part = compile_function(propose, device.type)
     start = synchronized_time(device, phases)
-    proposal = draft_part(draft, state, rules.k, target.decoder.context)
+    proposal = draft_part(draft, state, config.k, target.decoder.context)
     if device.type == "cpu":
         proposal = drop_empty_columns(proposal, compiled)
     drafted = synchronized_time(device, phases)
     reader = draft if draft is not None and draft.taps is not None else None
-    report = target_part(target, state, proposal, rules, reader)
+    results = target_part(target, state, proposal, config, reader)
     if phases is not None:
         phases.draft += drafted - start
         phases.verify += synchronized_time(device, phases) - drafted
-    return report
+    return results
 
 
 def propose(draft: Draft | None, state: BatchState, k: int, context: int) -> Proposal:
-    """The draft's proposal without what has no position in the context, and nothing for rows that are done."""
+    """The draft's proposal, with NO_DRAFT for tokens beyond the context and in rows that are done."""
     if draft is None:
         return Proposal(state.history[:, :0], None)
     proposal = draft.propose(state.history, state.length, k)
@@ -132,9 +132,9 @@ def propose(draft: Draft | None, state: BatchState, k: int, context: int) -> Pro
 
 
 def drop_empty_columns(proposal: Proposal, compiled: bool) -> Proposal:
-    """A chain without the columns that no row fills, or whole if it must keep its shape and any is filled.
+    """A chain without the columns in which no row has a token; compiled code keeps all columns unless all are empty.
 
-    It reads the tensor, which is free on a CPU and forbidden elsewhere.
+    It reads the tensor on the host, which costs nothing on a CPU and is forbidden on other devices.
     """
     tokens, q = proposal.tokens, proposal.q
     if proposal.tree is not None or tokens.shape[1] == 0:
@@ -146,28 +146,26 @@ def drop_empty_columns(proposal: Proposal, compiled: bool) -> Proposal:
 
 
 def verify_and_commit(
-    target: Target, state: BatchState, proposal: Proposal, rules: StepConfig, reader: Draft | None
+    target: Target, state: BatchState, proposal: Proposal, config: StepConfig, reader: Draft | None
 ) -> torch.Tensor:
-    """Verifies in one pass of the target, accepts and commits. Returns the report.
+    """Verifies in one pass of the target, accepts and commits. Returns the results, as `run_round`.
 
-    `reader` is a draft that taps the target: it gets the states of the accepted path.
+    `reader` is the draft if it has `taps`: it gets the target's hidden states of the accepted path.
     """
     root = state.history.gather(1, state.length[:, None] - 1)
     fed = torch.cat([root, proposal.tokens.clamp_min(0)], 1)
     nodes = None if proposal.tree is None else proposal.tree.nodes
     logits = target.decoder.step(fed, state.length - 1, nodes)
-    verdict = verify(proposal, logits, rules)
+    result = verify(proposal, logits, config)
     if proposal.tree is not None:
-        assert verdict.path is not None
-        target.decoder.keep(state.length - 1, verdict.path)
+        assert result.path is not None
+        target.decoder.compact_kv_cache(state.length - 1, result.path)
     if reader is not None:
         features = target.decoder.features
-        if verdict.path is not None:
-            features = features.gather(
-                1, verdict.path[..., None].expand(-1, -1, features.shape[-1])
-            )
-        reader.update_hidden_states(features, (verdict.accepted + 1).masked_fill(state.done, 0))
-    return commit(state, proposal, verdict, target.eos_ids)
+        if result.path is not None:
+            features = features.gather(1, result.path[..., None].expand(-1, -1, features.shape[-1]))
+        reader.update_hidden_states(features, (result.accepted + 1).masked_fill(state.done, 0))
+    return commit(state, proposal, result, target.eos_ids)
 
 
 def node_depths(proposal: Proposal) -> torch.Tensor:
@@ -177,8 +175,8 @@ def node_depths(proposal: Proposal) -> torch.Tensor:
     return torch.arange(proposal.tokens.shape[1] + 1, device=proposal.tokens.device)[None]
 
 
-def verify(proposal: Proposal, logits: torch.Tensor, rules: StepConfig) -> VerificationResult:
-    """Which drafted tokens stay and what follows them, by the registered rule `rules.rule`."""
+def verify(proposal: Proposal, logits: torch.Tensor, config: StepConfig) -> VerificationResult:
+    """Which drafted tokens stay and what follows them, by the registered rule `config.rule`."""
     tokens, tree = proposal.tokens, proposal.tree
     drafted = DraftedTokens(
         tokens=tokens,
@@ -186,54 +184,53 @@ def verify(proposal: Proposal, logits: torch.Tensor, rules: StepConfig) -> Verif
         q=proposal.q,
         parents=None if tree is None else tree.parents,
         depth=tokens.shape[1] if tree is None else tree.levels,
-        sampling=rules.sampling,
-        sampler=rules.choose,
+        sampling=config.sampling,
+        sampler=config.choose,
     )
-    return find_rule(rules.rule).verify(drafted)
+    return find_rule(config.rule).verify(drafted)
 
 
 def commit(
-    state: BatchState, proposal: Proposal, verdict: VerificationResult, eos: torch.Tensor
+    state: BatchState, proposal: Proposal, result: VerificationResult, eos: torch.Tensor
 ) -> torch.Tensor:
-    """Writes drafts and bonus behind the committed ids, moves lengths on, and ends rows. Returns the report.
+    """Appends accepted tokens and bonus to the history, updates lengths and ends rows. Returns the round's results.
 
-    A row that is done keeps its length; what is written behind it is never read.
+    A row that is done keeps its length; what is written after it is never read.
     """
     tokens, tree = proposal.tokens, proposal.tree
     if tree is None:
         chosen = tokens
     else:
-        assert verdict.path is not None
-        chosen = tokens.gather(1, (verdict.path[:, 1:] - 1).clamp_min(0))
-    emitted = torch.cat([chosen, verdict.bonus[:, None]], 1)
-    emitted = emitted.scatter(
-        1, verdict.accepted[:, None], verdict.bonus[:, None]
-    )  # [B, levels + 1]
+        assert result.path is not None
+        chosen = tokens.gather(1, (result.path[:, 1:] - 1).clamp_min(0))
+    emitted = torch.cat([chosen, result.bonus[:, None]], 1)
+    # [B, levels + 1]
+    emitted = emitted.scatter(1, result.accepted[:, None], result.bonus[:, None])
     place = torch.arange(emitted.shape[1], device=emitted.device)
     state.history.scatter_(1, state.length[:, None] + place, emitted)
-    fresh = place <= verdict.accepted[:, None]
-    ended = ((emitted[..., None] == eos).any(-1) & fresh).any(-1)
-    length = state.length + (verdict.accepted + 1).masked_fill(state.done, 0)
+    is_new = place <= result.accepted[:, None]
+    ended = ((emitted[..., None] == eos).any(-1) & is_new).any(-1)
+    length = state.length + (result.accepted + 1).masked_fill(state.done, 0)
     state.length.copy_(length)
     state.done.logical_or_(ended | (length >= state.limit))
     drafted = (tokens != NO_DRAFT).sum(1)
     levels = torch.full_like(drafted, emitted.shape[1] - 1)
-    head = torch.stack([drafted, verdict.accepted, levels], 1)
+    head = torch.stack([drafted, result.accepted, levels], 1)
     return torch.cat([head, emitted, tokens], 1)
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """One row of a round as the host sees it."""
+    """One row of a round's results, on the host."""
 
     drafted: int
     accepted: int
-    tokens: list[int]  # accepted drafts and the bonus, not trimmed
+    tokens: list[int]  # accepted drafted tokens and the bonus token, not trimmed
     proposed: list[int]
 
 
-def read_results(report: torch.Tensor) -> list[RowResult]:
-    """The report's rows: the one read of the device in a round."""
+def read_results(results: torch.Tensor) -> list[RowResult]:
+    """The rows of a round's results: the only read of a device tensor in a round."""
     return [
         RowResult(
             drafted=drafted,
@@ -241,12 +238,12 @@ def read_results(report: torch.Tensor) -> list[RowResult]:
             tokens=rest[: accepted + 1],
             proposed=[token for token in rest[levels + 1 :] if token != NO_DRAFT],
         )
-        for drafted, accepted, levels, *rest in report.tolist()
+        for drafted, accepted, levels, *rest in results.tolist()
     ]
 
 
 def synchronized_time(device: torch.device, wanted: PhaseTimes | bool | None = True) -> float:
-    """Seconds now, after the device has finished; 0 when nobody asked."""
+    """The clock in seconds after the device has finished its queue; 0 without synchronizing if `wanted` is None."""
     if wanted is None:
         return 0.0
     if device.type == "cuda":

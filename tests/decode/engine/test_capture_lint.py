@@ -120,7 +120,9 @@ def seated(target: Target, draft: Draft | None, rules: StepConfig) -> BatchState
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains keep their empty columns, which only a CPU looks for."""
-    monkeypatch.setattr(decode.engine.round, "drop_empty_columns", lambda proposal, compiled: proposal)
+    monkeypatch.setattr(
+        decode.engine.round, "drop_empty_columns", lambda proposal, compiled: proposal
+    )
 
 
 def reads(target: Target, draft: Draft | None, sampled: bool = False, rule: str = "exact") -> Any:

@@ -13,7 +13,8 @@ from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.ngram import NgramDraft
 from decode.engine import compile as engine_compile
 from decode.engine import round as rounds
-from decode.engine.engine import SpeculativeEngine, collect_outputs, decode
+from decode.engine.engine import SpeculativeEngine, decode
+from decode.engine.records import collect_outputs
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams

@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerFast
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, Proposal, draft_sha256
 from decode.drafts.causal import CausalDraft
-from decode.drafts.cross_device import CrossDeviceDraft
 from decode.drafts.ngram import NgramDraft
 from decode.drafts.registry import load_draft
-from decode.engine.engine import RequestOutput, decode, speculate
+from decode.drafts.wrappers import CrossDeviceDraft
+from decode.engine.engine import decode, speculate
+from decode.engine.records import DecodeRecord
 from decode.engine.round import PhaseTimes
 from decode.model.loading import load_target
 from decode.model.runner import ModelRunner
@@ -49,7 +50,7 @@ def hf_text(model: Any, prompt: list[int], **limits: Any) -> list[int]:
     return full[0, len(prompt) :].tolist()
 
 
-def texts(outputs: list[RequestOutput]) -> list[list[int]]:
+def texts(outputs: list[DecodeRecord]) -> list[list[int]]:
     return [output.output_ids for output in outputs]
 
 

@@ -1,4 +1,7 @@
-"""The exact law of the whole engine for trees and blocks: every choice walked, as test_exact_law.py does for chains."""
+"""The exact distribution of the whole engine for trees and blocks, all choices enumerated.
+
+As test_exact_distribution.py does for chains.
+"""
 
 from collections.abc import Callable
 from typing import Any

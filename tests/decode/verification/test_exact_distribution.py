@@ -457,7 +457,7 @@ def bonus_unwarped(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tens
 
 
 def mask_one_ahead(self: SlotMapping, window: int | None, groups: int) -> torch.Tensor:
-    allow = self.write[:, :, None] - self.slot >= -1
+    allow = self.write_slots[:, :, None] - self.slot >= -1
     return allow[:, None].repeat(1, 1, groups, 1)
 
 

@@ -1,6 +1,6 @@
 """The exact law of one round of every rule on trees and blocks, against the target's own law.
 
-As in test_exact_law.py nothing is drawn: rows of a batch stand for all branches of all choices. The root's
+As in test_exact_distribution.py nothing is drawn: rows of a batch stand for all branches of all choices. The root's
 context is empty, `groups` random targets and drafts are enumerated together, and what a round emits is continued
 by the target's law to a fixed length. A lossless rule then gives the target's law of texts, to rounding.
 """

@@ -1,0 +1,46 @@
+"""The host's view of a request while it is decoded in a row, and the checks of prompts before that."""
+
+from dataclasses import dataclass
+
+from decode.common.errors import UserError
+
+
+@dataclass
+class ActiveRequest:
+    """A prompt that is being decoded in a row."""
+
+    prompt: int
+    """Its index in the list of prompts."""
+    length: int
+    """Tokens so far, the prompt included."""
+    limit: int
+    """The length at which it ends."""
+    finished: str | None = None
+    """eos or length; None while it runs."""
+
+    def append(self, tokens: list[int], eos: frozenset[int]) -> list[int]:
+        """Adds the tokens up to and including the first EOS, at most up to the limit, and returns those it added."""
+        for i, token in enumerate(tokens):
+            self.length += 1
+            if token in eos:
+                self.finished = "eos"
+            elif self.length >= self.limit:
+                self.finished = "length"
+            if self.finished:
+                return tokens[: i + 1]
+        return tokens
+
+
+def check_prompts(prompts: list[list[int]], context: int, max_new_tokens: int) -> None:
+    """UserError for no prompts, an empty prompt, or one that leaves no room in a context of `context` tokens."""
+    if len(prompts) == 0:
+        raise UserError("there is no prompt to decode")
+    if max_new_tokens < 1:
+        raise UserError(f"need max_new_tokens >= 1, got {max_new_tokens}")
+    for i, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise UserError(f"prompt {i} is empty: give at least one token")
+        if len(prompt) >= context:
+            raise UserError(
+                f"prompt {i} has {len(prompt)} tokens and the target's context holds {context}: shorten it"
+            )
