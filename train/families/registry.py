@@ -1,17 +1,23 @@
-"""What each family of drafts brings to the one training loop: weights, objective, decoding, files."""
+"""The trainer of each draft family, found by the family's name in decode/drafts/registry.py."""
 
-from collections.abc import Callable
+import importlib
 
-from train.families.base import FamilyContext, TrainableDraft
-from train.families.causal import build_causal
-from train.families.eagle import build_eagle1, build_eagle3
-from train.families.medusa import build_medusa1
-from train.families.medusa2 import build_medusa2
+from decode.common.errors import UserError
+from decode.drafts.registry import DRAFT_FAMILIES
+from train.families.base import FamilyTrainer
 
-FAMILIES: dict[str, Callable[[FamilyContext], TrainableDraft]] = {
-    "causal": build_causal,
-    "medusa": build_medusa1,
-    "medusa2": build_medusa2,
-    "eagle1": build_eagle1,
-    "eagle3": build_eagle3,
-}
+
+def trained_families() -> list[str]:
+    """Names of the families that can be trained."""
+    return [family.name for family in DRAFT_FAMILIES.values() if family.trainer]
+
+
+def family_trainer(name: str) -> FamilyTrainer:
+    """The trainer of family `name`. UserError if there is no such family, or none that is trained."""
+    if name not in trained_families():
+        raise UserError(
+            f"draft family {name!r} is not known: choose one of {', '.join(trained_families())}"
+        )
+    module, _, cls = DRAFT_FAMILIES[name].trainer.partition(":")
+    trainer: FamilyTrainer = getattr(importlib.import_module(module), cls)()
+    return trainer

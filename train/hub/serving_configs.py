@@ -1,7 +1,8 @@
 """How a published draft is served: a file for each engine that loads its family, and the reason where one does not.
 
 Flags and keys are those of vLLM 0.32 and 0.33, SGLang 0.5, TensorRT-LLM 1.x (PyTorch backend), TGI 3 and transformers
-5; engines draft chains. Nothing here runs an engine: what was served for real is told by scripts/referee.py.
+5; engines draft chains. Which engine serves which family is registered in decode/drafts/registry.py. Nothing here runs
+an engine: scripts/engine_compat/vllm_parity.py does.
 """
 
 import json
@@ -11,15 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from decode.checkpoints import layouts
-from decode.checkpoints.layouts import VLLM_METHODS
 from decode.common.errors import UserError
+from decode.drafts.registry import EngineMethods, saved_families
 from eval.reporting.formatting import format_with_interval
 from eval.reporting.report_data import setting_title
 
 ReportEntry = Mapping[str, Any]
 
-SGLANG_ALGORITHMS = {"causal": "STANDALONE", "eagle1": "EAGLE", "eagle3": "EAGLE3"}
-TRTLLM_DECODING_TYPES = {"causal": "DraftTarget", "eagle3": "Eagle3"}
 NO_EMBEDDING_CAPTURE = (
     "it names layers by their output and so cannot capture the embedding, which this draft reads"
 )
@@ -27,7 +26,7 @@ NO_EMBEDDING_CAPTURE = (
 
 @dataclass(frozen=True)
 class ServedDraft:
-    """What is served, and beneath which target."""
+    """The draft to serve and its target."""
 
     family: str
     repo: str
@@ -35,7 +34,14 @@ class ServedDraft:
     revision: str | None
     k: int
     layers: tuple[int, ...] = ()
-    """EAGLE-3: layers that it taps, as states entering them; empty for the default ones."""
+    """EAGLE-3: layers whose input hidden states it reads; empty for the default ones."""
+
+    @property
+    def engines(self) -> EngineMethods:
+        return saved_families()[self.family].engines
+
+    def unsupported(self, engine: str) -> str:
+        return f"{engine} has no method for drafts of family {self.family}"
 
 
 @dataclass(frozen=True)
@@ -62,25 +68,29 @@ def build_serving_configs(job: ServedDraft) -> list[EngineServingConfig]:
 
 def vllm_speculative_config(job: ServedDraft) -> dict[str, Any]:
     """vLLM's speculative_config."""
-    config = {
+    return {
         "model": job.repo,
-        "method": VLLM_METHODS[job.family],
+        "method": job.engines.vllm,
         "num_speculative_tokens": job.k,
+        **job.engines.vllm_options,
     }
-    if job.family.startswith("eagle"):
-        config["draft_tensor_parallel_size"] = 1
-    return config
 
 
 def vllm_config(job: ServedDraft) -> EngineServingConfig:
+    if not job.engines.vllm:
+        return EngineServingConfig("vLLM", job.unsupported("vLLM"), {})
     revision = ["--revision", job.revision] if job.revision else []
     words = ["vllm", "serve", job.target, *revision]
     words += ["--speculative-config", json.dumps(vllm_speculative_config(job))]
-    return EngineServingConfig("vLLM", _vllm_versions(job), {"vllm.sh": _shell_script(job, words)})
+    return EngineServingConfig(
+        "vLLM", job.engines.vllm_versions, {"vllm.sh": _shell_script(job, words)}
+    )
 
 
 def triton_config(job: ServedDraft) -> EngineServingConfig:
     """A model repository for Triton's vLLM backend, which hands model.json to vLLM's engine."""
+    if not job.engines.vllm:
+        return EngineServingConfig("Triton", job.unsupported("the vLLM inside it"), {})
     name = f"triton/draftsmith_{job.family}"
     revision = {"revision": job.revision} if job.revision else {}
     model = {"model": job.target, **revision, "speculative_config": vllm_speculative_config(job)}
@@ -89,19 +99,16 @@ def triton_config(job: ServedDraft) -> EngineServingConfig:
         f"{name}/config.pbtxt": config,
         f"{name}/1/model.json": json.dumps(model, indent=2) + "\n",
     }
-    note = (
-        f"tritonserver --model-repository serving/triton, with vLLM inside: {_vllm_versions(job)}"
-    )
+    note = f"tritonserver --model-repository serving/triton, with vLLM inside: {job.engines.vllm_versions}"
     return EngineServingConfig("Triton", note, files)
 
 
 def sglang_config(job: ServedDraft) -> EngineServingConfig:
-    if job.family not in SGLANG_ALGORITHMS or 0 in job.layers:
-        return EngineServingConfig(
-            "SGLang", NO_EMBEDDING_CAPTURE if 0 in job.layers else "has no Medusa", {}
-        )
+    if not job.engines.sglang or 0 in job.layers:
+        reason = NO_EMBEDDING_CAPTURE if 0 in job.layers else job.unsupported("SGLang")
+        return EngineServingConfig("SGLang", reason, {})
     words = ["python", "-m", "sglang.launch_server", "--model", job.target]
-    words += ["--speculative-algorithm", SGLANG_ALGORITHMS[job.family]]
+    words += ["--speculative-algorithm", job.engines.sglang]
     words += ["--speculative-draft-model-path", job.repo]
     words += ["--speculative-num-steps", str(job.k), "--speculative-eagle-topk", "1"]
     words += ["--speculative-num-draft-tokens", str(job.k + 1)]  # it counts the root as well
@@ -114,15 +121,14 @@ def sglang_config(job: ServedDraft) -> EngineServingConfig:
 def trtllm_config(job: ServedDraft) -> EngineServingConfig:
     if 0 in job.layers:
         return EngineServingConfig("TensorRT-LLM", NO_EMBEDDING_CAPTURE, {})
-    if job.family not in TRTLLM_DECODING_TYPES:
-        what = "has no Medusa" if job.family == "medusa" else "wants EAGLE-3"
-        return EngineServingConfig("TensorRT-LLM", f"its PyTorch backend {what}", {})
-    lines = ["speculative_config:", f"  decoding_type: {TRTLLM_DECODING_TYPES[job.family]}"]
+    if not job.engines.tensorrt_llm:
+        reason = job.unsupported("its PyTorch backend")
+        return EngineServingConfig("TensorRT-LLM", reason, {})
+    lines = [*job.engines.tensorrt_llm_options, "speculative_config:"]
+    lines.append(f"  decoding_type: {job.engines.tensorrt_llm}")
     lines += [f"  max_draft_len: {job.k}", f"  speculative_model: {job.repo}"]
     if job.layers:  # it counts layers by their output
         lines.append(f"  eagle3_layers_to_capture: {list(layouts.capture_to_output(job.layers))}")
-    if job.family == "causal":
-        lines.insert(0, "disable_overlap_scheduler: true")
     words = ["trtllm-serve", job.target, "--backend", "pytorch"]
     words += ["--extra_llm_api_options", "serving/trtllm.yml"]
     files = {
@@ -133,7 +139,7 @@ def trtllm_config(job: ServedDraft) -> EngineServingConfig:
 
 
 def tgi_config(job: ServedDraft) -> EngineServingConfig:
-    if job.family != "medusa":
+    if not job.engines.tgi:
         return EngineServingConfig("TGI", "speculates with Medusa heads or n-grams only", {})
     words = ["text-generation-launcher", "--model-id", job.repo, "--speculate", str(job.k)]
     note = (
@@ -144,7 +150,7 @@ def tgi_config(job: ServedDraft) -> EngineServingConfig:
 
 
 def transformers_config(job: ServedDraft) -> EngineServingConfig:
-    if job.family != "causal":
+    if not job.engines.transformers:
         return EngineServingConfig(
             "transformers", "assistant_model takes language models, not heads", {}
         )
@@ -204,12 +210,6 @@ def choose_k(
         )
     most = config.get("num_heads") or k  # Medusa drafts no more than it has heads
     return min(k, most), "no speed-up of a chain was measured; this is the recipe's"
-
-
-def _vllm_versions(job: ServedDraft) -> str:
-    return (
-        "up to 0.32, which was the last with Medusa" if job.family == "medusa" else "0.32 and 0.33"
-    )
 
 
 def _shell_script(job: ServedDraft, words: Sequence[str], pinned: bool = True) -> str:

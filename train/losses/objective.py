@@ -1,13 +1,11 @@
-"""What is minimised at each position: a divergence, how it compares the two laws, and what is added to it."""
+"""The training loss of a position: a divergence between target and draft distribution, plus weighted further ones."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from train.data.batching import Batch
 from train.losses.divergences import (
     HASS_TOP_K,
     LOSSES,
@@ -23,39 +21,43 @@ from train.losses.divergences import (
 
 @dataclass
 class DivergenceConfig:
-    """How the loss compares the target's law with the draft's."""
+    """How the loss compares the target's distribution p with the draft's distribution q."""
 
     temperature: float = 1.0
-    """At which both laws are compared, as in decoding at that temperature; hard_ce knows none."""
+    """Temperature applied to both distributions before they are compared; hard_ce ignores it."""
     top: int = 0
-    """Likeliest tokens of the target that are told apart, the others count as one; 0: all are. top_k: its K, 0: 10."""
+    """Compare only this many of the target's likeliest tokens one by one, and all others as one sum; 0: compare every
+    token. For top_k it is K; 0: 10."""
     beta: float = 0.5
-    """jsd: share of the target in the middle law, between 0 (forward KL) and 1 (reverse KL)."""
+    """jsd: weight of p in the mixture of p and q, between 0 (forward KL) and 1 (reverse KL)."""
     mix: dict[str, float] = field(default_factory=dict)
-    """Further divergences and their weights beside the loss, such as {hard_ce: 0.1}."""
+    """Further divergences added to the loss with their weights, such as {hard_ce: 0.1}."""
 
     def __post_init__(self) -> None:
         if self.temperature <= 0 or not 0 < self.beta < 1 or self.top < 0:
-            raise UserError("compare: need temperature > 0, 0 < beta < 1 and top >= 0")
+            raise UserError("divergence: need temperature > 0, 0 < beta < 1 and top >= 0")
         unknown = sorted(set(self.mix) - set(LOSSES))
         if unknown:
             raise UserError(
-                f"compare.mix: no divergence {unknown[0]!r}; there are {', '.join(LOSSES)}"
+                f"divergence.mix: no divergence {unknown[0]!r}; there are {', '.join(LOSSES)}"
             )
 
 
 class TargetDistribution(NamedTuple):
-    """What p is in a comparison; computed once, it serves several drafts."""
+    """The target's side of a comparison, computed once for several heads or steps of a draft.
 
-    log_probs: tuple[Tensor, Tensor | None]  # a `target_law` at temperature 1
-    tempered_log_probs: tuple[Tensor, Tensor | None]  # at the comparison's
-    top_columns: Tensor | None  # [N, K] columns that are told apart; None: all
+    Both log-probabilities are (log p, log of its mass on the draft's columns), as `target_log_probs` returns them.
+    """
+
+    log_probs: tuple[Tensor, Tensor | None]  # at temperature 1
+    tempered_log_probs: tuple[Tensor, Tensor | None]  # at DivergenceConfig.temperature
+    top_columns: Tensor | None  # [N, K] columns compared one by one; None: all
 
 
 class Criterion:
-    """The loss of a position: a divergence, and those that are mixed in with their weights.
+    """The loss of a position: the divergence `name`, plus those of `config.mix` with their weights.
 
-    A sum over positions of `values(law(p_logits, ids), q_logits)` is what drafts minimise, of whatever family.
+    Drafts of every family minimise the sum of `position_losses(target_distribution(p_logits, ids), q_logits)`.
     """
 
     def __init__(self, name: str, config: DivergenceConfig | None = None):
@@ -65,20 +67,20 @@ class Criterion:
     def target_distribution(
         self, p_logits: Tensor, ids: Tensor | None = None
     ) -> TargetDistribution:
-        """Of p_logits [N, V], on the draft's columns `ids` [Vd]."""
+        """The target distribution of p_logits [N, V], on the draft's columns `ids` [Vd] (None: all of V)."""
         plain = target_log_probs(p_logits, ids)
-        heat, top = self.config.temperature, self.config.top
-        warm = plain if heat == 1 else target_log_probs(p_logits, ids, heat)
-        best = plain[0].topk(min(top, plain[0].shape[-1]), -1).indices if top else None
-        return TargetDistribution(plain, warm, best)
+        temperature, top = self.config.temperature, self.config.top
+        tempered = plain if temperature == 1 else target_log_probs(p_logits, ids, temperature)
+        top_columns = plain[0].topk(min(top, plain[0].shape[-1]), -1).indices if top else None
+        return TargetDistribution(plain, tempered, top_columns)
 
     def position_losses(self, target: TargetDistribution, q_logits: Tensor) -> Tensor:
-        """[N] of q_logits [N, Vd]."""
-        whole = pair_log_probs(target.tempered_log_probs, q_logits, self.config.temperature)
-        pair = whole if target.top_columns is None else bucket_tail(whole, target.top_columns)
-        total = q_logits.new_zeros((), dtype=whole.q.dtype)
+        """The loss [N] of q_logits [N, Vd]."""
+        full = pair_log_probs(target.tempered_log_probs, q_logits, self.config.temperature)
+        pair = full if target.top_columns is None else bucket_tail(full, target.top_columns)
+        total = q_logits.new_zeros((), dtype=full.q.dtype)
         for name, weight in self.terms:
-            total = total + weight * self._term(name, target, q_logits, whole, pair)
+            total = total + weight * self._term(name, target, q_logits, full, pair)
         return total
 
     def _term(
@@ -86,24 +88,16 @@ class Criterion:
         name: str,
         target: TargetDistribution,
         q_logits: Tensor,
-        whole: LogProbPair,
+        full: LogProbPair,
         pair: LogProbPair,
     ) -> Tensor:
-        if name == "hard_ce":  # of the best token itself, never of all others together
+        """The divergence `name` [N]; `full` compares all columns, `pair` merges the tail into one."""
+        if name == "hard_ce":  # always of all columns at temperature 1
             return hard_ce.of(
-                whole
-                if self.config.temperature == 1
-                else pair_log_probs(target.log_probs, q_logits)
+                full if self.config.temperature == 1 else pair_log_probs(target.log_probs, q_logits)
             )
         if name == "top_k":
-            return top_k.of(whole, self.config.top or HASS_TOP_K)
+            return top_k.of(full, self.config.top or HASS_TOP_K)
         if name == "jsd":
             return jsd.of(pair, self.config.beta)
         return LOSSES[name].of(pair)
-
-
-class LossFn(Protocol):
-    """The objective: sums over the supervised positions of a batch, never means."""
-
-    def __call__(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """{"loss": …, any other metric: …}, scalars; "loss" carries the gradient."""

@@ -1,6 +1,6 @@
-"""A few fixed prompts on which a draft in training is measured with the real decoder."""
+"""Acceptance of a draft during training, measured with the decoder on a few fixed prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode.common.errors import UserError
@@ -9,7 +9,6 @@ from decode.engine.engine import decode
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.metrics import acceptance
-from eval.metrics.records import DecodeRecord
 from train.data.prompts import encode_prompt, read_prompts
 from train.data.sources import DOMAINS, PromptSource
 
@@ -19,9 +18,9 @@ class AcceptanceEvalConfig:
     """The fixed prompts on which τ and α are measured during training, with the real decoder."""
 
     prompts: int = 6
-    """How many; taken from the bundled training prompts, never from those of evaluation."""
+    """How many; taken from the bundled training prompts, never from the evaluation prompts."""
     k: int = 4
-    """Tokens drafted a round."""
+    """Tokens drafted per round."""
     max_new_tokens: int = 32
     """Longest answer."""
 
@@ -30,14 +29,21 @@ class AcceptanceEvalConfig:
             raise UserError("check: need prompts >= 1, k >= 1 and max_new_tokens >= 1")
 
 
-def make_acceptance_eval(
-    s: AcceptanceEvalConfig, target: Target, seed: int
-) -> Callable[[Draft], dict[str, float]]:
-    """What measures τ and α of a draft as it is: on the same prompts each time, from each bundled domain alike."""
-    share = max(1, s.prompts // len(DOMAINS))
-    sources = [PromptSource("bundled", domain, limit=share) for domain in DOMAINS]
-    prompts = [encode_prompt(target.tokenizer, prompt) for prompt in read_prompts(sources, seed)]
-    return lambda draft: measure_acceptance(target, draft, prompts, s.k, s.max_new_tokens, seed)
+class AcceptanceEval:
+    """Measures τ and α of a draft on the same prompts each time, equally many from each bundled domain."""
+
+    def __init__(self, s: AcceptanceEvalConfig, target: Target, seed: int):
+        self.config, self.target, self.seed = s, target, seed
+        limit = max(1, s.prompts // len(DOMAINS))
+        sources = [PromptSource("bundled", domain, limit=limit) for domain in DOMAINS]
+        self.prompts = [encode_prompt(target.tokenizer, p) for p in read_prompts(sources, seed)]
+
+    def measure(self, draft: Draft) -> dict[str, float]:
+        """{"accept/tau", "accept/alpha", "accept/alpha_1", ...} of the draft with its present weights."""
+        s = self.config
+        return measure_acceptance(
+            self.target, draft, self.prompts, s.k, s.max_new_tokens, self.seed
+        )
 
 
 def measure_acceptance(
@@ -48,8 +54,8 @@ def measure_acceptance(
     max_new_tokens: int,
     seed: int,
 ) -> dict[str, float]:
-    """τ and α (also by position) of a draft as it is now, from the real decoder at temperature 1."""
-    outputs = decode(
+    """τ and α (also by position) of a draft with its present weights, from the decoder at temperature 1."""
+    samples = decode(
         target,
         draft,
         list(prompts),
@@ -58,11 +64,7 @@ def measure_acceptance(
         max_new_tokens=max_new_tokens,
         seed=seed,
     )
-    target.decoder.capture_hidden_states(None)  # training catches what it needs by itself
-    samples = [
-        DecodeRecord("train", str(i), len(o.prompt_ids), len(o.output_ids), o.rounds, 0.0, 0.0, [])
-        for i, o in enumerate(outputs)
-    ]
+    target.decoder.capture_hidden_states(None)  # training installs its own hooks
     values = {"accept/tau": acceptance.tau(samples), "accept/alpha": acceptance.alpha(samples, k)}
     for i, alpha in enumerate(acceptance.alpha_by_position(samples, k), 1):
         values[f"accept/alpha_{i}"] = alpha

@@ -1,4 +1,4 @@
-"""What a finished training leaves behind: the draft directory, and facts about how it was made."""
+"""The folder of a trained draft, with draftsmith.json, which records how the draft was made."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 from decode.common import files, run_dir
 from decode.common.cli import to_dict
 from decode.drafts.base import METADATA_FILE, draft_sha256
+from decode.drafts.registry import DRAFT_FAMILIES
 from decode.model.loading import Target
 from train.data import mixture
 from train.families.base import TrainableDraft
@@ -17,14 +18,14 @@ from train.trainer.tracking import NullTracker, Tracker
 def build_metadata(
     s: Any,
     target: Target,
-    trainee: TrainableDraft,
+    trainable: TrainableDraft,
     state: TrainingState,
     samples: int,
     processes: int,
 ) -> dict[str, Any]:
-    """What draftsmith.json tells of the draft, for the settings of train/distill.py."""
+    """The content of draftsmith.json, without the checksum; `s` are the settings of train/distill.py."""
     return {
-        "family": s.draft.family,
+        "family": DRAFT_FAMILIES[s.draft.family].saved_name,
         "target": {"name": target.name, "revision": target.revision},
         "tokenizer_hash": target.fingerprint,
         "training": to_dict(s),
@@ -34,19 +35,19 @@ def build_metadata(
         "data_manifest": mixture.data_manifests(s.data),
         "measured_in_training": state.measured,
         "cost": {"wall_seconds": round(state.seconds, 1), "tokens": state.learned},
-        **trainee.facts,
+        **trainable.metadata,
         **run_dir.provenance(),
     }
 
 
 def save_draft(
-    s: Any, trainee: TrainableDraft, facts: dict[str, Any], tracker: Tracker | NullTracker
+    s: Any, trainable: TrainableDraft, metadata: dict[str, Any], tracker: Tracker | NullTracker
 ) -> None:
-    """The draft directory, with draftsmith.json written last; W&B gets what belongs to it."""
+    """Writes the draft's folder, draftsmith.json last, and gives the tracker its files as artifacts."""
     out = Path(s.out)
-    trainee.save(out)
-    facts["draft_sha256"] = draft_sha256(s.out)
-    files.write_atomically(out / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
+    trainable.save(out)
+    metadata["draft_sha256"] = draft_sha256(s.out)
+    files.write_atomically(out / METADATA_FILE, json.dumps(metadata, indent=1) + "\n")
     tracker.artifact("settings", "settings", [out / run_dir.RUN_FILE])
     for number, part in enumerate(mixture.mixture_parts(s.data)):
         name = f"manifest-{number}" if number else "manifest"

@@ -21,7 +21,7 @@ from decode.common.errors import UserError
 from decode.common.progress import ProgressBars, progress_bars
 from train.data import batching
 from train.data.sample_store import SampleRow
-from train.losses.objective import LossFn
+from train.families.base import TrainableDraft
 from train.trainer import checkpoint
 from train.trainer.checkpoint import TrainingState
 from train.trainer.collective import SigtermHandler
@@ -125,11 +125,29 @@ class Training:
     model: torch.nn.Module
     """The model as wrapped by `Accelerator.prepare`."""
     optimizers: Sequence[torch.optim.Optimizer]
-    objective: LossFn
+    trainable: TrainableDraft
+    """Gives the loss of `model`."""
     select_batch: Callable[[int], Sequence[SampleRow]]
     """Step (from 0) -> samples of its global batch, the same on every rank."""
     step_flops: Callable[[Sequence[SampleRow]], FlopsByDtype]
     """FLOPs of a training step over these samples, computed from the shapes of the models."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimiser step. `sums` and `norm` are over all ranks."""
+
+    rows: Sequence[SampleRow]
+    """The global batch."""
+    sums: dict[str, float]
+    """Sums over its supervised positions, and their number under "tokens"."""
+    norm: float
+    """The gradient's norm before clipping."""
+    stop: bool
+    """SIGTERM was received on some rank."""
+    seconds: float
+    waited: float
+    """Seconds of them that `select_batch` took."""
 
 
 def train(
@@ -148,45 +166,27 @@ def train(
     last good checkpoint is kept) or when memory runs out.
     """
     accelerator = training.accelerator
-    main, world = accelerator.is_main_process, accelerator.num_processes
-    meter = ThroughputMeter(accelerator.device, world, training.step_flops)
+    meter = ThroughputMeter(accelerator.device, accelerator.num_processes, training.step_flops)
     bar = progress.add_task(
         "distilling", total=s.steps, completed=state.step, loss="", alpha="", speed=""
     )
     with SigtermHandler() as stop, report_out_of_memory(out_of_memory_advice(s)):
         for step in range(state.step, s.steps):
-            for optimizer, peak in zip(training.optimizers, (s.lr, s.muon_lr), strict=False):
-                for group in optimizer.param_groups:
-                    group["lr"] = peak * lr_multiplier(step, s) * group.get("scale", 1.0)
-            began = time.perf_counter()
-            chosen = training.select_batch(step)
-            tokens = batching.supervised_token_count(chosen)
-            rank_rows = batching.rank_slice(accelerator.process_index, world, chosen)
-            waited = time.perf_counter() - began
-            sums = _accumulate_gradients(training, rank_rows, s.micro_batch, world / tokens, s.pack)
-            norm = accelerator.clip_grad_norm_(training.model.parameters(), s.clip)
-            values = _reduce_metrics(accelerator, {**sums, "stop": float(stop.received)}, norm)
-            stopping = values.pop("stop") > 0
-            norm = values.pop("norm")
-            _check_finite(values["loss"], norm, step, out, main)
-            for optimizer in training.optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            took = time.perf_counter() - began
-            meter.add(chosen, took, waited)
-            state.learned += tokens
-            state.seconds += took
-            values["tokens"] = tokens
-            for name, value in values.items():
+            result = train_step(training, s, step, out, stop)
+            meter.add(result.rows, result.seconds, result.waited)
+            state.learned += int(result.sums["tokens"])
+            state.seconds += result.seconds
+            for name, value in result.sums.items():
                 state.sums[name] = state.sums.get(name, 0.0) + value
             state.step = done = step + 1
             last = done == s.steps
             if done % s.log_every == 0 or done % s.save_every == 0 or last:
                 means, speed = window_means(state.sums), meter.flush()
-                lines = {**means, "grad_norm": norm, "lr": s.lr * lr_multiplier(step, s), **speed}
+                rate = s.lr * lr_multiplier(step, s)
+                lines = {**means, "grad_norm": result.norm, "lr": rate, **speed}
                 tracker.log(done, {f"train/{name}": value for name, value in lines.items()})
-                rate = f"{speed['tokens_per_second']:,.0f} tok/s"
-                progress.update(bar, loss=f"loss {means['loss']:.3f}", speed=rate)
+                tokens = f"{speed['tokens_per_second']:,.0f} tok/s"
+                progress.update(bar, loss=f"loss {means['loss']:.3f}", speed=tokens)
                 state.sums = {}
             if s.eval_every and (done % s.eval_every == 0 or last):
                 measured = measure()
@@ -197,13 +197,43 @@ def train(
                 if "accept/alpha" in measured:
                     progress.update(bar, alpha=f"α {measured['accept/alpha']:.3f}")
             best_now = s.keep_best and state.measured_at == done
-            if done % s.save_every == 0 or last or stopping or best_now:
+            if done % s.save_every == 0 or last or result.stop or best_now:
                 best = state.measured_at if s.keep_best else 0
                 checkpoint.save(accelerator, out, state, s.keep, best)
             progress.update(bar, completed=done)
-            if stopping and not last:
+            if result.stop and not last:
                 return False
     return True
+
+
+def train_step(
+    training: Training, s: LoopConfig, step: int, out: Path, stop: SigtermHandler | None = None
+) -> StepResult:
+    """Takes optimiser step `step` (from 0) on the batch that `training.select_batch` gives for it.
+
+    `out` is the folder of the run's checkpoints. UserError when the loss or the gradient is not finite.
+    """
+    accelerator = training.accelerator
+    world = accelerator.num_processes
+    for optimizer, peak in zip(training.optimizers, (s.lr, s.muon_lr), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = peak * lr_multiplier(step, s) * group.get("scale", 1.0)
+    began = time.perf_counter()
+    rows = training.select_batch(step)
+    tokens = batching.supervised_token_count(rows)
+    rank_rows = batching.rank_slice(accelerator.process_index, world, rows)
+    waited = time.perf_counter() - began
+    sums = _accumulate_gradients(training, rank_rows, s.micro_batch, world / tokens, s.pack)
+    norm = accelerator.clip_grad_norm_(training.model.parameters(), s.clip)
+    received = stop is not None and stop.received
+    values = _reduce_metrics(accelerator, {**sums, "stop": float(received)}, norm)
+    stopped, total_norm = values.pop("stop") > 0, values.pop("norm")
+    _check_finite(values["loss"], total_norm, step, out, accelerator.is_main_process)
+    for optimizer in training.optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    values["tokens"] = tokens
+    return StepResult(rows, values, total_norm, stopped, time.perf_counter() - began, waited)
 
 
 def out_of_memory_advice(s: LoopConfig) -> str:
@@ -273,7 +303,7 @@ def _accumulate_gradients(
         # ranks exchange gradients once a step, with the last micro-batch
         accelerator.sync_gradients = last  # DeepSpeed updates the weights where this is set
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            sums = training.objective(batch)
+            sums = training.trainable.loss(model, batch)
             accelerator.backward(sums["loss"] * scale)
         for name, value in sums.items():
             totals[name] = totals.get(name, torch.zeros_like(value)) + value.detach()

@@ -1,8 +1,8 @@
-"""Rows that the draft writes itself: it goes on with prompts of the data, and the live target says what it should say.
+"""On-policy rows: the draft continues prompts of the data itself, and the live target gives the distributions to learn.
 
-A draft that only ever reads the target's text never learns what to do behind its own words, which is where it drafts.
-Every `every` steps the draft as it then is writes what the next steps will read. What it wrote lies in the run's
-folder, so that a run that goes on after a kill reads the very rows that it would have read.
+A draft that only reads the target's text never learns what follows its own tokens, which is what it meets in drafting.
+Every `every` steps the current draft generates the rows of the next steps. They are saved in the run's folder, so that
+a run that is resumed after a kill reads the same rows.
 """
 
 import shutil
@@ -23,25 +23,26 @@ from train.data import batching, sample_store
 from train.data.mixture import Mixture, source_at
 from train.data.sample_store import SampleRow
 from train.families.base import TrainableDraft
+from train.families.registry import family_trainer
 from train.trainer.loop import LoopConfig
 
-PROMPT_SEED_OFFSET = 1_000_003  # added to the seed: prompts are met in another order than rows
+PROMPT_SEED_OFFSET = 1_000_003  # added to the seed, so that prompts come in another order than rows
 
 
 @dataclass
 class OnPolicyConfig:
-    """What the draft writes itself while it is trained."""
+    """Training on rows that the draft generates itself."""
 
     share: float = 0.0
-    """Of a step's rows, those that the draft wrote; 0: none, 1: all, the data only gives prompts."""
+    """Share of a step's rows that the draft generates; 0: none, 1: all, so that the data only gives prompts."""
     every: int = 100
-    """Steps after which the draft, as it then is, writes new ones; each is read once."""
+    """Steps after which the current draft generates new rows; each row is read once."""
     max_new_tokens: int = 64
-    """Longest continuation."""
+    """Tokens of a continuation at most."""
     batch_size: int = 32
-    """Prompts continued together, each process."""
+    """Prompts continued together by each process."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
-    """How the draft's words are drawn."""
+    """How the draft's tokens are sampled."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
@@ -60,78 +61,81 @@ class OnPolicyRunConfig(Protocol):
 
 
 def check_supported(s: OnPolicyConfig, family: str, features: str, sharded: bool) -> None:
-    """UserError where there is no draft that could write, or nobody to say what it should have said."""
+    """UserError if the draft cannot generate text (`sharded`: under FSDP2) or there is no live target to learn from."""
     if s.share > 0 and sharded:
         raise UserError(
-            "on_policy.share: under FSDP no process has the whole draft to write with: set it to 0 or use plain data "
-            "parallelism (configs/accelerate/ddp8.yaml)"
+            "on_policy.share: under FSDP no process has the whole draft to generate with: set it to 0 or use plain "
+            "data parallelism (configs/accelerate/ddp8.yaml)"
         )
-    if s.share > 0 and family != "causal":
+    if s.share > 0 and not family_trainer(family).decodes_alone:
         raise UserError(
-            f"on_policy.share: {family} heads cannot write without their target: set it to 0 or train a causal draft"
+            f"on_policy.share: {family} heads cannot generate text without their target: set it to 0 or train a causal "
+            "draft"
         )
     if s.share > 0 and features:
         raise UserError(
-            "on_policy.share: stored features know nothing of texts that the draft writes: leave `features` empty"
+            "on_policy.share: stored features do not cover text that the draft generates: leave `features` empty"
         )
 
 
 class OnPolicyBuffer:
-    """The order of rows in which those that the draft wrote have their share, as `Mixture` is one without them.
+    """Global batches in which rows that the draft generated have their share; `Mixture` gives batches without them.
 
-    A function of the seed, the step and the draft at the beginning of its round, whatever the processes and kills.
+    A batch depends only on the seed, the step and the draft at the beginning of its round, not on the number of
+    processes or on kills.
     """
 
     def __init__(
         self,
         s: OnPolicyRunConfig,
         rows: Mixture,
-        trainee: TrainableDraft,
+        trainable: TrainableDraft,
         target: Target,
         accelerator: Accelerator,
         max_length: int,
     ):
-        self.s, self.rows, self.trainee, self.target = s.on_policy, rows, trainee, target
+        self.s, self.rows, self.trainable, self.target = s.on_policy, rows, trainable, target
         self.accelerator, self.folder = accelerator, Path(s.out) / "on_policy"
         self.max_length, self.seed = max_length, s.seed
         self.batch, self.steps = s.loop.batch_size, s.loop.steps
         share = Fraction(str(s.on_policy.share))
         self.shares = [1 - share, share]
         self.round = -1
-        self.written: dict[str, SampleRow] = {}
-        self.new: list[SampleRow] = []
+        self.rows_by_id: dict[str, SampleRow] = {}
+        self.new_rows: list[SampleRow] = []
 
     def global_batch(self, step: int) -> list[SampleRow]:
-        """The global batch of `step`; with the first one of a round the draft writes, all processes together."""
+        """The global batch of `step`; for the first step of a round, all processes generate its rows together."""
         if self.round < 0:
             self._discard_rounds_after(step)
         if self.round != step // self.s.every:
             self.round = step // self.s.every
-            self.written = self._write()
+            self.rows_by_id = self._generate_or_load()
         chosen = []
         for place in range(step * self.batch, (step + 1) * self.batch):
             source, number = source_at(self.shares, place)
-            own = source == 1
             chosen.append(
-                self.written[draft_row_id(number)] if own else self.rows.row_at(number, self.seed)
+                self.rows_by_id[draft_row_id(number)]
+                if source == 1
+                else self.rows.row_at(number, self.seed)
             )
         return chosen
 
-    def fresh(self) -> list[SampleRow]:
-        """Rows that this run's processes have written in this round, once: asked again, none."""
-        new, self.new = self.new, []
-        return new
+    def take_new_rows(self) -> list[SampleRow]:
+        """Rows that this run's processes generated since the last call."""
+        rows, self.new_rows = self.new_rows, []
+        return rows
 
     def _discard_rounds_after(self, step: int) -> None:
-        """Rounds of steps that are trained again go: other settings may lead to another draft there."""
+        """Deletes rounds of later steps, which are trained again: the draft may then be another."""
         if self.accelerator.is_main_process:
             for folder in self.folder.glob("step-*-*"):
                 if int(folder.name.split("-")[1]) > step:
                     shutil.rmtree(folder)
         self.accelerator.wait_for_everyone()
 
-    def _write(self) -> dict[str, SampleRow]:
-        """{id: row} of this round: what is in its folder, and what is missing there written now."""
+    def _generate_or_load(self) -> dict[str, SampleRow]:
+        """{id: row} of this round; rows that are missing in its folder are generated first."""
         first = self.round * self.s.every
         end = min(first + self.s.every, self.steps)
         before = [int(step * self.batch * self.shares[1]) for step in (first, end)]
@@ -140,7 +144,7 @@ class OnPolicyBuffer:
             return {}
         folder = self.folder / f"step-{first:06d}-{len(wanted)}"
         done = sample_store.done_ids(folder)
-        self.accelerator.wait_for_everyone()  # nobody writes before everybody has read what is done
+        self.accelerator.wait_for_everyone()  # no process writes before all have read what is done
         todo = [number for number in wanted if draft_row_id(number) not in done]
         mine = todo[self.accelerator.process_index :: self.accelerator.num_processes]
         if len(mine) > 0:
@@ -150,21 +154,21 @@ class OnPolicyBuffer:
             row["id"]: batching.truncate_row(row, self.max_length)
             for row in sample_store.read_shards(folder)
         }
-        self.new = [rows[draft_row_id(number)] for number in todo]
+        self.new_rows = [rows[draft_row_id(number)] for number in todo]
         return rows
 
     def _generate_rows(self, numbers: Sequence[int]) -> list[SampleRow]:
-        """What the draft as it is makes of the prompts of these numbers."""
-        draft = self.trainee.draft()
-        author = Target(draft.decoder, None, "draft", None, "", self.target.eos)  # type: ignore[attr-defined]
-        room = min(self.max_length, author.decoder.context) - self.s.max_new_tokens
+        """The current draft's continuations of the prompts with these numbers."""
+        runner = self.trainable.language_model()
+        draft = Target(runner, None, "draft", None, "", self.target.eos)
+        room = min(self.max_length, runner.context) - self.s.max_new_tokens
         sources = [self.rows.row_at(number, self.seed + PROMPT_SEED_OFFSET) for number in numbers]
         prompts = [
             prompt_from_row(row, max(1, room), np.random.default_rng([self.seed, number]))
             for row, number in zip(sources, numbers, strict=True)
         ]
         outputs = decode(
-            author,
+            draft,
             None,
             prompts,
             sampling=self.s.sampling,
@@ -172,7 +176,7 @@ class OnPolicyBuffer:
             rows=self.s.batch_size,
             seeds=[(self.seed << 31) + number for number in numbers],
         )
-        self.trainee.model.train()
+        self.trainable.model.train()
         return [
             {
                 "id": draft_row_id(number),
@@ -189,14 +193,14 @@ class OnPolicyBuffer:
 
 
 def draft_row_id(number: int) -> str:
-    """Of the rows that the draft writes in a run, the so manieth."""
+    """The id of the row with this number among those that the draft generates in a run."""
     return f"draft/{number}"
 
 
 def prompt_from_row(row: SampleRow, longest: int, rng: np.random.Generator) -> list[int]:
-    """The beginning of a row for the draft to go on with, `longest` tokens at most.
+    """The beginning of a row, `longest` tokens at most, for the draft to continue.
 
-    It ends where one of its replies begins; a text that is learned from its first word on ends in its first half.
+    It ends where one of the row's replies begins, or in the first half of a text that is supervised from the start.
     """
     starts = [start for start, _ in row["loss_spans"] if start > 1]
     half = max(2, len(row["input_ids"]) // 2)

@@ -29,13 +29,13 @@ from train.families import ttt_attention
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.registry import FAMILIES
+from train.families.registry import family_trainer
 from train.teacher.cached import CachedTeacher, FeatureFolder
 from train.teacher.live import compute_hidden_states
 
 FAMILY = {
     "causal": DraftConfig("causal", layers=[0, 1]),
-    "medusa2": DraftConfig("medusa2", heads=STEPS, rank=2),
+    "medusa2": DraftConfig("medusa2", heads=STEPS, target_lora_rank=2),
     **DRAFTS,
 }
 SAMPLES = [
@@ -102,7 +102,9 @@ def test_states_of_a_target_are_those_of_the_sample_alone(arch: str) -> None:
 def trainee_of(family: str, own: Any, where: FeatureFolder | None = None, **weights: Any) -> Any:
     torch.manual_seed(0)
     settings = DistillConfig(draft=FAMILY[family], weights=LossWeights(**weights))
-    return FAMILIES[settings.draft.family](FamilyContext(settings, own, SAMPLES, "cpu", where))
+    return family_trainer(settings.draft.family).build(
+        FamilyContext(settings, own, SAMPLES, "cpu", where)
+    )
 
 
 @pytest.mark.parametrize("positions", ["decay", "dpace"])
@@ -114,7 +116,7 @@ def test_packed_samples_teach_the_same(
     monkeypatch.setattr(ttt_attention, "BLOCK", 16)
     trainee = trainee_of(family, tiny_target(model_of()), positions=positions)
     with torch.no_grad():  # LoRA's second matrix starts at zero, and would hide the first
-        for value in trainee.slow:
+        for value in trainee.low_lr_parameters:
             value.add_(0.05 * torch.randn(value.shape))
     whole = learned(trainee, batching.collate(SAMPLES, 0))
     assert_same(learned(trainee, batching.pack(SAMPLES, 0)), whole)

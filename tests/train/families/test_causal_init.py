@@ -27,7 +27,7 @@ from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.causal import build_causal_lm, random_init_config, resize_vocabulary
 from train.families.config import DraftConfig
-from train.families.registry import FAMILIES
+from train.families.registry import family_trainer
 from train.trainer.loop import LoopConfig, build_optimizers
 
 WEIGHTS = "model.safetensors"
@@ -123,7 +123,7 @@ def test_a_draft_from_scratch_is_the_targets_kind(own: Target, tmp_path: Path) -
     """Catches another class, another tokenizer's size, or a head size that belongs to the target's width."""
     changes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     changes |= {"num_key_value_heads": 1, "intermediate_size": 24}
-    model = build_causal_lm(DraftConfig(scratch=changes), own, "cpu")
+    model = build_causal_lm(DraftConfig(init_config=changes), own, "cpu")
     assert type(model) is type(own.decoder.model)
     assert {name: getattr(model.config, name) for name in changes} == changes
     assert model.config.head_dim == 8
@@ -148,19 +148,25 @@ def test_other_depths_of_layered_configs(arch: str) -> None:
     ("settings", "named"),
     [
         ({}, "give one of"),
-        ({"scratch": {"hidden": 3}}, "hidden is no field of llama's config"),
-        ({"scratch": {"vocab_size": 300}}, "vocab_size is the target's"),
-        ({"scratch": {"hidden_size": 30, "num_attention_heads": 4}}, "makes no model"),
-        ({"scratch": {"hidden_size": 32}, "layers": [0]}, "give one of"),
-        ({"lora_rank": 4, "scratch": {"hidden_size": 32}}, "lora_rank"),
+        ({"init_config": {"hidden": 3}}, "hidden is no field of llama's config"),
+        ({"init_config": {"vocab_size": 300}}, "vocab_size is the target's"),
+        ({"init_config": {"hidden_size": 30, "num_attention_heads": 4}}, "makes no model"),
+        ({"init_config": {"hidden_size": 32}, "layers": [0]}, "give one of"),
+        ({"lora_rank": 4, "init_config": {"hidden_size": 32}}, "lora_rank"),
         ({"lora_rank": 4, "family": "eagle3"}, "lora_rank"),
         ({"lora_rank": -1}, "lora_rank"),
     ],
 )
 def test_what_cannot_be_made_is_said(own: Target, settings: dict[str, Any], named: str) -> None:
     """Catches tracebacks from deep inside a model, and settings that are passed over in silence."""
+
+    def build() -> None:
+        config = DraftConfig(**settings)
+        family_trainer(config.family).check_settings(config)
+        build_causal_lm(config, own, "cpu")
+
     with pytest.raises(UserError, match=named) as found:
-        build_causal_lm(DraftConfig(**settings), own, "cpu")
+        build()
     assert "\n" not in str(found.value)
 
 
@@ -188,13 +194,12 @@ def trained(own: Target, draft: DraftConfig, steps: int = 3) -> TrainableDraft:
     """After a few steps that move whatever is trained."""
     rows = rows_of(12, 20, 9)
     settings = DistillConfig(draft=draft, loop=LoopConfig(lr=0.05))
-    trainee = FAMILIES["causal"](FamilyContext(settings, own, rows))
-    objective = trainee.objective(trainee.model)
+    trainee = family_trainer("causal").build(FamilyContext(settings, own, rows))
     (optimizer,) = build_optimizers(
-        trainee.model, trainee.muon_parameters, trainee.slow, settings.loop
+        trainee.model, trainee.muon_parameters, trainee.low_lr_parameters, settings.loop
     )
     for _ in range(steps):
-        objective(batching.collate(rows, pad_id=0))["loss"].backward()
+        trainee.loss(trainee.model, batching.collate(rows, pad_id=0))["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
     return trainee
@@ -221,7 +226,7 @@ def test_lora_is_saved_merged_and_as_an_adapter(place: Path, own: Target, tmp_pa
     adapted = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / "adapter"))
     torch.testing.assert_close(logits_of(adapted, TEXT), logits_of(merged, TEXT), atol=1e-3, rtol=0)
     draft = load_draft(str(tmp_path), own)
-    live = trainee.draft()
+    live = trainee.to_draft()
     outputs = [decode(own, one, [TEXT, TEXT[:5]], k=3, max_new_tokens=12) for one in (draft, live)]
     assert [o.rounds for o in outputs[0]] == [o.rounds for o in outputs[1]]
     still = [name for name, p in trainee.model.named_parameters() if p.requires_grad]

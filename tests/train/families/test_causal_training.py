@@ -13,7 +13,6 @@ from tests.train.families.test_heads_training import SAMPLES, assert_same
 from tests.train.losses.test_loss_memory import Live
 from train.data import batching
 from train.data.batching import Batch
-from train.families.base import make_loss_fn
 from train.families.causal import CausalTrainer
 from train.losses import divergences
 from train.losses.divergences import acceptance, forward_kl, max_chunk_rows
@@ -35,7 +34,7 @@ def trainer_of(
 
 def learned(trainer: CausalTrainer, teacher: LiveTeacher, batch: Batch) -> Learned:
     trainer.zero_grad(set_to_none=True)
-    sums = make_loss_fn(teacher, trainer)(batch)
+    sums = trainer(batch, teacher.get_output(batch))
     sums["loss"].backward()
     grads = {n: p.grad.clone() for n, p in trainer.named_parameters() if p.grad is not None}
     return {name: value.item() for name, value in sums.items()}, grads

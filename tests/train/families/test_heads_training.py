@@ -35,16 +35,16 @@ from tests.train.test_distill_command import (
     norms_of,
 )
 from tests.worlds import Done
-from train.data import batching, sample_store
+from train.data import batching, sample_store, vocab_mapping
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
-from train.families import head_loss, ttt_attention, vocab_mapping
+from train.families import eagle, head_loss, medusa, ttt_attention
 from train.families.alignment import AlignedIndices, Alignment
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.registry import FAMILIES
+from train.families.registry import family_trainer
 from train.losses import divergences
 from train.trainer.loop import window_means
 
@@ -89,7 +89,7 @@ def trainee_of(
 ) -> TrainableDraft:
     """Heads as train/distill.py makes them; all parameters at random with a `seed`, else as training starts."""
     settings = DistillConfig(draft=DRAFTS[family], weights=weights or LossWeights(), loss=loss)  # type: ignore[arg-type]
-    trainee = FAMILIES[settings.draft.family](FamilyContext(settings, own, SAMPLES))
+    trainee = family_trainer(settings.draft.family).build(FamilyContext(settings, own, SAMPLES))
     if seed is not None:
         randomise(net_of(trainee), seed)
     return trainee
@@ -109,7 +109,7 @@ def model_of(**changes: Any) -> Any:
 def learned(trainee: TrainableDraft, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
     """The objective's sums and the gradients of its loss."""
     trainee.model.zero_grad(set_to_none=True)
-    sums = trainee.objective(trainee.model)(batch)
+    sums = trainee.loss(trainee.model, batch)
     sums["loss"].backward()
     grads = {
         name: value.grad.clone()
@@ -161,7 +161,7 @@ def decoder_laws(world: World, steps: int) -> Tensor:
     """[T - 1, steps, V]: from each slot t the laws that the draft gives when it has read x_0 .. x_{t+1} and drafts
     x_{t+2}, x_{t+3}, …, as the engine would ask it: all slots are rows of one batch.
     """
-    draft: Draft = world.trainee.draft()
+    draft: Draft = world.trainee.to_draft()
     assert draft.taps is not None
     tapped = [world.states[i] for i in draft.taps.layers]
     tapped += [world.states[-1]] if draft.taps.final else []
@@ -222,9 +222,9 @@ def error_of(
     world = world_of(family)
     laws = decoder_laws(world, steps_of(family))
     spoil(world.trainee)
-    objective, worst = world.trainee.objective(world.trainee.model), 0.0
+    trainee, worst = world.trainee, 0.0
     for span in spans:
-        sums = objective(collate(row(world.ids, span)))
+        sums = trainee.loss(trainee.model, collate(row(world.ids, span)))
         want = brute_force(world, laws, *span)
         assert sums.keys() - {"feature"} == want.keys()
         worst = max(worst, *(abs(float(sums[name]) - value) for name, value in want.items()))
@@ -259,7 +259,7 @@ def dpace_error(family: str) -> float:
     worst = 0.0
     for span in [*LONG, *SHORT]:
         want = dpace_loss(world, laws, *span)
-        found = float(trainee.objective(trainee.model)(collate(row(world.ids, span)))["loss"])
+        found = float(trainee.loss(trainee.model, collate(row(world.ids, span)))["loss"])
         worst = max(worst, abs(found - want) / (want + 1e-3))
     return worst
 
@@ -280,15 +280,16 @@ def test_dpace_over_rows_is_seen(family: str, monkeypatch: pytest.MonkeyPatch) -
     def over_rows(
         weights: LossWeights,
         rows: head_loss.SupervisedRows,
-        say: Any,
+        step_logits: Any,
         slots: Tensor,
         ids: Any,
         size: int,
     ) -> Tensor:
-        sure = [head_loss.label_probability(q, rows.label, ids) for q in say(slots)]
+        sure = [head_loss.label_probability(q, rows.label, ids) for q in step_logits(slots)]
         return divergences.dpace(torch.stack(sure, 1), rows.valid)
 
-    monkeypatch.setattr(head_loss, "step_weights", over_rows)
+    for module in (medusa, eagle):
+        monkeypatch.setattr(module, "step_weights", over_rows)
     assert dpace_error(family) > 1e-2
 
 
@@ -367,8 +368,8 @@ def one_early(self: head_loss.SupervisedRows, values: Tensor, j: int) -> Tensor:
 
 def late_features(trainee: TrainableDraft) -> None:
     net = net_of(trainee)
-    start = net.start
-    net.start = lambda features: start(features.roll(1, 1))
+    start = net.init_state
+    net.init_state = lambda features: start(features.roll(1, 1))
 
 
 BUGS: dict[str, tuple[list[str], tuple[Any, str, Any] | None]] = {
@@ -376,11 +377,11 @@ BUGS: dict[str, tuple[list[str], tuple[Any, str, Any] | None]] = {
     "token not shifted": (EAGLES3, (Alignment, "step", stale)),
     "keys of other slots": (
         EAGLES3,
-        (head_loss, "TestTimeAttention", partial(Square, own="causal")),
+        (eagle, "TestTimeAttention", partial(Square, own="causal")),
     ),
-    "first key twice": (EAGLES3, (head_loss, "TestTimeAttention", partial(Square, own="twice"))),
+    "first key twice": (EAGLES3, (eagle, "TestTimeAttention", partial(Square, own="twice"))),
     "feature one off": (["eagle1", *EAGLES3], None),
-    "row one off": (FEW, (head_loss.SupervisedRows, "slot_of", one_early)),
+    "row one off": (FEW, (head_loss.SupervisedRows, "values_at_slots", one_early)),
     "slots of the prompt": (FEW, (Alignment, "step", eager)),
 }
 
@@ -399,15 +400,15 @@ def test_planted_bugs_are_seen(bug: str, family: str, monkeypatch: pytest.Monkey
 
 def test_a_square_mask_in_training_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the bugs above that are planted in the square: without one of them it is right."""
-    monkeypatch.setattr(head_loss, "TestTimeAttention", Square)
+    monkeypatch.setattr(eagle, "TestTimeAttention", Square)
     assert error_of("eagle3", LONG) < EXACT
 
 
-def test_eagle1_learns_the_feature_one_later() -> None:
+def test_eagle1_learns_the_feature_one_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a feature loss against f_t, which the head reads and could copy (methods 2), and weights mixed up."""
     world = world_of("eagle1")
     said: list[Tensor] = []
-    draft: Any = world.trainee.draft()
+    draft: Any = world.trainee.to_draft()
     forward = draft._forward
 
     def watched(*inputs: Tensor) -> Tensor:
@@ -415,12 +416,12 @@ def test_eagle1_learns_the_feature_one_later() -> None:
         return said[-1]
 
     draft._forward = watched
-    world.trainee = dataclasses.replace(world.trainee, draft=lambda: draft)
+    monkeypatch.setattr(world.trainee, "to_draft", lambda: draft)
     laws = decoder_laws(world, 1)
     features = world.states[-1][1:]
     near = torch.nn.functional.smooth_l1_loss(said[-1][:, -1], features, reduction="none").mean(-1)
     trainee = trainee_of("eagle1", world.own, 1, LossWeights(feature=2.0, divergence=0.5))
-    sums = trainee.objective(trainee.model)(collate(row(world.ids, (4, 12))))
+    sums = trainee.loss(trainee.model, collate(row(world.ids, (4, 12))))
     slots = slice(3, 10)
     assert float(sums["feature"]) == pytest.approx(float(near[slots].sum()), rel=1e-4)
     divergence = brute_force(world, laws, 4, 12)["loss"]
@@ -675,18 +676,20 @@ def test_eagle3_starts_with_rows_of_the_targets_head(tied: bool) -> None:
 def directory(folder: Path, trainee: TrainableDraft, own: Target) -> str:
     """The draft directory as train/distill.py leaves it, but for most of its facts."""
     trainee.save(folder)
-    facts = {"family": trainee.draft().name, "tokenizer_hash": own.fingerprint}
+    facts = {"family": trainee.to_draft().name, "tokenizer_hash": own.fingerprint}
     (folder / METADATA_FILE).write_text(json.dumps(facts))
     return str(folder)
 
 
 @pytest.mark.parametrize("family", DRAFTS)
-def test_a_saved_draft_says_what_the_trained_one_said(family: str, tmp_path: Path) -> None:
+def test_a_saved_draft_says_what_the_trained_one_said(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches RoPE, norms, taps or a vocabulary map that training has and the directory has not (methods 12, 15-17)."""
     world = world_of(family)
     laws = decoder_laws(world, steps_of(family))
     path = directory(tmp_path / "draft", world.trainee, world.own)
-    world.trainee = dataclasses.replace(world.trainee, draft=lambda: load_draft(path, world.own))
+    monkeypatch.setattr(world.trainee, "to_draft", lambda: load_draft(path, world.own))
     assert torch.equal(decoder_laws(world, steps_of(family)), laws)
 
 
@@ -987,7 +990,7 @@ def test_a_causal_draft_of_a_target_of_two_widths_learns() -> None:
     """Guards the test above: what is refused is heads, and the teacher's states are as wide as they are."""
     own = tiny_target(tiny_model("opt", word_embed_proj_dim=16))
     settings = DistillConfig(draft=DraftConfig("causal", layers=[0, 1]))
-    trainee = FAMILIES["causal"](FamilyContext(settings, own, SAMPLES))
+    trainee = family_trainer("causal").build(FamilyContext(settings, own, SAMPLES))
     assert learned(trainee, collate(*SAMPLES))[0]["loss"] > 0
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from decode.common.errors import UserError
 from decode.drafts import medusa
 from decode.drafts.base import METADATA_FILE
+from decode.drafts.registry import DRAFT_FAMILIES
 from decode.engine.engine import decode
 from decode.model.layer_stack import layer_stack
 from decode.model.loading import Target, load_model
@@ -21,20 +22,20 @@ from eval.tasks.loading import TaskPrompt
 from tests.tiny import ARCHITECTURES, noisy, tiny_model, tiny_prompts, tiny_target
 from train.data import batching
 from train.data.sample_store import SampleRow
-from train.families import config as families_config
 from train.families.base import FamilyContext
+from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.medusa2 import LoraTarget, build_medusa2
+from train.families.medusa2 import LoraTarget, Medusa2
 from train.losses.objective import DivergenceConfig
 
 
 @dataclass
 class Recipe:
-    draft: families_config.DraftConfig = field(
-        default_factory=lambda: families_config.DraftConfig(family="medusa2", heads=2, rank=4)
+    draft: DraftConfig = field(
+        default_factory=lambda: DraftConfig(family="medusa2", heads=2, target_lora_rank=4)
     )
     loss: str = "forward_kl"
-    compare: DivergenceConfig = field(default_factory=DivergenceConfig)
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     weights: LossWeights = field(default_factory=LossWeights)
     out: str = "draft"
 
@@ -58,12 +59,12 @@ def final_logits(target: Target, ids: list[int]) -> torch.Tensor:
 
 def trained(steps: int, rate: float = 1e-2) -> tuple[Any, Target]:
     target = tiny_target(tiny_model("llama"))
-    trainee = build_medusa2(FamilyContext(Recipe(), target, samples()))
+    trainee = Medusa2().build(FamilyContext(Recipe(), target, samples()))
     batch = batching.collate(samples(), pad_id=0)
     moving = [p for p in trainee.model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(moving, lr=rate)
     for _ in range(steps):
-        trainee.objective(trainee.model)(batch)["loss"].backward()
+        trainee.loss(trainee.model, batch)["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
     return trainee, target
@@ -89,7 +90,7 @@ def test_heads_and_adapters_learn_and_nothing_else() -> None:
     """Catches a frozen adapter, and a target whose own weights move under the adapters."""
     target = tiny_target(tiny_model("llama"))
     before = {name: p.detach().clone() for name, p in target.decoder.model.named_parameters()}
-    trainee = build_medusa2(FamilyContext(Recipe(), target, samples()))
+    trainee = Medusa2().build(FamilyContext(Recipe(), target, samples()))
     batch = batching.collate(samples(), pad_id=0)
     start = {name: p.detach().clone() for name, p in trainee.model.named_parameters()}
     optimizer = torch.optim.AdamW(
@@ -98,7 +99,7 @@ def test_heads_and_adapters_learn_and_nothing_else() -> None:
     for _ in range(
         2
     ):  # LoRA's second matrix starts at zero, so the first moves from the second step on
-        trainee.objective(trainee.model)(batch)["loss"].backward()
+        trainee.loss(trainee.model, batch)["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
     for name, p in trainee.model.named_parameters():
@@ -131,12 +132,12 @@ def test_adapters_are_in_the_layers_that_write_text_and_nowhere_else() -> None:
 def test_the_start_costs_nothing_and_the_heads_pull() -> None:
     """Catches a self-distillation loss that is not 0 before anything moved, and one that the heads cannot change."""
     target = tiny_target(tiny_model("llama"))
-    trainee = build_medusa2(FamilyContext(Recipe(), target, samples()))
-    sums = trainee.objective(trainee.model)(batching.collate(samples(), pad_id=0))
+    trainee = Medusa2().build(FamilyContext(Recipe(), target, samples()))
+    sums = trainee.loss(trainee.model, batching.collate(samples(), pad_id=0))
     assert float(sums["kl"]) == pytest.approx(0, abs=1e-4)
     assert float(sums["loss"].detach()) > 1e-3
     sums["loss"].backward()
-    pulled = [p.grad for p in trainee.slow if p.grad is not None]
+    pulled = [p.grad for p in trainee.low_lr_parameters if p.grad is not None]
     assert any(float(g.abs().max()) > 0 for g in pulled)
 
 
@@ -146,8 +147,8 @@ def test_saved_target_is_the_one_that_was_trained(tmp_path: Path) -> None:
     ids = tiny_prompts(9)[0]
     wanted = final_logits(target, ids)
     trainee.save(tmp_path)
-    assert trainee.facts["family"] == "medusa"
-    assert trainee.facts["target"]["name"] == "draft/target"
+    assert DRAFT_FAMILIES["medusa2"].saved_name == "medusa"
+    assert trainee.metadata["target"]["name"] == "draft/target"
     model = load_model(str(tmp_path / "target"), "target", "cpu", "float32")
     new = Target(ModelRunner(model), None, "new", None, "fingerprint", frozenset())
     assert torch.allclose(final_logits(new, ids), wanted, atol=1e-4)
@@ -163,7 +164,7 @@ def test_cached_states_are_refused() -> None:
     """Catches heads that learn from the states of a target that no longer exists."""
     target = tiny_target(tiny_model("llama"))
     with pytest.raises(UserError, match="leave `features` empty"):
-        build_medusa2(FamilyContext(Recipe(), target, samples(), "cpu", object()))  # type: ignore[arg-type]
+        Medusa2().build(FamilyContext(Recipe(), target, samples(), "cpu", object()))  # type: ignore[arg-type]
 
 
 def test_quality_tells_how_far_a_target_moved() -> None:

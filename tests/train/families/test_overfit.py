@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model
-from decode.engine.engine import RequestOutput, decode
+from decode.engine.engine import decode
+from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
 from tests.tiny import rope, tiny_model, tiny_prompts, tiny_target
 from tests.train.families.test_heads_training import row
@@ -21,7 +22,7 @@ from train.families.base import FamilyContext
 from train.families.config import DraftConfig
 from train.families.eagle import EagleTrainer
 from train.families.head_loss import LossWeights
-from train.families.registry import FAMILIES
+from train.families.registry import family_trainer
 
 K, LENGTH, TAPS = 3, 1 + 6 * 4, [0, 1, 2]
 """The first token comes with the prompt; a perfect draft gives the rest in 6 rounds of 4."""
@@ -47,7 +48,7 @@ def conversation() -> tuple[Target, SampleRow]:
     return own, row([*prompt, *answer], (8, 8 + LENGTH))
 
 
-def fitted(family: str) -> RequestOutput:
+def fitted(family: str) -> DecodeRecord:
     """The conversation's answer, decoded with a draft that was trained on nothing else.
 
     EAGLE-1 goes on from its own features, so it has to learn them and all that they say; the best token is enough for
@@ -57,19 +58,19 @@ def fitted(family: str) -> RequestOutput:
     steps, rate, loss = (250, 5e-3, "forward_kl") if family == "eagle1" else (150, 1e-2, "hard_ce")
     settings = DistillConfig(draft=DRAFTS[family], weights=LossWeights(divergence=1.0), loss=loss)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    trainee = FAMILIES[settings.draft.family](FamilyContext(settings, own, [sample]))
+    trainee = family_trainer(settings.draft.family).build(FamilyContext(settings, own, [sample]))
     trained = [value for value in trainee.model.parameters() if value.requires_grad]
     optimizer = torch.optim.AdamW(trained, weight_decay=0.0)
-    objective, batch = trainee.objective(trainee.model), batching.collate([sample], 0, 1)
+    batch = batching.collate([sample], 0, 1)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1, (step + 1) / 20) * (1 - step / steps)
-        (objective(batch)["loss"] / LENGTH).backward()
+        (trainee.loss(trainee.model, batch)["loss"] / LENGTH).backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
     ids = list(sample["input_ids"])
-    (output,) = decode(own, trainee.draft(), [ids[:8]], k=K, max_new_tokens=LENGTH)
+    (output,) = decode(own, trainee.to_draft(), [ids[:8]], k=K, max_new_tokens=LENGTH)
     assert output.output_ids == ids[8:]  # lossless, whatever the draft
     return output
 
@@ -112,11 +113,11 @@ def late_labels(self: head_loss.SupervisedRows, values: Tensor, j: int) -> Tenso
 
 def late_features(kind: type) -> Callable[..., Any]:
     """Every slot reads the state before its own, in training only."""
-    forward, start = EagleTrainer.forward, kind.start  # type: ignore[attr-defined]
+    forward, start = EagleTrainer.forward, kind.init_state  # type: ignore[attr-defined]
 
     def spoiled(*inputs: Any, **more: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kind, "start", lambda net, features: start(net, features.roll(1, 1)))
+            patch.setattr(kind, "init_state", lambda net, features: start(net, features.roll(1, 1)))
             return forward(*inputs, **more)
 
     return spoiled

@@ -182,12 +182,16 @@ def test_acceptance_of_few_is_no_less() -> None:
 def test_the_command_line_reaches_it(tmp_path: Path) -> None:
     """Catches settings that are parsed and lost, and a loss that falls back when one of them is given."""
     config = tmp_path / "c.yaml"
-    config.write_text("loss: lk_alpha\ncompare: {top: 64, mix: {hard_ce: 0.1}}\n")
-    s = parse_settings(DistillConfig, "", ["--config", str(config), "--compare.temperature", "2"])
+    config.write_text("loss: lk_alpha\ndivergence: {top: 64, mix: {hard_ce: 0.1}}\n")
+    s = parse_settings(
+        DistillConfig, "", ["--config", str(config), "--divergence.temperature", "2"]
+    )
     assert s.loss == "lk_alpha"
-    assert s.compare == DivergenceConfig(temperature=2.0, top=64, mix={"hard_ce": 0.1})
+    assert s.divergence == DivergenceConfig(temperature=2.0, top=64, mix={"hard_ce": 0.1})
     assert (
-        parse_settings(DistillConfig, "", ["--loss", "jsd", "--compare.beta", "0.2"]).compare.beta
+        parse_settings(
+            DistillConfig, "", ["--loss", "jsd", "--divergence.beta", "0.2"]
+        ).divergence.beta
         == 0.2
     )
 
@@ -195,10 +199,10 @@ def test_the_command_line_reaches_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--compare.temperature", "0"], "temperature > 0"),
-        (["--compare.beta", "1"], "0 < beta < 1"),
-        (["--compare.top", "-1"], "top >= 0"),
-        (["--compare.mix", "{ce: 0.5}"], "no divergence 'ce'"),
+        (["--divergence.temperature", "0"], "temperature > 0"),
+        (["--divergence.beta", "1"], "0 < beta < 1"),
+        (["--divergence.top", "-1"], "top >= 0"),
+        (["--divergence.mix", "{ce: 0.5}"], "no divergence 'ce'"),
         (["--loss", "kl"], "forward_kl"),
     ],
 )

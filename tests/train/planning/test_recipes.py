@@ -37,13 +37,15 @@ from train.data.conversations import Conversation
 from train.data.prompt_pipeline import TargetTokenizer
 from train.data.prompts import Prompt, encode_prompt
 from train.distill import DistillConfig
-from train.families import base as families_base
-from train.families import registry
+from train.families import causal, model_sizes
+from train.families.base import FamilyContext
 from train.families.config import DraftConfig
+from train.families.model_sizes import DraftShape, ModelShape, StepWorkload
+from train.families.registry import family_trainer, trained_families
+from train.families.ttt_attention import BLOCK
 from train.losses import divergences
-from train.planning import model_sizes, resources
-from train.planning.model_sizes import DraftShape, ModelShape
-from train.planning.resources import StepWorkload, format_bytes
+from train.planning import resources
+from train.planning.resources import format_bytes
 
 RECIPES = worlds.ROOT / "configs" / "distill"
 PEAK = 989e12  # bf16 operations a second of an H100 or H200
@@ -501,9 +503,10 @@ def shapes(name: str, draft: str) -> tuple[ModelShape, DraftShape]:
     s = DraftConfig(**json.loads(draft))
     config = config_of(name)
     target = model_sizes.target_shape(config)
-    small = config_of(s.init) if s.init else None
     text = config.get_text_config(decoder=True)
-    return target, model_sizes.draft_shape(s, text, target.vocab, small)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causal, "load_config", lambda name, what: config_of(name))
+        return target, family_trainer(s.family).draft_shape(s, text, target.vocab)
 
 
 def shapes_of(s: DistillConfig) -> tuple[ModelShape, DraftShape]:
@@ -515,7 +518,7 @@ def test_published_models_have_their_published_size(name: str) -> None:
     """Guards the entries above and the count: a wrong config would make every estimate wrong."""
     shape = model_sizes.target_shape(config_of(name))
     assert shape.parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
-    assert shape.body < shape.parameters
+    assert shape.body_parameters < shape.parameters
 
 
 def test_parameters_are_those_of_the_reference() -> None:
@@ -523,11 +526,11 @@ def test_parameters_are_those_of_the_reference() -> None:
     llama = "meta-llama/Llama-3.1-8B-Instruct"
     target, draft = shapes(llama, '{"family": "eagle3"}')
     assert draft.trained == draft.parameters == pytest.approx(425e6, rel=0.01)
-    assert draft.late == pytest.approx(243e6, rel=0.01)
+    assert draft.parameters_per_pass == pytest.approx(243e6, rel=0.01)
     assert draft.vocab * draft.hidden == pytest.approx(131e6, rel=0.01)
-    assert draft.body == 3 * 4096**2 + 2 * 8 * 128 * 8192  # fc, keys and values
+    assert draft.body_parameters == 3 * 4096**2 + 2 * 8 * 128 * 8192  # fc, keys and values
     config = AutoConfig.for_model("llama", hidden_size=4096, vocab_size=32000)
-    medusa = model_sizes.draft_shape(DraftConfig("medusa", heads=5), config, 32000)
+    medusa = family_trainer("medusa").draft_shape(DraftConfig("medusa", heads=5), config, 32000)
     assert medusa.trained / 5 == pytest.approx(148e6, rel=0.01)
     _, eagle1 = shapes(llama, '{"family": "eagle1"}')
     # 0.24 B with fc of a 7B (methods.md 5); Llama-3's layer has fewer keys and a wider MLP
@@ -539,7 +542,12 @@ def test_memory_is_what_it_is_made_of() -> None:
     """By hand for Llama-3.1-8B with EAGLE-3: weights 16.06 GB in bf16, 16 bytes for each trained parameter."""
     target, draft = shapes("meta-llama/Llama-3.1-8B-Instruct", '{"family": "eagle3"}')
     load = StepWorkload(
-        samples=32, tokens=1300, learned=450, longest=2048, most=2048, micro_batch=1
+        samples=32,
+        tokens=1300,
+        supervised_tokens=450,
+        max_tokens=2048,
+        max_supervised_tokens=2048,
+        micro_batch=1,
     )
     parts = resources.memory_breakdown(target, draft, load, 2, mixed=True)
     assert parts["target's weights"] == pytest.approx(16.06e9, rel=1e-3)
@@ -560,13 +568,18 @@ def test_memory_is_what_it_is_made_of() -> None:
 def test_arithmetic_is_that_of_the_text_book() -> None:
     """By hand, without attention: 2 N for the target, 6 N for what is trained, 8 N where logits are made twice."""
     target, draft = shapes("meta-llama/Llama-3.1-8B-Instruct", '{"family": "eagle3"}')
-    load = StepWorkload(samples=1, tokens=1000, learned=500, longest=1000, most=500, micro_batch=1)
+    load = StepWorkload(
+        samples=1,
+        tokens=1000,
+        supervised_tokens=500,
+        max_tokens=1000,
+        max_supervised_tokens=500,
+        micro_batch=1,
+    )
     body = 8.03e9 - 2 * 128256 * 4096
     teacher = 1000 * 2 * body + 500 * 2 * 2 * 128256 * 4096
-    own = 1000 * 6 * draft.body + 500 * 7 * (6 * 243e6 + 8 * 131e6)
+    own = 1000 * 6 * draft.body_parameters + 500 * 7 * (6 * 243e6 + 8 * 131e6)
     assert resources.total_step_flops(target, draft, load) == pytest.approx(teacher + own, rel=0.05)
-    assert resources.hours(3600, 1e15, 1e15) == 1
-    assert resources.hours(3600, 1e15, 1e15, processes=4) == 0.25
 
 
 def test_experts_that_are_not_asked_cost_nothing() -> None:
@@ -576,7 +589,7 @@ def test_experts_that_are_not_asked_cost_nothing() -> None:
     shape = model_sizes.target_shape(config)
     experts = 8 * 8 * 3 * 64 * 32
     rest = shape.parameters - 2 * 97 * 64 - 64 - experts
-    assert shape.body == pytest.approx(rest + experts / 4, rel=1e-3)
+    assert shape.body_parameters == pytest.approx(rest + experts / 4, rel=1e-3)
 
 
 @pytest.mark.parametrize("family", ["eagle1", "eagle3", "medusa", "causal"])
@@ -591,10 +604,10 @@ def test_activations_are_what_autograd_keeps(
         vocab_size=256,
     )  # fmt: skip
     kept, target, draft = kept_bytes(family, config, most)
-    load = StepWorkload(1, most, most, longest=most, most=most, micro_batch=1)
-    want = resources.activation_bytes(target, draft, load)
-    if family.startswith("eagle") and most > resources.BLOCK:  # kept for a moment only, in backward
-        want -= 2 * 8 * draft.heads * most * resources.BLOCK
+    load = StepWorkload(1, most, most, most, most, micro_batch=1)
+    want = draft.activation_bytes(target, load, 1)
+    if family.startswith("eagle") and most > BLOCK:  # kept for a moment only, in backward
+        want -= 2 * 8 * draft.heads * most * BLOCK
     assert kept == pytest.approx(want, rel=0.25)
 
 
@@ -610,9 +623,8 @@ def kept_bytes(family: str, config: Any, length: int) -> tuple[int, ModelShape, 
         seen[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    objective = trainee.objective(Cast(trainee.model))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = objective(batching.collate([row], 0))
+        result = trainee.loss(Cast(trainee.model), batching.collate([row], 0))
     del result
     count = sum(x.untyped_storage().nbytes() for at, x in seen.items() if at not in own)
     # Weights cast to bf16 have a line of their own. Heads project, and Medusa does all else, in pieces that come again.
@@ -641,15 +653,17 @@ def made(family: str, config: Any, row: sample_store.SampleRow) -> tuple[Target,
     target = Target(ModelRunner(model), None, "x", None, "f", frozenset({1}))
     layers = [0, 1] if family == "causal" else []
     draft = DraftConfig(family, layers=layers, steps=4, vocab=64)  # type: ignore[arg-type]
-    trainee = registry.FAMILIES[family](
-        families_base.FamilyContext(DistillConfig(draft=draft), target, [row])
-    )
+    trainee = family_trainer(family).build(FamilyContext(DistillConfig(draft=draft), target, [row]))
     text = config.get_text_config(decoder=True)
-    return target, trainee, model_sizes.draft_shape(draft, text, target.decoder.vocab_size)
+    return (
+        target,
+        trainee,
+        family_trainer(family).draft_shape(draft, text, target.decoder.vocab_size),
+    )
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "google/gemma-3-12b-it"])
-@pytest.mark.parametrize("family", registry.FAMILIES)
+@pytest.mark.parametrize("family", trained_families())
 def test_what_is_trained_is_counted(family: str, name: str) -> None:
     """Catches a family without an estimate, for which a dry run fails, and one that has come to train other parts."""
     if kind_of(name) == "gemma3" and family in ("causal", "medusa2"):
@@ -682,16 +696,16 @@ def forecast(file: str, tokens: int, learned: int) -> str:
     load = StepWorkload(
         samples=s.loop.batch_size,
         tokens=tokens,
-        learned=learned,
-        longest=s.loop.max_length,
-        most=s.loop.max_length,
+        supervised_tokens=learned,
+        max_tokens=s.loop.max_length,
+        max_supervised_tokens=s.loop.max_length,
         micro_batch=min(s.loop.micro_batch, s.loop.batch_size),
     )
     size = DTYPES[s.target_dtype].itemsize
     memory = sum(resources.memory_breakdown(target, draft, load, size, mixed=True).values())
     disk = sum(resources.disk_breakdown(target, draft, size, s.loop.keep).values())
     flops = resources.total_step_flops(target, draft, load)
-    time = resources.hours(s.loop.steps, flops, SHARE * PEAK)
+    time = s.loop.steps * flops / (SHARE * PEAK) / 3600
     return (
         f"{draft.trained / 1e6:,.0f} M parameters trained, {format_bytes(memory)} on each GPU at most, "
         f"{format_bytes(disk)} on disk, {flops / 1e15:.2f} PFLOP a step, {time:,.0f} GPU hours."

@@ -30,7 +30,7 @@ from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.config import DraftConfig
-from train.families.registry import FAMILIES
+from train.families.registry import family_trainer
 from train.teacher import feature_codec, feature_extraction, feature_store
 from train.teacher.cached import CachedTeacher, FeatureFolder
 from train.teacher.feature_store import FeatureStore
@@ -249,7 +249,7 @@ def test_ids_beyond_16_bits_survive() -> None:
 def trainee_of(family: str, target: Target, where: FeatureFolder | None) -> TrainableDraft:
     torch.manual_seed(0)
     settings = DistillConfig(draft=FAMILY[family])
-    return FAMILIES[family](FamilyContext(settings, target, ROWS, "cpu", where))
+    return family_trainer(family).build(FamilyContext(settings, target, ROWS, "cpu", where))
 
 
 @pytest.mark.parametrize("family", FAMILY)
@@ -265,8 +265,8 @@ def test_losses_are_those_of_the_live_target(tmp_path: Path, model: Any, family:
     cached.teacher.fill_store(Console(quiet=True))
     batch = some(0)
     with torch.no_grad():
-        wanted = live.objective(live.model)(batch)
-        found = cached.objective(cached.model)(batch)
+        wanted = live.loss(live.model, batch)
+        found = cached.loss(cached.model, batch)
         if family != "causal":
             look = TeacherOutput(
                 live.teacher.get_output(batch).features,

@@ -18,7 +18,8 @@ from tests.worlds import EOS, Done, World
 from train.data import mixture, sample_store
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
-from train.planning import dry_run, model_sizes, resources
+from train.families import model_sizes
+from train.planning import estimates, resources
 from train.trainer import throughput
 from train.trainer.on_policy import OnPolicyBuffer, prompt_from_row
 
@@ -218,7 +219,7 @@ def test_the_target_labels_them(world: World, data: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        (["--draft.family", "medusa", "--draft.init", ""], "medusa heads cannot write"),
+        (["--draft.family", "medusa", "--draft.init", ""], "medusa heads cannot generate text"),
         (["--features", "somewhere"], "leave `features` empty"),
         (["--on_policy.share", 1.5], "share 1.5"),
         (["--on_policy.every", 0], "every"),
@@ -264,7 +265,7 @@ def test_writing_is_two_operations_for_each_weight_that_a_token_passes() -> None
     )  # fmt: skip
     shape = model_sizes.target_shape(config)
     row: Any = {"input_ids": range(10), "loss_spans": [[6, 10]]}
-    layers = 2 * shape.body * 10
+    layers = 2 * shape.body_parameters * 10
     attention = sum(4 * (t + 1) * 64 * 3 for t in range(10))
     found = resources.generation_flops(shape, [row, row])
     assert found == pytest.approx(2 * (layers + attention + 4 * 2 * 64 * 97), rel=0.01)
@@ -317,8 +318,8 @@ def test_a_dry_run_writes_one_round_and_keeps_nothing(
         DistillConfig, "", [str(x) for x in [*arguments(world, data, out), *share]]
     )
     samples, _ = mixture.load(settings.data, settings.loop.max_length)
-    load = dry_run.step_workload(samples, settings.loop, 1)
-    _, draft = dry_run.model_shapes(settings)
+    load = estimates.step_workload(samples, settings.loop, 1)
+    _, draft = estimates.model_shapes(settings)
     needs = resources.generation_memory(settings.on_policy, draft, load, settings.loop.max_length)
     assert (rows, needs["draft's K/V cache"]) == (5, bytes_of)
 
