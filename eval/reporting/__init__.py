@@ -2,7 +2,7 @@
 
 - report_data: reads report.json and groups its entries by task and setting.
 - formatting: numbers, intervals and tables as text.
-- tables, detail_tables: the tables of a report.
+- tables: the tables of a report.
 - summary: the sentences at the head of a report.
 - plots: draws SVG panels; figures: chooses which figures a report has.
 - token_traces: a few answers with the origin (draft or target) of each token.
