@@ -43,7 +43,7 @@ class DecodeRecord:
     """Unique within its task."""
     domain: str = ""
     seconds: float = 0.0
-    """Wall clock of the whole request, prefill included; of a batch of `rows` prompts it is this prompt's even share."""
+    """Wall clock of the whole request, prefill included; in a batch of `rows` prompts, this prompt's even share."""
     rows: int = 1
     """Prompts that were decoded together."""
 

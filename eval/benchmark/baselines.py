@@ -97,11 +97,13 @@ def compare_engines(
                     by_label[engine_label(engine, method)] = journal.get_or_measure(key, run)
         for engine in requested_engines(s):
             for method in _supported_methods(engine, methods, s):
-                alone = engine_label(UNASSISTED_ENGINE[engine], None)
+                base = None
+                if method is not None:
+                    base = by_label.get(engine_label(UNASSISTED_ENGINE[engine], None))
                 entries += _engine_entries(
                     s, engine, method, temperature, items,
                     by_label[engine_label(engine, method)],
-                    by_label.get(alone) if method else None, ours,
+                    base, ours,
                 )  # fmt: skip
     return entries
 

@@ -1,9 +1,10 @@
-"""The settings of eval/run.py, and what is wrong with them before anything is measured."""
+"""The settings of eval/run.py, and the checks of them before anything is measured."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from decode.common.errors import UserError
+from decode.verification.registry import find_rule
 from decode.verification.sampling import SamplingParams
 from eval.tasks.loading import Task
 
@@ -12,10 +13,10 @@ ENGINES = ("hf", "hf-assisted", "vllm")
 
 @dataclass
 class TreeConfig:
-    """A tree grown where the draft is confident (EAGLE-2), or a fixed one; without nodes and paths, a chain."""
+    """A tree grown where the draft is confident (EAGLE-2), or a fixed one; with neither nodes nor paths, a chain."""
 
     width: int = 4
-    """Nodes expanded a level, and children tried of each."""
+    """Nodes expanded per level, and children tried of each."""
     nodes: int = 0
     """Drafted nodes that the target verifies."""
     paths: list[list[int]] = field(default_factory=list)
@@ -24,37 +25,36 @@ class TreeConfig:
 
 @dataclass
 class MethodConfig:
-    """A way to draft."""
+    """A draft and how it is used."""
 
     name: str
     """ngram, suffix and early-exit need no draft; any other name (causal, causal-base, …) needs one."""
     draft: str = ""
-    """Folder or hub name of a saved draft."""
+    """Folder or Hub name of a saved draft."""
     device: str = ""
-    """Where the draft runs; empty: beside the target. cpu or cuda:1 keep it off the target's device."""
+    """Device of the draft, such as cpu or cuda:1; empty: the target's."""
     k: int = 0
-    """Tokens, or levels of a tree, drafted a round; 0 takes the setting `k`."""
+    """Tokens, or levels of a tree, drafted per round; 0 takes the setting `k`."""
     layers: int = 0
-    """early-exit: how many of the target's first layers draft."""
+    """early-exit: number of the target's first layers that draft."""
     tree: TreeConfig = field(default_factory=TreeConfig)
-    """For causal drafts and early-exit."""
-    rule: Literal["exact", "block", "typical"] = "exact"
-    """exact and block are lossless; typical (Medusa's) is lossy, and the report says so."""
+    """For drafts that can propose trees, such as causal ones and early-exit."""
+    rule: str = "exact"
+    """Verification rule: exact and block are lossless, typical (Medusa's) is lossy and marked so in the report."""
     alpha: list[float] = field(default_factory=list)
-    """Simulates this acceptance by position (the last one goes on), at temperature 0: what the engine is worth with a
-    draft that is so good and costs what `draft` does (nothing, if it is empty). The report says so."""
+    """Simulates this acceptance rate by position (the last one continues), at temperature 0: the engine's speed with a
+    draft of that quality and the cost of `draft` (none if that is empty). The report marks the method as simulated."""
 
 
 @dataclass
 class AcceptanceComparisonConfig:
-    """Whose α is higher: a pass of its own, in batches. Acceptance needs no clock, so more prompts than are timed
-    make its interval narrower."""
+    """Compares α of methods in an untimed pass in batches, which allows more prompts and so narrower intervals."""
 
     pairs: list[list[str]] = field(default_factory=list)
     """Pairs [a, b] of methods; the report gives α of a minus α of b with a paired interval."""
     temperature: float = 1.0
     prompts: int = 0
-    """Prompts a task; 0 takes all that the task has, whatever its limit."""
+    """Prompts per task; 0 takes all that the task has, whatever its limit."""
     rows: int = 16
     """Prompts decoded together."""
 
@@ -62,13 +62,13 @@ class AcceptanceComparisonConfig:
 @dataclass
 class EvalConfig:
     target: str = "assets/target"
-    """The model to be made faster: folder or hub name."""
+    """Target model: folder or Hub name."""
     revision: str | None = None
-    """Commit, tag or branch of a hub target."""
+    """Commit, tag or branch of a target from the Hub."""
     original: str = ""
-    """What the target was before its heads were trained with it (Medusa-2): the report says how far it has moved."""
+    """The target before its heads were trained with it (Medusa-2); the report then measures how far it has moved."""
     methods: list[MethodConfig] = field(default_factory=lambda: [MethodConfig("ngram")])
-    """What to compare with plain decoding, which is always measured."""
+    """Methods to compare with plain decoding, which is always measured."""
     tasks: list[Task] = field(
         default_factory=lambda: [Task("code"), Task("prose"), Task("arithmetic")]
     )
@@ -80,50 +80,50 @@ class EvalConfig:
     top_p: float = 1.0
     """1 keeps all tokens."""
     k: int = 4
-    """Tokens drafted a round."""
+    """Tokens drafted per round."""
     max_new_tokens: int = 128
-    """Longest answer."""
+    """Tokens of the longest answer."""
     batch_size: int = 1
     """Prompts decoded together."""
     mode: Literal["eager", "compiled", "graph"] = "eager"
-    """compiled is faster after minutes of compilation, for all methods alike; graph needs a GPU."""
+    """compiled is faster after minutes of compilation, for all methods; graph (CUDA graphs) needs a GPU."""
     acceptance: AcceptanceComparisonConfig = field(default_factory=AcceptanceComparisonConfig)
-    """Which methods' acceptance to compare."""
+    """Pairs of methods whose acceptance to compare."""
     compare: str = ""
-    """Other engines on the same prompts, with commas between: hf (transformers' generate), hf-assisted (its assisted
+    """Other engines on the same prompts, separated by commas: hf (transformers' generate), hf-assisted (its assisted
     generation, with each causal draft), vllm."""
     vllm_python: str = ""
     """Interpreter of an environment that has vLLM."""
     check_law: int = 0
-    """Sampled tokens a method for the test that its output follows the target's law; 0 skips it. It needs a temperature
-    above 0; 20000 tokens show a shift of 2.7 % of the probability."""
+    """Sampled tokens per method for the test that its output follows the target's distribution; 0 skips it. It needs a
+    temperature above 0; 20000 tokens show a shift of 2.7 % of the probability."""
     run_code: bool = False
     """Run the code that models write for tasks with tests: in a process with little time and memory and no network,
-    but as you. Leave it off for models that you do not trust."""
+    but with your user's rights. Leave it off for models that you do not trust."""
     phase_prompts: int = 2
-    """Prompts a task for the separate pass that times draft and verify; 0 skips it."""
+    """Prompts per task for the separate pass that times draft and verify; 0 skips it."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     dtype: str = "float32"
     """float32, bfloat16 or float16; losslessness to the token is a property of float32."""
     seed: int = 0
     out: str = "outputs/eval"
-    """Folder for the report. A run that was stopped goes on where it was."""
+    """Folder for the report. A run that was stopped goes on where it stopped."""
     overwrite: bool = False
     """Delete an earlier report in `out` and measure again."""
 
 
 def requested_engines(s: EvalConfig) -> list[str]:
-    """The other engines that are asked for."""
+    """The engines named in `compare`."""
     return [name.strip() for name in s.compare.split(",") if name.strip()]
 
 
 def check(s: EvalConfig) -> None:
-    """UserError for settings that contradict themselves."""
+    """UserError for settings that are out of range or contradict each other."""
     if not s.temperatures or not s.tasks:
         raise UserError("give at least one temperature and one task")
     for temperature in s.temperatures:
-        SamplingParams(temperature, s.top_k, s.top_p)  # refuses
+        SamplingParams(temperature, s.top_k, s.top_p)  # raises UserError
     whole = {"k": s.k, "max_new_tokens": s.max_new_tokens, "batch_size": s.batch_size}
     for name, value in {**whole, "acceptance.rows": s.acceptance.rows}.items():
         if value < 1:
@@ -147,8 +147,9 @@ def check(s: EvalConfig) -> None:
     if "vllm" in requested_engines(s) and not s.vllm_python:
         raise UserError("compare vllm: give --vllm_python, an interpreter that has vLLM")
     if s.check_law and max(s.temperatures) == 0:
-        raise UserError("check_law is about sampling: add a temperature above 0")
+        raise UserError("check_law tests sampling: add a temperature above 0")
     for m in s.methods:
+        find_rule(m.rule)  # raises UserError
         if m.alpha and (min(m.alpha) < 0 or max(m.alpha) > 1):
             raise UserError(f"method {m.name!r}: alpha {m.alpha} must lie between 0 and 1")
         if m.alpha and any(s.temperatures):

@@ -1,8 +1,7 @@
-"""A draft as good as you say: it separates what the engine is worth from what a draft is worth.
+"""A simulated draft with a configured acceptance rate: it separates the engine's speed from a draft's quality.
 
-It knows what the target will answer (from a plain run before) and drafts that, or a token that is surely wrong, by the
-flip of a coin for each position. The target verifies as ever, so cost and text are real; only the quality of the draft
-is fiction.
+It drafts the target's greedy answer, known from an earlier plain pass, or a token that is certainly wrong, at random
+for each position. The target verifies as usual, so cost and text are real; only the draft's quality is made up.
 """
 
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ from decode.verification.rules import NO_DRAFT
 
 
 class SimulatedDraft(Draft):
-    """Position i is right with probability alpha[i] given that those before were (the last of `alpha` goes on).
+    """Position i is right with probability alpha[i] given that those before were (the last of `alpha` continues).
 
-    A `cost` draft runs as it would and its proposal is thrown away. Greedy chains only. `learn` comes first.
+    A `cost` draft runs as usual and its proposal is discarded. Greedy chains only; needs `record_answers` first.
     """
 
     name = "simulated"
@@ -34,7 +33,7 @@ class SimulatedDraft(Draft):
     def record_answers(
         self, target: Target, prompts: Sequence[list[int]], tokens: int, rows: int
     ) -> None:
-        """Finds what the target answers, `tokens` each and past EOS: a round drafts beyond the end of an answer."""
+        """Decodes greedy answers of `tokens` tokens, past EOS too: a round drafts beyond the end of an answer."""
         endless = replace(target, eos=frozenset())
         new = [list(p) for p in prompts if tuple(p) not in self.answers]
         if new:
@@ -76,7 +75,7 @@ class SimulatedDraft(Draft):
             self.cost.reserve(size)
 
     def grow_answer_table(self, size: int) -> None:
-        """The table of answers holds `size` places a row."""
+        """Enlarges the table of answers to `size` positions per row."""
         more = size - self.answer_tokens.shape[1]
         if more > 0:
             self.answer_tokens = torch.nn.functional.pad(
@@ -92,7 +91,7 @@ class SimulatedDraft(Draft):
             self.cost.update_hidden_states(features, count)
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
-        """Right tokens where the coin says so; nothing where the answer is not known."""
+        """The answer's tokens with probability alpha, else wrong ones; none where the answer is not known."""
         if self.cost is not None:
             self.cost.propose(history, length, k)
         alpha = [self.alpha[min(i, len(self.alpha) - 1)] for i in range(k)]

@@ -1,10 +1,9 @@
-"""Runs inside an environment that has vLLM, never in ours: decodes prompts one at a time and prints JSON.
+"""Decodes prompts with vLLM, one at a time, and prints JSON. Runs in vLLM's environment and imports nothing of ours.
 
-Reads {jobs: [...]} from stdin, each made by eval/vllm_engine.job, which says what is in it. Prints a line for each job:
-{vllm: version, repaired: [...], answers: [{ids, seconds, rounds, drafted, accepted, by_position}, one a prompt]} or
-{error}; `ids` holds an answer for each of the prompt's seeds, which are decoded together. The engine runs in the
-process that asks, so its errors are ours and no seconds go to messages between processes. Imports nothing of
-draftsmith.
+Reads {jobs: [...]} from stdin; vllm_client.build_job makes a job and documents its fields. Prints a line for each job:
+{vllm: version, repaired: [...], answers: [{ids, seconds, rounds, drafted, accepted, by_position} for each prompt]} or
+{error}; `ids` holds an answer for each of the prompt's seeds, which are decoded together. The engine runs in the same
+process, so its errors can be reported and no time goes to messages between processes.
 """
 
 import json
@@ -31,7 +30,9 @@ def main() -> None:
     import vllm  # once for all of them: it takes longer than most jobs
 
     for job in jobs:
-        child = os.fork()  # an engine leaves much behind, and a damaged draft may end its process
+        child = (
+            os.fork()
+        )  # an engine does not free all memory, and a damaged draft may end its process
         if child == 0:
             write_line(run_job(vllm, job))
             os._exit(0)
@@ -54,7 +55,7 @@ def run_job(vllm, job: dict) -> dict:
             "repaired": repaired,
             "answers": decode_prompts(vllm, llm, job),
         }
-    except Exception as error:  # whatever vLLM has against this job is the answer
+    except Exception as error:  # any error of vLLM is the job's result
         return {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -64,7 +65,7 @@ def build_llm(vllm, job: dict):
         job["target"],
         dtype=job["dtype"],
         max_model_len=job["max_model_len"],
-        max_num_seqs=rows,  # what is never used need not be warmed up or captured
+        max_num_seqs=rows,  # larger batches need not be warmed up or captured
         max_num_batched_tokens=rows * job["max_model_len"],
         enforce_eager=job["eager"],
         disable_log_stats=False,
@@ -75,10 +76,10 @@ def build_llm(vllm, job: dict):
 
 
 def patch_sampler() -> list:
-    """Mends what is known to be broken in vLLM's sampling, once there is an engine; the names of what was.
+    """Replaces a broken function of vLLM's sampler, after an engine was built; returns the names of replaced functions.
 
-    The CPU build of 0.32 is to give each drafted token its request's temperature, and writes it to a copy: the target's
-    logits are then divided by whatever the memory held (vLLM's #42638 describes the same symptom).
+    The CPU build of 0.32 should give each drafted token its request's temperature, and writes it to a copy: the
+    target's logits are then divided by uninitialised memory (vLLM's #42638 describes the same symptom).
     """
     import torch
     from vllm.platforms import current_platform
@@ -117,7 +118,7 @@ def decode_prompts(vllm, llm, job: dict) -> list:
 
     requests = list(zip(job["prompts"], job["stops"], job["seeds"], strict=True))
     decode(*requests[0])  # warm-up
-    found, before = [], read_counters(llm)
+    answers, before = [], read_counters(llm)
     for request in requests:
         start = time.perf_counter()
         ids = decode(*request)
@@ -126,13 +127,13 @@ def decode_prompts(vllm, llm, job: dict) -> list:
         counts = {name: subtract(after[name], before[name]) for name in VLLM_METRICS}
         if job["speculative"] is None:
             counts["rounds"] = sum(len(one) - 1 for one in ids)
-        found.append({"ids": ids, "seconds": seconds, **counts})
+        answers.append({"ids": ids, "seconds": seconds, **counts})
         before = after
-    return found
+    return answers
 
 
 def read_counters(llm) -> dict:
-    """{our name: number or list of numbers}, counted since the engine began."""
+    """{name in VLLM_METRICS: number or list of numbers}, counted since the engine was built."""
     seen = {}
     for metric in llm.get_metrics():
         fields = vars(metric)

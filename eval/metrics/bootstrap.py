@@ -1,7 +1,7 @@
 """95 % bootstrap intervals over prompts: of a ratio of sums, of a paired speed-up, of a paired difference.
 
-Prompts are resampled, not rounds: rounds of one prompt are alike, and taking them as independent gives intervals that
-are far too narrow.
+Prompts are resampled, not rounds: rounds of one prompt are correlated, and resampling them as if they were independent
+gives intervals that are far too narrow.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def ratio_interval(
 ) -> Interval | None:
     """95 % percentile bootstrap interval of Σ numerators ÷ Σ denominators, both [n prompts].
 
-    None if fewer than two prompts carry weight, since one prompt says nothing about the next. A resample without any
-    weight is left out.
+    None if fewer than two denominators are above 0, since one prompt says nothing about the spread. A resample whose
+    denominators are all 0 is left out.
     """
     if np.count_nonzero(denominators) < 2:
         return None
@@ -42,7 +42,7 @@ def paired_ratio_interval(
 ) -> Interval | None:
     """Interval of the speed-up: plain seconds per token ÷ the method's, all four [n prompts].
 
-    Both arms are resampled with the same prompts, so that easy and hard prompts cancel out.
+    Both sides are resampled with the same prompts, so that easy and hard prompts cancel out.
     """
     if min(np.count_nonzero(plain_tokens), np.count_nonzero(tokens)) < 2:
         return None
@@ -68,7 +68,7 @@ def paired_difference_interval(
 
 
 def _safe_divide(numerators: Array, denominators: Array) -> Array:
-    """Element by element; NaN where the denominator is 0, for `_percentile_interval` to drop."""
+    """Element by element; NaN where the denominator is 0, which `_percentile_interval` drops."""
     out: Array = np.full(numerators.shape, np.nan)
     np.divide(numerators, denominators, out=out, where=denominators != 0)
     return out

@@ -9,11 +9,11 @@ import numpy as np
 from eval.metrics.bootstrap import Array
 
 SIGNIFICANCE_LEVEL = 1e-3
-"""Probability of a false alarm over all tests of a report (Holm)."""
+"""Probability of a false alarm over all tests of a report (Holm correction)."""
 MAX_IMPOSSIBLE_SHARE = 1e-3
-"""Share of tokens that may lie just outside top-k or top-p, since two passes round differently."""
+"""Share of tokens that may lie just outside top-k or top-p, because two passes round differently."""
 POWER_Z = 3.09
-"""Of probability .999."""
+"""Normal quantile of a power of .999."""
 
 
 def ks_distance(values: Array) -> float:
@@ -39,7 +39,10 @@ def minimum_detectable_shift(n: int, level: float) -> float:
 
 
 def holm_correction(tests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tests with `passed` (Holm 1979, LEVEL over all) and `detects`; a token that p excludes fails its method."""
+    """The tests with `passed` (Holm 1979, SIGNIFICANCE_LEVEL over all) and `detects`, the minimum detectable shift.
+
+    A test with too many tokens that p excludes (MAX_IMPOSSIBLE_SHARE) does not pass.
+    """
     ranked = sorted(range(len(tests)), key=lambda i: tests[i]["p_value"])
     passed, failing = [True] * len(tests), True
     for rank, i in enumerate(ranked):

@@ -1,7 +1,7 @@
-"""How long a user waits: for the first token, for a round, for a token; prefill and decoding apart.
+"""Latency of the first token, of a round and of a token; prefill and decoding apart.
 
-A round hands out several tokens at once. The latency of a token is its round's seconds ÷ the tokens that the round put
-out, each token counting once: what a reader sees when a streaming server smooths the bursts.
+A round emits several tokens at once. The latency of a token is its round's seconds ÷ the tokens that the round
+emitted, each token counting once, as in a streaming server that spreads the tokens of a round evenly.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from eval.metrics.bootstrap import Array
 from eval.metrics.records import MS_PER_SECOND, ratio_or_none
 
 
-def latency_ms(samples: Sequence[DecodeRecord]) -> dict[str, Any]:
-    """Milliseconds: p50, p95, mean and variance (ms²) of a round, of a token and of the wait for the first token.
+def latency_ms(records: Sequence[DecodeRecord]) -> dict[str, Any]:
+    """Milliseconds: p50, p95, mean and variance (ms²) of a round, of a token and of the first token.
 
-    None where nothing was measured. A batch's round counts for each of its rows: each of them waits for it.
+    None where nothing was measured. A batch's round counts for each of its rows, since each of them waits for it.
     """
-    rounds = MS_PER_SECOND * np.array([x for s in samples for x in s.round_seconds])
-    first = MS_PER_SECOND * np.array([s.first_token_seconds for s in samples])
+    rounds = MS_PER_SECOND * np.array([x for s in records for x in s.round_seconds])
+    first = MS_PER_SECOND * np.array([s.first_token_seconds for s in records])
     wait = summary_statistics(first)
     return {
         **summary_statistics(rounds),
         "first_token": wait["mean"],
         "first_token_p50": wait["p50"],
         "first_token_p95": wait["p95"],
-        "token": summary_statistics(MS_PER_SECOND * token_seconds(samples)),
+        "token": summary_statistics(MS_PER_SECOND * token_seconds(records)),
     }
 
 
@@ -43,28 +43,28 @@ def summary_statistics(values: Array) -> dict[str, float | None]:
     }
 
 
-def token_seconds(samples: Sequence[DecodeRecord]) -> Array:
-    """Seconds of each token that rounds put out [n]; tokens behind the end of an answer do not exist."""
-    each: list[float] = []
-    for sample in samples:
-        left = sample.output_tokens - 1
-        for (_, accepted), seconds in zip(sample.rounds, sample.round_seconds, strict=True):
+def token_seconds(records: Sequence[DecodeRecord]) -> Array:
+    """Seconds of each token that rounds emitted [n], without tokens after the end of an answer."""
+    seconds_per_token: list[float] = []
+    for record in records:
+        left = record.output_tokens - 1
+        for (_, accepted), seconds in zip(record.rounds, record.round_seconds, strict=True):
             count = min(accepted + 1, left)
-            each += [seconds / count] * count if count > 0 else []
+            seconds_per_token += [seconds / count] * count if count > 0 else []
             left -= count
-    return np.array(each)
+    return np.array(seconds_per_token)
 
 
-def prefill_and_decode(samples: Sequence[DecodeRecord]) -> dict[str, dict[str, float | None]]:
+def prefill_and_decode(records: Sequence[DecodeRecord]) -> dict[str, dict[str, float | None]]:
     """{prefill: {seconds, tokens, tokens_per_second}, decode: {…, ms_per_token}}, pooled.
 
-    Prefill reads the prompt and gives the first token; decoding is all that follows. A batch's seconds are shared
-    out evenly among its rows.
+    Prefill reads the prompt and gives the first token; decoding is all that follows. A batch's seconds are divided
+    evenly among its rows.
     """
-    prefill = sum(s.first_token_seconds / s.rows for s in samples)
-    decode = sum(s.seconds for s in samples) - prefill
-    read = sum(s.prompt_tokens for s in samples)
-    emitted = sum(s.output_tokens - 1 for s in samples)
+    prefill = sum(s.first_token_seconds / s.rows for s in records)
+    decode = sum(s.seconds for s in records) - prefill
+    read = sum(s.prompt_tokens for s in records)
+    emitted = sum(s.output_tokens - 1 for s in records)
     return {
         "prefill": {
             "seconds": prefill,

@@ -1,9 +1,10 @@
-"""Do two engines accept alike? A permutation test on counts by prompt, for engines that share no randomness.
+"""Tests whether two engines accept alike: a permutation test on counts by prompt, for engines with different seeds.
 
-Rounds of one prompt are alike: an easy text accepts in every round. Taken as independent they would make equal engines
-differ, so a prompt with all its rounds is what is exchanged. If both engines draft and accept by the same laws, their
-counts of a prompt could as well be each other's: labels are swapped prompt by prompt, and the difference that was seen
-is ranked among those of swapped labels. That needs no law of the counts and is exact for any number of prompts.
+Rounds of one prompt are correlated: an easy text accepts in every round. Taken as independent they would make equal
+engines look different, so a prompt with all its rounds is the unit. If both engines draft and accept by the same
+distributions, their counts on a prompt are exchangeable: labels are swapped prompt by prompt, and the observed
+difference is ranked among those of swapped labels. The test assumes no distribution of the counts and is exact for any
+number of prompts.
 """
 
 import math
@@ -27,14 +28,14 @@ class PermutationTestPart:
     name: str
     a: float | None
     b: float | None
-    """None where no round got that far."""
+    """None where no round reached the position."""
     error: float
     """Standard deviation of a - b when labels are swapped at random."""
     p_value: float
     """Of this part alone, two-sided."""
     detects: float
-    """The true difference in this part that the whole test finds with a probability of about POWER (in simulations 0.84
-    to 0.88)."""
+    """The true difference in this part that the whole test detects with a probability of about POWER (in simulations
+    0.84 to 0.88)."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ def run_permutation_test(
 ) -> PermutationTestResult:
     """Tests counts [n prompts, 1 + K] of two engines: rounds, then those that accepted at position 1, 2, …, K.
 
-    A prompt's counts are sums over equally many draws in both engines. All 2^n ways to swap are gone through where
-    those are not more than `permutations`; else so many are drawn, and the labels as they are count as one more.
-    `level` is the p-value at which the caller rejects: `detects` depends on it.
+    A prompt's counts are sums over equally many draws in both engines. All 2^n ways to swap labels are used if they are
+    at most `permutations`; otherwise that many are drawn, and the unswapped labels count as one more. `level` is the
+    p-value at which the caller rejects; `detects` depends on it.
     """
     a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if a.shape != b.shape or a.ndim != 2 or len(a) == 0:
@@ -88,7 +89,7 @@ def run_permutation_test(
 def alpha_and_tau(counts: Array) -> Array:
     """[..., K + 1] from counts [..., 1 + K]: α at each position, given that it was reached, then τ.
 
-    NaN where no round got that far.
+    NaN where no round reached the position.
     """
     alpha = np.full(counts[..., 1:].shape, math.nan)
     np.divide(counts[..., 1:], counts[..., :-1], out=alpha, where=counts[..., :-1] > 0)
@@ -97,26 +98,26 @@ def alpha_and_tau(counts: Array) -> Array:
 
 
 def _permuted_differences(a: Array, b: Array, permutations: int, seed: int) -> Array:
-    """[P, K + 1] differences of the rates, first with labels as they are. What is unknown in one counts as equal."""
+    """[P, K + 1] differences of the rates, first with unswapped labels; 0 where a rate is unknown in one of them."""
     n, both = len(a), a.sum(0) + b.sum(0)
-    dice = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     every = 2**n <= permutations
     total = 2**n if every else permutations + 1
-    found = []
+    chunks = []
     for start in range(0, total, CHUNK_SIZE):
         count = min(CHUNK_SIZE, total - start)
         if every:
             swapped = (np.arange(start, start + count)[:, None] >> np.arange(n)) & 1
         else:
-            swapped = dice.integers(2, size=(count, n))
+            swapped = rng.integers(2, size=(count, n))
             swapped[: int(start == 0)] = 0
         first = a.sum(0) + swapped @ (b - a)
-        found.append(np.nan_to_num(alpha_and_tau(first) - alpha_and_tau(both - first)))
-    return np.concatenate(found)
+        chunks.append(np.nan_to_num(alpha_and_tau(first) - alpha_and_tau(both - first)))
+    return np.concatenate(chunks)
 
 
 def _permutation_p_value(values: Array) -> float:
-    """Share of values that are at least the first, rounding aside."""
+    """Share of values that are at least the first, up to rounding."""
     return float((values >= values[0] * (1 - 1e-9)).mean())
 
 

@@ -1,7 +1,7 @@
-"""What memory bandwidth allows, and what fits: ceilings of decoding, the batch that ends them, memory of both models.
+"""Limits by memory bandwidth and memory size: fastest decoding, largest useful batch, memory of target and draft.
 
-A decoding step reads every weight once, whatever it computes, so bandwidth ÷ bytes is the most steps a second. Sizes
-come from config.json and the headers of the weight files; no weight is loaded.
+A decoding step reads every weight once, whatever it computes, so bandwidth ÷ bytes is an upper bound of steps per
+second. Sizes come from config.json and the headers of the weight files; no weight is loaded.
 """
 
 import json
@@ -19,7 +19,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """Peak figures of a GPU by its vendor's data sheet."""
+    """Peak figures of a GPU from its vendor's data sheet."""
 
     bandwidth: float
     """Bytes a second."""
@@ -28,10 +28,10 @@ class GpuSpec:
     bf16: float
     """Dense operations a second, fp32 accumulation; those of fp16 as well."""
     fp32: float
-    """The same without tensor cores: torch's default for fp32, which is no TF32."""
+    """The same without tensor cores: torch's default for fp32, which does not use TF32."""
 
     def flops(self, dtype: str) -> float:
-        """Operations a second at best in a dtype of DTYPE_BYTES."""
+        """Peak operations per second in a dtype of DTYPE_BYTES."""
         return self.fp32 if dtype == "float32" else self.bf16
 
 
@@ -61,17 +61,17 @@ GPU_SPECS = {
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What a model weighs, from its files."""
+    """Number of parameters and of K/V values per token, from a model's files."""
 
     parameters: int
     kv_values: int
-    """Numbers that the K/V cache keeps for one token; 0 for a draft without one."""
+    """Numbers that the K/V cache holds for one token; 0 for a draft without a cache."""
     experts: bool = False
-    """A mixture: one token reads only part of the weights, so that ceilings here are too low."""
+    """A mixture of experts: one token reads only part of the weights, so the bounds here are too low."""
 
 
 def read_model_size(folder: str | Path) -> ModelSize | None:
-    """Of a model folder with safetensors; None where there is no such folder (a hub name, a draft without files)."""
+    """Size of a model folder with safetensors; None for anything else (a Hub name, a draft without weights)."""
     path = Path(folder)
     files = sorted(path.glob("*.safetensors"))
     if not (path / "config.json").is_file() or not files:
@@ -99,7 +99,7 @@ def read_model_size(folder: str | Path) -> ModelSize | None:
 
 
 def with_model_sizes(report: dict[str, Any]) -> dict[str, Any]:
-    """The report with `models`: the sizes of its target and of each method's draft, as far as they lie on this disk."""
+    """The report with `models`: the sizes of its target and of each method's draft, where they are on this disk."""
     if "models" in report:
         return report
     target = report["target"]
@@ -126,14 +126,14 @@ def _count_parameters(file: Path) -> int:
 def speculative_ceiling(
     bandwidth: float, target_bytes: float, draft_bytes: float, k: int, tau: float
 ) -> float:
-    """Most tokens a second when a round reads the draft K times and the target once, and yields τ tokens."""
+    """Upper bound of tokens per second: a round reads the draft's bytes K times and the target's once, for τ tokens."""
     return tau * bandwidth / (target_bytes + k * draft_bytes)
 
 
 def ridge_point(gpu: GpuSpec, bytes_a_weight: float) -> float:
-    """Tokens in one pass at which bf16 takes as long as reading the weights: 2 operations a weight and token.
+    """Tokens per pass at which bf16 arithmetic takes as long as reading the weights: 2 operations per weight and token.
 
-    Drafted tokens are almost free while batch × (K + 1) stays well below; above, they cost what they compute.
+    Drafted tokens are almost free while batch × (K + 1) stays well below it; above it, each costs its arithmetic.
     """
     return gpu.bf16 * bytes_a_weight / (2 * gpu.bandwidth)
 
@@ -141,7 +141,7 @@ def ridge_point(gpu: GpuSpec, bytes_a_weight: float) -> float:
 def memory_breakdown(
     target: ModelSize, draft: ModelSize | None, rows: int, length: int, bytes_a_value: int
 ) -> dict[str, int]:
-    """Bytes by what holds them, for `rows` texts of `length` tokens; activations come on top."""
+    """{part: bytes} for `rows` texts of `length` tokens; activations are not included."""
     tokens = rows * length * bytes_a_value
     parts = {
         "target": target.parameters * bytes_a_value,
@@ -154,7 +154,7 @@ def memory_breakdown(
 
 
 def measure_bandwidth(device: torch.device, size: int = 2**28, repeats: int = 5) -> float:
-    """Bytes a second that summing `size` bytes reads on `device`: the best of several, after one to warm up."""
+    """Bytes per second read when summing `size` bytes on `device`: the best of `repeats` runs after a warm-up."""
     block = torch.ones(size // 4, device=device)
     best = float("inf")
     for _ in range(repeats + 1):

@@ -1,7 +1,7 @@
-"""What a draft length should be worth: expected tokens a round, cost of a round, predicted speed-up.
+"""Predicts the speed-up of a draft length: expected tokens per round and milliseconds per round.
 
-Formulas: Leviathan et al. 2023 (arXiv 2211.17192), and two forms with measured costs that do not assume that
-verification is free: by parts, and as a straight line through rounds measured inside the loop.
+Expected tokens follow Leviathan et al. 2023 (arXiv 2211.17192). Their cost model takes verification as free; here the
+cost of a round is a straight line in K through rounds that were measured inside the decoding loop.
 """
 
 import statistics
@@ -13,11 +13,11 @@ from eval.metrics import acceptance
 from eval.metrics.bootstrap import paired_ratio_interval
 
 MAX_RELATIVE_HALF_WIDTH = 0.1
-"""A measured speed-up whose interval is wider than ± this share says too little to judge a prediction by."""
+"""A prediction is not judged by a measured speed-up whose interval is wider than ± this share of it."""
 
 
 def expected_tokens(alpha_by_position: Sequence[float]) -> float:
-    """Tokens a round yields, bonus included: 1 + the sum over i of α_1 · … · α_i, each α_i conditional."""
+    """Tokens per round, bonus token included: 1 + the sum over i of α_1 · … · α_i, each α_i conditional."""
     total, reached = 1.0, 1.0
     for alpha in alpha_by_position:
         reached *= alpha
@@ -26,15 +26,16 @@ def expected_tokens(alpha_by_position: Sequence[float]) -> float:
 
 
 def leviathan_tokens(alpha: float, k: int) -> float:
-    """(1 - α^(K + 1)) / (1 - α): the same when every position is accepted alike."""
+    """(1 - α^(K + 1)) / (1 - α): expected_tokens with the same α at every position."""
     return expected_tokens([alpha] * k)
 
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Milliseconds of a round as a straight line in K, through rounds measured inside the loop.
+    """Milliseconds of a round as a straight line in K, through rounds measured inside the decoding loop.
 
-    Draft steps and verified columns cost about the same each; micro-benchmarks outside the loop miss by 16-25 %.
+    Each further draft step and verified token costs about the same. Micro-benchmarks outside the loop are off by
+    16-25 %.
     """
 
     fixed_ms: float
@@ -44,22 +45,22 @@ class RoundCost:
         return self.fixed_ms + self.per_token_ms * k
 
 
-def fit_round_cost(few: tuple[int, float], many: tuple[int, float]) -> RoundCost:
+def fit_round_cost(short: tuple[int, float], long: tuple[int, float]) -> RoundCost:
     """Through two measured points (K, milliseconds a round)."""
-    each = (many[1] - few[1]) / (many[0] - few[0])
-    return RoundCost(few[1] - each * few[0], each)
+    per_token = (long[1] - short[1]) / (long[0] - short[0])
+    return RoundCost(short[1] - per_token * short[0], per_token)
 
 
 def predicted_speedup(
     alpha_by_position: Sequence[float], k: int, cost: RoundCost, plain_ms: float
 ) -> float:
-    """Milliseconds a token of plain decoding over those of rounds with K = k."""
+    """Milliseconds per token of plain decoding ÷ those of rounds with K = k."""
     return plain_ms * expected_tokens(alpha_by_position[:k]) / cost.ms_at(k)
 
 
 @dataclass(frozen=True)
 class SpeedupModel:
-    """What rounds at two draft lengths, and plain ones, say about every other draft length."""
+    """Speed-up of any draft length, fitted to plain rounds and rounds at two draft lengths."""
 
     unconditional_acceptance: list[float]
     """P(position i is accepted) in a round, i = 1, 2, …: not conditional, so that rounds without a draft count."""
@@ -67,7 +68,7 @@ class SpeedupModel:
     plain_ms: float
 
     def tokens(self, k: int) -> float:
-        """Tokens a round yields at K = k; past the measured positions each is worth its share of the one before."""
+        """Tokens per round at K = k. Past the measured positions, acceptance falls by the last measured ratio."""
         last = self.unconditional_acceptance[-1]
         falls = (
             last / self.unconditional_acceptance[-2]
@@ -78,44 +79,44 @@ class SpeedupModel:
         return 1 + sum([*self.unconditional_acceptance[:k], *more])
 
     def speedup(self, k: int) -> float:
-        """Predicted, of rounds: prefill aside."""
+        """Predicted speed-up of rounds, without prefill."""
         return self.plain_ms * self.tokens(k) / self.cost.ms_at(k)
 
 
 def fit_speedup_model(
     plain: Sequence[DecodeRecord],
-    few: tuple[int, Sequence[DecodeRecord]],
-    many: tuple[int, Sequence[DecodeRecord]],
+    short: tuple[int, Sequence[DecodeRecord]],
+    long: tuple[int, Sequence[DecodeRecord]],
 ) -> SpeedupModel:
-    """From samples whose rounds were interleaved: plain ones, and (K, samples) for a small and a large K.
+    """From records whose rounds were interleaved: plain ones, and (K, records) for a small and a large K.
 
     Positions that both draft lengths have are pooled.
     """
-    taken = acceptance.accepted_by_position(many[1], many[0]).sum(0).astype(float)
-    rounds = [float(acceptance.round_counts(many[1]).sum())] * many[0]
-    for i, count in enumerate(acceptance.accepted_by_position(few[1], few[0]).sum(0)):
+    taken = acceptance.accepted_by_position(long[1], long[0]).sum(0).astype(float)
+    rounds = [float(acceptance.round_counts(long[1]).sum())] * long[0]
+    for i, count in enumerate(acceptance.accepted_by_position(short[1], short[0]).sum(0)):
         taken[i] += count
-        rounds[i] += float(acceptance.round_counts(few[1]).sum())
+        rounds[i] += float(acceptance.round_counts(short[1]).sum())
     gains = [float(a) / r for a, r in zip(taken, rounds, strict=True)]
-    line = fit_round_cost((few[0], mean_round_ms(few[1])), (many[0], mean_round_ms(many[1])))
+    line = fit_round_cost((short[0], mean_round_ms(short[1])), (long[0], mean_round_ms(long[1])))
     return SpeedupModel(gains, line, mean_round_ms(plain))
 
 
-def mean_round_ms(samples: Sequence[DecodeRecord]) -> float:
-    """Mean over all rounds of all samples. Raises StatisticsError if there is none."""
-    return 1000 * statistics.fmean(t for sample in samples for t in sample.round_seconds)
+def mean_round_ms(records: Sequence[DecodeRecord]) -> float:
+    """Mean over all rounds of all records. StatisticsError if there is none."""
+    return 1000 * statistics.fmean(t for record in records for t in record.round_seconds)
 
 
 @dataclass(frozen=True)
 class MeasuredSpeedup:
-    """A speed-up of rounds, prefill aside: plain milliseconds a token over the method's, same prompts, pooled."""
+    """A speed-up of rounds, without prefill: plain milliseconds per token ÷ the method's, same prompts, pooled."""
 
     speedup: float
     ci: tuple[float, float] | None
 
     @property
     def is_precise(self) -> bool:
-        """Narrow enough to judge a prediction by."""
+        """Whether the interval is narrow enough to judge a prediction by."""
         return (
             self.ci is not None
             and (self.ci[1] - self.ci[0]) / 2 <= MAX_RELATIVE_HALF_WIDTH * self.speedup
@@ -123,13 +124,13 @@ class MeasuredSpeedup:
 
 
 def pooled_round_speedup(
-    plain: Sequence[DecodeRecord], samples: Sequence[DecodeRecord]
+    plain: Sequence[DecodeRecord], records: Sequence[DecodeRecord]
 ) -> float | None:
-    """The speed-up of rounds alone, of samples whose `seconds` are those of their rounds; None where none was run."""
-    slow, fast = (sum(x.seconds for x in side) for side in (plain, samples))
+    """The speed-up of rounds, from records whose `seconds` are those of their rounds; None where no round was run."""
+    slow, fast = (sum(x.seconds for x in side) for side in (plain, records))
     slow_tokens, fast_tokens = (
         acceptance.emitted_tokens(plain).sum(),
-        acceptance.emitted_tokens(samples).sum(),
+        acceptance.emitted_tokens(records).sum(),
     )
     if min(slow_tokens, fast_tokens, fast) <= 0:
         return None
@@ -137,37 +138,37 @@ def pooled_round_speedup(
 
 
 def round_speedup_with_interval(
-    plain: Sequence[DecodeRecord], samples: Sequence[DecodeRecord], seed: int = 0
+    plain: Sequence[DecodeRecord], records: Sequence[DecodeRecord], seed: int = 0
 ) -> MeasuredSpeedup | None:
-    """`round_ratio` with its interval, over the same prompts in the same order."""
-    speedup = pooled_round_speedup(plain, samples)
+    """`pooled_round_speedup` with its interval; both sides hold the same prompts in the same order."""
+    speedup = pooled_round_speedup(plain, records)
     if speedup is None:
         return None
-    slow, fast = ([x.seconds for x in side] for side in (plain, samples))
-    tokens = acceptance.emitted_tokens(plain), acceptance.emitted_tokens(samples)
+    slow, fast = ([x.seconds for x in side] for side in (plain, records))
+    tokens = acceptance.emitted_tokens(plain), acceptance.emitted_tokens(records)
     return MeasuredSpeedup(speedup, paired_ratio_interval(slow, tokens[0], fast, tokens[1], seed))
 
 
-def prediction_record(k: int, guess: float, measured: MeasuredSpeedup) -> dict[str, object]:
-    """A predicted speed-up beside the measured one, ready for JSON; `counted` where the measurement is sure."""
+def prediction_record(k: int, predicted: float, measured: MeasuredSpeedup) -> dict[str, object]:
+    """A predicted speed-up beside the measured one, ready for JSON; `counted` where the measurement is precise."""
     return {
         "k": k,
-        "predicted": guess,
+        "predicted": predicted,
         "measured": measured.speedup,
         "ci": measured.ci,
-        "error": abs(guess / measured.speedup - 1),
+        "error": abs(predicted / measured.speedup - 1),
         "counted": measured.is_precise,
     }
 
 
 STRONG_ALPHA, STRONG_DRAFT_LENGTHS = 0.8, (7, 10)
-"""From this α on a draft counts as strong, and guides give it more."""
+"""From this α on, guides recommend the draft lengths of strong drafts."""
 GUIDE_DRAFT_LENGTHS = {"code": (4, 7), "prose": (3, 4)}
-"""Draft lengths that guides give by domain."""
+"""Draft lengths that published guides recommend, by domain."""
 
 
 def recommended_k_range(task: str, alpha: float | None) -> tuple[int, int] | None:
-    """The draft lengths that guides give for this domain, or for a draft this strong; None where they say nothing."""
+    """Draft lengths that guides recommend for this domain, or for a draft with this α; None where there are none."""
     if alpha is not None and alpha >= STRONG_ALPHA:
         return STRONG_DRAFT_LENGTHS
     return GUIDE_DRAFT_LENGTHS.get(task)
