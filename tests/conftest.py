@@ -1,5 +1,6 @@
 """Every test starts from the same seeds, on one thread; so do hypothesis's examples."""
 
+import os
 import random
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
-settings.register_profile("repeatable", deadline=None, derandomize=True)
+examples = 100 if os.environ.get("CI") == "true" else 25
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=examples)
 settings.load_profile("repeatable")
 
 

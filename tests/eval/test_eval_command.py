@@ -368,6 +368,7 @@ def test_a_method_that_never_works_is_one_line(
     assert "error: method 'ngram' failed on every prompt" in done.err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_killed_and_run_again_goes_on(world: World, tmp_path: Path) -> None:
     """Bug: a kill loses finished prompts, or a rerun measures them again, twice, or with other seeds."""
     prompts = worlds.write_prompts(tmp_path / "own.jsonl", world.texts)
@@ -425,6 +426,7 @@ def test_ctrl_c_keeps_what_is_finished(
 # ---- law, other engines, simulated drafts, quality ----
 
 
+@pytest.mark.slow
 def test_the_law_is_checked(world: World, evaluate: Callable, tmp_path: Path) -> None:
     """Bug: the verdict leaves out a method, forgets its controls, or passes what is lossy."""
     methods = [

@@ -301,6 +301,7 @@ def run(argv: list[str]) -> None:
     gpu_bench.main(parse_settings(gpu_bench.GpuBenchConfig, "", argv))
 
 
+@pytest.mark.slow
 def test_the_self_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every stage that a CPU can run, through the command's own settings; catches figures that are missing."""
     run(smallest(tmp_path))
@@ -325,6 +326,7 @@ def test_the_self_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert methods == {row["method"] for row in rows["texts"]}
 
 
+@pytest.mark.slow
 def test_a_widened_model_that_says_something_else_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,7 @@ def test_draft_acceptance_is_kept(temperature: float) -> None:
     assert len({accepted for output in few for _, accepted in output.rounds}) > 1
 
 
+@pytest.mark.slow
 def test_the_bundled_target_keeps_its_text() -> None:
     """64 greedy tokens in fp32; in bf16 the rounding of the wide model is no worse than the small one's."""
     model: Any = AutoModelForCausalLM.from_pretrained(ASSETS / "target", dtype=torch.float32).eval()

@@ -208,6 +208,7 @@ def test_a_finished_run_is_left_as_it_is(
     assert_same_run(tmp_path / "out", undisturbed)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(
     world: World, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -85,9 +85,14 @@ def test_a_tree_accepts_at_least_what_its_first_branch_would() -> None:
     assert rounds[1] < rounds[0]
 
 
-@pytest.mark.parametrize("shape", ["static", "dynamic"])
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(), SamplingParams(1.0)], ids=["greedy", "sampled"]
+    ("sampling", "shape"),
+    [
+        (SamplingParams(1.0), "dynamic"),
+        pytest.param(SamplingParams(1.0), "static", marks=pytest.mark.slow),
+        pytest.param(SamplingParams(), "dynamic", marks=pytest.mark.slow),
+        pytest.param(SamplingParams(), "static", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rows_tree_does_not_depend_on_its_batch(sampling: SamplingParams, shape: str) -> None:
     """Catches masks, paths and random numbers mixed up between rows, also when rows wait and are refilled."""

@@ -18,6 +18,7 @@ from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, tree_from_paths
 from tests.decode.verification.test_exact_distribution import PROMPTS, Branches, own_law, small, tv
+from tests.params import slow_except
 from tests.tiny import noisy, tiny_target
 
 SAMPLING, LENGTH = SamplingParams(0.7), 3
@@ -62,7 +63,7 @@ def distances(name: str, length: int = LENGTH) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(CASES, ["block", "dynamic"]))
 def test_engine_emits_the_targets_law(name: str) -> None:
     """Catches a rule given the wrong laws, paths, K/V or positions by the real loop. Exact: no false alarm."""
     length = 2 if name == "block" else LENGTH

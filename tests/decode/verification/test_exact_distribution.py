@@ -419,7 +419,7 @@ ROUND_1, ROUND_2 = (
     [
         (1, 3, 3 * ROUND_1**2),
         (2, 2, 3 * ROUND_2),
-        (2, 3, 3 * ROUND_2**2),
+        pytest.param(2, 3, 3 * ROUND_2**2, marks=pytest.mark.slow),
         pytest.param(1, 4, 3 * ROUND_1**3, marks=pytest.mark.slow),
     ],
 )
