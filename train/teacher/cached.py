@@ -1,14 +1,15 @@
-"""What the target says about the samples, kept on disk: it reads each sample once and not at every step.
+"""The target's hidden states and distributions read from disk: the target runs once per sample, not at every step.
 
-    <folder>/taps-2-6-9/  final/  tapped states of every token: fp8, and a scale for each token and tap
-    <folder>/top-64/              the likeliest tokens and their probabilities, at supervised positions alone
+    <folder>/taps-2-6-9/  final/  hidden states of every token: fp8, with a scale for each token and tap
+    <folder>/top-64/              the likeliest tokens and their probabilities, at supervised positions only
 
-With features_top 0, the default, laws are what the target's head makes of final/: as exact as fp8 states are. A law of
-K tokens is smaller, but what lies behind them is known by its sum alone and spread evenly. Where the target is flat
-that teaches another law than its own (train/losses/objective.py: compare.top of K or less leaves it out).
+With features_top 0, the default, distributions are computed by the target's LM head from final/, as exactly as fp8
+states allow. With features_top K only the K likeliest tokens are stored; of the tail its sum is known, which is spread
+evenly over the other tokens. Where the target's distribution is flat this trains the draft on a different distribution
+(setting divergence.top to K or less leaves the tail's shape out of the loss).
 
-A draft adds the kinds that are missing, so drafts of several families share a folder. What a row consists of is in
-train/teacher/feature_codec.py, the files are in train/teacher/feature_store.py, and the pass that makes them in train/teacher/feature_extraction.py.
+A draft adds the kinds of features that are missing, so drafts of several families share a folder. feature_codec.py
+defines the tensors of a row, feature_store.py the files, and feature_extraction.py the pass that writes them.
 """
 
 import hashlib
@@ -42,32 +43,34 @@ from train.teacher.live import LiveTeacher, TeacherOutput
 
 @dataclass(frozen=True)
 class FeatureFolder:
-    """Where features are kept, and how."""
+    """The settings of a folder of features."""
 
     path: Path
     top: int
-    """Tokens kept of each law; 0: its final state, which the target's head reads."""
+    """Tokens stored of each distribution; 0: the final hidden state is stored, from which the LM head makes logits."""
     max_length: int
-    """To which samples were cut."""
+    """Tokens to which samples were cut."""
 
 
 class CachedTeacher:
-    """A teacher whose states and laws come from disk; in place of `Teacher`."""
+    """A teacher with the interface of LiveTeacher that reads hidden states and distributions from disk."""
 
     def __init__(
         self,
         target: Target,
         taps: HiddenStateSpec | None,
         rows: Sequence[SampleRow],
-        where: FeatureFolder,
+        folder: FeatureFolder,
     ):
-        """Without `taps` the law alone is kept. Nothing is written before `fill`."""
-        if where.top < 0:
-            raise UserError(f"features_top {where.top}: give tokens of each law to keep, or 0")
+        """Without `taps` only distributions are stored. Nothing is written before `fill_store`."""
+        if folder.top < 0:
+            raise UserError(
+                f"features_top {folder.top}: give the number of tokens to store of each distribution, or 0"
+            )
         self.live = LiveTeacher(target, taps or HiddenStateSpec())
         self.vocab, self.device = target.decoder.vocab_size, target.decoder.device
         self.hidden = self.live.hidden
-        self.top = min(where.top, self.vocab)
+        self.top = min(folder.top, self.vocab)
         final = hidden_state_schema(HiddenStateSpec(final=True), self.hidden)
         self.distribution_schema = distribution_schema(self.top, self.vocab) if self.top else final
         self.states_schema = None if taps is None else hidden_state_schema(taps, self.hidden)
@@ -82,18 +85,16 @@ class CachedTeacher:
             "weights": weights_digest(target.decoder.model),
             "dtype": str(target.decoder.model.dtype).removeprefix("torch."),
             "tokenizer": target.fingerprint,
-            "max_length": where.max_length,
+            "max_length": folder.max_length,
         }
-        self.cache = FeatureStore(where.path, list(kinds.values()), rows, key)
+        self.cache = FeatureStore(folder.path, list(kinds.values()), rows, key)
 
-    def head(self, payload: Tensor) -> Tensor:
-        """Logits [N, V] of rows of `Look.teacher` [N, P]."""
-        return (
-            unpack_log_probs(payload, self.top, self.vocab) if self.top else self.live.head(payload)
-        )
+    def head(self, rows: Tensor) -> Tensor:
+        """Logits [N, V] of rows [N, P] of `TeacherOutput.head_inputs`."""
+        return unpack_log_probs(rows, self.top, self.vocab) if self.top else self.live.head(rows)
 
     def get_output(self, batch: Batch) -> TeacherOutput:
-        """What `Teacher.look` gives, with zeros at padding."""
+        """The output of `LiveTeacher.get_output`, up to the precision of storage, with zeros at padding."""
         features = self._read_hidden_states(self.states_schema, batch)
         if self.top:
             return TeacherOutput(features, self._read_distributions(batch))
@@ -104,7 +105,7 @@ class CachedTeacher:
         )
 
     def _read_hidden_states(self, kind: FeatureSchema | None, batch: Batch) -> Tensor:
-        """[B, T, F]; F is 0 without a kind."""
+        """Hidden states [B, T, F] of one kind; F is 0 if `kind` is None."""
         shape = batch.input_ids.shape
         if kind is None:
             return torch.zeros(*shape, 0, device=self.device)
@@ -112,26 +113,24 @@ class CachedTeacher:
         values = torch.zeros(*shape, *row, dtype=torch.uint8)
         scale = torch.zeros(*shape, *scales, dtype=dtype)
         for name, (line, column) in zip(batch.ids, batch.starts, strict=True):
-            found = self.cache.read(kind, self.cache.sample_index[name])
-            here = slice(column, column + len(found["states"]))
-            values[line, here] = found["states"].view(torch.uint8)
-            scale[line, here] = found["scale"]
-        # as bytes to the device, and widened there
+            tensors = self.cache.read(kind, self.cache.sample_index[name])
+            columns = slice(column, column + len(tensors["states"]))
+            values[line, columns] = tensors["states"].view(torch.uint8)
+            scale[line, columns] = tensors["scale"]
+        # moved to the device as bytes and converted there
         return unpack_hidden_states(values.to(self.device), scale.to(self.device)).flatten(2)
 
     def _read_distributions(self, batch: Batch) -> Tensor:
-        """[B, T, 2 top + 1]: ids, probabilities, what is left; at supervised positions."""
-        shape, samples = (
-            batch.input_ids.shape,
-            [self.cache.sample_index[name] for name in batch.ids],
-        )
-        found = [self.cache.read(self.distribution_schema, sample) for sample in samples]
-        places = [batching.supervised_positions(self.cache.rows[sample]) for sample in samples]
+        """[B, T, 2 top + 1] at supervised positions: token ids, their probabilities, and the sum of the others."""
+        shape = batch.input_ids.shape
+        samples = [self.cache.sample_index[name] for name in batch.ids]
+        stored = [self.cache.read(self.distribution_schema, sample) for sample in samples]
+        positions = [batching.supervised_positions(self.cache.rows[sample]) for sample in samples]
         starts = [line * shape[1] + column for line, column in batch.starts]
-        flat = torch.cat([at + start for at, start in zip(places, starts, strict=True)])  # [M]
-        laws = [torch.cat([x["ids"].float(), x["probabilities"].float()], -1) for x in found]
+        flat = torch.cat([at + start for at, start in zip(positions, starts, strict=True)])  # [M]
+        rows = [torch.cat([x["ids"].float(), x["probabilities"].float()], -1) for x in stored]
         payload = torch.zeros(shape.numel(), 2 * self.top + 1, device=self.device)
-        payload[flat.to(self.device)] = torch.cat(laws).to(self.device)
+        payload[flat.to(self.device)] = torch.cat(rows).to(self.device)
         return payload.unflatten(0, shape)
 
     def fill_store(
@@ -141,28 +140,29 @@ class CachedTeacher:
         world: int = 1,
         wait: Callable[[], None] = lambda: None,
     ) -> None:
-        """Makes the shards that are missing, as process `rank` of `world`: what `feature_pass.fill` says."""
+        """Computes and writes missing shards as process `rank` of `world`; `wait` is a barrier over all ranks.
+
+        UserError as in `feature_extraction.fill_missing_shards`.
+        """
         feature_extraction.fill_missing_shards(
             self.cache, self.live, self.top, console, rank, world, wait
         )
 
 
 def make_teacher(
-    where: FeatureFolder | None,
+    folder: FeatureFolder | None,
     target: Target,
     taps: HiddenStateSpec | None,
     rows: Sequence[SampleRow],
 ) -> LiveTeacher | CachedTeacher:
-    """The live target, or what a folder holds of it. Without `taps` its law alone is wanted."""
-    return (
-        LiveTeacher(target, taps or HiddenStateSpec())
-        if where is None
-        else CachedTeacher(target, taps, rows, where)
-    )
+    """The teacher for these samples, live or cached in `folder`. Without `taps` only its distributions are needed."""
+    if folder is None:
+        return LiveTeacher(target, taps or HiddenStateSpec())
+    return CachedTeacher(target, taps, rows, folder)
 
 
 def weights_digest(model: Any) -> str:
-    """16 hex digits over the first values of every parameter: a target trained on in its folder is another one."""
+    """16 hex digits of a hash of every parameter's first 64 values, which change if the target is retrained."""
     sha = hashlib.sha256()
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         sha.update(name.encode())

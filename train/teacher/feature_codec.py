@@ -1,7 +1,7 @@
-"""States and laws of the target in few bytes: what a row of each kind consists of, packed and unpacked.
+"""Compact storage of hidden states and distributions: the tensors of a row, packing and unpacking.
 
-States are fp8 with a scale for each token and tap. A law is its likeliest tokens, their probabilities and the sum of
-all others.
+Hidden states are fp8 with a scale for each token and tap. A distribution is its K likeliest tokens, their
+probabilities, and the sum of all other probabilities.
 """
 
 import math
@@ -15,19 +15,21 @@ from decode.model.hidden_states import HiddenStateSpec
 
 FINAL_STATES = "final"
 FP8_MAX = 448.0
-"""Of torch.float8_e4m3fn."""
+"""The largest value of torch.float8_e4m3fn."""
 MIN_PROBABILITY = 1e-10
-"""For a probability that fp16 takes for 0, so that no logit is -inf."""
+"""Replaces probabilities that round to 0 in fp16, so that no logit is -inf."""
 
 
 @dataclass(frozen=True)
 class FeatureSchema:
-    """One kind of content: tensors that have a row for each token, or for each supervised position."""
+    """The tensors of one kind of feature, with a row for each token or for each supervised position."""
 
     name: str
+    """Also the name of its folder."""
     supervised: bool
+    """True: a row for each supervised position only."""
     fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Type and shape of a row of each tensor."""
+    """{tensor: dtype and shape of one row}."""
 
     @property
     def row_bytes(self) -> int:
@@ -35,7 +37,7 @@ class FeatureSchema:
 
 
 def hidden_state_schema(taps: HiddenStateSpec, hidden: int) -> FeatureSchema:
-    """The states that a draft with these taps reads: tapped layers if there are any, else the final one."""
+    """The schema of the hidden states at `taps`: those of the tapped layers if there are any, else the final ones."""
     count = len(taps.layers) or 1
     return FeatureSchema(
         "-".join(["taps", *map(str, taps.layers)]) if taps.layers else FINAL_STATES,
@@ -48,9 +50,9 @@ def hidden_state_schema(taps: HiddenStateSpec, hidden: int) -> FeatureSchema:
 
 
 def distribution_schema(top: int, vocab: int) -> FeatureSchema:
-    """The target's `top` likeliest tokens, falling, and their probabilities with that of all others behind them.
+    """The schema of the `top` likeliest tokens in falling order and their probabilities, the sum of the others last.
 
-    The rest is stored and not implied: behind probabilities rounded to fp16 it would be lost in their rounding.
+    That sum is stored because it could not be recovered from probabilities that are rounded to fp16.
     """
     ids = torch.uint16 if vocab <= 2**16 else torch.int32
     return FeatureSchema(
@@ -59,7 +61,7 @@ def distribution_schema(top: int, vocab: int) -> FeatureSchema:
 
 
 def pack_hidden_states(states: Tensor) -> dict[str, Tensor]:
-    """Of states [N, taps, H]; each value keeps 3 bits behind its first."""
+    """Packs states [N, taps, H] as fp8 values, which keep 3 bits of mantissa, and one scale per token and tap."""
     states = states.float()
     scale = (states.abs().amax(-1) / FP8_MAX).to(torch.bfloat16)
     scale = scale.masked_fill(scale == 0, 1.0)
@@ -68,7 +70,7 @@ def pack_hidden_states(states: Tensor) -> dict[str, Tensor]:
 
 
 def unpack_hidden_states(states: Tensor, scale: Tensor) -> Tensor:
-    """[..., taps, H] fp32 of what `packed_states` gave."""
+    """Hidden states [..., taps, H] fp32 from the tensors of `pack_hidden_states`."""
     bits = states.view(torch.int8).to(torch.int16)
     # fp8's bits are those of an fp16 that is 2^8 times smaller; torch's own conversion is five times slower on a CPU.
     half = ((bits & 0x7F) << 7 | bits & -0x8000).view(torch.float16)
@@ -76,7 +78,7 @@ def unpack_hidden_states(states: Tensor, scale: Tensor) -> Tensor:
 
 
 def pack_distribution(logits: Tensor, top: int) -> dict[str, Tensor]:
-    """Of logits [N, V], top <= V."""
+    """Packs the distributions of logits [N, V]; top <= V."""
     p = logits.float().softmax(-1)
     best, ids = p.topk(top, dim=-1)
     rest = (1 - best.sum(-1, keepdim=True)).clamp_min(0)
@@ -88,9 +90,9 @@ def pack_distribution(logits: Tensor, top: int) -> dict[str, Tensor]:
 
 
 def unpack_log_probs(payload: Tensor, top: int, vocab: int) -> Tensor:
-    """Log-probabilities [N, V] of payload [N, 2 top + 1]: ids and probabilities of `top` tokens, and of all others.
+    """Log-probabilities [N, V] from payload [N, 2 top + 1]: ids and probabilities of `top` tokens, and the others' sum.
 
-    These share what is left evenly. Each row sums to 1, and none of it is -inf.
+    The sum is spread evenly over the other tokens. Each row sums to 1, and no value is -inf.
     """
     ids, p = payload[:, :top].long(), payload[:, top:].clamp_min(MIN_PROBABILITY)
     if top == vocab:

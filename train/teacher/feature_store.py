@@ -1,8 +1,8 @@
-"""The folder of features: which samples lie in which shard, what is there already, and whether it can be used.
+"""The folder of features: which samples are in which shard, which shards exist, and whether they can be used.
 
-Each kind has a manifest.json, which says whose features they are, and shards/*.safetensors. Which samples a shard
-holds depends on the samples alone. Shards are mapped into memory and only rows that a batch needs are read; checksums
-go by sample, at its first reading.
+Each kind has a manifest.json, which identifies target and samples, and shards/*.safetensors. Which samples a shard
+holds depends on the samples alone. Shards are memory-mapped and only the rows of a batch are read; the checksum of a
+sample is verified when it is read for the first time.
 """
 
 import fcntl
@@ -28,14 +28,15 @@ from train.data.sample_store import SampleRow, remove_partial
 from train.teacher.feature_codec import FeatureSchema
 
 FORMAT_VERSION = 1
-"""Of files and of what each holds: folders of another one are refused."""
+"""Version of the files' layout; a folder of another version raises UserError."""
 SHARD_TOKENS = 2**15
-"""Tokens of a shard; small sets have shorter ones, so that there are about SHARDS."""
+"""Most tokens of a shard of several samples."""
 TARGET_SHARD_COUNT = 16
+"""Small sets get shorter shards, so that there are about this many."""
 MAX_OPEN_SHARDS = 1024
-"""Shards mapped at once."""
+"""Shards that are memory-mapped at the same time."""
 LOCK_FILE = "lock"
-"""A file of no content, held while shards are made."""
+"""An empty file that is locked while shards are written."""
 SAFETENSORS_DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.bfloat16: "BF16",
@@ -43,16 +44,16 @@ SAFETENSORS_DTYPES = {
     torch.uint16: "U16",
     torch.int32: "I32",
 }
-"""Their names in a safetensors header."""
+"""Names of the dtypes in a safetensors header."""
 
 
 class FeatureStore:
-    """The folder, for these samples in this order: where each of them lies, and what is there."""
+    """A folder of features for these samples in this order: where each sample is, and which shards exist."""
 
     def __init__(
         self, folder: Path, kinds: Sequence[FeatureSchema], rows: Sequence[SampleRow], key: dict
     ):
-        """`key` is what a folder must have been made for. UserError if it was made for something else."""
+        """`key` identifies target and settings. UserError if the folder was made with another key or other samples."""
         self.folder, self.kinds, self.rows = folder, kinds, rows
         self.key = {
             "format": FORMAT_VERSION,
@@ -63,11 +64,12 @@ class FeatureStore:
         for kind in kinds:
             self._check_manifest(kind)
         tokens = np.array([len(row["input_ids"]) for row in rows])
-        learned = np.array([len(batching.supervised_positions(row)) for row in rows])
-        self.counts = {False: tokens, True: learned}  # rows of each sample, by Kind.supervised
+        supervised = np.array([len(batching.supervised_positions(row)) for row in rows])
+        # rows of each sample, by FeatureSchema.supervised
+        self.counts = {False: tokens, True: supervised}
         self.shard_members = assign_shards(tokens)
         self.shard = np.empty(len(rows), np.int64)
-        self.index_in_shard = np.empty(len(rows), np.int64)  # within its shard
+        self.index_in_shard = np.empty(len(rows), np.int64)
         self.start = {which: np.empty(len(rows), np.int64) for which in self.counts}
         for number, members in enumerate(self.shard_members):
             self.shard[members], self.index_in_shard[members] = number, np.arange(len(members))
@@ -81,26 +83,27 @@ class FeatureStore:
         return self.folder / kind.name / "shards" / f"{shard:06d}.safetensors"
 
     def size(self, kind: FeatureSchema, shard: int | None = None) -> int:
-        """Bytes of the tensors of a shard, or of all."""
+        """Bytes of the tensors of one shard, or of all shards."""
         members = np.arange(len(self.rows)) if shard is None else self.shard_members[shard]
         return kind.row_bytes * int(self.counts[kind.supervised][members].sum()) + 8 * len(members)
 
     def bytes_per_token(self) -> float:
-        """Of the tensors on disk, for each token of the samples."""
+        """Bytes on disk of all kinds, per token of the samples."""
         return sum(map(self.size, self.kinds)) / int(self.counts[False].sum())
 
     def missing_shards(self) -> list[tuple[int, list[FeatureSchema]]]:
-        """Shards that are not there, with the kinds they are missing in."""
-        found = [
+        """[(shard, kinds in which it does not exist)] of every incomplete shard."""
+        missing = [
             (shard, [kind for kind in self.kinds if not self.path(kind, shard).is_file()])
             for shard in range(len(self.shard_members))
         ]
-        return [(shard, kinds) for shard, kinds in found if kinds]
+        return [(shard, kinds) for shard, kinds in missing if kinds]
 
     def lock(self) -> IO[bytes]:
-        """Says in the folder what it is for, and keeps other commands from filling it until what it returns is closed.
+        """Locks the folder until the returned file is closed, deletes partial shards, and writes the manifests.
 
-        The system lets go of it when a process ends, however that ends. UserError while another command fills it.
+        The operating system releases the lock when the process ends, even if it is killed. UserError while another
+        command holds it.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = (self.folder / LOCK_FILE).open("ab")
@@ -114,11 +117,11 @@ class FeatureStore:
         remove_partial(self.folder)
         for kind in self.kinds:
             text = json.dumps({"kind": kind.name, **self.key}, indent=1) + "\n"
-            write_atomically(self.folder / kind.name / "manifest.json", text.encode())
+            write_atomically(self.folder / kind.name / "manifest.json", text)
         return lock
 
     def write(self, kind: FeatureSchema, shard: int, tensors: dict[str, Tensor]) -> None:
-        """The shard of `kind` from tensors whose rows are those of its samples, one after the other."""
+        """Writes the shard of `kind` from tensors that hold the rows of its samples one after the other."""
         members = self.shard_members[shard]
         ends = np.cumsum(self.counts[kind.supervised][members])
         pieces = [
@@ -129,20 +132,20 @@ class FeatureStore:
         write_atomically(self.path(kind, shard), save({**tensors, "checksum": sums}))
 
     def read(self, kind: FeatureSchema, sample: int) -> dict[str, Tensor]:
-        """The rows of one sample, views of the mapped shard. UserError names the shard if it is damaged."""
+        """The rows of one sample as views of the memory-mapped shard. UserError names the shard if it is damaged."""
         shard, which = int(self.shard[sample]), kind.supervised
         start = int(self.start[which][sample])
         end = start + int(self.counts[which][sample])
         file = self._opened(kind.name, shard)
-        found = {name: file.get_slice(name)[start:end] for name in kind.fields}
+        tensors = {name: file.get_slice(name)[start:end] for name in kind.fields}
         if not self.verified[kind.name][sample]:
-            if checksum(found) != int(file.get_tensor("checksum")[self.index_in_shard[sample]]):
+            if checksum(tensors) != int(file.get_tensor("checksum")[self.index_in_shard[sample]]):
                 raise self._damaged(kind, shard, f"sample {self.rows[sample]['id']} was altered")
             self.verified[kind.name][sample] = True
-        return found
+        return tensors
 
     def check(self) -> None:
-        """UserError unless every shard is there whole; what it holds is checked when it is read."""
+        """UserError unless every shard exists with the right tensors; their contents are checked when they are read."""
         for kind in self.kinds:
             for shard in range(len(self.shard_members)):
                 self._opened(kind.name, shard)
@@ -151,15 +154,15 @@ class FeatureStore:
         kind = next(kind for kind in self.kinds if kind.name == name)
         try:
             file = safe_open(self.path(kind, shard), "pt")
-            found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise self._damaged(kind, shard, str(error)) from error
         members = self.shard_members[shard]
         count = int(self.counts[kind.supervised][members].sum())
-        wanted: dict[str, tuple[str, list[int]]] = {"checksum": ("I64", [len(members)])}
+        expected: dict[str, tuple[str, list[int]]] = {"checksum": ("I64", [len(members)])}
         for key, (dtype, shape) in kind.fields.items():
-            wanted[key] = SAFETENSORS_DTYPES[dtype], [count, *shape]
-        if {key: (x.get_dtype(), x.get_shape()) for key, x in found.items()} != wanted:
+            expected[key] = SAFETENSORS_DTYPES[dtype], [count, *shape]
+        if {key: (x.get_dtype(), x.get_shape()) for key, x in slices.items()} != expected:
             raise self._damaged(kind, shard, "it holds other tensors")
         return file
 
@@ -173,11 +176,11 @@ class FeatureStore:
         path = self.folder / kind.name / "manifest.json"
         if not (path.parent / "shards").exists():
             return
-        found = files.read_json(path)
+        manifest = files.read_json(path)
         differ = [
-            f"{name} {found.get(name)} there, {value} here"
+            f"{name} {manifest.get(name)} there, {value} here"
             for name, value in self.key.items()
-            if found.get(name) != value
+            if manifest.get(name) != value
         ]
         if differ:
             raise UserError(
@@ -187,7 +190,7 @@ class FeatureStore:
 
 
 def assign_shards(tokens: np.ndarray) -> list[np.ndarray]:
-    """Numbers of the samples in each shard. Those of one length lie together: they pad each other least."""
+    """Indices of the samples in each shard. Samples of similar length share a shard, which needs the least padding."""
     limit = min(SHARD_TOKENS, -(-int(tokens.sum()) // TARGET_SHARD_COUNT))
     order = np.argsort(tokens, kind="stable")
     shard = (np.cumsum(tokens[order]) - tokens[order]) // limit
@@ -195,15 +198,15 @@ def assign_shards(tokens: np.ndarray) -> list[np.ndarray]:
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """CRC-32 of their bytes, in the order of their names."""
+    """CRC-32 of the tensors' bytes, in the order of their names."""
     data = [
         tensors[name].contiguous().view(torch.uint8).numpy().reshape(-1) for name in sorted(tensors)
     ]
-    return functools.reduce(lambda before, x: zlib.crc32(x.data, before), data, 0)
+    return functools.reduce(lambda crc, x: zlib.crc32(x.data, crc), data, 0)
 
 
 def samples_digest(rows: Sequence[SampleRow]) -> str:
-    """16 hex digits over ids, tokens and what of them is learned."""
+    """16 hex digits of a hash of all samples' ids, tokens and loss spans."""
     sha = hashlib.sha256()
     for row in rows:
         sha.update(f"{row['id']} {len(row['input_ids'])} {row['loss_spans']}".encode())

@@ -1,4 +1,4 @@
-"""What the frozen target tells a draft about a batch: tapped states, and what its logits are made of."""
+"""The live target as teacher: hidden states at the taps, and final ones from which the LM head makes logits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,35 +15,37 @@ from train.data.batching import Batch
 
 
 def compute_hidden_states(model: Any, batch: Batch, taps: HiddenStateSpec) -> Tensor:
-    """[B, T, F] of `model` over the rows of a batch, each for itself; nothing is projected to the vocabulary.
+    """Hidden states [B, T, F] of `model` at `taps`, computed for each row on its own; no logits are computed.
 
-    UserError for packed rows in a model that computes its layers again in backward, where they would not be apart.
+    UserError for packed rows with gradient checkpointing: recomputation in backward would let rows attend to each
+    other.
     """
-    again = any(vars(module).get("gradient_checkpointing") for module in model.modules())
-    if batch.documents is not None and again:
+    checkpointing = any(vars(module).get("gradient_checkpointing") for module in model.modules())
+    if batch.documents is not None and checkpointing:
         raise UserError("gradient checkpointing needs unpacked rows: set loop.pack to false")
-    catch = HiddenStateHooks(model, taps)
+    hooks = HiddenStateHooks(model, taps)
     try:
-        nothing = logits_only_at(model, lambda hidden: hidden[:, :0])
-        with nothing, attention.packed_documents(batch.documents):
+        no_logits = logits_only_at(model, lambda hidden: hidden[:, :0])
+        with no_logits, attention.packed_documents(batch.documents):
             model(input_ids=batch.input_ids, position_ids=batch.positions(), use_cache=False)
-        return catch.states()
+        return hooks.states()
     finally:
-        catch.remove()
+        hooks.remove()
 
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """What a teacher says of one batch; logits are its `head` of rows of `teacher`, made where they are needed."""
+    """A teacher's output for one batch. The teacher's `head` turns rows of `head_inputs` into logits when needed."""
 
-    features: Tensor  # [B, T, F] what the draft taps
-    head_inputs: Tensor  # [B, T, P] means something at supervised positions
+    features: Tensor  # [B, T, F] hidden states that the draft reads
+    head_inputs: Tensor  # [B, T, P] defined at supervised positions
 
 
 class LiveTeacher:
-    """The live target. Nothing of it is trained, and it projects no position to the vocabulary by itself.
+    """The frozen target, run on every batch.
 
-    `head` takes rows [N, P] of `Look.teacher`, here the states behind the final norm, to logits [N, V].
+    `head` turns rows [N, P] of `TeacherOutput.head_inputs`, here hidden states after the final norm, into logits
+    [N, V].
     """
 
     def __init__(self, target: Target, taps: HiddenStateSpec):
@@ -54,7 +56,7 @@ class LiveTeacher:
 
     @torch.no_grad()
     def get_output(self, batch: Batch) -> TeacherOutput:
-        """The states over the rows of a batch; those at padding mean nothing."""
+        """Hidden states of the rows of a batch; values at padding are undefined."""
         states = compute_hidden_states(self.model, batch, self.taps)
         final = states[..., -self.hidden :]
         return TeacherOutput(states[..., : -self.hidden] if self.taps.layers else final, final)
