@@ -77,6 +77,7 @@ def vllm_speculative_config(job: ServedDraft) -> dict[str, Any]:
 
 
 def vllm_config(job: ServedDraft) -> EngineServingConfig:
+    """A `vllm serve` command."""
     if not job.engines.vllm:
         return EngineServingConfig("vLLM", job.unsupported("vLLM"), {})
     revision = ["--revision", job.revision] if job.revision else []
@@ -88,7 +89,7 @@ def vllm_config(job: ServedDraft) -> EngineServingConfig:
 
 
 def triton_config(job: ServedDraft) -> EngineServingConfig:
-    """A model repository for Triton's vLLM backend, which hands model.json to vLLM's engine."""
+    """A model repository for Triton's vLLM backend, which passes model.json to vLLM."""
     if not job.engines.vllm:
         return EngineServingConfig("Triton", job.unsupported("the vLLM inside it"), {})
     name = f"triton/draftsmith_{job.family}"
@@ -104,6 +105,7 @@ def triton_config(job: ServedDraft) -> EngineServingConfig:
 
 
 def sglang_config(job: ServedDraft) -> EngineServingConfig:
+    """A command of SGLang, which drafts chains with top-k 1."""
     if not job.engines.sglang or 0 in job.layers:
         reason = NO_EMBEDDING_CAPTURE if 0 in job.layers else job.unsupported("SGLang")
         return EngineServingConfig("SGLang", reason, {})
@@ -119,6 +121,7 @@ def sglang_config(job: ServedDraft) -> EngineServingConfig:
 
 
 def trtllm_config(job: ServedDraft) -> EngineServingConfig:
+    """A command of TensorRT-LLM and its YAML of options."""
     if 0 in job.layers:
         return EngineServingConfig("TensorRT-LLM", NO_EMBEDDING_CAPTURE, {})
     if not job.engines.tensorrt_llm:
@@ -139,6 +142,7 @@ def trtllm_config(job: ServedDraft) -> EngineServingConfig:
 
 
 def tgi_config(job: ServedDraft) -> EngineServingConfig:
+    """A command of TGI, which serves Medusa heads only."""
     if not job.engines.tgi:
         return EngineServingConfig("TGI", "speculates with Medusa heads or n-grams only", {})
     words = ["text-generation-launcher", "--model-id", job.repo, "--speculate", str(job.k)]
@@ -150,6 +154,7 @@ def tgi_config(job: ServedDraft) -> EngineServingConfig:
 
 
 def transformers_config(job: ServedDraft) -> EngineServingConfig:
+    """A Python script with assistant_model."""
     if not job.engines.transformers:
         return EngineServingConfig(
             "transformers", "assistant_model takes language models, not heads", {}
@@ -173,16 +178,16 @@ print(tokenizer.decode(output[0]))
 
 
 def choose_k(
-    own: Sequence[ReportEntry],
+    entries: Sequence[ReportEntry],
     facts: Mapping[str, Any],
     config: Mapping[str, Any],
     tuned: Sequence[ReportEntry] = (),
 ) -> tuple[int, str]:
-    """(K to serve with, where it comes from): the tuned one, else of the measured chains the fastest, else what the
-    recipe was checked at.
+    """(K to serve with, where it comes from): the tuned K, else that of the fastest measured chain, else that of the
+    acceptance check in training. UserError if there is none of them.
 
-    Compared are entries of task "all" in one setting, the lowest temperature and the smallest batch; `own` are those
-    of this draft. `tuned` are eval.choose.fastest_chains, in which this setting is the first.
+    Compared are the draft's `entries` of task "all" in one setting, the lowest temperature and the smallest batch.
+    `tuned` is the result of eval.tuning.selection.fastest_chains, in which this setting is the first.
     """
     if len(tuned) > 0:
         best = tuned[0]
@@ -192,7 +197,7 @@ def choose_k(
         return best["k"], f"the fastest of {best['tried']} that eval/tune.py tried ({measured})"
     chains = [
         m
-        for m in own
+        for m in entries
         if m["task"] == "all" and m["tree"] is None and not m["lossy"] and m["speedup"] is not None
     ]
     if len(chains) > 0:
@@ -213,7 +218,7 @@ def choose_k(
 
 
 def _shell_script(job: ServedDraft, words: Sequence[str], pinned: bool = True) -> str:
-    """A shell script of one command, a flag a line; says which revision is meant where the command cannot."""
+    """A shell script of one command, a flag a line; a comment names the revision if no flag does."""
     lines, line = [], ""
     for word in words:
         quoted = shlex.quote(word)
