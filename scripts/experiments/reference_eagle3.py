@@ -105,7 +105,8 @@ def train_draft(
 ) -> EagleDraft:
     """An EAGLE-3 draft after `steps` steps of recipe "usual" or "ours"; shows the loss in `status`."""
     torch.manual_seed(seed)
-    settings = DistillConfig(draft=s.draft, loss="soft_ce" if recipe == "usual" else s.loss)
+    loss: Any = "soft_ce" if recipe == "usual" else s.loss
+    settings = DistillConfig(draft=s.draft, loss=loss)
     folder = FeatureFolder(Path(s.features), 64, target.decoder.context)
     context = FamilyContext(settings, target, rows, "cpu", folder)
     trainee = family_trainer("eagle3").build(context)
