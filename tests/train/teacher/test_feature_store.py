@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -591,6 +592,9 @@ def test_drafts_share_a_folder_and_the_target_rests(
     made = {name.split("/")[0] for name in after.keys() - before.keys()}
     assert made - {feature_store.LOCK_FILE} == ADDS[family]
     assert ("bytes a token" in done.err) == bool(ADDS[family])
+    # stderr is no terminal here: progress is logged in lines
+    logged = re.search(r"^features (\d+)/\1, .* tokens/s", done.err, re.MULTILINE)
+    assert bool(logged) == bool(ADDS[family])
 
     real, left = (
         LiveTeacher.get_output,
