@@ -1,10 +1,11 @@
-"""assets/tasks/*.yaml: how the rows of a data set become prompts; and the readers of the files that hold rows."""
+"""assets/tasks/*.yaml, which describe how the rows of a data set become prompts, and the readers of data files."""
 
 import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,13 @@ FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 
 @dataclass
 class DatasetSpec:
-    """How one data set is read. `prompt`, `reference` and `prefix` are Jinja templates over a row's fields; `id`,
-    `turns` and `domain_from` are Jinja expressions."""
+    """How the rows of one data set become prompts. `prompt`, `reference` and `prefix` are Jinja templates over a row's
+    fields; `id`, `turns` and `domain_from` are Jinja expressions."""
 
     name: str
     version: int
     about: str = ""
-    """What the set is and whose."""
+    """What the data set is and who made it."""
     bundled: str = ""
     """File below assets/prompts."""
     hub: str = ""
@@ -43,66 +44,66 @@ class DatasetSpec:
     id: str = "id"
     prompt: str = "{{ prompt }}"
     chat_prompt: str = ""
-    """The prompt for a target with a chat template; empty: the same."""
+    """The prompt for a target with a chat template; empty: `prompt`."""
     turns: str = ""
-    """What the user says, one after the other; empty: the prompt is all."""
+    """The user's messages of a chat, in order; empty: there is only the prompt."""
     domain: str = ""
     domain_from: str = ""
-    """The domain of each row, where rows differ."""
+    """The domain of each row, where rows have different ones."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end an answer, besides EOS and the run's max_new_tokens, of a target without a chat template: a chat
-    model ends its turns itself."""
+    """Texts that end an answer, besides EOS and the run's max_new_tokens, for a target without a chat template; a chat
+    model ends its turns with EOS."""
     metric: str = ""
-    """number (the last one of an answer), rouge-l, code (does it pass its tests), or none."""
+    """number (the last one of an answer), rouge-l, code (whether it passes its tests), or empty for no score."""
     metrics: dict[str, str] = field(default_factory=dict)
-    """{domain: metric} where rows differ."""
+    """{domain: metric} where domains have different ones."""
     reference: str = ""
     prefix: str = ""
 
     def metric_for(self, domain: str) -> str:
         return self.metrics.get(domain, self.metric)
 
-    def file(self, task: str, path: str) -> Path:
-        """Where the rows are on disk; UserError when there is no such file."""
-        found = Path(path) if path else BUNDLED_PROMPTS_DIR / self.bundled
-        if not found.is_file():
-            raise UserError(f"task {task!r}: no file {found}: correct its path")
-        return found
+    def data_path(self, task: str, path: str) -> Path:
+        """The file that holds the rows: `path`, or the bundled one. UserError when there is no such file."""
+        file = Path(path) if path else BUNDLED_PROMPTS_DIR / self.bundled
+        if not file.is_file():
+            raise UserError(f"task {task!r}: no file {file}: correct its path")
+        return file
 
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """One row, and where it stands, for messages."""
+    """One row of a data file, and its location for error messages."""
 
     fields: dict[str, Any]
-    where: str
+    location: str
 
 
 CUSTOM_DATASET = DatasetSpec("own", 1, prompt="", turns="turns", domain_from="domain")
-"""Files without a recipe."""
+"""The spec of files that have none of their own."""
 
 
 @cache
 def load_dataset_specs() -> dict[str, DatasetSpec]:
-    """{name: recipe} of every file in assets/tasks. UserError names the file that is wrong."""
+    """{name: spec} of every file in assets/tasks. UserError names the file with unknown or missing fields."""
     known = {f.name for f in fields(DatasetSpec)}
-    found = {}
+    specs = {}
     for file in sorted(DATASET_SPECS_DIR.glob("*.yaml")):
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or not set(values) <= known or "version" not in values:
             unknown = ", ".join(sorted(set(values or {}) - known)) or "no version"
             raise UserError(f"{file}: {unknown}; fields are {', '.join(sorted(known))}")
-        found[file.stem] = DatasetSpec(name=file.stem, **values)
-    return found
+        specs[file.stem] = DatasetSpec(name=file.stem, **values)
+    return specs
 
 
 def find_dataset_spec(kind: str) -> DatasetSpec:
-    """The recipe of that name, OWN if there is none."""
+    """The spec of that name, CUSTOM_DATASET if there is none."""
     return load_dataset_specs().get(kind, CUSTOM_DATASET)
 
 
 def evaluate_expression(expression: str, row: DatasetRow) -> Any:
-    """What a Jinja expression over the row's fields gives; None for a field that is not there."""
+    """The value of a Jinja expression over the row's fields; None for a missing field or an empty expression."""
     if not expression:
         return None
     try:
@@ -116,31 +117,27 @@ def render_template(template: str, row: DatasetRow) -> str:
     try:
         return JINJA_ENVIRONMENT.from_string(template).render(**row.fields)
     except jinja2.TemplateError as error:
-        raise UserError(f"{row.where}: {error}: is it a file of this task?") from error
+        raise UserError(f"{row.location}: {error}: is it a file of this task?") from error
 
 
-def row_domain(recipe: DatasetSpec, row: DatasetRow) -> str:
-    """The row's domain, the recipe's where the row has none, else empty."""
-    own = evaluate_expression(recipe.domain_from, row)
-    return str(own) if own else recipe.domain
+def row_domain(spec: DatasetSpec, row: DatasetRow) -> str:
+    """The row's domain, else the spec's, else empty."""
+    domain = evaluate_expression(spec.domain_from, row)
+    return str(domain) if domain else spec.domain
 
 
-def load_rows(task: str, path: str, recipe: DatasetSpec, limit: int) -> list[DatasetRow]:
-    """The first `limit` rows (0: all) of the task's file, or of the recipe's Hub data set. UserError for none."""
-    if not path and not recipe.bundled:
-        if not recipe.hub:
+def load_rows(task: str, path: str, spec: DatasetSpec, limit: int) -> list[DatasetRow]:
+    """The first `limit` rows (0: all) of the task's file, or of the spec's Hub data set. UserError for none."""
+    if not path and not spec.bundled:
+        if not spec.hub:
             known = ", ".join(sorted(load_dataset_specs()))
             raise UserError(f"task {task!r} needs a path; known without one: {known}")
-        rows = _read_hub_dataset(task, recipe)
+        rows = _read_hub_dataset(task, spec)
     else:
-        rows = _read_file(recipe.file(task, path))
-    taken: list[DatasetRow] = []
-    for row in rows:
-        if limit and len(taken) == limit:
-            break
-        taken.append(row)
+        rows = _read_file(spec.data_path(task, path))
+    taken = list(islice(rows, limit or None))
     if len(taken) == 0:
-        raise UserError(f"{path or recipe.name} holds no prompts")
+        raise UserError(f"{path or spec.name} holds no prompts")
     return taken
 
 
@@ -189,13 +186,13 @@ def _parse_json_list(path: Path, text: str) -> Iterator[DatasetRow]:
         yield DatasetRow(row, f"{path}, row {number}")
 
 
-def _read_hub_dataset(task: str, recipe: DatasetSpec) -> Iterator[DatasetRow]:
+def _read_hub_dataset(task: str, spec: DatasetSpec) -> Iterator[DatasetRow]:
     try:
-        rows = load_hub_dataset(recipe.hub, recipe.config, recipe.split, recipe.revision)
+        rows = load_hub_dataset(spec.hub, spec.config, spec.split, spec.revision)
     except UserError as error:
         raise UserError(f"task {task!r}: {error}, or give its file as `path`") from error
     for number, values in enumerate(rows):
-        yield DatasetRow(dict(values), f"{recipe.hub}, row {number}")
+        yield DatasetRow(dict(values), f"{spec.hub}, row {number}")
 
 
 def load_hub_dataset(

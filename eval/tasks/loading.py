@@ -1,7 +1,7 @@
-"""Prompt sets to judge drafts on, as token ids: the field's own by recipe (assets/tasks), and files of yours.
+"""Loads the prompts of tasks as token ids: known benchmarks by their spec (assets/tasks), and the user's own files.
 
-A recipe says where a set's rows are, what the prompt is, where an answer ends and how it is scored. Its version goes
-up with any change, and a report states it.
+A spec says where a set's rows are, what the prompt is, where an answer ends and how it is scored. Its version goes up
+with any change, and a report states it.
 """
 
 import hashlib
@@ -31,19 +31,19 @@ class Task:
 
     name: str
     """code, prose and arithmetic are bundled; spec-bench, mt-bench, humaneval, mbpp, gsm8k, xsum, cnn-dailymail,
-    wmt-en-de and alpaca come from a file of yours or the Hub; any other name needs a path."""
+    wmt-en-de and alpaca come from a local file or the Hub; any other name needs a path."""
     path: str = ""
-    """A .jsonl, .json, .parquet or .txt file, .gz too. Without a recipe its lines hold `prompt` (a text), `messages` (a
-    chat) or `turns` (what a user says, one after the other), and maybe `id` and `domain`; the paragraphs of a .txt file
-    are prompts. Empty: bundled, or the Hub data set of the recipe."""
+    """A .jsonl, .json, .parquet or .txt file, also .gz. Without a spec its lines hold `prompt` (a text), `messages`
+    (a chat) or `turns` (the user's messages, in order), and maybe `id` and `domain`; the paragraphs of a .txt file are
+    prompts. Empty: bundled, or the Hub data set of the spec."""
     kind: str = ""
-    """Recipe to read the file by, where the name is not that of one."""
+    """Name of the spec to read the file by, where `name` is not one."""
     limit: int = 0
-    """Take the first so many prompts, or chats; 0 takes all."""
+    """Number of prompts (or chats) to take from the start; 0 takes all."""
     turns: int = 0
-    """Take so many turns of a chat; 0 takes all."""
+    """Number of turns of a chat to take; 0 takes all."""
     too_long: Literal["refuse", "fail"] = "refuse"
-    """A prompt that leaves no room in the target's context: refuse to begin, or count it as failed and name it."""
+    """For a prompt that leaves no room in the target's context: refuse ends the command, fail reports it as failed."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +57,30 @@ class TaskPrompt:
     stop: tuple[str, ...] = ()
     """Texts that end an answer."""
     metric: str = ""
-    """How an answer is scored: number, rouge-l, code, or not at all."""
+    """How an answer is scored: number, rouge-l, code, or empty for not at all."""
     reference: str = ""
     """What it is scored against: a text, or the program that tests it."""
     prefix: str = ""
-    """Code that a completion continues."""
+    """Code that the answer continues."""
     messages: Messages = field(default_factory=list)
-    later: tuple[str, ...] = ()
-    """What the user says in turns to come."""
+    later_turns: tuple[str, ...] = ()
+    """The user's messages after this turn."""
     error: str = ""
-    """Why it cannot be decoded."""
+    """Why it cannot be decoded; empty if it can."""
 
 
 def load_task_prompts(task: Task, target: Target) -> list[TaskPrompt]:
-    """The task's prompts in file order, of a chat the first turn; `with_turns` adds the others.
+    """The task's prompts in file order, of a chat the first turn; `with_later_turns` adds the others.
 
     UserError names the file and line of a bad prompt, or of one that is too long (unless `task.too_long` counts it).
     """
-    recipe = find_dataset_spec(task.kind or task.name)
+    spec = find_dataset_spec(task.kind or task.name)
     items: list[TaskPrompt] = []
     seen: set[str] = set()
-    for row in load_rows(task.name, task.path, recipe, task.limit):
-        item = _build_prompt(task, recipe, row, target)
+    for row in load_rows(task.name, task.path, spec, task.limit):
+        item = _build_prompt(task, spec, row, target)
         if item.id in seen:
-            raise UserError(f"{row.where}: id {item.id} occurs twice: drop one")
+            raise UserError(f"{row.location}: id {item.id} occurs twice: drop one")
         seen.add(item.id)
         items.append(item)
     return items
@@ -92,14 +92,14 @@ def with_later_turns(
     too_long: dict[str, str],
     answers: Callable[[Sequence[TaskPrompt]], list[list[int]]],
 ) -> list[TaskPrompt]:
-    """`items` with the later turns of chats behind their first, the target's own answers in their context.
+    """`items` with the later turns of chats after their first, the target's own answers in their context.
 
-    `answers(items)` gives the ids that the target answers; every method then meets the same history, so that one
-    token that differs in the first turn does not change the prompt of the second. `too_long` is {task: policy}.
+    `answers(items)` returns the ids of the target's answers. Every method then gets the same history, so one token that
+    differs in the first turn does not change the prompt of the second. `too_long` is {task: policy}.
     """
     chains = [[item] for item in items]
     while True:
-        waiting = [chain for chain in chains if chain[-1].later and not chain[-1].error]
+        waiting = [chain for chain in chains if chain[-1].later_turns and not chain[-1].error]
         if not waiting:
             return [item for chain in chains for item in chain]
         heads = [chain[-1] for chain in waiting]
@@ -111,8 +111,8 @@ def with_later_turns(
 def _next_turn(
     item: TaskPrompt, number: int, answer: str, target: Target, too_long: dict[str, str]
 ) -> TaskPrompt:
-    said = [{"role": "assistant", "content": answer}, {"role": "user", "content": item.later[0]}]
-    messages = [*item.messages, *said]
+    reply = {"role": "assistant", "content": answer}
+    messages = [*item.messages, reply, {"role": "user", "content": item.later_turns[0]}]
     base = item.id.removesuffix(f":{number - 1}")
     ids = encode_prompt(target.tokenizer, messages)
     error = _context_error(ids, target)
@@ -121,51 +121,54 @@ def _next_turn(
             f"task {item.task!r}: turn {number} of {base} {error}: set its `turns` or `too_long: fail`"
         )
     return replace(
-        item, id=f"{base}:{number}", prompt_ids=ids, messages=messages, later=item.later[1:],
+        item, id=f"{base}:{number}", prompt_ids=ids, messages=messages, later_turns=item.later_turns[1:],
         metric="", reference="", error=error,
     )  # fmt: skip
 
 
-def _build_prompt(task: Task, recipe: DatasetSpec, row: DatasetRow, target: Target) -> TaskPrompt:
-    turns = evaluate_expression(recipe.turns, row) if recipe.turns else None
+def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target) -> TaskPrompt:
+    turns = evaluate_expression(spec.turns, row) if spec.turns else None
     chat = target.tokenizer.chat_template is not None
-    template = recipe.chat_prompt if chat and recipe.chat_prompt else recipe.prompt
+    template = spec.chat_prompt if chat and spec.chat_prompt else spec.prompt
     prompt: Any = turns if turns is not None else render_template(template, row)
-    if turns is None and recipe.name == "own":
+    if turns is None and spec.name == "own":
         prompt = row.fields.get("prompt", row.fields.get("messages"))
         if not prompt:
-            raise UserError(f"{row.where} has neither `prompt` nor `messages` nor `turns`")
+            raise UserError(f"{row.location} has neither `prompt` nor `messages` nor `turns`")
     if not isinstance(prompt, str | list) or (turns is not None and not _is_text_list(turns)):
-        raise UserError(f"{row.where}: a prompt must be text or a list of messages")
-    said = list(turns or [])[: task.turns or None]
+        raise UserError(f"{row.location}: a prompt must be text or a list of messages")
+    users_turns = list(turns or [])[: task.turns or None]
     if turns is not None:  # one turn is a plain prompt: it needs no chat template
-        prompt = said[0] if len(said) == 1 else [{"role": "user", "content": said[0]}]
+        first = users_turns[0]
+        prompt = first if len(users_turns) == 1 else [{"role": "user", "content": first}]
     try:
         ids = encode_prompt(target.tokenizer, prompt)
     except UserError as error:
-        hint = "; or set the task's `turns: 1`" if len(said) > 1 else ""
-        raise UserError(f"{row.where}: {error}{hint}") from error
+        hint = "; or set the task's `turns: 1`" if len(users_turns) > 1 else ""
+        raise UserError(f"{row.location}: {error}{hint}") from error
     error_text = _context_error(ids, target)
     if error_text and task.too_long == "refuse":
-        raise UserError(f"{row.where} {error_text}: shorten it, or set the task's `too_long: fail`")
+        raise UserError(
+            f"{row.location} {error_text}: shorten it, or set the task's `too_long: fail`"
+        )
     digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
-    own_id = evaluate_expression(recipe.id, row)
-    domain = row_domain(recipe, row)
-    metric, reference = recipe.metric_for(domain), ""
+    own_id = evaluate_expression(spec.id, row)
+    domain = row_domain(spec, row)
+    metric, reference = spec.metric_for(domain), ""
     if metric:
-        reference = render_template(recipe.reference, row).strip("\n")
+        reference = render_template(spec.reference, row).strip("\n")
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     return TaskPrompt(
         task=task.name,
         id=digest if own_id is None else str(own_id),
         prompt_ids=ids,
         domain=domain or task.name,
-        stop=() if chat else tuple(recipe.stop),
+        stop=() if chat else tuple(spec.stop),
         metric=metric if reference else "",
         reference=reference,
-        prefix=render_template(recipe.prefix, row),
+        prefix=render_template(spec.prefix, row),
         messages=messages,
-        later=tuple(said[1:]),
+        later_turns=tuple(users_turns[1:]),
         error=error_text,
     )
 
@@ -184,15 +187,15 @@ def _context_error(ids: list[int], target: Target) -> str:
 
 
 def task_version(task: Task) -> str:
-    """`name@version` of bundled prompts; with a recipe's version, and the hash of the user's file, where there are.
+    """`name@version` of bundled prompts; otherwise with the version of the spec and the hash of the user's file.
 
-    For example gsm8k@1+1a2b3c4d5e6f: recipe 1, the file with that hash.
+    For example gsm8k@1+1a2b3c4d5e6f: version 1 of the spec, the file with that hash.
     """
-    recipe = find_dataset_spec(task.kind or task.name)
+    spec = find_dataset_spec(task.kind or task.name)
     if task.path:
-        digest = hashlib.sha256(recipe.file(task.name, task.path).read_bytes()).hexdigest()[:12]
-        own = recipe.name == "own" or recipe.bundled
-        return f"{task.name}@{digest}" if own else f"{task.name}@{recipe.version}+{digest}"
-    if recipe.bundled:
+        digest = hashlib.sha256(spec.data_path(task.name, task.path).read_bytes()).hexdigest()[:12]
+        no_version = spec.name == "own" or spec.bundled
+        return f"{task.name}@{digest}" if no_version else f"{task.name}@{spec.version}+{digest}"
+    if spec.bundled:
         return f"{task.name}@{(BUNDLED_PROMPTS_DIR / 'VERSION').read_text().strip()}"
-    return f"{task.name}@{recipe.version}+{recipe.hub}:{recipe.split}@{recipe.revision or 'main'}"
+    return f"{task.name}@{spec.version}+{spec.hub}:{spec.split}@{spec.revision or 'main'}"

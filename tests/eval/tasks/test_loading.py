@@ -98,12 +98,12 @@ def text_of(item: TaskPrompt, target: Target) -> str:
 
 
 def test_every_recipe_is_tried_here() -> None:
-    """Bug: a recipe is added, or a field of one renamed, without a row that shows what it reads."""
+    """Bug: a data set is added, or a field of one renamed, without a row that shows what it reads."""
     own = {
-        name for name, recipe in dataset_specs.load_dataset_specs().items() if not recipe.bundled
+        name for name, spec in dataset_specs.load_dataset_specs().items() if not spec.bundled
     }
     assert own == {*ROWS, "spec-bench"}
-    assert all(recipe.version >= 1 for recipe in dataset_specs.load_dataset_specs().values())
+    assert all(spec.version >= 1 for spec in dataset_specs.load_dataset_specs().values())
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -131,7 +131,7 @@ def test_spec_bench_has_thirteen_domains_and_two_turns(chatty: Target, tmp_path:
     task = Task("spec-bench", str(write(tmp_path, SPEC_BENCH)))
     first = load_task_prompts(task, chatty)
     assert [item.domain for item in first] == list(CATEGORIES)
-    assert sum(bool(item.later) for item in first) == len(MT)
+    assert sum(bool(item.later_turns) for item in first) == len(MT)
     assert {item.domain: item.metric for item in first if item.metric} == {
         "math_reasoning": "number"
     }
@@ -172,7 +172,7 @@ def test_chats_need_a_template_or_one_turn(target: Target, tmp_path: Path) -> No
         load_task_prompts(Task("spec-bench", path), target)
     items = load_task_prompts(Task("spec-bench", path, turns=1), target)
     assert text_of(items[0], target) == "Say writing."
-    assert not any(item.later for item in items)
+    assert not any(item.later_turns for item in items)
 
 
 def test_chat_models_get_no_stop_strings(target: Target, tmp_path: Path) -> None:
