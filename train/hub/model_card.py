@@ -1,6 +1,7 @@
 """The model card of a published draft: its metadata for the Hub and its page, from card_text and card_tables."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def render(
         "k_line": f"K = {job.k} drafted tokens a round: {k_source}.",
         "tuned": tuned_lengths_table(facts.tuned_chains),
         "tuned_on": card_text.tuning_note(facts),
-        "command": configs[0].files["vllm.sh"].strip(),
+        "command": serving_command(job, configs),
         "engines": card_text.engine_lines(facts, configs),
         "acceptance": acceptance_tables(facts.own_entries),
         "unmeasured": card_text.unmeasured_note(facts),
@@ -71,6 +72,15 @@ def render(
         "card.md.j2", {k: v if k in kept else escape_text(v) for k, v in fields.items()}
     )
     return ModelCard(f"---\n{metadata(facts, job, configs, labels).to_yaml()}\n---\n\n{body}")
+
+
+def serving_command(job: ServedDraft, configs: Sequence[EngineServingConfig]) -> str:
+    """The command of the first engine that serves the draft, which is vLLM if it does; else that of this project."""
+    commands = [
+        text for config in configs for name, text in config.files.items() if name.endswith(".sh")
+    ]
+    words = ["python", "decode/generate.py", "--target", job.target, "--draft", job.repo]
+    return commands[0].strip() if commands else f"{shlex.join(words)} --prompt TEXT"
 
 
 def render_template(template: str, fields: Mapping[str, Any]) -> str:

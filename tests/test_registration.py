@@ -1,0 +1,348 @@
+"""A draft family and a verification rule are each one registration: both are added here, in one file, and used whole.
+
+The toy family is a bigram table, the toy rule accepts every drafted token. They go through training, the dry run,
+decoding, the evaluation report and the published folder, without a change to any other file.
+"""
+
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from decode.checkpoints import layouts
+from decode.common.errors import UserError
+from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
+from decode.drafts.drafting import build_tree_plan, draft_tokens
+from decode.drafts.registry import DRAFT_FAMILIES, DraftFamily, load_draft, register_family
+from decode.engine.engine import decode
+from decode.model.kv_cache import TreeNodes
+from decode.model.loading import DTYPES, Target, load_target
+from decode.verification.registry import (
+    VERIFICATION_RULES,
+    DraftedTokens,
+    VerificationRule,
+    register_rule,
+)
+from decode.verification.rules import NO_DRAFT, VerificationResult, count_accepted
+from tests import worlds
+from tests.tiny import tiny_model
+from tests.train.data import test_packing
+from tests.train.families import test_heads_training, test_overfit
+from tests.train.planning import test_recipes
+from tests.worlds import ROOT, World
+from train.data.batching import Batch
+from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft
+from train.families.config import DraftConfig
+from train.families.model_sizes import DraftShape, ModelShape, StepWorkload, target_shape
+from train.families.registry import family_trainer, trained_families
+from train.hub.publish import build_draft_folder
+from train.hub.upload import HubLabels
+from train.losses.objective import Criterion
+from train.teacher.live import LiveTeacher, TeacherOutput
+
+STEPS = 3
+
+# ---- a draft family: decoder, training, sizes ----
+
+
+class BigramDraft(Draft):
+    """Drafts from a table of logits [V, V]: row t is the next token's after token t."""
+
+    name = "bigram"
+
+    def __init__(self, table: Tensor):
+        self.table = table
+
+    def begin_batch(self, request: DraftContext) -> None:
+        self.request, self.plan = request, build_tree_plan(self.shape, self.table.device)
+
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
+        def step(tokens: Tensor, length: Tensor, nodes: TreeNodes | None, above: Tensor) -> Tensor:
+            return self.table[tokens]
+
+        last = history.gather(1, length[:, None] - 1)[:, 0]
+        return draft_tokens(step, self.table[last], length, k, self.plan, self.request)
+
+
+def load_bigram(path: str, target: Target, device: str, dtype: str) -> BigramDraft:
+    check_target(path, target)
+    table = load_file(Path(path) / layouts.WEIGHTS_FILE)["table"]
+    return BigramDraft(table.to(device, DTYPES[dtype]))
+
+
+class BigramTrainer(nn.Module):
+    """The loss of the table against the target's distributions."""
+
+    def __init__(self, teacher: LiveTeacher, vocab: int, criterion: Criterion):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(vocab, vocab))
+        self.head, self.criterion = teacher.head, criterion
+
+    def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
+        p_logits = self.head(output.head_inputs[batch.loss_mask])
+        q_logits = self.table[batch.input_ids[batch.loss_mask]]
+        target = self.criterion.target_distribution(p_logits)
+        return {"loss": self.criterion.position_losses(target, q_logits).sum()}
+
+
+class TrainableBigram(TrainableDraft):
+    def __init__(self, context: FamilyContext):
+        teacher = context.teacher(None)
+        assert isinstance(teacher, LiveTeacher)
+        vocab = context.target.decoder.vocab_size
+        model = BigramTrainer(teacher, vocab, context.criterion()).to(context.device)
+        self.table, self.teacher, self.model = model.table, teacher, model
+        self.muon_parameters, self.metadata = [], {}
+
+    def to_draft(self) -> Draft:
+        return BigramDraft(self.table.detach())
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        table = self.table.detach()
+        (folder / "config.json").write_text(json.dumps({"vocab_size": len(table)}))
+        save_file({"table": table}, folder / layouts.WEIGHTS_FILE, {"format": "pt"})
+
+
+@dataclass(frozen=True)
+class BigramShape(DraftShape):
+    def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
+        return 0
+
+
+class Bigram(FamilyTrainer):
+    settings = frozenset()
+    description = "a table of bigrams"
+    hub_tag = "bigram"
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        return TrainableBigram(context)
+
+    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
+        return BigramShape(
+            parameters=vocab**2, body_parameters=0, layers=1, hidden=1, intermediate=0, attention=0,
+            heads=1, kv_width=0, vocab=vocab, trained=vocab**2, parameters_per_pass=0,
+            passes_per_slot=1,
+        )  # fmt: skip
+
+
+BIGRAM = DraftFamily("bigram", load=load_bigram, trainer=f"{__name__}:Bigram")
+
+# ---- a verification rule ----
+
+
+def accept_all(drafted: DraftedTokens) -> VerificationResult:
+    """Keeps all drafted tokens of a chain, whatever the target's distributions are."""
+    assert drafted.parents is None
+    accepted = count_accepted(drafted.tokens != NO_DRAFT)
+    row = torch.arange(len(accepted), device=accepted.device)
+    return VerificationResult(accepted, drafted.logits.argmax(-1)[row, accepted])
+
+
+ACCEPT_ALL = VerificationRule("accept-all", False, accept_all, "keeps every drafted token")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> Iterator[None]:
+    register_family(BIGRAM)
+    register_rule(ACCEPT_ALL)
+    yield
+    del DRAFT_FAMILIES["bigram"], VERIFICATION_RULES["accept-all"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return worlds.build(tmp_path_factory.mktemp("world"), prompts=12)
+
+
+@pytest.fixture(scope="module")
+def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return worlds.sampled(world, tmp_path_factory.mktemp("data"), "--max_new_tokens", 20)
+
+
+def distill(world: World, data: Path, out: Path, *more: object) -> worlds.Done:
+    return worlds.call(
+        "train/distill.py", "--target", world.target, "--data", data, "--out", out,
+        "--draft.family", "bigram", "--loop.steps", STEPS, "--loop.batch_size", 4,
+        "--loop.eval_every", STEPS, "--loop.lr", 0.5, "--check.prompts", 1,
+        "--check.max_new_tokens", 4, *more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(world: World, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "draft"
+    done = distill(world, data, out)
+    assert done.code == 0, done.err
+    return out
+
+
+def test_it_is_trained(trained: Path) -> None:
+    """Catches a family that training does not learn of by its registration."""
+    assert read_metadata(str(trained))["family"] == "bigram"
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert any("accept/tau" in line for line in lines)
+    assert load_file(trained / layouts.WEIGHTS_FILE)["table"].abs().max() > 0
+
+
+def test_a_dry_run_estimates_it(world: World, data: Path, tmp_path: Path) -> None:
+    """Catches an estimate that knows only the families of this repository."""
+    done = distill(world, data, tmp_path / "out", "--dry_run", "true")
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
+    vocab = len(load_target(str(world.target), "cpu").tokenizer)
+    assert found["estimated"]["trained"] == vocab**2
+    assert found["measured"]["accept/tau"] >= 1
+    assert "bigram" in done.err
+
+
+def test_it_decodes(world: World, trained: Path) -> None:
+    """Catches a loader that is not found, and a toy that would not be lossless under the exact rule."""
+    target = load_target(str(world.target), "cpu")
+    draft, prompt = load_draft(str(trained), target), [40, 50, 60]
+    (plain,) = decode(target, None, [prompt], max_new_tokens=12)
+    (drafted,) = decode(target, draft, [prompt], k=3, max_new_tokens=12)
+    assert drafted.output_ids == plain.output_ids
+    (lossy,) = decode(target, draft, [prompt], k=3, max_new_tokens=12, rule="accept-all")
+    assert lossy.output_ids != plain.output_ids
+
+
+@pytest.fixture(scope="module")
+def report(world: World, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of eval/run.py on the draft under the exact and the toy rule."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    prompts = worlds.write_prompts(folder / "few.jsonl", world.texts[:4])
+    methods = [
+        {"name": rule, "draft": str(trained), "k": 3, "rule": rule}
+        for rule in ("exact", "accept-all")
+    ]
+    done = worlds.call(
+        "eval/run.py", "--target", world.target, "--methods", json.dumps(methods),
+        "--tasks", json.dumps([{"name": "few", "path": str(prompts)}]), "--device", "cpu",
+        "--temperatures", "[0.0]", "--max_new_tokens", 12, "--phase_prompts", 0,
+        "--out", folder / "out",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    found: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text())
+    return found
+
+
+def test_the_report_calls_the_rule_lossy(report: dict[str, Any]) -> None:
+    """Catches a report that learns from a rule's name whether it is lossy."""
+    lossy = {m["name"]: m["lossy"] for m in report["methods"]}
+    assert lossy["exact"] is False
+    assert lossy["accept-all"] is True
+    exact = [m for m in report["methods"] if m["name"] == "exact"]
+    assert all(m["lossless"]["greedy_identical"] for m in exact)
+
+
+def test_its_folder_is_published(report: dict[str, Any], trained: Path, tmp_path: Path) -> None:
+    """Catches a card or serving files that only exist for the families of this repository."""
+    out = tmp_path / "published"
+    build_draft_folder(trained, report, None, "me/bigrams", HubLabels("org/target", "mit"), out)
+    card = (out / "README.md").read_text()
+    assert "a table of bigrams" in card
+    assert "decode/generate.py" in card
+    assert "vLLM has no method for drafts of family bigram" in card
+    assert "bigram" in yaml.safe_load(card.split("---")[1])["tags"]
+
+
+# ---- every family has all its parts ----
+
+
+def missing_parts(family: DraftFamily, configs: list[dict[str, Any]]) -> list[str]:
+    """What a family that can be trained lacks; `configs` are the settings of all files in configs/."""
+    missing = []
+    try:
+        trainer = family_trainer(family.name)
+    except (ImportError, AttributeError):
+        return ["trainer"]
+    if family.load is None:
+        missing.append("loader")
+    for name in ("settings", "description", "hub_tag"):
+        if name not in {key for cls in type(trainer).__mro__ for key in vars(cls)}:
+            missing.append(name)
+    unknown = getattr(trainer, "settings", frozenset()) - {f.name for f in fields(DraftConfig)}
+    missing += [f"setting {name}" for name in sorted(unknown)]
+    config = tiny_model("llama", num_hidden_layers=8).config
+    s = DraftConfig(family.name, layers=[0] if family.name == "causal" else [])
+    try:
+        shape = trainer.draft_shape(s, config, config.vocab_size)
+        load = StepWorkload(1, 8, 8, 8, 8, 1)
+        assert shape.activation_bytes(target_shape(config), load, 1) >= 0 < shape.trained
+    except NotImplementedError:
+        missing.append("sizes")
+    if not any((c.get("draft") or {}).get("family", "causal") == family.name for c in configs):
+        missing.append("YAML in configs/")
+    tested = {
+        *(draft.family for draft in test_heads_training.DRAFTS.values()),
+        *(draft.family for draft in test_overfit.DRAFTS.values()),
+        *(draft.family for draft in test_packing.FAMILY.values()),
+    }
+    if family.name not in tested:
+        missing.append("row in the parametrised tests")
+    return missing
+
+
+def distill_configs() -> list[dict[str, Any]]:
+    """The settings in configs/ that are those of train/distill.py."""
+    texts = [path.read_text() for path in sorted((ROOT / "configs").rglob("*.yaml"))]
+    return [yaml.safe_load(t) for t in texts if t.startswith("# command: train/distill.py")]
+
+
+def own_families() -> list[str]:
+    return [name for name in trained_families() if name != "bigram"]
+
+
+@pytest.mark.parametrize("name", own_families())
+def test_a_family_has_all_its_parts(name: str) -> None:
+    """Catches a family that was registered and then forgotten somewhere."""
+    assert missing_parts(DRAFT_FAMILIES[name], distill_configs()) == []
+
+
+def test_missing_parts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above is blind if these go unseen."""
+    forgotten = ["YAML in configs/", "row in the parametrised tests"]
+    assert missing_parts(BIGRAM, distill_configs()) == forgotten
+    for trainer in ("nowhere:Bigram", f"{__name__}:Nothing"):
+        family = replace(BIGRAM, trainer=trainer)
+        monkeypatch.setitem(DRAFT_FAMILIES, "bigram", family)
+        assert missing_parts(family, distill_configs()) == ["trainer"]
+    family = replace(BIGRAM, load=None, trainer=f"{__name__}:Unfinished")
+    monkeypatch.setitem(DRAFT_FAMILIES, "bigram", family)
+    parts = ["loader", "description", "hub_tag", "setting depth", "sizes"]
+    assert missing_parts(family, distill_configs()) == [*parts, *forgotten]
+
+
+class Unfinished(FamilyTrainer):
+    settings = frozenset({"depth"})
+
+
+def test_every_setting_is_read_by_a_family() -> None:
+    """Catches a setting of the draft that no family reads any more."""
+    read = {"family"}.union(*(family_trainer(name).settings for name in own_families()))
+    assert read == {field.name for field in fields(DraftConfig)}
+
+
+def test_every_trained_family_is_counted() -> None:
+    """Guards the parametrised test of estimates: its families are those of the registry."""
+    source = inspect.getsource(test_recipes)
+    assert 'parametrize("family", trained_families())' in source
+
+
+def test_bad_names_are_refused() -> None:
+    """Catches a name that is registered twice, and a setting with an unknown family."""
+    with pytest.raises(UserError, match="already"):
+        register_family(BIGRAM)
+    with pytest.raises(UserError, match="load"):
+        register_family(DraftFamily("nothing"))
+    with pytest.raises(UserError, match="choose one of causal, medusa"):
+        DraftConfig("eagle4")
