@@ -27,7 +27,7 @@ from eval.benchmark.timing import FailedPrompt, TimingContext, TimingResult
 from eval.checks import answer_quality, greedy_equivalence, sampling_distribution
 from eval.checks.target_drift import measure_target_drift
 from eval.metrics import acceptance, roofline
-from eval.metrics.records import ALL_TASKS
+from eval.metrics.common import ALL_TASKS
 from eval.results import PromptGroup, filter_failures, method_entry
 from eval.tasks import loading
 from eval.tasks.loading import TaskPrompt
@@ -66,7 +66,7 @@ class EvalContext:
 def evaluate(
     s: EvalConfig, target: Target, journal: Journal, progress: Progress | ProgressLog
 ) -> tuple[dict[str, Any], list[tuple[str, float, DecodeRecord]]]:
-    """(the report, the records behind it as (method, temperature, record))."""
+    """(the report, the records that it was computed from, as (method, temperature, record))."""
     items, undecodable = multi_turn.load_eval_prompts(s.tasks, target, s.max_new_tokens, journal)
     if not items:
         first_bad = undecodable[0]

@@ -12,7 +12,7 @@ from eval.benchmark.config import EvalConfig
 from eval.benchmark.methods import Method, describe_tree, simulated_alpha, verification_name
 from eval.benchmark.timing import FailedPrompt
 from eval.metrics import acceptance
-from eval.metrics.records import ALL_TASKS
+from eval.metrics.common import ALL_TASKS
 
 
 @dataclass(frozen=True)

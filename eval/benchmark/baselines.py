@@ -30,7 +30,7 @@ from eval.benchmark.methods import Method
 from eval.benchmark.timing import EngineAnswer
 from eval.benchmark.transformers_engine import TransformersEngine
 from eval.metrics.bootstrap import paired_ratio_interval
-from eval.metrics.records import ALL_TASKS, MS_PER_SECOND, ratio_or_none
+from eval.metrics.common import ALL_TASKS, MS_PER_SECOND, ratio_or_none
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import trim_at_stop
 

@@ -14,7 +14,7 @@ from decode.engine.round import PhaseTimes
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.methods import Method
 from eval.benchmark.timing import TimingContext
-from eval.metrics.records import MS_PER_SECOND
+from eval.metrics.common import MS_PER_SECOND
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import collect_until_stop
 

@@ -1,6 +1,6 @@
 """Numbers from decode records and model files. Nothing here decodes.
 
-- records: what all metrics share. acceptance: τ, α by position, speed-up. latency: of rounds and tokens.
+- common: what all metrics share. acceptance: τ, α by position, speed-up. latency: of rounds and tokens.
 - bootstrap: 95 % intervals over prompts. permutation_test: whether two engines accept alike.
 - ks_test: Kolmogorov-Smirnov tests with their power.
 - speedup_model: predicts the speed-up of other draft lengths. roofline: limits by memory bandwidth and size.

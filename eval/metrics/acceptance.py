@@ -20,8 +20,8 @@ from eval.metrics.bootstrap import (
     paired_ratio_interval,
     ratio_interval,
 )
+from eval.metrics.common import MS_PER_SECOND, ratio_or_none
 from eval.metrics.latency import latency_ms, prefill_and_decode
-from eval.metrics.records import MS_PER_SECOND, ratio_or_none
 
 
 def emitted_tokens(records: Sequence[DecodeRecord]) -> Array:

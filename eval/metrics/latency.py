@@ -11,7 +11,7 @@ import numpy as np
 
 from decode.engine.records import DecodeRecord
 from eval.metrics.bootstrap import Array
-from eval.metrics.records import MS_PER_SECOND, ratio_or_none
+from eval.metrics.common import MS_PER_SECOND, ratio_or_none
 
 
 def latency_ms(records: Sequence[DecodeRecord]) -> dict[str, Any]:

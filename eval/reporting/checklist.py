@@ -1,7 +1,7 @@
 """The production checklist with a report's own numbers: baseline, draft, tuning, roll-out."""
 
 from eval.metrics import roofline
-from eval.metrics.records import ALL_TASKS
+from eval.metrics.common import ALL_TASKS
 from eval.metrics.speedup_model import recommended_k_range
 from eval.reporting.decision import (
     GOOD_ACCEPTANCE,

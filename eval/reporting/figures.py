@@ -5,7 +5,7 @@ from typing import Any
 
 from decode.drafts.registry import DRAFT_FAMILIES
 from eval.metrics import roofline
-from eval.metrics.records import ALL_TASKS
+from eval.metrics.common import ALL_TASKS
 from eval.reporting.plots import (
     PHASE_COLORS,
     SHADE_COLORS,

@@ -7,7 +7,7 @@ from typing import Any
 
 from decode.common.errors import UserError
 from decode.common.files import read_json
-from eval.metrics.records import ALL_TASKS
+from eval.metrics.common import ALL_TASKS
 from eval.metrics.roofline import with_model_sizes
 from eval.reporting.formatting import format_value
 

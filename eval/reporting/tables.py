@@ -5,7 +5,7 @@ A value that was not measured is a dash; a column without any value is left out.
 
 from collections.abc import Sequence
 
-from eval.metrics.records import ALL_TASKS
+from eval.metrics.common import ALL_TASKS
 from eval.reporting.formatting import (
     NOT_MEASURED,
     Table,

@@ -151,7 +151,7 @@ def _read_file(path: Path) -> Iterator[DatasetRow]:
         return
     if kind not in FILE_SUFFIXES:
         raise UserError(
-            f"{path}: a task's file ends in {', '.join(FILE_SUFFIXES)}, or .gz behind it"
+            f"{path}: a task's file ends in {', '.join(FILE_SUFFIXES)}, or in these and .gz"
         )
     text = _read_text(path)
     if kind == ".jsonl":

@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from decode.drafts.ngram import NgramDraft
 from decode.model.loading import Target, load_model, load_target
+from decode.verification import registry
 from eval.checks import greedy_equivalence
 from eval.results import count_tokens_after_eos
 from eval.tasks.loading import TaskPrompt
@@ -285,7 +287,7 @@ def test_a_task_file_may_hold_blank_lines_and_any_letter(
 
 
 def test_every_answer_ends_once(evaluated: tuple[Path, Done], report: dict[str, Any]) -> None:
-    """Bug: tokens behind EOS count for one arm, or an end is counted twice or not at all."""
+    """Bug: tokens after EOS count for one method, or an end is counted twice or not at all."""
     reasons = {"eos": 0, "length": 0}
     for line in lines_of(evaluated[0]):
         ends = [i for i, token in enumerate(line["output_ids"]) if token in worlds.EOS]
@@ -299,7 +301,7 @@ def test_every_answer_ends_once(evaluated: tuple[Path, Done], report: dict[str, 
         assert sum(m["finish"].get(reason, 0) for m in pooled) == count
 
 
-def test_tokens_behind_eos_are_seen() -> None:
+def test_tokens_after_eos_are_counted() -> None:
     """The test above is blind if this one is not."""
     assert count_tokens_after_eos([5, 1, 5, 1], frozenset([1])) == 2
     assert (
@@ -444,6 +446,20 @@ def test_the_law_is_checked(world: World, evaluate: Callable, tmp_path: Path) ->
     assert law["passed"] is True
     assert {t["order"] for t in law["tests"] if t["method"] == "plain"} == {"p", "id"}
     assert all(0 < t["detects"] < 0.3 for t in law["tests"])
+
+
+def test_a_rule_from_outside_is_accepted_and_labelled(
+    evaluate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a lossy rule passes for lossless because its name is not Medusa's, or only known names are settings."""
+    loose = replace(registry.find_rule("exact"), name="loose", lossless=False)
+    monkeypatch.setitem(registry.VERIFICATION_RULES, "loose", loose)
+    done = evaluate("--methods", "[{name: ngram, rule: loose}, {name: suffix, rule: block}]")
+    assert done.code == 0, done.err
+    found = {
+        m["name"]: (m["lossy"], m["verification"]) for m in report_of(tmp_path / "out")["methods"]
+    }
+    assert found == {"plain": (False, "none"), "ngram": (True, "loose"), "suffix": (False, "block")}
 
 
 def test_other_engines_on_the_same_prompts(evaluate: Callable, three: Path, tmp_path: Path) -> None:
@@ -663,6 +679,7 @@ def test_an_unknown_setting_ends_the_process_with_2(world: World, tmp_path: Path
         (["--methods", "[{name: causal, draft: missing/draft/model}]"], "missing/draft/model"),
         (["--methods", "[{name: ngram}, {name: ngram}]"], "name"),
         (["--methods", "[{name: plain}]"], "plain"),
+        (["--methods", "[{name: ngram, rule: exacct}]"], "exact, block, typical"),
         (["--acceptance.pairs", "[[ngram, medusa]]"], "medusa"),
         (["--tasks", "[{name: cod}]"], "cod"),
         (["--tasks", "[{name: own, path: missing.jsonl}]"], "missing.jsonl"),

@@ -1,5 +1,6 @@
 """Other engines take turns with ours and stop where ours do, and what is sent to vLLM is what ours got."""
 
+import ast
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -98,6 +99,15 @@ def test_what_vllm_is_asked(
         script.write_text(answer)
         with pytest.raises(UserError, match="no room"):
             baselines._run_vllm(s, eos, None, items, SamplingParams())
+
+
+def test_the_worker_is_there_and_imports_nothing_of_ours() -> None:
+    """Bug: the script that vLLM's interpreter runs was moved, or needs packages that its environment does not have."""
+    tree = ast.parse(vllm_client.WORKER_SCRIPT.read_text())
+    modules = {name.name for x in ast.walk(tree) if isinstance(x, ast.Import) for name in x.names}
+    modules |= {x.module or "" for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
+    outside = {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names)
+    assert outside == {"torch", "vllm"}
 
 
 class Clock:
