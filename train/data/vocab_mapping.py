@@ -1,9 +1,9 @@
-"""The reduced vocabulary of a draft: which of the target's tokens it can say.
+"""The reduced vocabulary of a draft: which of the target's tokens it can draft.
 
-`ids` [Vd], rising, are the target's names of draft tokens 0 .. Vd-1. A checkpoint holds them as every engine reads
-them: `d2t` [Vd], an offset (target id = draft id + d2t[draft id], never an index), and `t2d` [V], True for the
-members. A draft with the full vocabulary has no map, and no file of it. The map belongs to one tokenizer: who saves
-it puts the tokenizer's hash beside `digest(ids)`.
+`ids` [Vd], rising, are the target's ids of draft tokens 0 .. Vd-1. A checkpoint holds them as every engine reads them:
+`d2t` [Vd], an offset (target id = draft id + d2t[draft id], never an index), and `t2d` [V], True for tokens in the
+reduced vocabulary. A draft with the full vocabulary has neither. The mapping belongs to one tokenizer, whose hash is
+saved beside `digest(ids)`.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from train.data.sample_store import SampleRow
 
 
 def count_tokens(rows: Iterable[SampleRow], vocab_size: int) -> Tensor:
-    """[V] int64: how often each token is one to learn, as `batches.token_count` counts: overlaps once."""
+    """[V] int64: how often each token is supervised; overlapping spans count once (`batching.supervised_positions`)."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for row in rows:
         ids = np.asarray(row["input_ids"])
@@ -39,7 +39,7 @@ def count_tokens(rows: Iterable[SampleRow], vocab_size: int) -> Tensor:
 def build(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor | None:
     """Ids [size] int64, rising, of `always` (say EOS) and the most frequent others; equally frequent: lower id first.
 
-    None if `size` covers the vocabulary [V] of the counts: there is nothing to map.
+    None if `size` covers the vocabulary [V] of the counts: no mapping is needed.
     """
     kept = sorted(set(always))
     if len(kept) > 0 and not 0 <= kept[0] <= kept[-1] < len(counts):
@@ -51,17 +51,17 @@ def build(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor | Non
             f"a draft vocabulary of {size} cannot hold {max(1, len(kept))} tokens: make it larger"
         )
     if int(counts.sum()) == 0:
-        raise UserError("no token to learn was counted, so none is frequent: sample more answers")
+        raise UserError("no supervised token was counted, so none is frequent: sample more answers")
     rank = counts.clone()
     rank[kept] = torch.iinfo(rank.dtype).max
     return rank.argsort(descending=True, stable=True)[:size].sort().values
 
 
 def coverage(ids: Tensor, counts: Tensor) -> float:
-    """Share of the counted tokens that the draft can say: no acceptance on this text exceeds it."""
+    """Share of the counted tokens that the draft can draft: no acceptance on this text exceeds it."""
     return int(counts[ids].sum()) / int(counts.sum())
 
 
 def digest(ids: Tensor) -> str:
-    """16 hex digits that differ for any other map, whatever device and integer type hold it."""
+    """16 hex digits that identify the mapping, on any device and in any integer type."""
     return hashlib.sha256(ids.cpu().numpy().astype("<i8").tobytes()).hexdigest()[:16]

@@ -132,7 +132,7 @@ def eagle_shape(
     vocab: int,
     passes: int,
     parameters_beside_layer: int,
-    **fields: int,
+    **fields: Any,
 ) -> EagleShape:
     """Sizes of `net`, whose slots are run `passes` times; `vocab` is the draft's own vocabulary."""
     attention = net.layer.self_attn

@@ -31,7 +31,7 @@ def with_saved_sizes(s: DraftConfig) -> DraftConfig:
     if not s.init:
         return s
     config = layouts.read_config(s.init)
-    sizes = {
+    sizes: dict[str, Any] = {
         "heads": config.get("num_heads"),
         "head_layers": config.get("num_hidden_layers"),
         "vocab": config.get("draft_vocab_size"),

@@ -94,7 +94,7 @@ def test_the_full_vocabulary_has_no_map() -> None:
 
 def test_nothing_to_choose_from_is_refused() -> None:
     """Catches a map of the lowest ids, made from a set without answers."""
-    with pytest.raises(UserError, match="no token to learn"):
+    with pytest.raises(UserError, match="no supervised token"):
         build(torch.zeros(8, dtype=torch.int64), 3)
     with pytest.raises(UserError, match="make it larger"):
         build(COUNTS, 0)

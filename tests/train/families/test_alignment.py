@@ -18,10 +18,20 @@ from train.data.batching import (
     truncate_rows,
 )
 from train.data.sample_store import SampleRow
-from train.families.alignment import AlignedIndices, Alignment, later, supervised, target_run_length
+from train.families.alignment import AlignedIndices, Alignment, target_run_length
 
 FIRST = 10
 """Token t of every row here is FIRST + t, so that a token tells which one it is."""
+
+
+def later(x: Tensor, n: int) -> Tensor:
+    """x [B, T, ...] shifted: at each position the value n >= 0 positions later, zeros beyond the end."""
+    return torch.cat([x[:, n:], torch.zeros_like(x[:, :n])], dim=1)
+
+
+def supervised(loss_mask: Tensor, j: int, documents: Tensor | None = None) -> Tensor:
+    """[B, T] bool: the slots that are valid at step j."""
+    return target_run_length(loss_mask, documents) >= 2 + j
 
 
 def row(length: int, spans: list[list[int]]) -> SampleRow:
@@ -274,16 +284,6 @@ def test_steps_share_what_was_padded_once() -> None:
     }
     assert len(memory) == 2
     assert alignment.step(6).token.shape == alignment.step(6).teacher.shape == (3, 16)
-
-
-def test_later_moves_places_and_nothing_else() -> None:
-    """Catches a roll, which brings the row's start back at its end, and a shift along the wrong dimension."""
-    x = torch.arange(1, 13).reshape(2, 3, 2)  # [B, T, H]
-    assert later(x, 1).tolist() == [[[3, 4], [5, 6], [0, 0]], [[9, 10], [11, 12], [0, 0]]]
-    assert torch.equal(later(x, 0), x)
-    assert torch.equal(later(x, 3), torch.zeros_like(x))
-    assert torch.equal(later(x, 9), torch.zeros_like(x))
-    assert later(x > 4, 2).dtype == torch.bool
 
 
 @pytest.mark.parametrize(
