@@ -638,6 +638,7 @@ def test_noise_is_that_of_the_passes(greedy: tuple[Any, TaskPrompt, list[int]]) 
     assert 1e-3 < coarse < 1.0
 
 
+@pytest.mark.slow
 def test_bf16_lists_its_ties(world: World, evaluate: Callable, tmp_path: Path) -> None:
     """Bug: in bf16 every near-tie is a failure, or a margin is missing from the list."""
     path = worlds.write_prompts(tmp_path / "own.jsonl", world.texts)
@@ -664,6 +665,7 @@ def test_a_draft_with_another_tokenizer_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_unknown_setting_ends_the_process_with_2(world: World, tmp_path: Path) -> None:
     """Bug: the hint is lost, or the exit code is that of a crash."""
     done = worlds.run(COMMAND, *arguments(world, tmp_path / "out"), "--max_new_tokns", 3)

@@ -102,6 +102,7 @@ def test_a_difference_ends_with_1(
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "tasks": [vllm_parity.Task("code", limit=24)], "draws": 2}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_sampled_engines_that_accept_alike_agree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,6 +130,7 @@ def test_turns_are_joined_as_the_template_does(answered: Path) -> None:
     assert max(turns) == 3
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_gives_the_undisturbed_rows(
     world: World, answered: Path, tmp_path: Path
 ) -> None:

@@ -63,7 +63,7 @@ def distances(name: str, length: int = LENGTH) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, ["block", "dynamic"]))
+@pytest.mark.parametrize("name", slow_except(CASES, ["block"]))
 def test_engine_emits_the_targets_law(name: str) -> None:
     """Catches a rule given the wrong laws, paths, K/V or positions by the real loop. Exact: no false alarm."""
     length = 2 if name == "block" else LENGTH

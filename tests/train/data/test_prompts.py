@@ -72,6 +72,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_ids_are_the_same_in_every_run() -> None:
     """Bug: set order or hash() differs between processes, and resuming finds nothing done."""
     code = (

@@ -340,6 +340,7 @@ with FeatureStore(Path(sys.argv[1]), [hidden_state_schema(HiddenStateSpec((0, 1,
 """
 
 
+@pytest.mark.slow
 def test_two_commands_do_not_fill_one_folder(tmp_path: Path, target: Target) -> None:
     """Bug: two commands make the same shards at once, each in half the time it should take; or what a killed one
     leaves behind locks the folder for ever.

@@ -91,6 +91,7 @@ def test_rounds_hold_what_their_steps_read(undisturbed: Path) -> None:
         assert 0 < start < end == len(row["input_ids"]) <= start + 16
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_ends_with_the_same_bits(
     world: World, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
