@@ -223,6 +223,7 @@ def test_pages_hold_tables_and_plots(evaluated: tuple[Path, Done]) -> None:
         assert all(name in text for name in ("plain", "ngram", "causal-base", "long", "short"))
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_the_batch(evaluated: tuple[Path, Done], tmp_path: Path) -> None:
     """Bug: with another batch size a prompt meets other random numbers, or another row's."""
     config = ["--config", evaluated[0] / "run.yaml", "--temperatures", "[1.0]"]
@@ -262,6 +263,7 @@ def test_the_draft_folder_is_left_as_it_is(world: World, evaluate: Callable) -> 
     assert contents(world.draft) == before
 
 
+@pytest.mark.slow
 def test_two_tasks_may_use_the_same_ids(world: World, evaluate: Callable, tmp_path: Path) -> None:
     """Bug: prompts of two files that both count from 0 are judged by each other's reference."""
     paths = []
@@ -311,6 +313,7 @@ def test_tokens_after_eos_are_counted() -> None:
     )
 
 
+@pytest.mark.slow
 def test_domains_cut_across_tasks(world: World, evaluate: Callable, tmp_path: Path) -> None:
     """Bug: a domain's numbers are those of a task, or leave out what lies in another one."""
     paths = []
@@ -404,6 +407,7 @@ def test_killed_and_run_again_goes_on(world: World, tmp_path: Path) -> None:
     assert texts(lines) == texts(lines_of(tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished(
     evaluate: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,6 +490,7 @@ def test_other_engines_on_the_same_prompts(evaluate: Callable, three: Path, tmp_
     assert line in (tmp_path / "out" / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_other_engines_leave_ours_alone(
     world: World, evaluate: Callable, three: Path, tmp_path: Path
 ) -> None:
@@ -500,6 +505,7 @@ def test_other_engines_leave_ours_alone(
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_draft_trained_anew_is_not_mixed_in(world: World, tmp_path: Path) -> None:
     """Bug: a rerun puts the checksum of today's weights on what was measured with yesterday's."""
     draft = shutil.copytree(world.draft, tmp_path / "draft")
@@ -529,6 +535,7 @@ def test_simulated_acceptance_says_that_it_is(
     assert entry["lossless"]["greedy_identical"] is None
 
 
+@pytest.mark.slow
 def test_quality_stands_beside_plain(world: World, evaluate: Callable, tmp_path: Path) -> None:
     """Bug: a task with references has no score, or the arms of a lossless method differ in greedy score."""
     path = tmp_path / "sums.jsonl"

@@ -250,6 +250,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command(good: dict[str, Path], target: str, tmp_path: Path) -> None:
     """Catches exit codes that no script could rely on: 0 as trained, 1 wrong, 2 no draft; and JSON beside noise."""
     fine = run(str(good["eagle3"]), "--engine", "vllm", "--target", target, "--json", "true")

@@ -128,6 +128,7 @@ def test_rows_hold_prompt_answer_and_why_it_ended(
     assert len(rows[ids_of(world, [FITS])[0]][0]) == CONTEXT
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_gives_the_undisturbed_rows(
     world: World, undisturbed: tuple[Path, Done], tmp_path: Path
 ) -> None:

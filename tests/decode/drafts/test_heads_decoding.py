@@ -55,7 +55,8 @@ from tests.heads import (
     random_draft,
     sure,
 )
-from tests.tiny import ARCHITECTURES, VOCAB, rope, tiny_model, tiny_prompts, tiny_target
+from tests.params import slow_except
+from tests.tiny import ARCHITECTURES, FEW, VOCAB, rope, tiny_model, tiny_prompts, tiny_target
 
 PROMPTS = tiny_prompts(13, 1, 9)
 K, LENGTH, SOME = 3, 12, 0.3
@@ -74,7 +75,7 @@ def accepted(outputs: list[DecodeRecord]) -> set[int]:
 # ---- text ----
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
 def test_greedy_text_of_any_architecture_is_its_own(arch: str) -> None:
     """Catches taps that disturb a model, states of the wrong rows or nodes fed to heads that then write into the
     target's place, and hooks that some architecture passes by.

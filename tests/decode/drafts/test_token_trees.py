@@ -12,6 +12,7 @@ from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, StaticTree, TreeShape, tree_from_paths
 from tests.decode.engine.test_engine import PROMPTS, hf_text, texts
+from tests.params import slow_except
 from tests.tiny import FEW, noisy, tiny_model, tiny_prompts, tiny_target
 
 BUSHY = tree_from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]])
@@ -23,7 +24,7 @@ SHAPES: dict[str, TreeShape] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("arch", FEW)
+@pytest.mark.parametrize("arch", slow_except(FEW, ["gemma3_text", "gpt_oss"]))
 def test_greedy_text_of_trees_equals_generate(arch: str, shape: str) -> None:
     """Catches slots taken for positions, windows counted in slots, siblings that see each other, K/V not compacted.
 
@@ -39,7 +40,7 @@ def test_greedy_text_of_trees_equals_generate(arch: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("arch", FEW)
+@pytest.mark.parametrize("arch", slow_except(FEW, ["gemma3_text"]))
 def test_greedy_text_of_early_exit_equals_generate(arch: str, shape: str) -> None:
     """Catches drafting that spoils the K/V it shares with the target, and layers looked up by the wrong index."""
     model = tiny_model(arch)

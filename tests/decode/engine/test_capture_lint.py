@@ -23,7 +23,8 @@ from decode.verification.sampling import CounterRNG, SamplingParams
 from decode.verification.tree import DynamicTree
 from tests.decode.drafts.test_token_trees import BUSHY
 from tests.heads import random_draft
-from tests.tiny import ARCHITECTURES, noisy, tiny_model, tiny_prompts, tiny_target
+from tests.params import slow_except
+from tests.tiny import ARCHITECTURES, FEW, noisy, tiny_model, tiny_prompts, tiny_target
 
 ROUNDS, SIZE, K = 3, 60, 3
 
@@ -144,7 +145,7 @@ def reads(target: Target, draft: Draft | None, sampled: bool = False, rule: str 
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
 def test_a_round_of_any_architecture_reads_nothing(arch: str) -> None:
     """Catches experts that are run one by one, RoPE and masks that look at positions on the host, a draft's too."""
     model = tiny_model(arch)
@@ -171,7 +172,7 @@ FAMILIES: dict[str, Callable[[Any, Target], Draft | None]] = {
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("rule", VERIFICATION_RULES)
+@pytest.mark.parametrize("rule", slow_except(VERIFICATION_RULES, ["exact"]))
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_round_of_any_family_reads_nothing(family: str, sampled: bool, rule: str) -> None:

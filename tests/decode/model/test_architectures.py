@@ -20,9 +20,11 @@ from decode.model.runner import ModelRunner
 from decode.verification.tree import DynamicTree
 from tests.decode.drafts.test_token_trees import BUSHY
 from tests.decode.engine.test_engine import PROMPTS, hf_text, texts
+from tests.params import slow_except
 from tests.tiny import (
     ARCHITECTURES,
     COMMON,
+    FEW,
     GATED,
     GROUPED,
     SLIDING,
@@ -47,7 +49,7 @@ def some_drafts(model: Any, target: Target) -> list[Draft]:
     ]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
 def test_greedy_text_equals_generate(arch: str) -> None:
     """Catches windows, softcaps, sinks, scales and RoPE variants lost, heads of unequal size, K/V shared between
     layers, K/V of rejected drafts that stays, rows mixed up: in fp32, for ragged rows.
@@ -65,7 +67,7 @@ def test_greedy_text_equals_generate(arch: str) -> None:
     assert min(accepted) < max(accepted) == 3
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
 def test_text_stops_at_the_context(arch: str) -> None:
     """Catches a context read from the wrong field, an index beyond learned positions, and drafts that reach there."""
     context = 24
@@ -125,7 +127,7 @@ def attends(model: Any) -> int:
     return len(calls)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
 def test_every_layer_calls_our_attention(arch: str) -> None:
     """Catches a layer that attends in another way: its windows and tree masks would be lost without a word."""
     assert attends(tiny_model(arch)) == LAYERS

@@ -16,6 +16,7 @@ from decode.model.hidden_states import (
 )
 from tests.decode.engine.test_engine import texts
 from tests.heads import hf_states, random_draft
+from tests.params import slow_except
 from tests.tiny import ARCHITECTURES, FEW, tiny_model, tiny_prompts, tiny_target
 
 PROMPTS = tiny_prompts(13, 1, 9)
@@ -29,7 +30,7 @@ def hooks(model: Any) -> int:
 # ---- what is caught ----
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
 def test_states_are_those_of_transformers(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches taps that are a layer off (methods 3), normed or scaled, rows or chunks mixed up, padding read as text.
 

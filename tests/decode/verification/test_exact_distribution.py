@@ -34,6 +34,7 @@ from decode.verification.sampling import (
     sample_inverse_cdf,
     warp,
 )
+from tests.params import slow_except
 from tests.tiny import noisy, reference, tiny_model, tiny_target
 
 
@@ -563,7 +564,7 @@ def sample_p(name: str, dice: type[CounterRNG] | None = None) -> float:
     return chi_square_p(counts, law)
 
 
-@pytest.mark.parametrize("name", ["plain", "ngram", "causal"])
+@pytest.mark.parametrize("name", slow_except(["plain", "ngram", "causal"], ["causal"]))
 def test_sampled_text_follows_the_targets_law(name: str) -> None:
     """Catches correlated random numbers, fp32 trouble, rows that share randomness.
 
@@ -572,6 +573,7 @@ def test_sampled_text_follows_the_targets_law(name: str) -> None:
     assert sample_p(name) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dice", [EmissionReusesAcceptance, NeverAdvances])
 def test_reused_random_numbers_are_seen(dice: type[CounterRNG]) -> None:
     """The chi-square test is blind if this passes it: a perfectly uniform number used twice."""

@@ -17,7 +17,7 @@ from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
 ALPHA, K, NEW = [0.8, 0.5], 3, 40
 
 
-@pytest.mark.parametrize("costly", [False, True])
+@pytest.mark.parametrize("costly", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_acceptance_is_what_was_asked_for(costly: bool) -> None:
     """Bug: positions are shifted, unconditional for conditional, or spoilt by EOS, batch or the draft that is paid for.
 

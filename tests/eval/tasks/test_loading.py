@@ -99,9 +99,7 @@ def text_of(item: TaskPrompt, target: Target) -> str:
 
 def test_every_recipe_is_tried_here() -> None:
     """Bug: a data set is added, or a field of one renamed, without a row that shows what it reads."""
-    own = {
-        name for name, spec in dataset_specs.load_dataset_specs().items() if not spec.bundled
-    }
+    own = {name for name, spec in dataset_specs.load_dataset_specs().items() if not spec.bundled}
     assert own == {*ROWS, "spec-bench"}
     assert all(spec.version >= 1 for spec in dataset_specs.load_dataset_specs().values())
 

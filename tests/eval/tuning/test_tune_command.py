@@ -394,6 +394,7 @@ def tune(world: World, tmp_path: Path) -> Callable[..., Done]:
     return lambda *more: worlds.call(COMMAND, *fixed, *more)
 
 
+@pytest.mark.slow
 def test_command(tune: Callable[..., Done], world: World, tmp_path: Path) -> None:
     """Catches a sweep that leaves a setting out, and a rerun that measures twice."""
     done = tune()

@@ -12,6 +12,7 @@ from torch import Tensor
 from decode.common.errors import UserError
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateSpec
+from tests.params import slow_except
 from tests.tiny import ARCHITECTURES, FEW, WINDOW, tiny_model, tiny_prompts, tiny_target
 from tests.train.families.test_heads_training import (
     DRAFTS,
@@ -79,7 +80,7 @@ def test_each_sample_is_there_once_and_lines_are_even() -> None:
     assert moved.starts == packed.starts
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
 def test_states_of_a_target_are_those_of_the_sample_alone(arch: str) -> None:
     """Catches tokens that see the sample before theirs, positions that run on, windows over a seam, and experts or
     caps of a model that go another way."""

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateSpec, LMHead
-from tests.tiny import ARCHITECTURES, noisy, reference, tiny_model, tiny_target
+from tests.params import slow_except
+from tests.tiny import ARCHITECTURES, FEW, noisy, reference, tiny_model, tiny_target
 from tests.train.families.test_heads_training import SAMPLES, assert_same
 from tests.train.losses.test_loss_memory import Live
 from train.data import batching
@@ -40,7 +41,7 @@ def learned(trainer: CausalTrainer, teacher: LiveTeacher, batch: Batch) -> Learn
     return {name: value.item() for name, value in sums.items()}, grads
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
 def test_it_is_the_loss_of_a_plain_forward(arch: str) -> None:
     """Catches logits without a model's own scale or cap, another position's, and parameters without their gradient;
     both models run by transformers' own attention, sample by sample."""

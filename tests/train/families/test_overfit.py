@@ -89,7 +89,7 @@ def test_the_conversation_is_varied() -> None:
     [
         "causal",
         "medusa",
-        "eagle1",
+        pytest.param("eagle1", marks=slow),
         "eagle3",
         pytest.param("whole", marks=slow),
         pytest.param("narrow", marks=slow),

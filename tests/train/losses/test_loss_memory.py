@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.params import slow_except
 from train.losses.divergences import (
     LOSSES,
     acceptance,
@@ -89,7 +90,10 @@ def train_once(
 
 @pytest.mark.parametrize(
     ("loss", "dtype"),
-    [("forward_kl", torch.bfloat16)] + [(name, torch.float32) for name in LOSSES],
+    [
+        ("forward_kl", torch.bfloat16),
+        *(pytest.param(name, torch.float32, marks=pytest.mark.slow) for name in LOSSES),
+    ],
 )
 def test_chunks_bound_the_peak(loss: str, dtype: torch.dtype) -> None:
     """Bug: a piece's logits live until backward, or a temporary spans all positions: out of memory."""
@@ -103,6 +107,7 @@ def test_chunks_bound_the_peak(loss: str, dtype: torch.dtype) -> None:
     assert peak < WHOLE / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -136,7 +141,7 @@ def test_reduced_vocabulary_costs_less() -> None:
     assert peak < 4 * 4 * rows * V
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", slow_except(LOSSES, ["forward_kl"]))
 def test_without_chunks_the_count_is_high(loss: str) -> None:
     """Bug: a counter that sees nothing (of what autograd saved, or of backward) passes everything."""
     with counted() as live:

@@ -31,6 +31,7 @@ from decode.model.loading import DTYPES, Target, load_target
 from decode.model.runner import ModelRunner
 from tests import worlds
 from tests.decode.engine.test_engine import hf_text
+from tests.params import slow_except
 from train import sample
 from train.data import batching, sample_store
 from train.data.conversations import Conversation
@@ -376,7 +377,9 @@ def distill(file: str, *more: object) -> worlds.Done:
     return worlds.call("train/distill.py", "--config", RECIPES / file, *more)
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "file", slow_except(FILES, ["gemma-3-eagle3.yaml", "qwen3-0.6b-medusa.yaml"])
+)
 def test_a_recipe_runs_and_its_draft_decodes(file: str, home: Path, tmp_path: Path) -> None:
     """Catches settings, taps, RoPE, windows, ties, padded vocabularies or multimodal configs that break on the way.
 
@@ -593,7 +596,7 @@ def test_experts_that_are_not_asked_cost_nothing() -> None:
 
 
 @pytest.mark.parametrize("family", ["eagle1", "eagle3", "medusa", "causal"])
-@pytest.mark.parametrize("most", [96, 640])
+@pytest.mark.parametrize("most", [96, pytest.param(640, marks=pytest.mark.slow)])
 def test_activations_are_what_autograd_keeps(
     family: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ tracker.finish()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds its children in /proc")
 def test_training_survives_a_killed_wandb_service(tmp_path: Path) -> None:
     """Bug: the out-of-memory killer takes W&B's service and the training dies or hangs with it."""
