@@ -80,7 +80,9 @@ class UnshiftedAlignment(Alignment):
 
     def step(self, j: int) -> AlignedIndices:
         places = super().step(j)
-        in_reply = torch.cat([torch.zeros_like(self.run_length[:, :1]), self.run_length[:, :-1]], 1) > 0
+        in_reply = (
+            torch.cat([torch.zeros_like(self.run_length[:, :1]), self.run_length[:, :-1]], 1) > 0
+        )
         return AlignedIndices(
             places.token, places.teacher, places.label, places.position, places.valid & in_reply
         )
