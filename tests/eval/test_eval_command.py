@@ -54,7 +54,7 @@ def evaluated(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
         {"name": name, "path": str(worlds.write_prompts(folder / f"{name}.jsonl", texts))}
         for name, texts in (("long", world.texts[:7]), ("short", world.texts[7:]))
     ]
-    done = worlds.run(COMMAND, *arguments(world, folder / "out"), "--tasks", json.dumps(tasks))
+    done = worlds.call(COMMAND, *arguments(world, folder / "out"), "--tasks", json.dumps(tasks))
     assert done.code == 0, done.err
     return folder / "out", done
 
@@ -333,6 +333,7 @@ def test_domains_cut_across_tasks(world: World, evaluate: Callable, tmp_path: Pa
 # ---- what fails, and what is stopped ----
 
 
+@pytest.mark.slow
 def test_a_failed_prompt_is_named_and_the_others_count(
     evaluate: Callable, three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,6 +467,7 @@ def test_a_rule_from_outside_is_accepted_and_labelled(
     assert found == {"plain": (False, "none"), "ngram": (True, "loose"), "suffix": (False, "block")}
 
 
+@pytest.mark.slow
 def test_other_engines_on_the_same_prompts(evaluate: Callable, three: Path, tmp_path: Path) -> None:
     """Bug: another engine gets other prompts, stops elsewhere, or is timed on other tokens than it is credited with."""
     done = evaluate("--tasks", tasks_of(three), "--compare", "hf,hf-assisted")
@@ -747,6 +749,7 @@ def test_tasks_must_be_told_apart(evaluate: Callable, tmp_path: Path, names: lis
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_another_run_s_report_is_refused_until_told(evaluate: Callable, tmp_path: Path) -> None:
     """Bug: a report is overwritten by one of other settings, or another's folder is deleted."""
     assert evaluate().code == 0

@@ -81,6 +81,7 @@ def test_equal_answers_agree(
     assert asked["max_new_tokens"] == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["ids", "rounds", "accepted", "by_position"])
 def test_a_difference_ends_with_1(
     key: str, mine: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -137,6 +137,7 @@ def test_killed_over_and_over_it_still_ends_with_the_same_bits(
     assert_same_run(out, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "step"),
     [("run.yaml", 0), ("step-000004", 2), ("latest", 2), ("draftsmith.json", STEPS)],

@@ -195,6 +195,7 @@ def test_reference_replies_become_rows(world: World, tmp_path: Path) -> None:
     assert contents(tmp_path / "out" / "shards") == before
 
 
+@pytest.mark.slow
 def test_texts_pairs_and_the_library_train_beside_samples(
     world: World, answered: Path, tmp_path: Path
 ) -> None:

@@ -203,6 +203,7 @@ def test_a_lossy_rule_is_caught(model: Any) -> None:
     assert not all(test["passed"] for test in found.values()), found
 
 
+@pytest.mark.slow
 def test_registered_rules_are_labelled(
     model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_duplicates_do_not_count_towards_the_limit(tmp_path: Path) -> None:
     assert len(read_prompts([PromptSource("file", str(path), limit=3)], seed=0)) == 3
 
 
+@pytest.mark.slow
 def test_a_larger_limit_keeps_what_was_sampled(root: Path) -> None:
     """Bug: raising the limit draws other prompts, and all that was sampled is wasted."""
     for kind, path in (("bundled", "all"), ("stdlib", "")):

@@ -90,7 +90,7 @@ def test_the_conversation_is_varied() -> None:
         "causal",
         "medusa",
         pytest.param("eagle1", marks=slow),
-        "eagle3",
+        pytest.param("eagle3", marks=slow),
         pytest.param("whole", marks=slow),
         pytest.param("narrow", marks=slow),
     ],
@@ -123,6 +123,7 @@ def late_features(kind: type) -> Callable[..., Any]:
     return spoiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "family"),
     [

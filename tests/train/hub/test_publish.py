@@ -397,6 +397,7 @@ def folder_of(tmp_path: Path, family: str = "eagle3", name: str = "d") -> upload
     )
 
 
+@pytest.mark.slow
 def test_published_drafts_are_loaded_back(api: Hub, world: World, tmp_path: Path) -> None:
     """Catches files that are missing or changed in what was sent: heads decode losslessly by their hub name.
 

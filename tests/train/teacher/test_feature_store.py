@@ -576,7 +576,6 @@ def losses_of(out: Path) -> list[float]:
     return [json.loads(line)["train/loss"] for line in (out / "metrics.jsonl").open()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", COMMANDS)
 def test_drafts_share_a_folder_and_the_target_rests(
     place: Path, family: str, monkeypatch: pytest.MonkeyPatch

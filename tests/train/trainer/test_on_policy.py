@@ -166,6 +166,7 @@ def test_two_processes_write_the_same(
     assert losses(out)[:EVERY] == pytest.approx(losses(undisturbed)[:EVERY], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_draft_of_that_step_wrote_the_rows(world: World, data: Path, tmp_path: Path) -> None:
     """Bug: the target writes them, or the draft as it was at the start.
 
