@@ -31,7 +31,6 @@ from decode.model.loading import DTYPES, Target, load_target
 from decode.model.runner import ModelRunner
 from tests import worlds
 from tests.decode.engine.test_engine import hf_text
-from tests.params import slow_except
 from train import sample
 from train.data import batching, sample_store
 from train.data.conversations import Conversation
@@ -377,9 +376,8 @@ def distill(file: str, *more: object) -> worlds.Done:
     return worlds.call("train/distill.py", "--config", RECIPES / file, *more)
 
 
-@pytest.mark.parametrize(
-    "file", slow_except(FILES, ["gemma-3-eagle3.yaml", "qwen3-0.6b-medusa.yaml"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
 def test_a_recipe_runs_and_its_draft_decodes(file: str, home: Path, tmp_path: Path) -> None:
     """Catches settings, taps, RoPE, windows, ties, padded vocabularies or multimodal configs that break on the way.
 

@@ -43,6 +43,8 @@ from train.trainer import acceptance_eval, checkpoint, throughput
 from train.trainer.loop import LoopConfig
 from train.trainer.throughput import ThroughputMeter
 
+pytestmark = pytest.mark.slow  # each is a run of many steps, ended in some way
+
 Train = Callable[..., Done]
 SPARSE = ["--loop.log_every", 4, "--loop.save_every", STEPS]
 """Nothing is logged or saved on the way but at step 4."""
