@@ -218,7 +218,7 @@ def test_one_row_costs_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from train import mixture
+from train.data import mixture
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 before = peak()
 rows, _ = mixture.load(sys.argv[1], 256)

@@ -314,9 +314,9 @@ import json, sys
 from pathlib import Path
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from decode.drafts.base import load_draft
-from decode.speculate import decode
-from decode.target import load_target
+from decode.drafts.registry import load_draft
+from decode.engine.engine import decode
+from decode.model.loading import load_target
 target = load_target(sys.argv[1], "cpu")
 out = decode(target, None, [[20, 30, 40]], k=1, max_new_tokens=12)[0].output_ids
 for name in sys.argv[2:]:
