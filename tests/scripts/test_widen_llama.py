@@ -18,6 +18,8 @@ from decode.verification.sampling import SamplingParams
 from scripts.benchmarks.widen_llama import SHAPES, LlamaShape, randomise_, widen
 from tests.tiny import VOCAB, noisy, tiny_model, tiny_prompts, tiny_target
 
+pytestmark = pytest.mark.slow  # models of many shapes are made and compared
+
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 ALL = LlamaShape(96, 5, 8, 4, 16, 112, 131, tied=False)  # everything grows, the head size doubles
 CASES: dict[str, tuple[LlamaShape, dict[str, Any]]] = {
@@ -170,7 +172,6 @@ def test_draft_acceptance_is_kept(temperature: float) -> None:
     assert len({accepted for output in few for _, accepted in output.rounds}) > 1
 
 
-@pytest.mark.slow
 def test_the_bundled_target_keeps_its_text() -> None:
     """64 greedy tokens in fp32; in bf16 the rounding of the wide model is no worse than the small one's."""
     model: Any = AutoModelForCausalLM.from_pretrained(ASSETS / "target", dtype=torch.float32).eval()

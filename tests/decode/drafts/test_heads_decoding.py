@@ -633,11 +633,17 @@ def law_distance(family: str, name: str, sampling: SamplingParams = SAMPLING) ->
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        *product(FAMILIES[:3], ["chain", "two"]),
-        ("medusa", "pair"),
-        ("eagle1", "line"),
+        *product(FAMILIES[:3], ["chain"]),
         ("eagle3", "pair"),
-        ("eagle3", "dynamic"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                *product(FAMILIES[:3], ["two"]),
+                ("medusa", "pair"),
+                ("eagle1", "line"),
+                ("eagle3", "dynamic"),
+            ]
+        ),
     ],
 )
 def test_heads_emit_the_targets_law(family: str, name: str) -> None:

@@ -163,7 +163,6 @@ def kill_all(launcher: psutil.Process) -> None:
         process.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["kill", "terminate"])
 def test_two_processes_stopped_in_mid_run_end_with_the_same_bits(
     world: World, data: Path, of_two: Path, tmp_path: Path, way: str
@@ -180,7 +179,6 @@ def test_two_processes_stopped_in_mid_run_end_with_the_same_bits(
     assert_same_run(out, of_two)
 
 
-@pytest.mark.slow
 def test_what_two_processes_saved_one_goes_on_with(
     world: World, data: Path, of_two: Path, tmp_path: Path
 ) -> None:
@@ -214,7 +212,6 @@ def ranks(*args: object) -> Iterator[list[subprocess.Popen[str]]]:
             process.communicate()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "why", ["another run's folder", "no such data", "a draft without finite weights"]
 )
@@ -516,7 +513,6 @@ def test_keeping_one_epoch_apart_from_steps() -> None:
 # ---- a published draft ----
 
 
-@pytest.mark.slow
 def test_a_published_draft_is_trained_on(world: World, data: Path, tmp_path: Path) -> None:
     """Catches a hub name that is taken for a folder, or whose weights are not those that training starts from."""
     out = tmp_path / "out"

@@ -23,6 +23,8 @@ from train.planning import estimates, resources
 from train.trainer import throughput
 from train.trainer.on_policy import OnPolicyBuffer, prompt_from_row
 
+pytestmark = pytest.mark.slow  # each trains a draft on texts that it writes
+
 COMMAND = "train/distill.py"
 STEPS, EVERY, BATCH = 12, 4, 8
 
@@ -91,7 +93,6 @@ def test_rounds_hold_what_their_steps_read(undisturbed: Path) -> None:
         assert 0 < start < end == len(row["input_ids"]) <= start + 16
 
 
-@pytest.mark.slow
 def test_killed_and_started_again_ends_with_the_same_bits(
     world: World, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -152,7 +153,6 @@ def test_steps_that_are_trained_again_are_written_for_again(
     assert same == [True, True, False]
 
 
-@pytest.mark.slow
 def test_two_processes_write_the_same(
     world: World, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -166,7 +166,6 @@ def test_two_processes_write_the_same(
     assert losses(out)[:EVERY] == pytest.approx(losses(undisturbed)[:EVERY], abs=1e-5)
 
 
-@pytest.mark.slow
 def test_the_draft_of_that_step_wrote_the_rows(world: World, data: Path, tmp_path: Path) -> None:
     """Bug: the target writes them, or the draft as it was at the start.
 

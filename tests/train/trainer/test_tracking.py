@@ -56,6 +56,7 @@ for resumed in (None, 1):
 """
 
 
+@pytest.mark.slow
 def test_offline_is_quiet_stays_inside_out_and_resumes_the_run(tmp_path: Path) -> None:
     """Bug: W&B asks for an account, writes to the home folder, or a resumed run is a new run.
 
