@@ -25,11 +25,6 @@ def expected_tokens(alpha_by_position: Sequence[float]) -> float:
     return total
 
 
-def leviathan_tokens(alpha: float, k: int) -> float:
-    """(1 - α^(K + 1)) / (1 - α): expected_tokens with the same α at every position."""
-    return expected_tokens([alpha] * k)
-
-
 @dataclass(frozen=True)
 class RoundCost:
     """Milliseconds of a round as a straight line in K, through rounds measured inside the decoding loop.

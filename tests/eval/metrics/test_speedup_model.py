@@ -12,7 +12,6 @@ from eval.metrics.speedup_model import (
     expected_tokens,
     fit_round_cost,
     fit_speedup_model,
-    leviathan_tokens,
     predicted_speedup,
     prediction_record,
     round_speedup_with_interval,
@@ -21,13 +20,13 @@ from eval.metrics.speedup_model import (
 
 def test_worked_examples() -> None:
     """Catches a bonus token forgotten or an exponent off by one. Leviathan et al.; α 0.8, K 5 gives 3.69."""
-    assert leviathan_tokens(0.8, 5) == pytest.approx(3.69, abs=0.005)
-    assert leviathan_tokens(0.8, 5) == pytest.approx((1 - 0.8**6) / (1 - 0.8))
-    assert leviathan_tokens(0.0, 5) == 1
-    assert leviathan_tokens(1.0, 5) == 6
-    assert leviathan_tokens(0.4, 5) == pytest.approx(1.66, abs=0.005)
-    assert leviathan_tokens(0.7, 5) == pytest.approx(2.94, abs=0.005)
-    assert leviathan_tokens(0.6, 8) == pytest.approx(2.47, abs=0.005)
+    assert expected_tokens([0.8] * 5) == pytest.approx(3.69, abs=0.005)
+    assert expected_tokens([0.8] * 5) == pytest.approx((1 - 0.8**6) / (1 - 0.8))
+    assert expected_tokens([0.0] * 5) == 1
+    assert expected_tokens([1.0] * 5) == 6
+    assert expected_tokens([0.4] * 5) == pytest.approx(1.66, abs=0.005)
+    assert expected_tokens([0.7] * 5) == pytest.approx(2.94, abs=0.005)
+    assert expected_tokens([0.6] * 8) == pytest.approx(2.47, abs=0.005)
 
 
 def test_expected_tokens_equals_every_outcome_walked() -> None:
