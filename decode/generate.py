@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from decode.common.chat_template import encode_prompt
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.drafts.registry import pick_draft
 from decode.engine.engine import speculate

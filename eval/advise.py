@@ -13,7 +13,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json, write_atomically
 from eval.reporting.advice import advice_markdown, advise

@@ -15,7 +15,7 @@ if not __package__:
 
 from rich.console import Console
 
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json
 from decode.model.loading import load_tokenizer

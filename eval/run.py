@@ -18,7 +18,7 @@ if not __package__:
 from rich.console import Console
 
 from decode.common import files, run_dir
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.progress import progress_bars
 from decode.engine.records import DecodeRecord
 from decode.model.loading import load_target

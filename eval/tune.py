@@ -25,7 +25,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from decode.common import files, run_dir
-from decode.common.cli import run_command, to_yaml
+from decode.common.cli import to_yaml
+from decode.common.command import run_command
 from decode.common.progress import ProgressLog, progress_bars
 from decode.model.loading import load_target
 from eval.benchmark import config

@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from train.data import python_corpus
 

@@ -19,7 +19,7 @@ if not __package__:
 from rich.console import Console
 from rich.table import Table
 
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from scripts.engine_compat.checker import ENGINES, check_draft_files
 from scripts.engine_compat.rules.checkpoint import IGNORED

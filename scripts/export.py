@@ -19,7 +19,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from decode.checkpoints import importers, layouts
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family

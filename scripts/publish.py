@@ -24,7 +24,7 @@ from rich.markdown import Markdown
 from rich.text import Text
 from rich.tree import Tree
 
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json
 from decode.drafts.base import read_metadata

@@ -12,7 +12,7 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json, write_atomically
 from eval.reporting.formatting import format_number, format_with_interval

@@ -25,7 +25,7 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from scripts.engine_compat.vllm_parity import VllmParityConfig, main
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ if not __package__:
 
 import yaml
 
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json
 from decode.common.run_dir import RUN_FILE

@@ -24,7 +24,8 @@ from accelerate.utils import parse_flag_from_env, set_seed
 from rich.console import Console
 
 from decode.common import run_dir
-from decode.common.cli import run_command, to_dict
+from decode.common.cli import to_dict
+from decode.common.command import run_command
 from decode.drafts.base import DraftContext
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams

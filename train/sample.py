@@ -24,7 +24,7 @@ from accelerate.utils import parse_flag_from_env
 from rich.console import Console
 
 from decode.common import run_dir
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.progress import ProgressBars, progress_bars
 from decode.drafts.base import Draft

@@ -2,6 +2,7 @@
 
 - errors: UserError, and the first line of another exception's message
 - cli: settings of a command from defaults, YAML and the command line
+- command: how a command starts and ends: signals, exit codes, one line for every foreseeable error
 - renamed_settings: old names of settings, read under their new names
 - run_dir: the output folder of a run, and the provenance of its results
 - files: atomic writing, and JSON with an error that names the file

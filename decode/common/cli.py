@@ -1,13 +1,12 @@
 """Typed settings of every command: dataclass defaults, overridden by --config YAML, overridden by --key value.
 
-An unknown key is an error, `--help` shows the docstrings of the fields, and bad input ends a command with one line
-that says what to change and exit code 2. Old names of settings are read too (decode/common/renamed_settings.py).
+An unknown key is an error, and `--help` shows the docstrings of the fields. Old names of settings are read too
+(decode/common/renamed_settings.py).
 """
 
 import dataclasses
 import difflib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -57,23 +56,6 @@ def parse_settings(settings: type[T], about: str, argv: list[str] | None = None)
         return settings(**_fields(parser.instantiate(parsed), settings))
     except UserError as error:
         raise UserError(_with_hint(str(error), settings)) from error
-
-
-def run_command(
-    main: Callable[[T], None], settings: type[T], about: str | None, first: str = ""
-) -> None:
-    """Parses the command line, calls `main` and turns UserError into one line on stderr and exit code 2.
-
-    `about` is the text of --help. The setting named `first` may be the first argument, without its flag.
-    """
-    argv = sys.argv[1:]
-    if first and argv and not argv[0].startswith("-"):
-        argv = [f"--{first}", *argv]
-    try:
-        main(parse_settings(settings, about or "", argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def to_yaml(settings: Any) -> str:

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.common import files, run_dir
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.ngram import NgramDraft

@@ -41,7 +41,8 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.common import files, run_dir
-from decode.common.cli import run_command, to_dict
+from decode.common.cli import to_dict
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
 from decode.drafts.registry import load_draft

@@ -27,7 +27,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decode.common import files, run_dir
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.model.loading import DTYPES, Target, pick_device
 from decode.model.runner import ModelRunner

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from decode.checkpoints import importers, layouts
 from decode.common import run_dir
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json, write_atomically
 from decode.drafts.base import read_metadata

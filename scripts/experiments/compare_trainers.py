@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.common import files, run_dir
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.progress import progress_bars
 from decode.model.loading import load_target

@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor
 
 from decode.common import files, run_dir
-from decode.common.cli import run_command
+from decode.common.command import run_command
 from decode.drafts.eagle import EagleDraft
 from decode.engine.engine import decode
 from decode.engine.records import DecodeRecord

@@ -1,13 +1,12 @@
 """Settings from defaults, YAML and the command line, and what a user sees when one is wrong."""
 
 import dataclasses
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from decode.common.cli import parse_settings, run_command, setting_names, to_dict, to_yaml
+from decode.common.cli import parse_settings, setting_names, to_dict, to_yaml
 from decode.common.errors import UserError
 
 
@@ -183,41 +182,3 @@ def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
     file = tmp_path / "printed.yaml"
     file.write_text(capsys.readouterr().out)
     assert read("--config", str(file)) == Outer(steps=7)
-
-
-def refuse(settings: Outer) -> None:
-    raise UserError(f"no {settings.target}: give another")
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--step", "3"], "did you mean 'steps'"),
-        (["--steps", "many"], "steps"),
-        (["--config", "/none.yaml"], "/none.yaml"),
-        (["--target", "x"], "no x: give another"),
-    ],
-)
-def test_bad_input_ends_with_one_line_and_code_2(
-    argv: list[str],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Catches a stack trace or a page of usage where one line tells the user what to change."""
-    monkeypatch.setattr(sys, "argv", ["command", *argv])
-    with pytest.raises(SystemExit) as stop:
-        run_command(refuse, Outer, None)
-    out, err = capsys.readouterr()
-    assert (stop.value.code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert said in err
-
-
-def test_run_command_calls_main(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a command that parses and does nothing, and a success that is not exit code 0."""
-    seen: list[Outer] = []
-    monkeypatch.setattr(sys, "argv", ["command", "--steps", "3"])
-    run_command(seen.append, Outer, "A command.")
-    assert seen == [Outer(steps=3)]

@@ -1,0 +1,123 @@
+"""How a command starts and ends: its settings are parsed, and every foreseeable end is one line and an exit code.
+
+0: done; 2: bad input, or an error of the world such as a full disk; 130: Ctrl-C (SIGINT); 143: SIGTERM. A programming
+error keeps its traceback.
+"""
+
+import ctypes
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+from decode.common.cli import parse_settings
+from decode.common.errors import UserError
+
+T = TypeVar("T")
+
+ADVICE = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+    errno.EROFS: "name a folder that can be written",
+    errno.EACCES: "change its permissions, or name another path",
+    errno.EPERM: "change its permissions, or name another path",
+    errno.ENOTDIR: "a part of the path is a file, name another path",
+    errno.EISDIR: "name a file",
+    errno.ENOENT: "check the path",
+    errno.EEXIST: "remove it, or name another path",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "a link of the path leads back to itself, name another path",
+    errno.EFBIG: "the file system takes no file of this size, name another folder",
+    errno.EIO: "check the disk",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+"""{error number: what to do}: the errors of the world, which say nothing about the program."""
+
+
+class Terminated(BaseException):
+    """SIGTERM, raised in the main thread so that `finally` blocks run."""
+
+
+def run_command(
+    main: Callable[[T], None],
+    settings: type[T],
+    about: str | None,
+    first: str = "",
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Parses the command line, calls `main`, and ends as the module says: with one line on stderr and SystemExit.
+
+    `about` is the text of --help. The setting named `first` may be the first argument, without its flag. `argv` is
+    the command line after the command's name, sys.argv by default. What a stopped run saved is added to the line:
+    `main` leaves it with `add_note` on the exception.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if first and words and not words[0].startswith("-"):
+        words = [f"--{first}", *words]
+    try:
+        with stop_signals():
+            main(parse_settings(settings, about or "", words))
+    except UserError as error:
+        _end(2, f"error: {error}", error)
+    except KeyboardInterrupt as stop:
+        _end(130, "stopped by Ctrl-C", stop)
+    except Terminated as stop:
+        _end(143, "stopped by SIGTERM", stop)
+    except Exception as error:
+        line = world_error(error)
+        if line is None:
+            raise
+        _end(2, f"error: {line}", error)
+
+
+def world_error(error: BaseException | None) -> str | None:
+    """One line for an error of the world (see ADVICE) in `error` or in what caused it; None for any other error."""
+    if error is None:
+        return None
+    if isinstance(error, OSError) and error.errno in ADVICE:
+        names = " -> ".join(str(n) for n in (error.filename, error.filename2) if n is not None)
+        reason = os.strerror(error.errno)
+        return f"{names + ': ' if names else ''}{reason}: {ADVICE[error.errno]}"
+    if "No space left on device" in str(error):  # libraries that write without Python's files
+        return f"{os.strerror(errno.ENOSPC)}: {ADVICE[errno.ENOSPC]}"
+    return world_error(error.__cause__ or error.__context__)
+
+
+@contextmanager
+def stop_signals() -> Iterator[None]:
+    """In the block SIGINT raises KeyboardInterrupt and SIGTERM raises Terminated, once: what follows may save.
+
+    A second SIGINT ends the process at once. A second SIGTERM is ignored, because launchers send one after a Ctrl-C.
+    Under `accelerate launch` the end of the launcher counts as SIGTERM.
+    """
+
+    def stop(number: int, _: Any) -> None:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:
+        _sigterm_when_the_launcher_ends()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _sigterm_when_the_launcher_ends() -> None:
+    """Asks Linux for it: the launcher of one process passes no signal on, and its child would go on unseen."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def _end(code: int, line: str, error: BaseException) -> NoReturn:
+    """Prints the line with the notes of `error`; of several processes only the first prints the end by a signal."""
+    if code == 2 or os.environ.get("RANK", "0") == "0":
+        print("; ".join([line, *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
+    sys.exit(code)

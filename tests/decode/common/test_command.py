@@ -1,0 +1,170 @@
+"""How a command ends: exit codes and one line for bad input, a full disk, Ctrl-C and SIGTERM."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from decode.common.command import Terminated, run_command
+from decode.common.errors import UserError
+
+
+@dataclass(frozen=True)
+class Settings:
+    target: str = "assets/target"
+    """The model."""
+    steps: int = 10
+    """How long it trains."""
+
+
+def end_of(
+    capsys: pytest.CaptureFixture[str], main: Callable[[Settings], None], *argv: str
+) -> tuple[object, str]:
+    """(exit code, stderr) of a command with this `main`."""
+    with pytest.raises(SystemExit) as stop:
+        run_command(main, Settings, None, argv=argv)
+    out, err = capsys.readouterr()
+    assert out == ""
+    return stop.value.code, err
+
+
+def raises(error: BaseException) -> Callable[[Settings], None]:
+    """A main that raises `error`."""
+
+    def main(_: Settings) -> None:
+        raise error
+
+    return main
+
+
+def refuse(settings: Settings) -> None:
+    raise UserError(f"no {settings.target}: give another")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--step", "3"], "did you mean 'steps'"),
+        (["--steps", "many"], "steps"),
+        (["--config", "/none.yaml"], "/none.yaml"),
+        (["--target", "x"], "no x: give another"),
+    ],
+)
+def test_bad_input_ends_with_one_line_and_code_2(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a stack trace or a page of usage where one line tells the user what to change."""
+    code, err = end_of(capsys, refuse, *argv)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_main_gets_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a command that parses and does nothing, and a success that is not exit code 0."""
+    seen: list[Settings] = []
+    monkeypatch.setattr(sys, "argv", ["command", "--steps", "3"])
+    run_command(seen.append, Settings, "A command.")
+    run_command(seen.append, Settings, "A command.", first="target", argv=["x"])
+    assert seen == [Settings(steps=3), Settings(target="x")]
+
+
+@pytest.mark.parametrize(
+    "number",
+    [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG],
+)
+def test_an_error_of_the_world_is_one_line(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    error = OSError(number, os.strerror(number), "some/file")
+    code, err = end_of(capsys, raises(error))
+    assert code == 2
+    assert err.startswith(f"error: some/file: {os.strerror(number)}: ")
+    assert err.count("\n") == 1
+
+
+def test_a_full_disk_is_seen_behind_a_library() -> None:
+    """Catches a traceback where a library wraps the error, or says it only in its message."""
+    wrapped = RuntimeError("file write failed")
+    wrapped.__cause__ = OSError(errno.ENOSPC, "No space left on device", "a.bin")
+    for error in (wrapped, RuntimeError('Os { code: 28, message: "No space left on device" }')):
+        with pytest.raises(SystemExit) as stop:
+            run_command(raises(error), Settings, None, argv=[])
+        assert stop.value.code == 2
+
+
+def test_a_programming_error_keeps_its_traceback() -> None:
+    for error in (TypeError("x"), OSError("no errno"), OSError(errno.EINVAL, "invalid")):
+        with pytest.raises(type(error)):
+            run_command(raises(error), Settings, None, argv=[])
+
+
+@pytest.mark.parametrize(
+    ("stop", "code", "line"),
+    [
+        (KeyboardInterrupt(), 130, "stopped by Ctrl-C"),
+        (Terminated(), 143, "stopped by SIGTERM"),
+    ],
+)
+def test_a_stop_is_one_line_with_its_notes(
+    stop: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop.add_note("3 rows are saved")
+    assert end_of(capsys, raises(stop)) == (code, f"{line}; 3 rows are saved\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_runs_finally_blocks_and_handlers_return(
+    number: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a signal that ends the process without saving, and handlers that outlive the command."""
+    before = signal.getsignal(number)
+    saved = []
+
+    def main(_: Settings) -> None:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # a launcher's, after the first signal
+            saved.append(1)
+
+    assert end_of(capsys, main)[0] == code
+    assert saved == [1]
+    assert signal.getsignal(number) is before
+
+
+PROGRAM = """
+import os, signal, time
+from dataclasses import dataclass
+from decode.common.command import run_command
+
+@dataclass
+class Settings:
+    steps: int = 1
+
+def main(s):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+        print("saved")
+
+run_command(main, Settings, None, argv=[])
+"""
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=root, check=False
+    )
+    assert (done.returncode, done.stdout) == (130, "")
