@@ -1,12 +1,25 @@
-"""Atomic writing (after a crash the old or the new file is there), and JSON with an error that names its file."""
+"""Text, JSON and YAML files: atomic writing, and reading where every fault is one UserError that names the file.
+
+Text is UTF-8, with or without a byte order mark. What would break a later step is refused when it is read: halves of
+surrogate pairs, values nested deeper than MAX_DEPTH, numbers of thousands of digits, and in YAML also keys that occur
+twice and aliases that expand to more than MAX_YAML_NODES values.
+"""
 
 import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from decode.common.errors import UserError
+import yaml
+
+from decode.common.errors import UserError, first_line
+
+MAX_DEPTH = 100
+"""Lists and mappings within each other. Python's own limit lies a little higher and depends on who calls."""
+MAX_YAML_NODES = 100_000
+"""Values in a YAML file, each alias counted as a copy of what it stands for."""
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -29,27 +42,166 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.close(folder)
 
 
-def read_json(path: Path) -> Any:
-    """The parsed content of `path`. UserError that names the file when it is absent or not JSON."""
+def read_text(path: str | Path) -> str:
+    """The text of a UTF-8 file without byte order mark, lines ended by line feeds. UserError if it cannot be read."""
+    path = Path(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: delete it and make it again") from error
+        if path.is_symlink():
+            raise UserError(f"{path} is a link to a file that does not exist: mend it") from error
+        raise UserError(f"{path} does not exist: check the path") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{path} is a folder: name a file in it") from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+        raise UserError(f"{path} cannot be read ({reason}): name a readable file") from error
 
 
-def parse_jsonl(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+def read_json(path: str | Path) -> Any:
+    """The parsed content of `path`. UserError that names the file when it is absent or not JSON."""
+    return _parse_json(read_text(path), str(path), "correct it or make it again")
+
+
+def read_json_object(path: str | Path, what: str, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """The JSON object in `path`. UserError unless it has all `keys`; `what` says what the file should be and who
+    writes it, such as "tuned.json of eval/tune.py"."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not {what}: it holds {_shape(value)}")
+    missing = [key for key in keys if key not in value]
+    if missing:
+        raise UserError(f"{path} is not {what}: it has no {missing[0]!r}")
+    return value
+
+
+def parse_jsonl(text: str, path: str | Path) -> Iterator[tuple[str, Any]]:
     """("path:line", value) for each line of `text` that is not blank. UserError names path and line if it is not JSON.
 
     Lines end at line feeds only: JSON strings may contain other separators, such as U+2028.
     """
     for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip() == "":
-            continue
-        where = f"{path}:{number}"
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{where} is not valid JSON: write one JSON value per line") from error
-        yield where, value
+        if line.strip() != "":
+            where = f"{path}:{number}"
+            yield where, _parse_json(line, where, "write one JSON value per line")
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file, {} for an empty one. UserError as in `read_text` and `parse_yaml`."""
+    return parse_yaml(read_text(path), str(path))
+
+
+def parse_yaml(text: str, name: str) -> dict[str, Any]:
+    """The mapping that the YAML `text` holds, {} if it holds nothing; `name` is its file in error messages.
+
+    UserError for anything but one mapping with text as keys, and for what the docstring of this module lists.
+    """
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is not None:
+            _measure_node(node, name, {})
+        value = None if node is None else loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise UserError(f"{where} is not valid YAML ({error.problem}): correct it") from error
+    except RecursionError as error:
+        raise _too_deep(name) from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or a date that is none
+        raise UserError(f"{name} is not valid YAML ({first_line(error)}): correct it") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"{name} holds {_shape(value)}: write settings as lines of `name: value`")
+    odd = next((key for key in value if not isinstance(key, str)), None)
+    if odd is not None:
+        raise UserError(f"{name}: the name {odd!r} is no text: write it in quotes or correct it")
+    _check_characters(value, name)
+    return value
+
+
+def _parse_json(text: str, where: str, advice: str) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if text.strip() == "":
+            raise UserError(f"{where} is empty: {advice}") from error
+        place = f"{error.msg}, line {error.lineno}, column {error.colno}"
+        raise UserError(f"{where} is not valid JSON ({place}): {advice}") from error
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    except ValueError as error:
+        digits = sys.get_int_max_str_digits()
+        raise UserError(f"{where} has a number of over {digits} digits: correct it") from error
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _children(outer)]
+    if level:
+        raise _too_deep(where)
+    if "\\u" in text:  # only an escape can stand for a lone surrogate
+        _check_characters(value, where)
+    return value
+
+
+def _children(value: Any) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else ()
+
+
+def _check_characters(value: Any, where: str) -> None:
+    """UserError for text that holds half of a surrogate pair: no tokenizer and no file takes it."""
+    try:
+        json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
+    except UnicodeEncodeError as error:
+        code = f"\\u{ord(error.object[error.start]):04x}"
+        raise UserError(f"{where} has {code}, half of a surrogate pair: replace it") from error
+
+
+def _measure_node(
+    node: yaml.Node, name: str, known: dict[int, tuple[int, int] | None]
+) -> tuple[int, int]:
+    """(values in `node` with its aliases expanded, depth of their nesting); UserError for too many, too deep, and for
+    keys that occur twice. `known` has the result of each node seen so far, None for those around `node`."""
+    if id(node) in known:
+        measured = known[id(node)]
+        if measured is None:
+            raise UserError(
+                f"{name}:{node.start_mark.line + 1}: an alias contains itself: remove it"
+            )
+        return measured
+    known[id(node)] = None
+    inner: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        inner = node.value
+    elif isinstance(node, yaml.MappingNode):
+        inner = [child for pair in node.value for child in pair]
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
+                where = f"{name}:{key.start_mark.line + 1}"
+                raise UserError(f"{where}: {key.value!r} is set twice: leave one out")
+            keys.add(str(key.value))
+    measures = [_measure_node(child, name, known) for child in inner]
+    size = 1 + sum(nodes for nodes, _ in measures)
+    depth = 1 + max((deep for _, deep in measures), default=0)
+    if size > MAX_YAML_NODES:
+        raise UserError(f"{name} expands to over {MAX_YAML_NODES:,} values: use fewer aliases")
+    if depth > MAX_DEPTH:
+        raise _too_deep(name)
+    known[id(node)] = size, depth
+    return size, depth
+
+
+def _too_deep(where: str) -> UserError:
+    return UserError(f"{where} is nested deeper than {MAX_DEPTH} levels: make it flat")
+
+
+def _shape(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", type(None): "nothing"}
+    return names.get(type(value), "a single value")
