@@ -102,6 +102,12 @@ def find_dataset_spec(kind: str) -> DatasetSpec:
     return load_dataset_specs().get(kind, CUSTOM_DATASET)
 
 
+def tasks_without_path() -> list[str]:
+    """Names of the tasks that are bundled or on the Hub, sorted."""
+    specs = load_dataset_specs().values()
+    return sorted(spec.name for spec in specs if spec.bundled or spec.hub)
+
+
 def evaluate_expression(expression: str, row: DatasetRow) -> Any:
     """The value of a Jinja expression over the row's fields; None for a missing field or an empty expression."""
     if not expression:
@@ -130,8 +136,9 @@ def load_rows(task: str, path: str, spec: DatasetSpec, limit: int) -> list[Datas
     """The first `limit` rows (0: all) of the task's file, or of the spec's Hub data set. UserError for none."""
     if not path and not spec.bundled:
         if not spec.hub:
-            known = ", ".join(sorted(load_dataset_specs()))
-            raise UserError(f"task {task!r} needs a path; known without one: {known}")
+            raise UserError(
+                f"task {task!r} needs a path; known without one: {', '.join(tasks_without_path())}"
+            )
         rows = _read_hub_dataset(task, spec)
     else:
         rows = _read_file(spec.data_path(task, path))

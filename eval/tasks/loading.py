@@ -30,8 +30,8 @@ class Task:
     """A named set of prompts."""
 
     name: str
-    """code, prose and arithmetic are bundled; spec-bench, mt-bench, humaneval, mbpp, gsm8k, xsum, cnn-dailymail,
-    wmt-en-de and alpaca come from a local file or the Hub; any other name needs a path."""
+    """code, prose and arithmetic are bundled; mt-bench, humaneval, mbpp, gsm8k, xsum, cnn-dailymail, wmt-en-de and
+    alpaca come from a local file or the Hub; spec-bench and any other name need a path."""
     path: str = ""
     """A .jsonl, .json, .parquet or .txt file, also .gz. Without a spec its lines hold `prompt` (a text), `messages`
     (a chat) or `turns` (the user's messages, in order), and maybe `id` and `domain`; the paragraphs of a .txt file are

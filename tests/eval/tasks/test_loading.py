@@ -117,6 +117,15 @@ def test_rows_become_prompts(name: str, target: Target, tmp_path: Path) -> None:
     assert item.reference.endswith(reference)
 
 
+@pytest.mark.parametrize("name", ["spec-bench", "cod"])
+def test_a_task_that_needs_a_path_is_not_said_to_need_none(name: str, target: Target) -> None:
+    """Bug: the error offers the very task that it refuses, or another one that has no rows of its own."""
+    with pytest.raises(UserError, match="needs a path; known without one: ") as caught:
+        load_task_prompts(Task(name), target)
+    offered = str(caught.value).split("known without one: ")[1].split(", ")
+    assert offered == sorted({"arithmetic", "code", "prose", *ROWS})
+
+
 def test_a_renamed_field_is_named(target: Target, tmp_path: Path) -> None:
     """Bug: a file of another task gives empty prompts."""
     path = write(tmp_path, [{"query": "2 and 3?"}])
