@@ -22,7 +22,10 @@ from rich.text import Text
 from decode.common.chat_template import encode_prompt
 from decode.common.command import run_command
 from decode.common.errors import UserError
+from decode.common.files import read_text
+from decode.common.ranges import Count, DraftLength, Seed
 from decode.drafts.registry import pick_draft
+from decode.engine.active_request import check_draft_length
 from decode.engine.engine import speculate
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
 from decode.model.loading import load_target
@@ -45,13 +48,13 @@ class GenerateConfig:
     """Commit, tag or branch of a target on the Hub."""
     draft: str = "ngram"
     """Folder or Hub name of a draft; `ngram`: lookup in the text so far; `none`: plain decoding."""
-    k: int = 4
+    k: DraftLength = 4
     """Tokens drafted per round."""
-    max_new_tokens: int = 128
+    max_new_tokens: Count = 128
     """Tokens generated at most."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How tokens are sampled; temperature 0 is greedy."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of sampling; equal seeds give equal text."""
     device: str = "auto"
     """cpu, cuda, cuda:1 and so on; auto: cuda if there is a GPU, else cpu."""
@@ -100,13 +103,14 @@ def print_tokens(console: Console, tokenizer: Any, ids: list[int], style: str) -
 
 def main(s: GenerateConfig) -> None:
     """Decodes the prompt and prints the text as it is generated. UserError for a missing prompt."""
+    if s.prompt and s.prompt_file:
+        raise UserError("give --prompt or --prompt_file, not both")
     if s.prompt_file:
-        if not Path(s.prompt_file).is_file():
-            raise UserError(f"prompt file {s.prompt_file!r} does not exist")
-        s.prompt = Path(s.prompt_file).read_text()
+        s.prompt = read_text(s.prompt_file)
     if not s.prompt:
         raise UserError("give --prompt TEXT or --prompt_file FILE")
     target = load_target(s.target, s.device, s.dtype, s.revision)
+    check_draft_length(target, s.k)
     draft = pick_draft(s.draft, target, dtype=s.dtype)
     ids = encode_prompt(target.tokenizer, s.prompt)
     console = Console()

@@ -9,13 +9,14 @@ Prints Markdown; --out FILE writes it to that file as well. Values that were not
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from decode.common.command import run_command
-from decode.common.errors import UserError
 from decode.common.files import read_json, write_atomically
+from decode.common.ranges import CountOrZero, at_least
 from eval.reporting.advice import advice_markdown, advise
 from eval.reporting.report_data import read_report, target_name
 
@@ -26,11 +27,11 @@ class AdviseConfig:
     """A report.json of eval/run.py; may be given first, without --report."""
     tuned: str = ""
     """A tuned.json of eval/tune.py on the same target."""
-    rows: int = 0
+    rows: CountOrZero = 0
     """Planned number of concurrent requests; 0: the report's batch size."""
-    length: int = 0
+    length: CountOrZero = 0
     """Planned tokens of prompt and reply per request; 0: the report's mean reply."""
-    memory_gb: float = 0.0
+    memory_gb: Annotated[float, at_least(0)] = 0.0
     """Memory of the device in GB (1e9 bytes); 0: that of the report's GPU by its data sheet, if it is a known one."""
     out: str = ""
     """File that the advice is also written to; empty: none."""
@@ -38,9 +39,6 @@ class AdviseConfig:
 
 def main(s: AdviseConfig) -> None:
     """Prints the advice on a report."""
-    for name, value in (("rows", s.rows), ("length", s.length), ("memory_gb", s.memory_gb)):
-        if value < 0:
-            raise UserError(f"{name} must not be negative")
     report = read_report(Path(s.report))
     tuned = read_json(Path(s.tuned)) if s.tuned else None
     advice = advise(report, tuned, 1e9 * s.memory_gb or None, s.rows or None, s.length or None)

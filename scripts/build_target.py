@@ -16,7 +16,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ if not __package__:
 
 from decode.common.command import run_command
 from decode.common.errors import UserError
+from decode.common.ranges import Count, LearningRate, Seed, Share, at_least
 from train.data import python_corpus
 
 EOS = "<|endoftext|>"
@@ -56,25 +57,25 @@ class BuildTargetConfig:
     """Checkpoints and the tokenised corpus."""
     assets: str = "assets"
     """The folder that receives target/ or draft/."""
-    tokens: int = 8_000_000
+    tokens: Count = 8_000_000
     """Tokens to train on."""
-    batch_tokens: int = 8192
+    batch_tokens: Count = 8192
     """Tokens a step."""
-    window: int = 512
+    window: Annotated[int, at_least(2)] = 512
     """The model's context length, and the window of the last fifth of the run."""
-    short_window: int = 256
+    short_window: Annotated[int, at_least(2)] = 256
     """Window, in tokens, until then: attention over short windows is cheaper."""
-    muon_lr: float = 0.02
+    muon_lr: LearningRate = 0.02
     """Peak learning rate of Muon, which trains the matrices of the layers."""
-    adam_lr: float = 0.004
+    adam_lr: LearningRate = 0.004
     """Peak learning rate of AdamW, which trains embeddings and norms."""
-    decay: float = 0.5
+    decay: Share = 0.5
     """Share of the run, at its end, over which the learning rate falls linearly to zero."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the order of the windows."""
     compile: bool = True
     """Compile the training step."""
-    save_every: int = 100
+    save_every: Count = 100
     """Steps between checkpoints."""
 
 

@@ -21,6 +21,7 @@ if not __package__:
 from decode.checkpoints import importers, layouts
 from decode.common.command import run_command
 from decode.common.errors import UserError
+from decode.common.ranges import DraftLength
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
 from scripts.engine_compat import exporters
@@ -38,7 +39,7 @@ class ExportConfig:
     """A new or empty folder."""
     target: str = ""
     """The target's name as users load it; empty: the one in draftsmith.json. hf needs its folder."""
-    k: int = 4
+    k: DraftLength = 4
     """Tokens drafted a round, which the speculators format records."""
 
 

@@ -23,9 +23,10 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env, set_seed
 from rich.console import Console
 
-from decode.common import run_dir
+from decode.common import provenance, run_dir
 from decode.common.cli import to_dict
 from decode.common.command import run_command
+from decode.common.ranges import CountOrZero, Seed
 from decode.drafts.base import DraftContext
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
@@ -47,7 +48,6 @@ from train.trainer.on_policy import OnPolicyBuffer, OnPolicyConfig
 from train.trainer.throughput import report_out_of_memory
 from train.trainer.tracking import NullTracker, Tracker
 
-SIGTERM_EXIT_CODE = 128 + 15  # the exit code of a process that SIGTERM ended
 OUT_OF_MEMORY_ADVICE = (
     "the models alone do not fit: set target_dtype to bfloat16, or take a smaller draft"
 )
@@ -75,7 +75,7 @@ class DistillConfig:
     features: str = ""
     """Folder of the target's stored hidden states and distributions; those that are missing are computed in one pass
     before training. Empty: the target runs in every step."""
-    features_top: int = 0
+    features_top: CountOrZero = 0
     """features: 0 stores final hidden states, which give the whole distribution; K > 0 the K most probable tokens,
     which is biased where the target is flat (divergence.top of at most K leaves out the rest)."""
     loop: LoopConfig = field(default_factory=LoopConfig)
@@ -89,7 +89,7 @@ class DistillConfig:
     project: str = "draftsmith"
     """Weights & Biases project."""
     publish: TrainingPublishConfig = field(default_factory=TrainingPublishConfig)
-    seed: int = 0
+    seed: Seed = 0
     out: str = "outputs/drafts/causal"
     """Folder of the draft and its checkpoints."""
     resume: bool = False
@@ -261,7 +261,7 @@ def distill(
     )
     tracker: Tracker | NullTracker = NullTracker()
     if is_main:
-        config = {**to_dict(s), "hardware": run_dir.hardware()}
+        config = {**to_dict(s), "hardware": provenance.hardware()}
         tracker = Tracker(out, s.project, config, s.wandb, state.step if resumed else None)
 
     def measure() -> dict[str, float]:
@@ -276,12 +276,10 @@ def distill(
 
     try:
         with collective.raise_on_all_ranks(accelerator), make_progress_bar(console, is_main) as bar:
-            finished = train(training, s.loop, state, out, tracker, measure, bar)
-        if not finished:
-            stopped = f"stopped by SIGTERM: step {state.step} is saved, the same command goes on"
-            console.print(stopped)
+            signal_number = train(training, s.loop, state, out, tracker, measure, bar)
+        if signal_number:
             accelerator.end_training()
-            sys.exit(SIGTERM_EXIT_CODE)
+            command.stop(signal_number, f"step {state.step} is saved")
         if s.loop.keep_best and state.measured_at != state.step:
             checkpoint.load(accelerator, checkpoint.checkpoint_dir(out, state.measured_at))
             console.print(f"the draft is that of step {state.measured_at}, whose τ was best")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -23,12 +23,14 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from rich.console import Console
 
-from decode.common import run_dir
+from decode.common import provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.progress import ProgressBars, progress_bars
+from decode.common.ranges import Count, DraftLength, Seed, at_least
 from decode.drafts.base import Draft
 from decode.drafts.registry import pick_draft
+from decode.engine.active_request import check_draft_length
 from decode.engine.engine import speculate
 from decode.engine.records import DecodeRecord, add_record
 from decode.model.loading import Target, load_target
@@ -64,26 +66,26 @@ class SampleConfig:
     turns: TurnSelection = "last"
     """Which replies of a chat are generated and trained on. last: only the last one; all: every reply, the target's own
     replies replacing those of the chat. all needs a chat template that leaves earlier turns unchanged."""
-    window: int = 512
+    window: Annotated[int, at_least(2)] = 512
     """origin text: texts without a prompt are cut into pieces of this many tokens."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
     """How answers are sampled. At temperature 1 they follow the target's own distribution."""
-    max_new_tokens: int = 256
+    max_new_tokens: Count = 256
     """Tokens of the longest answer. A chat ends with the first reply that was cut off here."""
-    batch_size: int = 32
+    batch_size: Count = 32
     """Prompts decoded together by each process. A row that is finished is refilled with the next prompt."""
     draft: str = "none"
     """none, ngram, or a draft's folder. With a draft small batches decode faster; answers follow the same distribution,
     because speculative decoding is lossless."""
-    k: int = 4
+    k: DraftLength = 4
     """Tokens drafted per round."""
-    shard_rows: int = 128
+    shard_rows: Count = 128
     """Answers per file, which is also the most work that is repeated after a kill."""
     device: str = "auto"
     """auto, cpu or cuda; with several processes auto gives each its own GPU."""
     dtype: str = "float32"
     """float32, bfloat16 or float16."""
-    seed: int = 0
+    seed: Seed = 0
     out: str = "outputs/samples"
     """Folder of the sampled set."""
     resume: bool = False
@@ -260,8 +262,8 @@ def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, i
             sampling=sampling if s.origin == "target" else {},
             seed=s.seed,
             counts=counts,
-            git_sha=run_dir.git_sha(),
-            versions=run_dir.versions(),
+            git_sha=provenance.git_sha(),
+            versions=provenance.versions(),
         ),
     )
 
@@ -302,6 +304,7 @@ def main(s: SampleConfig) -> None:
     else:
         device = str(state.device) if s.device == "auto" else s.device
         target = load_target(s.target, device, s.dtype, s.revision)
+        check_draft_length(target, s.k)
         draft = pick_draft(s.draft, target, dtype=s.dtype)
         reader = TargetTokenizer.from_target(target)
     prompts, dropped = load_prompts(s, reader)

@@ -14,6 +14,7 @@ import jsonargparse
 import yaml
 
 from decode.common.errors import UserError
+from decode.common.ranges import check_ranges
 from decode.common.renamed_settings import rename_arguments, renamed_settings
 
 T = TypeVar("T")
@@ -53,7 +54,9 @@ def parse_settings(settings: type[T], about: str, argv: list[str] | None = None)
         words += [f"{name}=[]", word] if name in lists else [word]
     try:
         parsed = parser.parse_args(words)
-        return settings(**_fields(parser.instantiate(parsed), settings))
+        result = settings(**_fields(parser.instantiate(parsed), settings))
+        check_ranges(result)
+        return result
     except UserError as error:
         raise UserError(_with_hint(str(error), settings)) from error
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from decode.common.errors import UserError
+from decode.model.loading import Target
 
 
 @dataclass
@@ -29,6 +30,15 @@ class ActiveRequest:
             if self.finished:
                 return tokens[: i + 1]
         return tokens
+
+
+def check_draft_length(target: Target, k: int, name: str = "k") -> None:
+    """UserError unless drafts of `k` tokens, the setting `name`, fit the target's context after one token."""
+    longest = target.decoder.context - 1
+    if not 1 <= k <= longest:
+        raise UserError(
+            f"{name} is {k}: give 1 to {longest}, since the context of {target.name} holds {longest + 1} tokens"
+        )
 
 
 def check_prompts(prompts: list[list[int]], context: int, max_new_tokens: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from decode.common.errors import UserError
+from decode.common.ranges import CountOrZero, Temperature, TopP
 
 Sampler = Callable[[torch.Tensor], torch.Tensor]
 """weights [B, ..., n], non-negative and of any scale -> indices [B, ...] drawn in proportion to them."""
@@ -17,18 +17,14 @@ Sampler = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Temperature, top-k and top-p of sampling; temperature 0 is greedy decoding. UserError for values out of range."""
+    """Temperature, top-k and top-p of sampling; temperature 0 is greedy decoding."""
 
-    temperature: float = 0.0
+    temperature: Temperature = 0.0
     """0 takes the most probable token; 1 samples the model's unchanged distribution."""
-    top_k: int = 0
+    top_k: CountOrZero = 0
     """Keep the k most probable tokens; 0 keeps all."""
-    top_p: float = 1.0
+    top_p: TopP = 1.0
     """Keep the smallest set of most probable tokens with at least this total probability; 1 keeps all."""
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UserError(f"need temperature >= 0, top_k >= 0 and 0 < top_p <= 1, got {self}")
 
     @property
     def greedy(self) -> bool:

@@ -1,11 +1,22 @@
 """The settings of eval/run.py, and the checks of them before anything is measured."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from decode.common.errors import UserError
+from decode.common.ranges import (
+    MAX_DRAFT_LENGTH,
+    Count,
+    CountOrZero,
+    DraftLength,
+    Seed,
+    Share,
+    Temperature,
+    TopP,
+    TreeWidth,
+    at_least,
+)
 from decode.verification.registry import find_rule
-from decode.verification.sampling import SamplingParams
 from eval.tasks.loading import Task
 
 ENGINES = ("hf", "hf-assisted", "vllm")
@@ -15,11 +26,11 @@ ENGINES = ("hf", "hf-assisted", "vllm")
 class TreeConfig:
     """A tree grown where the draft is confident (EAGLE-2), or a fixed one; with neither nodes nor paths, a chain."""
 
-    width: int = 4
+    width: TreeWidth = 4
     """Nodes expanded per level, and children tried of each."""
-    nodes: int = 0
+    nodes: Annotated[int, at_least(0, MAX_DRAFT_LENGTH)] = 0
     """Drafted nodes that the target verifies."""
-    paths: list[list[int]] = field(default_factory=list)
+    paths: list[list[CountOrZero]] = field(default_factory=list)
     """A fixed tree instead: the ranks on the way to each node, [[0], [1], [0, 0], …]; eval/tune.py finds the best."""
 
 
@@ -33,15 +44,15 @@ class MethodConfig:
     """Folder or Hub name of a saved draft."""
     device: str = ""
     """Device of the draft, such as cpu or cuda:1; empty: the target's."""
-    k: int = 0
+    k: Annotated[int, at_least(0, MAX_DRAFT_LENGTH)] = 0
     """Tokens, or levels of a tree, drafted per round; 0 takes the setting `k`."""
-    layers: int = 0
+    layers: CountOrZero = 0
     """early-exit: number of the target's first layers that draft."""
     tree: TreeConfig = field(default_factory=TreeConfig)
     """For drafts that can propose trees, such as causal ones and early-exit."""
     rule: str = "exact"
     """Verification rule: exact and block are lossless, typical (Medusa's) is lossy and marked so in the report."""
-    alpha: list[float] = field(default_factory=list)
+    alpha: list[Share] = field(default_factory=list)
     """Simulates this acceptance rate by position (the last one continues), at temperature 0: the engine's speed with a
     draft of that quality and the cost of `draft` (none if that is empty). The report marks the method as simulated."""
 
@@ -52,10 +63,10 @@ class AcceptanceComparisonConfig:
 
     pairs: list[list[str]] = field(default_factory=list)
     """Pairs [a, b] of methods; the report gives α of a minus α of b with a paired interval."""
-    temperature: float = 1.0
-    prompts: int = 0
+    temperature: Temperature = 1.0
+    prompts: CountOrZero = 0
     """Prompts per task; 0 takes all that the task has, whatever its limit."""
-    rows: int = 16
+    rows: Count = 16
     """Prompts decoded together."""
 
 
@@ -73,17 +84,17 @@ class EvalConfig:
         default_factory=lambda: [Task("code"), Task("prose"), Task("arithmetic")]
     )
     """Prompt sets; code, prose and arithmetic are bundled."""
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     """0 is greedy."""
-    top_k: int = 0
+    top_k: CountOrZero = 0
     """0 keeps all tokens."""
-    top_p: float = 1.0
+    top_p: TopP = 1.0
     """1 keeps all tokens."""
-    k: int = 4
+    k: DraftLength = 4
     """Tokens drafted per round."""
-    max_new_tokens: int = 128
+    max_new_tokens: Count = 128
     """Tokens of the longest answer."""
-    batch_size: int = 1
+    batch_size: Count = 1
     """Prompts decoded together."""
     mode: Literal["eager", "compiled", "graph"] = "eager"
     """compiled is faster after minutes of compilation, for all methods; graph (CUDA graphs) needs a GPU."""
@@ -94,19 +105,19 @@ class EvalConfig:
     generation, with each causal draft), vllm."""
     vllm_python: str = ""
     """Interpreter of an environment that has vLLM."""
-    check_law: int = 0
+    check_law: CountOrZero = 0
     """Sampled tokens per method for the test that its output follows the target's distribution; 0 skips it. It needs a
     temperature above 0; 20000 tokens show a shift of 2.7 % of the probability."""
     run_code: bool = False
     """Run the code that models write for tasks with tests: in a process with little time and memory and no network,
     but with your user's rights. Leave it off for models that you do not trust."""
-    phase_prompts: int = 2
+    phase_prompts: CountOrZero = 2
     """Prompts per task for the separate pass that times draft and verify; 0 skips it."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     dtype: str = "float32"
     """float32, bfloat16 or float16; losslessness to the token is a property of float32."""
-    seed: int = 0
+    seed: Seed = 0
     out: str = "outputs/eval"
     """Folder for the report. A run that was stopped goes on where it stopped."""
     overwrite: bool = False
@@ -119,15 +130,9 @@ def requested_engines(s: EvalConfig) -> list[str]:
 
 
 def check(s: EvalConfig) -> None:
-    """UserError for settings that are out of range or contradict each other."""
+    """UserError for settings that contradict each other."""
     if not s.temperatures or not s.tasks:
         raise UserError("give at least one temperature and one task")
-    for temperature in s.temperatures:
-        SamplingParams(temperature, s.top_k, s.top_p)  # raises UserError
-    whole = {"k": s.k, "max_new_tokens": s.max_new_tokens, "batch_size": s.batch_size}
-    for name, value in {**whole, "acceptance.rows": s.acceptance.rows}.items():
-        if value < 1:
-            raise UserError(f"{name} must be at least 1")
     tasks = [task.name for task in s.tasks]
     if len(set(tasks)) < len(tasks) or "all" in tasks:
         raise UserError(
@@ -150,8 +155,6 @@ def check(s: EvalConfig) -> None:
         raise UserError("check_law tests sampling: add a temperature above 0")
     for m in s.methods:
         find_rule(m.rule)  # raises UserError
-        if m.alpha and (min(m.alpha) < 0 or max(m.alpha) > 1):
-            raise UserError(f"method {m.name!r}: alpha {m.alpha} must lie between 0 and 1")
         if m.alpha and any(s.temperatures):
             raise UserError(
                 f"method {m.name!r} simulates acceptance, which needs temperature 0: set --temperatures '[0.0]'"

@@ -8,6 +8,7 @@ from decode.common.errors import UserError
 from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import DRAFT_FAMILIES, create_draft, find_family, load_draft
 from decode.drafts.wrappers import CrossDeviceDraft
+from decode.engine.active_request import check_draft_length
 from decode.model.loading import Target
 from decode.verification.tree import DynamicTree, StaticTree, TreeShape, tree_from_paths
 from eval.benchmark.config import EvalConfig, MethodConfig, TreeConfig
@@ -56,8 +57,10 @@ def build_methods(s: EvalConfig, target: Target) -> list[Method]:
     """All methods but plain decoding, in their order. UserError for a draft that is missing or not the target's."""
     methods = []
     for m in s.methods:
+        depth = draft_depth(m, s.k)
+        check_draft_length(target, depth, f"k of method {m.name!r}")
         draft = build_draft(m, target, s.dtype)
-        methods.append(Method(m.name, draft, draft_depth(m, s.k), m.rule, draft.shape))
+        methods.append(Method(m.name, draft, depth, m.rule, draft.shape))
     return methods
 
 

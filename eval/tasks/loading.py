@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from decode.common.chat_template import Messages, encode_prompt
 from decode.common.errors import UserError
+from decode.common.ranges import CountOrZero
 from decode.model.loading import Target
 from eval.tasks.dataset_specs import (
     BUNDLED_PROMPTS_DIR,
@@ -38,9 +39,9 @@ class Task:
     prompts. Empty: bundled, or the Hub data set of the spec."""
     kind: str = ""
     """Name of the spec to read the file by, where `name` is not one."""
-    limit: int = 0
+    limit: CountOrZero = 0
     """Number of prompts (or chats) to take from the start; 0 takes all."""
-    turns: int = 0
+    turns: CountOrZero = 0
     """Number of turns of a chat to take; 0 takes all."""
     too_long: Literal["refuse", "fail"] = "refuse"
     """For a prompt that leaves no room in the target's context: refuse ends the command, fail reports it as failed."""

@@ -6,6 +6,17 @@ from functools import partial
 from typing import Literal
 
 from decode.common.errors import UserError
+from decode.common.ranges import (
+    Count,
+    CountOrZero,
+    DraftLength,
+    Seed,
+    Temperature,
+    TopP,
+    TreeNodes,
+    TreeWidth,
+)
+from decode.engine.active_request import check_draft_length
 from decode.model.loading import Target
 from decode.verification.tree import DynamicTree, expected_tokens_per_round, optimal_static_tree
 from eval.benchmark import config
@@ -30,27 +41,27 @@ class TuneConfig:
         default_factory=lambda: [Task("code"), Task("prose"), Task("arithmetic")]
     )
     """Prompt sets; code, prose and arithmetic are bundled."""
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     """0 is greedy."""
-    ks: list[int] = field(default_factory=lambda: list(range(1, 11)))
+    ks: list[DraftLength] = field(default_factory=lambda: list(range(1, 11)))
     """Draft lengths to try at batch 1."""
-    calibrate: list[int] = field(default_factory=lambda: [2, 6])
+    calibrate: list[DraftLength] = field(default_factory=lambda: [2, 6])
     """The two draft lengths that the others are predicted from."""
-    tree_nodes: list[int] = field(default_factory=lambda: [8, 16])
+    tree_nodes: list[TreeNodes] = field(default_factory=lambda: [8, 16])
     """Nodes of trees to try at batch 1, both grown by confidence and best fixed ones; [] tries none."""
-    tree_width: int = 4
+    tree_width: TreeWidth = 4
     """Children tried of a node."""
-    tree_levels: int = 5
+    tree_levels: DraftLength = 5
     """Depth of trees."""
-    batch_sizes: list[int] = field(default_factory=lambda: [2, 4, 8, 16, 32])
+    batch_sizes: list[Count] = field(default_factory=lambda: [2, 4, 8, 16, 32])
     """Prompts decoded together, besides 1; [] tries none."""
-    batch_ks: list[int] = field(default_factory=lambda: [1, 2, 4])
+    batch_ks: list[DraftLength] = field(default_factory=lambda: [1, 2, 4])
     """Draft lengths to try in batches, where the best ones are shorter."""
-    top_k: int = 0
+    top_k: CountOrZero = 0
     """0 keeps all tokens."""
-    top_p: float = 1.0
+    top_p: TopP = 1.0
     """1 keeps all tokens."""
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     """Longest answer."""
     mode: Literal["eager", "compiled", "graph"] = "eager"
     """compiled takes a minute or more for each setting."""
@@ -58,7 +69,7 @@ class TuneConfig:
     """auto, cpu, cuda, cuda:1, …"""
     dtype: str = "float32"
     """float32, bfloat16 or float16."""
-    seed: int = 0
+    seed: Seed = 0
     out: str = "outputs/tune"
     """Folder for the results."""
     overwrite: bool = False
@@ -75,16 +86,14 @@ def check_config(s: TuneConfig) -> None:
         "tree_nodes": s.tree_nodes,
     }
     for name, values in lists.items():
-        if any(value < 1 for value in values) or len(set(values)) < len(values):
-            raise UserError(f"{name} {values}: give different whole numbers from 1 on")
+        if len(set(values)) < len(values):
+            raise UserError(f"{name} {values}: give every number once")
     if not s.ks or (s.batch_sizes and not s.batch_ks):
         raise UserError(
             "give at least one draft length in ks, and in batch_ks if there are batch_sizes"
         )
-    if len(s.calibrate) != 2 or not 0 < s.calibrate[0] < s.calibrate[1]:
+    if len(s.calibrate) != 2 or s.calibrate[0] >= s.calibrate[1]:
         raise UserError(f"calibrate {s.calibrate}: give two draft lengths, the smaller one first")
-    if s.tree_width < 1 or s.tree_levels < 1:
-        raise UserError("tree_width and tree_levels must be at least 1")
     if any(m.alpha for m in s.methods):
         raise UserError("simulated acceptance cannot be tuned: drop alpha from the methods")
 
@@ -100,6 +109,9 @@ def to_eval_config(s: TuneConfig) -> config.EvalConfig:
 
 def load_methods(s: TuneConfig, target: Target) -> list[Method]:
     """Each method's draft as a chain, without a draft length yet; the stages set both."""
+    lengths = {"ks": s.ks, "batch_ks": s.batch_ks, "tree_levels": [s.tree_levels]}
+    for name, values in lengths.items():
+        check_draft_length(target, max(values, default=1), name)
     return [
         Method(m.name, build_draft(replace(m, tree=TreeConfig()), target, s.dtype), rule=m.rule)
         for m in s.methods

@@ -25,9 +25,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from decode.common import files, run_dir
+from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
+from decode.common.ranges import Count, CountOrZero, DraftLength
 from decode.drafts.base import Draft
 from decode.drafts.ngram import NgramDraft
 from decode.drafts.registry import load_draft
@@ -49,18 +50,18 @@ class DecoderBenchConfig:
     tasks: list[Task] = field(
         default_factory=lambda: [Task("code", limit=4), Task("prose", limit=4), Task("arithmetic", limit=4)]
     )  # fmt: skip
-    k: int = 4
+    k: DraftLength = 4
     """Tokens drafted per round, here and in transformers' assisted generation and prompt lookup."""
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     compiled: bool = True
     """Also time compiled decoders, this project's and transformers'; compilation takes minutes."""
-    batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16])
+    batches: list[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16])
     """Batch sizes whose throughput is measured."""
     race: bool = True
     """Time the decoders side by side; false leaves only the prediction."""
     predict: bool = True
     """Also predict speed-ups and compare them with measured ones."""
-    predict_limit: int = 24
+    predict_limit: CountOrZero = 24
     """Prompts per task for the prediction; half of them calibrate it, and acceptance varies much between prompts."""
     device: str = "auto"
     dtype: str = "float32"
@@ -282,7 +283,7 @@ def main(s: DecoderBenchConfig) -> None:
             )  # fmt: skip
         console.print(table)
         result["prediction"] = summarize_predictions(rows)
-    result |= {"k": s.k, "prompts": len(prompts), **run_dir.provenance()}
+    result |= {"k": s.k, "prompts": len(prompts), **provenance.collect()}
     line = json.dumps(result)
     if s.out:
         files.write_atomically(Path(s.out), line + "\n")

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -40,10 +40,11 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from decode.common import files, run_dir
+from decode.common import files, provenance
 from decode.common.cli import to_dict
 from decode.common.command import run_command
 from decode.common.errors import UserError
+from decode.common.ranges import Count, DraftLength, above
 from decode.drafts.causal import CausalDraft
 from decode.drafts.registry import load_draft
 from decode.engine.compile import COMPILE_OPTIONS
@@ -89,32 +90,32 @@ class GpuBenchConfig:
     tasks: list[Task] = field(
         default_factory=lambda: [Task("code", limit=4), Task("prose", limit=4), Task("arithmetic", limit=4)]
     )  # fmt: skip
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     """Stages to run; they always run in the same order."""
-    minutes: float = 9.5
+    minutes: Annotated[float, above(0)] = 9.5
     """Time limit of the whole command."""
     compiled: bool | None = None
     """Also measure compiled rounds; by default on a GPU only."""
     inductor: dict[str, Any] = field(default_factory=dict)
     """Further options for inductor, such as {coordinate_descent_tuning: true}."""
-    context: int = 512
+    context: Count = 512
     """Tokens of context per row, except in the stage verify."""
-    contexts: list[int] = field(default_factory=lambda: [512, 8192])
+    contexts: list[Count] = field(default_factory=lambda: [512, 8192])
     """Contexts of the stage verify."""
-    widths: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
+    widths: list[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     """Values of T in the stage verify."""
-    ks: list[int] = field(default_factory=lambda: [2, 3, 4, 5, 6])
+    ks: list[DraftLength] = field(default_factory=lambda: [2, 3, 4, 5, 6])
     """Lengths of drafted chains."""
-    k: int = 4
+    k: DraftLength = 4
     """Length of the chain where only one is measured; one of ks."""
-    batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
+    batches: list[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     """Batch sizes of the stage rounds."""
-    repeats: int = 10
+    repeats: Count = 10
     """Samples of each time."""
-    inner: int = 5
+    inner: Count = 5
     """Rounds per sample."""
-    bandwidth: float = 4.8
+    bandwidth: Annotated[float, above(0)] = 4.8
     """Specified memory bandwidth of the GPU in TB/s, for the roofline."""
     device: str = "auto"
     dtype: str = "bfloat16"
@@ -250,7 +251,7 @@ def main(s: GpuBenchConfig) -> None:
     result: dict[str, Any] = {
         "self_test": self_test, "figures": FIGURE_NOTES, "modes": MODES, "settings": to_dict(s),
         "dtype": str(harness.target.decoder.model.dtype).removeprefix("torch."), "argv": sys.argv,
-        "git": run_dir.git_sha(), "hardware": run_dir.hardware(),
+        "git": provenance.git_sha(), "hardware": provenance.hardware(),
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "transformers": transformers.__version__},
         "ready_s": round(time.perf_counter() - start, 1), "stages": {}, "speedups": [],
     }  # fmt: skip

@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from decode.common import files, run_dir
+from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
+from decode.common.ranges import Count
 from decode.model.loading import DTYPES, Target, pick_device
 from decode.model.runner import ModelRunner
 from train.data.batching import Batch, collate
@@ -62,7 +63,7 @@ class TrainBenchConfig:
     """Target shapes, keys of SIZES; 12x256 is that of the bundled target."""
     families: list[str] = field(default_factory=lambda: ["causal", "medusa", "eagle1", "eagle3"])
     """Draft families to measure."""
-    steps: int = 3
+    steps: Count = 3
     """Timed steps, after one warm-up step."""
     device: str = "auto"
     dtype: str = "float32"
@@ -233,7 +234,7 @@ def main(s: TrainBenchConfig) -> None:
         "cells": cells,
         "shapes": {size: SIZES[size] for size in s.sizes},
         "dtype": s.dtype,
-        **run_dir.provenance(),
+        **provenance.collect(),
     }
     line = json.dumps(result)
     if s.out:

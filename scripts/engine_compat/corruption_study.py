@@ -23,10 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.checkpoints import importers, layouts
-from decode.common import run_dir
+from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json, write_atomically
+from decode.common.ranges import Count, DraftLength
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
 from decode.model.loading import load_target
@@ -50,9 +51,9 @@ class CorruptionStudyConfig:
     tasks: list[Task] = field(
         default_factory=lambda: [Task("code", limit=2), Task("prose", limit=2), Task("arithmetic", limit=2)]
     )  # fmt: skip
-    k: int = 4
+    k: DraftLength = 4
     """Tokens drafted a round."""
-    max_new_tokens: int = 32
+    max_new_tokens: Count = 32
     """Tokens decoded for each prompt."""
     out: str = ""
     """File for the JSON, rewritten after each draft; drafts that it already contains are not decoded again."""
@@ -95,7 +96,7 @@ def load_rows(file: str, sizes: dict[str, Any]) -> list[dict[str, Any]]:
 def save_rows(file: str, sizes: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Writes the rows with the settings and the provenance of this run; nothing without a file name."""
     if file:
-        result = {**sizes, "rows": rows, **run_dir.provenance()}
+        result = {**sizes, "rows": rows, **provenance.collect()}
         write_atomically(Path(file), json.dumps(result, indent=1) + "\n")
 
 

@@ -5,16 +5,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from decode.common import run_dir
+from decode.common import provenance
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
+from decode.common.ranges import Count, DraftLength, Seed, Temperature, at_least
 from decode.drafts.base import draft_sha256
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
@@ -45,17 +46,17 @@ class VllmParityConfig:
     """Interpreter with vLLM; empty: $VLLM_PYTHON or .venv-vllm/bin/python."""
     tasks: list[Task] = field(default_factory=list)
     """Empty: the bundled tasks, 4 prompts of each, 16 at a temperature."""
-    k: int = 4
+    k: DraftLength = 4
     """Tokens drafted a round."""
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     """Tokens decoded for each prompt."""
-    margin: float = 1e-3
+    margin: Annotated[float, at_least(0)] = 1e-3
     """Greedy: gap of the target's two best logits below which a difference counts as a tie."""
-    temperature: float = 0.0
+    temperature: Temperature = 0.0
     """0 is greedy."""
-    draws: int = 4
+    draws: Count = 4
     """At a temperature: how often each prompt is decoded."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the sampling on both sides and of the permutation test."""
     control: bool = False
     """At a temperature: vLLM drafts greedily and we sample, which the test must detect."""
@@ -243,8 +244,6 @@ def main(s: VllmParityConfig) -> None:
     """Decodes on both sides, prints the comparison and its JSON; exit code 1 if the two sides differ."""
     if not s.draft:
         raise UserError("give a draft's folder")
-    if s.draws < 1:
-        raise UserError("draws must be at least 1")
     if s.control and not s.temperature:
         raise UserError("control needs sampling: give --temperature 1")
     vllm_client.find_interpreter(s.python)  # before the work
@@ -271,7 +270,7 @@ def main(s: VllmParityConfig) -> None:
     result = {
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft),
         "family": draft_family(s.draft), "k": s.k, "vllm": served["vllm"],
-        **found, "totals": totals, **run_dir.provenance(),
+        **found, "totals": totals, **provenance.collect(),
     }  # fmt: skip
     line = json.dumps(result)
     if s.out:

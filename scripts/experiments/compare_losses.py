@@ -25,10 +25,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from decode.common import files, run_dir
+from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.progress import progress_bars
+from decode.common.ranges import Count, CountOrZero, DraftLength, Seed, Temperature
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
@@ -63,17 +64,17 @@ class CompareLossesConfig:
     """The small LM that every run starts from."""
     recipe: str = ""
     """Config file of train/distill.py for every run; the arguments from this command's settings override it."""
-    tokens: int = 100000
+    tokens: CountOrZero = 100000
     """Supervised tokens of each run, from which the number of steps follows; 0: the recipe's steps."""
-    batch_size: int = 16
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
-    k: int = 4
-    max_new_tokens: int = 64
+    batch_size: Count = 16
+    seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])
+    k: DraftLength = 4
+    max_new_tokens: Count = 64
     """Longest answer in evaluation, in tokens."""
-    limit: int = 0
+    limit: CountOrZero = 0
     """Evaluation prompts per task; 0: all."""
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    workers: int = 1
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
+    workers: Count = 1
     """Runs at a time, each with its share of the cores."""
     words: list[str] = field(default_factory=list)
     """Further arguments of train/distill.py for all runs."""
@@ -249,7 +250,7 @@ def main(s: CompareLossesConfig) -> None:
                     progress.advance(task)
     rows = build_table(s, steps)
     facts = {"tokens": s.tokens, "seeds": s.seeds, "k": s.k, "max_new_tokens": s.max_new_tokens}
-    facts |= {"command": " ".join(["python", *sys.argv]), **run_dir.provenance(), "cells": rows}
+    facts |= {"command": " ".join(["python", *sys.argv]), **provenance.collect(), "cells": rows}
     files.write_atomically(Path(s.out), json.dumps(facts, indent=1) + "\n")
     print_table(console, rows)
 

@@ -35,10 +35,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from decode.common import files, run_dir
+from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.progress import progress_bars
+from decode.common.ranges import Count
 from decode.model.loading import load_target
 from scripts.experiments import reference_trainers
 from scripts.experiments.step_timer import StepTimer
@@ -61,20 +62,20 @@ class CompareTrainersConfig:
     data: str = "outputs/reproduce/samples"
     """A sampled set from train/sample.py."""
     arms: list[TrainerName] = field(default_factory=lambda: ["ours", "trainer", "gkd"])  # type: ignore[arg-type]
-    rounds: int = 3
+    rounds: Count = 3
     """Runs of each trainer."""
-    warm: int = 3
+    warm: Count = 3
     """Untimed steps at the start of each run."""
-    steps: int = 20
+    steps: Count = 20
     """Timed steps of each run."""
-    batch_size: int = 8
-    max_length: int = 256
+    batch_size: Count = 8
+    max_length: Count = 256
     """Longer samples are cut to this many tokens."""
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     """On policy: tokens of a continuation at most."""
     features: str = "outputs/features"
     """ours-features: folder of the target's hidden states, filled in the first run."""
-    on_policy_every: int = 10
+    on_policy_every: Count = 10
     """ours-on-policy: number of steps whose texts are generated together."""
     dtype: str = "float32"
     """Data type of the target; drafts train in fp32, on a GPU in mixed bf16."""
@@ -146,8 +147,6 @@ def run_in_subprocess(arm: str, s: CompareTrainersConfig) -> dict[str, float]:
 
 
 def main(s: CompareTrainersConfig) -> None:
-    if min(s.rounds, s.steps, s.warm) < 1:
-        raise UserError("need rounds, steps and warm >= 1")
     if s.one:
         torch.manual_seed(0)
         arm = s.arms[0]
@@ -183,7 +182,7 @@ def main(s: CompareTrainersConfig) -> None:
         )  # fmt: skip
     console.print(table)
     settings = {key: value for key, value in vars(s).items() if key not in ("one", "out")}
-    made = run_dir.provenance()
+    made = provenance.collect()
     made["versions"]["trl"] = _package_version("trl")
     line = json.dumps({"arms": cells, "settings": settings, **made})
     if s.out:

@@ -27,8 +27,9 @@ from rich.status import Status
 from rich.table import Table
 from torch import Tensor
 
-from decode.common import files, run_dir
+from decode.common import files, provenance
 from decode.common.command import run_command
+from decode.common.ranges import Count, CountOrZero, DraftLength, LearningRate, Seed
 from decode.drafts.eagle import EagleDraft
 from decode.engine.engine import decode
 from decode.engine.records import DecodeRecord
@@ -60,17 +61,17 @@ class ReferenceEagle3Config:
     draft: config.DraftConfig = field(
         default_factory=lambda: config.DraftConfig(family="eagle3", vocab=2048, steps=4)
     )
-    steps: int = 100
-    batch_size: int = 16
-    micro_batch: int = 4
-    lr: float = 2e-3
-    warmup: int = 10
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    steps: Count = 100
+    batch_size: Count = 16
+    micro_batch: Count = 4
+    lr: LearningRate = 2e-3
+    warmup: CountOrZero = 10
+    seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])
     tasks: list[Task] = field(
         default_factory=lambda: [Task("code", limit=8), Task("prose", limit=8), Task("arithmetic", limit=8)]
     )  # fmt: skip
-    k: int = 4
-    max_new_tokens: int = 48
+    k: DraftLength = 4
+    max_new_tokens: Count = 48
     out: str = ""
     """File for the JSON of the last line; empty: none."""
 
@@ -200,7 +201,7 @@ def main(s: ReferenceEagle3Config) -> None:
         )
     console.print(table)
     result = {"cells": cells, "ratios": ratios, "samples": len(rows), "steps": s.steps}
-    line = json.dumps(result | run_dir.provenance())
+    line = json.dumps(result | provenance.collect())
     if s.out:
         files.write_atomically(Path(s.out), line + "\n")
     print(line)

@@ -3,10 +3,11 @@
 import re
 import zlib
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from decode.common.errors import UserError
+from decode.common.ranges import Count, CountOrZero, zero_or
 from train.data.prompts import Prompt, prompt_text
 
 OVERLAP_WORDS = 13
@@ -25,21 +26,15 @@ LSH_BAND_SIZE = 4
 class FilterConfig:
     """Which prompts are dropped, besides those that overlap evaluation prompts."""
 
-    min_prompt: int = 1
+    min_prompt: Count = 1
     """Shortest prompt in tokens."""
-    max_prompt: int = 0
+    max_prompt: CountOrZero = 0
     """Longest prompt in tokens; 0: the target's context length."""
-    min_answer: int = 1
+    min_answer: Count = 1
     """Fewest tokens of all replies together; rows with fewer are kept as answered, without loss spans."""
-    near_duplicates: float = 0.0
+    near_duplicates: Annotated[float, zero_or(0.6, 1)] = 0.0
     """A prompt is dropped if its similarity to an earlier one, the share of 5-word shingles in common, is at least
     this: 0.6 to 1; 0 drops equal prompts only."""
-
-    def __post_init__(self) -> None:
-        if min(self.min_prompt, self.min_answer) < 1 or self.max_prompt < 0:
-            raise UserError("filters: need min_prompt and min_answer >= 1, max_prompt >= 0")
-        if self.near_duplicates != 0 and not 0.6 <= self.near_duplicates <= 1:
-            raise UserError(f"filters.near_duplicates {self.near_duplicates}: give 0, or 0.6 to 1")
 
 
 def drop_overlaps(prompts: list[Prompt], evaluation_texts: list[str]) -> tuple[list[Prompt], int]:

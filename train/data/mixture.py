@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
 import numpy as np
 
 from decode.common import files
 from decode.common.errors import UserError
+from decode.common.ranges import above
 from train.data import batching, sample_store
 from train.data.sample_store import SampleRow
 
@@ -20,7 +21,7 @@ class MixturePart:
 
     path: str
     """Folder of the sampled set."""
-    weight: float = 1.0
+    weight: Annotated[float, above(0)] = 1.0
     """Its share of the training rows, relative to the weights of the other sets."""
 
 
@@ -29,15 +30,12 @@ DataSpec = str | list[MixturePart]
 
 
 def mixture_parts(data: DataSpec) -> list[MixturePart]:
-    """The parts that the setting `data` names. UserError for an empty list or a weight that is not above 0."""
+    """The parts that the setting `data` names. UserError for an empty list."""
     if isinstance(data, str) and data.startswith("["):  # a list that could not be parsed
         raise UserError(f"data {data}: no list of parts, write [{{path: folder, weight: 1}}, …]")
     parts = [MixturePart(data)] if isinstance(data, str) else data
     if len(parts) == 0:
         raise UserError("data names no folder: give one, or a list of {path, weight}")
-    for part in parts:
-        if not 0 < part.weight < float("inf"):
-            raise UserError(f"data {part.path}: weight {part.weight} must be above 0")
     return parts
 
 

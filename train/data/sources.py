@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from decode.common.errors import UserError, first_line
 from decode.common.files import parse_jsonl
+from decode.common.ranges import Count, at_least
 from eval.tasks.dataset_specs import load_hub_dataset
 from train.data import python_corpus
 
@@ -51,10 +52,10 @@ class PromptSource:
     streaming: bool = False
     """hub: read rows as they are downloaded, without storing them. A limit then chooses among nearby rows only."""
 
-    limit: int | None = None
+    limit: Count | None = None
     """At most this many prompts, chosen at random by the seed; null takes all. stdlib requires a limit."""
 
-    samples: int = 1
+    samples: Annotated[int, at_least(1, 100_000)] = 1
     """Answers to sample for each prompt."""
 
 
@@ -68,10 +69,6 @@ def check(source: PromptSource, answered: bool) -> None:
         raise UserError(f"source {source.kind}: path is empty: name the {source.kind} data to read")
     if source.kind == "stdlib" and source.limit is None and not answered:
         raise UserError("source stdlib: limit is missing: set how many excerpts to take")
-    if source.limit is not None and source.limit < 1:
-        raise UserError(f"source {source.kind}: limit {source.limit} must be at least 1, or null")
-    if source.samples < 1:
-        raise UserError(f"source {source.kind}: samples {source.samples} must be at least 1")
     if answered and source.samples > 1:
         raise UserError(f"source {source.kind}: a text is used once: set samples to 1")
 

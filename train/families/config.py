@@ -1,9 +1,10 @@
 """The settings of the draft to train: its family, where its weights come from, and what each family needs besides."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from decode.common.errors import UserError
+from decode.common.ranges import CountOrZero, at_least
 from decode.drafts.registry import DRAFT_FAMILIES
 
 
@@ -22,27 +23,27 @@ class DraftConfig:
     init: str = ""
     """causal: folder or Hub name of a small language model with the target's tokenizer. Heads: folder of a draft whose
     training to continue."""
-    layers: list[int] = field(default_factory=list)
+    layers: list[CountOrZero] = field(default_factory=list)
     """causal, instead of init: layers of the target that become the draft, such as [0, 11]."""
     init_config: dict[str, Any] = field(default_factory=dict)
     """causal, instead of init: random weights, with these changes to the target's config, such as {hidden_size: 512,
     num_hidden_layers: 4}."""
-    lora_rank: int = 0
+    lora_rank: Annotated[int, at_least(0, 4096)] = 0
     """causal: rank of LoRA adapters on all linear layers, which alone are trained; 0: all weights are trained."""
-    heads: int = 4
+    heads: Annotated[int, at_least(1, 64)] = 4
     """medusa: number of heads, which is the number of tokens drafted at once."""
-    head_layers: int = 1
+    head_layers: Annotated[int, at_least(0, 64)] = 1
     """medusa: residual blocks per head."""
-    target_lora_rank: int = 16
+    target_lora_rank: Annotated[int, at_least(1, 4096)] = 16
     """medusa2: rank of the LoRA adapters with which the target is trained along with its heads."""
-    steps: int = 7
+    steps: Annotated[int, at_least(1, 64)] = 7
     """eagle3: how many times each slot is run in training (training-time test)."""
-    vocab: int = 32000
+    vocab: CountOrZero = 32000
     """eagle3: size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target."""
-    taps: list[int] = field(default_factory=list)
+    taps: list[CountOrZero] = field(default_factory=list)
     """eagle3: layers whose input hidden states are read; empty: 2, L/2 and L-3 of L layers, which every engine
     assumes."""
-    width: int = 0
+    width: Annotated[int, at_least(0, 65_536)] = 0
     """eagle3: hidden size; 0: the target's."""
 
     def __post_init__(self) -> None:
@@ -51,10 +52,6 @@ class DraftConfig:
             raise UserError(
                 f"draft.family {self.family!r} is not known: choose one of {', '.join(trained)}"
             )
-        if min(self.heads, self.target_lora_rank, self.steps) < 1:
-            raise UserError("draft: need heads, target_lora_rank and steps >= 1")
-        if min(self.head_layers, self.vocab, self.width, self.lora_rank) < 0:
-            raise UserError("draft: need head_layers, vocab, width and lora_rank >= 0")
         if self.lora_rank and self.init_config:
             raise UserError(
                 "draft.lora_rank adapts a draft that is trained already: give draft.init or draft.layers"

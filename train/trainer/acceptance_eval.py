@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from decode.common.errors import UserError
+from decode.common.ranges import Count, DraftLength
 from decode.drafts.base import Draft
+from decode.engine.active_request import check_draft_length
 from decode.engine.engine import decode
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
@@ -17,22 +18,19 @@ from train.data.sources import DOMAINS, PromptSource
 class AcceptanceEvalConfig:
     """The fixed prompts on which τ and α are measured during training, with the real decoder."""
 
-    prompts: int = 6
+    prompts: Count = 6
     """How many; taken from the bundled training prompts, never from the evaluation prompts."""
-    k: int = 4
+    k: DraftLength = 4
     """Tokens drafted per round."""
-    max_new_tokens: int = 32
+    max_new_tokens: Count = 32
     """Longest answer."""
-
-    def __post_init__(self) -> None:
-        if min(self.prompts, self.k, self.max_new_tokens) < 1:
-            raise UserError("check: need prompts >= 1, k >= 1 and max_new_tokens >= 1")
 
 
 class AcceptanceEval:
     """Measures τ and α of a draft on the same prompts each time, equally many from each bundled domain."""
 
     def __init__(self, s: AcceptanceEvalConfig, target: Target, seed: int):
+        check_draft_length(target, s.k, "check.k")
         self.config, self.target, self.seed = s, target, seed
         limit = max(1, s.prompts // len(DOMAINS))
         sources = [PromptSource("bundled", domain, limit=limit) for domain in DOMAINS]

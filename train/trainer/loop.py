@@ -6,25 +6,27 @@ micro-batches, processes and padding do not change the objective.
 
 import contextlib
 import math
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from accelerate import Accelerator
 from rich.console import Console
 from torch.distributed.tensor import DTensor
 
+from decode.common.command import DeferredStop
 from decode.common.errors import UserError
 from decode.common.progress import ProgressBars, progress_bars
+from decode.common.ranges import Count, CountOrZero, LearningRate, above, at_least
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import TrainableDraft
 from train.trainer import checkpoint
 from train.trainer.checkpoint import TrainingState
-from train.trainer.collective import SigtermHandler
 from train.trainer.throughput import FlopsByDtype, ThroughputMeter, report_out_of_memory
 from train.trainer.tracking import NullTracker, Tracker
 
@@ -33,47 +35,41 @@ from train.trainer.tracking import NullTracker, Tracker
 class LoopConfig:
     """Optimiser, batch sizes, and how often to log, measure and save."""
 
-    steps: int = 1000
+    steps: CountOrZero = 1000
     """Optimiser steps."""
-    epochs: float = 0.0
+    epochs: Annotated[float, at_least(0)] = 0.0
     """Passes over the samples, used in place of `steps`; 0: `steps` is used."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Samples per optimiser step, summed over processes and micro-batches."""
-    micro_batch: int = 16
+    micro_batch: Count = 16
     """Samples per forward pass of each process; a lower value needs less memory and gives the same result."""
     pack: bool = False
     """Packs several samples of a forward pass into one line instead of padding each to the longest (same result)."""
-    lr: float = 1e-3
+    lr: LearningRate = 1e-3
     """Peak learning rate of AdamW."""
-    muon_lr: float = 0.0
+    muon_lr: Annotated[float, at_least(0, 10)] = 0.0
     """Peak learning rate of Muon for the weight matrices inside layers, such as 0.02; 0: AdamW trains them as well."""
-    warmup: int = 50
+    warmup: CountOrZero = 50
     """Steps of linear warm-up; afterwards the learning rate falls to a tenth of its peak along a cosine."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, at_least(0, 100)] = 0.0
     """Decoupled weight decay of AdamW and Muon."""
-    clip: float = 1.0
+    clip: Annotated[float, above(0)] = 1.0
     """The gradient is scaled down to this norm where its norm is larger."""
-    max_length: int = 512
+    max_length: Count = 512
     """Tokens; longer samples are cut."""
-    log_every: int = 10
+    log_every: Count = 10
     """Steps between lines of the log."""
-    eval_every: int = 100
+    eval_every: CountOrZero = 100
     """Steps between measurements of τ and α with the decoder; 0: never."""
-    save_every: int = 100
+    save_every: Count = 100
     """Steps between checkpoints."""
-    keep: int = 2
+    keep: Count = 2
     """How many of the newest checkpoints to keep."""
     keep_best: bool = False
     """Saves the draft with the highest measured τ instead of the last one, and keeps its checkpoint. Differences of τ
     are meaningful only if check.prompts is large."""
 
     def __post_init__(self) -> None:
-        counts = ("batch_size", "micro_batch", "max_length", "log_every", "save_every", "keep")
-        for name in counts:
-            if vars(self)[name] < 1:
-                raise UserError(f"loop.{name} is {vars(self)[name]}: need at least 1")
-        if min(self.steps, self.epochs, self.eval_every, self.warmup) < 0:
-            raise UserError("loop: need steps, epochs, eval_every and warmup >= 0")
         if self.keep_best and self.eval_every == 0:
             raise UserError("loop.keep_best needs measurements of τ: give loop.eval_every")
 
@@ -144,7 +140,7 @@ class StepResult:
     norm: float
     """The gradient's norm before clipping."""
     stop: bool
-    """SIGTERM was received on some rank."""
+    """SIGINT or SIGTERM was received on some rank."""
     seconds: float
     waited: float
     """Seconds of them that `select_batch` took."""
@@ -158,11 +154,11 @@ def train(
     tracker: Tracker | NullTracker,
     measure: Callable[[], dict[str, float]],
     progress: ProgressBars,
-) -> bool:
+) -> int:
     """Trains from step `state.step` to `s.steps`, updating `state` in place and writing checkpoints to `out`.
 
-    `measure` decodes with the current draft and returns τ and α to log. Returns False if SIGTERM ended the training
-    early, after the current step was finished and saved. UserError when the loss or the gradient is not finite (the
+    `measure` decodes with the current draft and returns τ and α to log. Returns 0, or the number of the signal that
+    ended the training early, after the current step was finished and saved. UserError when the loss or the gradient is not finite (the
     last good checkpoint is kept) or when memory runs out.
     """
     accelerator = training.accelerator
@@ -170,7 +166,7 @@ def train(
     bar = progress.add_task(
         "distilling", total=s.steps, completed=state.step, loss="", alpha="", speed=""
     )
-    with SigtermHandler() as stop, report_out_of_memory(out_of_memory_advice(s)):
+    with DeferredStop() as stop, report_out_of_memory(out_of_memory_advice(s)):
         for step in range(state.step, s.steps):
             result = train_step(training, s, step, out, stop)
             meter.add(result.rows, result.seconds, result.waited)
@@ -202,12 +198,12 @@ def train(
                 checkpoint.save(accelerator, out, state, s.keep, best)
             progress.update(bar, completed=done)
             if result.stop and not last:
-                return False
-    return True
+                return stop.received or signal.SIGTERM
+    return 0
 
 
 def train_step(
-    training: Training, s: LoopConfig, step: int, out: Path, stop: SigtermHandler | None = None
+    training: Training, s: LoopConfig, step: int, out: Path, stop: DeferredStop | None = None
 ) -> StepResult:
     """Takes optimiser step `step` (from 0) on the batch that `training.select_batch` gives for it.
 
@@ -225,7 +221,7 @@ def train_step(
     waited = time.perf_counter() - began
     sums = _accumulate_gradients(training, rank_rows, s.micro_batch, world / tokens, s.pack)
     norm = accelerator.clip_grad_norm_(training.model.parameters(), s.clip)
-    received = stop is not None and stop.received
+    received = stop is not None and stop.received > 0
     values = _reduce_metrics(accelerator, {**sums, "stop": float(received)}, norm)
     stopped, total_norm = values.pop("stop") > 0, values.pop("norm")
     _check_finite(values["loss"], total_norm, step, out, accelerator.is_main_process)

@@ -16,6 +16,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from decode.common.errors import UserError
+from decode.common.ranges import Count, Share
 from decode.engine.engine import decode
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
@@ -33,22 +34,16 @@ PROMPT_SEED_OFFSET = 1_000_003  # added to the seed, so that prompts come in ano
 class OnPolicyConfig:
     """Training on rows that the draft generates itself."""
 
-    share: float = 0.0
+    share: Share = 0.0
     """Share of a step's rows that the draft generates; 0: none, 1: all, so that the data only gives prompts."""
-    every: int = 100
+    every: Count = 100
     """Steps after which the current draft generates new rows; each row is read once."""
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     """Tokens of a continuation at most."""
-    batch_size: int = 32
+    batch_size: Count = 32
     """Prompts continued together by each process."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
     """How the draft's tokens are sampled."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise UserError(f"on_policy.share {self.share} must be between 0 and 1")
-        if min(self.every, self.max_new_tokens, self.batch_size) < 1:
-            raise UserError("on_policy: need every, max_new_tokens and batch_size >= 1")
 
 
 class OnPolicyRunConfig(Protocol):

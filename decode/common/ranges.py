@@ -1,0 +1,116 @@
+"""Ranges of the numbers in settings: declared in the annotation of a field, and checked here.
+
+    batch_size: Annotated[int, at_least(1)] = 32
+    temperatures: list[Temperature]
+
+A field has one range, for every number in it. Numbers that mean the same in several commands share an alias below.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args, get_type_hints
+
+from decode.common.errors import UserError
+
+LARGEST = 10**9
+"""No setting is larger unless its range says so."""
+
+
+@dataclass(frozen=True, repr=False)
+class Range:
+    """The finite numbers from `low` to `high`; `str` gives it in words."""
+
+    low: float
+    high: float = LARGEST
+    low_included: bool = True
+    high_included: bool = True
+    or_zero: bool = False
+    """0 is allowed as well, where it means off."""
+
+    def __contains__(self, value: float) -> bool:
+        if value == 0 and self.or_zero:
+            return True
+        above = value >= self.low if self.low_included else value > self.low
+        return above and (value <= self.high if self.high_included else value < self.high)
+
+    def __repr__(self) -> str:
+        low = f"{'at least' if self.low_included else 'above'} {self.low:g}"
+        high = f"{'at most' if self.high_included else 'below'} {self.high:,}"
+        return f"{'0, or ' * self.or_zero}{low}{f' and {high}' * (self.high != LARGEST)}"
+
+
+def at_least(low: float, most: float = LARGEST) -> Range:
+    """From `low` to `most`."""
+    return Range(low, most)
+
+
+def above(low: float, most: float = LARGEST) -> Range:
+    """Above `low`, to `most`."""
+    return Range(low, most, low_included=False)
+
+
+def inside(low: float, high: float) -> Range:
+    """Above `low` and below `high`."""
+    return Range(low, high, low_included=False, high_included=False)
+
+
+def zero_or(low: float, most: float = LARGEST) -> Range:
+    """0, or from `low` to `most`."""
+    return Range(low, most, or_zero=True)
+
+
+MAX_DRAFT_LENGTH = 1024
+DraftLength = Annotated[int, at_least(1, MAX_DRAFT_LENGTH)]
+"""Tokens of a chain, or levels of a tree; the target's context is a further limit, known when it is loaded."""
+TreeNodes = Annotated[int, at_least(1, MAX_DRAFT_LENGTH)]
+TreeWidth = Annotated[int, at_least(1, 64)]
+Count = Annotated[int, at_least(1)]
+"""Of what there must be one at least: tokens, rows, steps."""
+CountOrZero = Annotated[int, at_least(0)]
+"""Where 0 has a meaning of its own, such as all or never."""
+Temperature = Annotated[float, zero_or(0.001, 100)]
+"""0 is greedy; below the least one, logits divided by it overflow."""
+TopP = Annotated[float, above(0, 1)]
+Share = Annotated[float, at_least(0, 1)]
+Seed = Annotated[int, at_least(0, 2**32 - 1)]
+"""What every library takes as a seed."""
+LearningRate = Annotated[float, above(0, 10)]
+
+
+def check_ranges(settings: Any, prefix: str = "") -> None:
+    """UserError for a number in the dataclass `settings`, or in what it holds, that is out of its range or not finite.
+
+    The message names the setting as a/the dotted name, `prefix` in front.
+    """
+    hints = get_type_hints(type(settings), include_extras=True)
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        _check(value, f"{prefix}{field.name}", range_of(hints[field.name]))
+
+
+def range_of(hint: Any) -> Range | None:
+    """The range that stands in an annotation, also in that of the items of a list or a dict."""
+    for inner in get_args(hint):
+        found = inner if isinstance(inner, Range) else range_of(inner)
+        if found is not None:
+            return found
+    return None
+
+
+def _check(value: Any, name: str, range_: Range | None) -> None:
+    if dataclasses.is_dataclass(value):
+        check_ranges(value, f"{name}.")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check(item, f"{name}.{key}", range_)
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            _check(item, f"{name}[{i}]", range_)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        if range_ is None and math.isfinite(value) or range_ is not None and value in range_:
+            return
+        needed: Any = range_ or "finite"
+        if range_ is not None and value > range_.high:
+            needed = f"at most {range_.high:,}"
+        raise UserError(f"{name} is {value}: it must be {needed}")
