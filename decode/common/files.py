@@ -100,6 +100,19 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
 
     UserError for anything but one mapping with text as keys, and for what the docstring of this module lists.
     """
+    value = parse_yaml_value(text, name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(f"{name} holds {_shape(value)}: write settings as lines of `name: value`")
+    odd = next((key for key in value if not isinstance(key, str)), None)
+    if odd is not None:
+        raise UserError(f"{name}: the name {odd!r} is no text: write it in quotes or correct it")
+    return value
+
+
+def parse_yaml_value(text: str, name: str) -> Any:
+    """What the YAML `text` holds, None if nothing. UserError for what the docstring of this module lists."""
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -113,14 +126,8 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
     except RecursionError as error:
         raise _too_deep(name) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or a date that is none
-        raise UserError(f"{name} is not valid YAML ({first_line(error)}): correct it") from error
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise UserError(f"{name} holds {_shape(value)}: write settings as lines of `name: value`")
-    odd = next((key for key in value if not isinstance(key, str)), None)
-    if odd is not None:
-        raise UserError(f"{name}: the name {odd!r} is no text: write it in quotes or correct it")
+        reason = first_line(error).partition(";")[0]
+        raise UserError(f"{name} is not valid YAML ({reason}): correct it") from error
     _check_characters(value, name)
     return value
 
@@ -136,8 +143,7 @@ def _parse_json(text: str, where: str, advice: str) -> Any:
     except RecursionError as error:
         raise _too_deep(where) from error
     except ValueError as error:
-        digits = sys.get_int_max_str_digits()
-        raise UserError(f"{where} has a number of over {digits} digits: correct it") from error
+        raise _too_long_number(where) from error
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _children(outer)]
@@ -161,6 +167,8 @@ def _check_characters(value: Any, where: str) -> None:
     except UnicodeEncodeError as error:
         code = f"\\u{ord(error.object[error.start]):04x}"
         raise UserError(f"{where} has {code}, half of a surrogate pair: replace it") from error
+    except ValueError as error:  # a hexadecimal number: only writing it in decimal digits is limited
+        raise _too_long_number(where) from error
 
 
 def _measure_node(
@@ -200,6 +208,11 @@ def _measure_node(
 
 def _too_deep(where: str) -> UserError:
     return UserError(f"{where} is nested deeper than {MAX_DEPTH} levels: make it flat")
+
+
+def _too_long_number(where: str) -> UserError:
+    digits = sys.get_int_max_str_digits()
+    return UserError(f"{where} has a number of over {digits} digits: correct it")
 
 
 def _shape(value: Any) -> str:
