@@ -47,7 +47,7 @@ def filter_guards(guards: Sequence[Any]) -> list[bool]:
     by their first layer's (frozen) weights, the number of layers and each layer's hooks, which are the taps.
     """
     return [
-        guard.name.endswith("ForwardContext.split_kv")
+        guard.name.endswith("CONTEXT.split_kv")
         if guard.is_global
         else LATER_LAYER_GUARD.search(guard.name) is None
         for guard in guards

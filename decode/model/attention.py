@@ -7,6 +7,7 @@ has the lengths of ragged rows, the window of each layer and, in prefill, plain 
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,16 +21,21 @@ ATTENTION_NAME = "draftsmith"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
+@dataclass
 class ForwardContext:
-    """What attention needs to know of the current forward, as class attributes.
+    """What attention needs to know of the current forward: `CONTEXT`, the only instance.
 
     Keywords of the model's forward could not carry it: some models (stablelm) do not pass unknown ones to their layers.
-    decode/engine/compile.py guards `split_kv` by this name.
+    An instance, because torch 2.11 cannot compile code that sets attributes of a class.
     """
 
     slots: SlotMapping | None = None
     documents: "DocumentMask | None" = None
-    split_kv = False
+    split_kv: bool = False
+
+
+CONTEXT = ForwardContext()
+"""decode/engine/compile.py guards `split_kv` by its name."""
 
 
 def use_split_kv(on: bool) -> None:
@@ -40,17 +46,17 @@ def use_split_kv(on: bool) -> None:
     """
     if on and not HAS_TRITON:
         raise UserError("split_kv needs Triton, which comes with torch for CUDA: leave it off here")
-    ForwardContext.split_kv = on
+    CONTEXT.split_kv = on
 
 
 @contextmanager
 def forward_context(slots: SlotMapping) -> Iterator[None]:
     """While the block runs, attention reads and writes the K/V buffers by `slots`."""
-    ForwardContext.slots = slots
+    CONTEXT.slots = slots
     try:
         yield
     finally:
-        ForwardContext.slots = None
+        CONTEXT.slots = None
 
 
 class DocumentMask:
@@ -76,11 +82,11 @@ def packed_documents(numbers: torch.Tensor | None) -> Iterator[None]:
 
     None: each line of the batch is one text.
     """
-    ForwardContext.documents = None if numbers is None else DocumentMask(numbers)
+    CONTEXT.documents = None if numbers is None else DocumentMask(numbers)
     try:
         yield
     finally:
-        ForwardContext.documents = None
+        CONTEXT.documents = None
 
 
 def _causal_mask(count: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -114,8 +120,8 @@ def attention_forward(
         raise UserError(
             f"{type(module).__name__} masks its attention by itself: such models are not supported"
         )
-    slots = ForwardContext.slots
-    documents = None if slots is not None else ForwardContext.documents
+    slots = CONTEXT.slots
+    documents = None if slots is not None else CONTEXT.documents
     rows, heads, count, width = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
@@ -127,7 +133,7 @@ def attention_forward(
         )
         return out.transpose(1, 2).contiguous(), None
     packed = query.reshape(rows, kv_heads, groups * count, width)  # no repeated keys
-    if ForwardContext.split_kv and slots is not None and slots.row is None and not slots.is_prefill:
+    if CONTEXT.split_kv and slots is not None and slots.row is None and not slots.is_prefill:
         from decode.model import split_kv_attention  # imports Triton
 
         metadata = slots.split_kv_metadata(sliding_window)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from decode.model.attention import ForwardContext
+from decode.model.attention import CONTEXT
 
 MAX_ROWS = 32
 """Up to this many rows the layer below is faster for narrow models too (docs/log.md)."""
@@ -26,11 +26,7 @@ class SmallBatchLinear(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N], equal to that of torch.nn.Linear but for rounding."""
         rows = x.numel() // x.shape[-1]
-        if (
-            ForwardContext.slots is None
-            or not 2 <= rows <= MAX_ROWS
-            or torch.compiler.is_compiling()
-        ):
+        if CONTEXT.slots is None or not 2 <= rows <= MAX_ROWS or torch.compiler.is_compiling():
             return super().forward(x)
         columns = x.reshape(rows, -1).t()
         if self.bias is None:

@@ -86,15 +86,15 @@ def test_split_kv_equals_the_dense_mask(arch: str) -> None:
 
 
 def test_compiled_code_notices_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches the guard of `split_kv` dropped by the guard filter, which knows it by its class's name: compiled code
+    """Catches the guard of `split_kv` dropped by the guard filter, which knows it by its name: compiled code
     would go on with the kernel that was chosen when it was compiled."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if attention.ForwardContext.split_kv else x - 1
+        return x + 1 if attention.CONTEXT.split_kv else x - 1
 
     options = {"guard_filter_fn": filter_guards}
     compiled = torch.compile(forward, fullgraph=True, backend="eager", options=options)
     x = torch.zeros(2)
     for on in (False, True, False):
-        monkeypatch.setattr(attention.ForwardContext, "split_kv", on)
+        monkeypatch.setattr(attention.CONTEXT, "split_kv", on)
         assert torch.equal(compiled(x), forward(x))
