@@ -6,6 +6,7 @@
 - renamed_settings: old names of settings, read under their new names
 - run_dir: the output folder of a run, and the provenance of its results
 - files: atomic writing, and JSON with an error that names the file
+- damage: damaged files are moved aside, and what is intact in them is kept
 - progress: bars in a terminal, plain lines in a log
 - chat_template: a prompt as token ids
 

@@ -1,12 +1,11 @@
 """The journal of a run: every finished measurement, line by line on disk, so that a stopped run goes on."""
 
-import contextlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from decode.common import run_dir
+from decode.common import damage, provenance
 from decode.common.errors import UserError
 from eval.benchmark.config import MethodConfig
 from eval.benchmark.methods import draft_checksums
@@ -18,18 +17,19 @@ HEADER = ["machine", 2]
 class Journal:
     """An append-only file of {key, value} lines. A key is a list of plain values; a value is anything JSON holds.
 
-    Every line is flushed whole, so a run that is killed loses only the measurement in progress. The last line may be
-    torn: it is dropped, and no other. The first line names the machine, since a report must not mix two. UserError
-    for a journal of another machine, of an earlier version, or with a damaged line.
+    Every line is flushed whole, so a run that is killed loses only the measurement in progress. Damaged lines are
+    dropped with a warning (`damage.read_log`) and measured again. The first line names the machine, since a report must
+    not mix two; if it is damaged, everything is measured again. UserError for a journal of another machine or of an
+    earlier version.
     """
 
     def __init__(self, path: Path, machine: dict[str, Any]):
         self.path = path
-        self._values: dict[str, Any] = {}
-        self.num_resumed = 0
+        consequence = "what they held is measured again"
+        rows = damage.read_log(path, {"key": list, "value": object}, consequence, needs_first=True)
+        self._values = {json.dumps(row["key"]): row["value"] for row in rows}
+        self.num_resumed = max(0, len(self._values) - 1)
         """Entries of an earlier, interrupted run."""
-        if path.exists():
-            self._read()
         if not self._values:
             self.put(HEADER, machine)
         elif self.get(HEADER) is None:
@@ -59,23 +59,10 @@ class Journal:
             self.put(key, measure())
         return self.get(key)
 
-    def _read(self) -> None:
-        text = self.path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # the writer was killed in the middle of a line
-            self.path.write_text(whole, encoding="utf-8")
-        for number, line in enumerate(whole.split("\n")[:-1], 1):
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                row = json.loads(line)
-                self._values[json.dumps(row["key"])] = row["value"]
-                continue
-            raise UserError(f"{self.path}:{number} is damaged: --overwrite true begins anew")
-        self.num_resumed = max(0, len(self._values) - 1)
-
 
 def open_journal(out: Path, methods: Sequence[MethodConfig]) -> Journal:
     """The journal of the run in this folder. UserError if a draft was trained anew since it began."""
-    journal = Journal(out / "journal.jsonl", run_dir.hardware())
+    journal = Journal(out / "journal.jsonl", provenance.hardware())
     now = draft_checksums(methods)
     then = journal.get_or_measure(["drafts"], lambda: now)
     changed = [name for name in now if then.get(name) != now[name]]

@@ -9,12 +9,14 @@ import logging
 import math
 import netrc
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 
@@ -166,24 +168,20 @@ def _artifact(name: str, kind: str, paths: Sequence[Path]) -> Any:
     return artifact
 
 
-def _lines_up_to(path: Path, step: int | None) -> bytes:
-    """The metric lines up to and including `step`; none for None. An incomplete line is left out."""
-    if step is None or not path.is_file():
-        return b""
-    kept = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue  # the process was killed while it wrote this line
-    return "".join(kept).encode()
+def _lines_up_to(path: Path, step: int | None) -> str:
+    """The metric lines up to and including `step`; none for None. Damaged lines are left out (`damage.read_log`)."""
+    if step is None:
+        return ""
+    rows = damage.read_log(path, {"step": int}, "the log goes on without them")
+    return "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
 
 
 def _run_id(out: Path, resumed: bool) -> str:
     path = out / "wandb_run_id.txt"
     if resumed and path.is_file():
-        return path.read_text(encoding="utf-8").strip()
+        known = path.read_bytes().strip()
+        if re.fullmatch(rb"\w+", known):  # else the file is damaged, and a new W&B run begins
+            return known.decode()
     run_id = secrets.token_hex(4)
     write_atomically(path, f"{run_id}\n".encode())
     return run_id

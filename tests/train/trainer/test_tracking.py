@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -168,6 +169,38 @@ def test_resuming_cuts_the_steps_that_are_trained_again(tmp_path: Path) -> None:
     resumed.finish()
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
     assert lines(tmp_path)[-1]["loss"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "bad", [b'{"step": 2, "loss": "\xff\xfe"}', b'{"step": 2, "lo', b"\0" * 4096, b"[2]", b'{"step": "2"}']
+)  # fmt: skip
+def test_damage_in_the_middle_is_said_and_the_log_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: bytes
+) -> None:
+    """Bug: bytes that are no UTF-8 block every further start of the run; or lost lines are not mentioned."""
+    tracker = start(tmp_path)
+    for step in (1, 2, 3):
+        tracker.log(step, {"loss": 1.0})
+    tracker.finish()
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([whole[0], bad, *whole[2:]]))
+    before = path.read_bytes()
+    start(tmp_path, resumed_step=3).finish()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 3]
+    assert "metrics.jsonl: line 2 is damaged, and 1 of 3 lines are lost" in caplog.text
+    assert len(caplog.records) == 1
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
+    start(tmp_path, resumed_step=3).finish()
+    assert len(caplog.records) == 1  # mended
+
+
+def test_a_damaged_wandb_id_begins_a_new_wandb_run(tmp_path: Path) -> None:
+    """Bug: a file of zeros instead of the id blocks every further start of the run."""
+    (tmp_path / "wandb_run_id.txt").write_bytes(b"\0\xff\0")
+    fresh = tracking._run_id(tmp_path, resumed=True)
+    assert re.fullmatch("[0-9a-f]{8}", fresh)
+    assert tracking._run_id(tmp_path, resumed=True) == fresh
 
 
 def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:

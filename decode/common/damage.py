@@ -1,0 +1,79 @@
+"""Damaged files: found by checksums, moved aside and never deleted, with what is intact in them kept and used."""
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from decode.common.files import write_atomically
+
+LOG = logging.getLogger(__name__)
+SUFFIX = ".damaged"
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def free_name(path: Path) -> Path:
+    """The name beside `path` for what is damaged: PATH.damaged, or PATH.damaged-2 and so on if it is taken."""
+    name, number = path.with_name(path.name + SUFFIX), 1
+    while name.exists() or name.is_symlink():
+        number += 1
+        name = path.with_name(f"{path.name}{SUFFIX}-{number}")
+    return name
+
+
+def move_aside(path: Path) -> Path:
+    """Renames a damaged file or folder to `free_name` and returns that name."""
+    name = free_name(path)
+    path.rename(name)
+    return name
+
+
+def read_log(
+    path: Path, fields: Mapping[str, type], consequence: str, needs_first: bool = False
+) -> list[dict[str, Any]]:
+    """The lines of a file to which JSON objects were appended; [] if there is none. Each has `fields` of these types.
+
+    A last line without its line feed is dropped, because its writer was killed. Other lines that are not such objects
+    are damage: a warning names the first of them and says the `consequence`, a copy of the file is kept beside it, and
+    the file is rewritten without them. With `needs_first` a damaged first line makes all others worthless as well.
+    """
+    if not path.is_file():
+        return []
+    data = path.read_bytes()
+    lines = data.split(b"\n")[:-1]
+    parsed = [_parse_line(line, fields) for line in lines]
+    damaged = [number for number, row in enumerate(parsed, 1) if row is None]
+    if needs_first and damaged[:1] == [1]:
+        parsed = [None] * len(parsed)
+    kept = b"".join(
+        line + b"\n" for line, row in zip(lines, parsed, strict=True) if row is not None
+    )
+    if damaged:
+        copy = free_name(path)
+        shutil.copyfile(path, copy)
+        LOG.warning(
+            f"{path}: line {damaged[0]} is damaged, and {parsed.count(None)} of {len(lines)} lines are lost: "
+            f"{consequence}; the file as it was is kept as {copy.name}"
+        )
+    if kept != data:
+        write_atomically(path, kept)
+    return [row for row in parsed if row is not None]
+
+
+def _parse_line(line: bytes, fields: Mapping[str, type]) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(row, dict) and all(
+        name in row and isinstance(row[name], kind) for name, kind in fields.items()
+    )
+    return row if whole else None
