@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decode.common.errors import UserError, first_line
+from decode.model.gguf import gguf_folder
 from decode.model.runner import ModelRunner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,11 +54,21 @@ def check_model_path(name: str, what: str) -> None:
         raise UserError(f"{what} {name!r} holds no config.json: give a model folder or a hub name")
 
 
+def check_revision(name: str, revision: str | None) -> None:
+    """UserError for a revision of a local path, which would be ignored."""
+    if revision and Path(name).exists():
+        raise UserError(
+            f"revision {revision!r} is of no use: {name!r} is a local path, which has one version; leave it out"
+        )
+
+
 def load_model(name: str, what: str, device: str, dtype: str, revision: str | None = None) -> Any:
     """A causal LM of transformers in eval mode; UserError when it is not there, damaged, or lacks weights.
 
     `what` is its role ("target", "draft") in error messages.
     """
+    check_revision(name, revision)
+    name = gguf_folder(name, revision) or name
     check_model_path(name, what)
     try:
         result: Any = AutoModelForCausalLM.from_pretrained(
@@ -80,6 +91,8 @@ def load_model(name: str, what: str, device: str, dtype: str, revision: str | No
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
     """The tokenizer in a folder or on the Hub. UserError when it cannot be loaded."""
+    check_revision(name, revision)
+    name = gguf_folder(name, revision) or name
     check_model_path(name, "tokenizer")
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision)
