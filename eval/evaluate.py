@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from decode.common import run_dir
+from decode.common import provenance
 from decode.common.cli import to_yaml
 from decode.common.errors import UserError
 from decode.common.progress import ProgressLog
@@ -85,7 +85,7 @@ def evaluate(
             "tokenizer": target.fingerprint,
         },
         "tasks": [loading.task_version(task) for task in s.tasks],
-        **run_dir.provenance(),
+        **provenance.collect(),
         "seed": s.seed,
         "resumed": journal.num_resumed,
         "baseline": {},

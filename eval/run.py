@@ -9,6 +9,7 @@ command goes on with a run that was stopped by Ctrl-C or a crash.
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,24 @@ from rich.console import Console
 from decode.common import files, run_dir
 from decode.common.command import run_command
 from decode.common.progress import progress_bars
+from decode.drafts.base import check_request
 from decode.engine.records import DecodeRecord
 from decode.model.loading import load_target
+from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, config
 from eval.benchmark.config import EvalConfig
 from eval.benchmark.journal import open_journal
-from eval.benchmark.methods import build_methods
+from eval.benchmark.methods import Method, build_methods, simulated_alpha
 from eval.evaluate import evaluate
 from eval.reporting.render import terminal_table, write_report
 from eval.reporting.token_traces import read_outputs, select_traces
 from eval.tasks import loading
 
-EXIT_INTERRUPTED = 130
+COMMAND = "eval/run.py"
+OWNED_FILES = (
+    "journal.jsonl", "outputs.jsonl", "report.json", "report.md", "report.html",
+)  # fmt: skip
+"""Patterns of the files that this command writes into its output folder."""
 
 
 def format_output_line(method: str, temperature: float, record: DecodeRecord) -> str:
@@ -77,28 +84,30 @@ def format_summary_line(report: dict[str, Any], out: Path) -> str:
     )
 
 
+def check_requests(s: EvalConfig, methods: Sequence[Method]) -> None:
+    """UserError for a draft that cannot draft what its method asks for, such as more tokens than Medusa has heads."""
+    for method in methods:
+        if method.draft is not None and simulated_alpha(method) is None:
+            for temperature in s.temperatures:
+                check_request(method.draft, method.k, SamplingParams(temperature, s.top_k, s.top_p))
+
+
 def main(s: EvalConfig) -> None:
     config.check(s)
     target = load_target(s.target, s.device, s.dtype, s.revision)
     methods = build_methods(s, target)  # every mistake shows before the folder is changed
     baselines.check(s, methods)
+    check_requests(s, methods)
     for task in s.tasks:
         loading.load_task_prompts(task, target)
-    run_dir.claim_run_dir(s.out, s)
-    out = Path(s.out)
-    journal = open_journal(out, s.methods)
-    try:
+    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, config.input_paths(s)):
+        out = Path(s.out)
+        journal = open_journal(out, s.methods)
         with progress_bars() as progress:
             report, lines = evaluate(s, target, journal, progress)
-    except KeyboardInterrupt:
-        print(
-            f"stopped; finished measurements are kept in {out}: the same command goes on",
-            file=sys.stderr,
-        )
-        sys.exit(EXIT_INTERRUPTED)
-    outputs = out / "outputs.jsonl"
-    files.write_atomically(outputs, "".join(format_output_line(*line) + "\n" for line in lines))
-    write_report(report, out, select_traces(report, read_outputs(outputs), target.tokenizer))
+        outputs = out / "outputs.jsonl"
+        files.write_atomically(outputs, "".join(format_output_line(*line) + "\n" for line in lines))
+        write_report(report, out, select_traces(report, read_outputs(outputs), target.tokenizer))
     Console().print(terminal_table(report))
     print(format_summary_line(report, out))
 

@@ -24,7 +24,7 @@ from rich.progress import Progress
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from decode.common import files, run_dir
+from decode.common import files, provenance, run_dir
 from decode.common.cli import to_yaml
 from decode.common.command import run_command
 from decode.common.progress import ProgressLog, progress_bars
@@ -61,6 +61,9 @@ from eval.tuning.selection import (
 from eval.tuning.sweep import SweepStage, full_batches, run_sweep
 
 SCHEMA = 1
+COMMAND = "eval/tune.py"
+OWNED_FILES = ("journal.jsonl", "tuned.json", "tuned.md", "tuned.yaml", "settings/*.yaml")
+"""Patterns of the files that this command writes into its output folder."""
 
 
 def tune(
@@ -97,7 +100,7 @@ def tune(
         "target": {"name": context.target.name, "tokenizer": context.target.fingerprint},
         "tasks": [loading.task_version(task) for task in s.tasks],
         "drafts": draft_checksums(s.methods),
-        **run_dir.provenance(),
+        **provenance.collect(),
         "seed": s.seed,
         "bandwidth": journal.get_or_measure(
             ["bandwidth"], lambda: measure_bandwidth(context.target.decoder.device)
@@ -225,21 +228,16 @@ def main(s: TuneConfig) -> None:
     target = load_target(s.target, s.device, s.dtype, s.revision)
     methods = load_methods(s, target)  # every mistake shows before the folder is changed
     context = load_timing_context(s, target)
-    run_dir.claim_run_dir(s.out, s)
-    out = Path(s.out)
-    journal = open_journal(out, s.methods)
-    console = Console(stderr=True)
-    try:
+    console, out = Console(stderr=True), Path(s.out)
+    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, config.input_paths(to_eval_config(s))):
+        journal = open_journal(out, s.methods)
         with progress_bars(console) as progress:
             tuned = tune(s, context, methods, journal, progress)
-    except KeyboardInterrupt:
-        console.print(f"stopped; finished measurements are kept in {out}: the same command goes on")
-        sys.exit(130)
-    files.write_atomically(
-        out / "tuned.json", json.dumps(tuned, indent=1, ensure_ascii=False) + "\n"
-    )
-    write_eval_configs(s, context.items, tuned, out)
-    files.write_atomically(out / "tuned.md", render_markdown(tuned))
+        files.write_atomically(
+            out / "tuned.json", json.dumps(tuned, indent=1, ensure_ascii=False) + "\n"
+        )
+        write_eval_configs(s, context.items, tuned, out)
+        files.write_atomically(out / "tuned.md", render_markdown(tuned))
     console.print(terminal_table(tuned))
     line = {
         "tuned": str(out / "tuned.json"),

@@ -23,11 +23,11 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env, set_seed
 from rich.console import Console
 
-from decode.common import provenance, run_dir
+from decode.common import provenance
 from decode.common.cli import to_dict
-from decode.common.command import run_command
+from decode.common.command import run_command, stop
 from decode.common.ranges import CountOrZero, Seed
-from decode.drafts.base import DraftContext
+from decode.drafts.base import METADATA_FILE, MODEL_FILES, check_request
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from train.data import batching, mixture, sample_store
@@ -48,6 +48,20 @@ from train.trainer.on_policy import OnPolicyBuffer, OnPolicyConfig
 from train.trainer.throughput import report_out_of_memory
 from train.trainer.tracking import NullTracker, Tracker
 
+COMMAND = "train/distill.py"
+OWNED_FILES = (
+    *MODEL_FILES,
+    *(f"target/{name}" for name in MODEL_FILES),  # the trained target of Medusa-2
+    METADATA_FILE,
+    "adapter/*",
+    "metrics.jsonl",
+    "wandb_run_id.txt",
+    "wandb/**",
+    "checkpoints/latest",
+    "checkpoints/step-*/**",
+    "on_policy/**",
+)
+"""Patterns of the files that this command writes into its output folder."""
 OUT_OF_MEMORY_ADVICE = (
     "the models alone do not fit: set target_dtype to bfloat16, or take a smaller draft"
 )
@@ -143,9 +157,7 @@ def build_draft(
     context = FamilyContext(s, target, rows, str(target.decoder.device), folder)
     trainable = family_trainer(s.draft.family).build(context)
     if s.loop.eval_every > 0 and not s.dry_run:
-        trainable.to_draft().begin_batch(
-            DraftContext(1, 1, s.check.k, SamplingParams(), lambda p: p.argmax(-1))
-        )
+        check_request(trainable.to_draft(), s.check.k, SamplingParams())
         trainable.model.train()
     return trainable
 
@@ -225,15 +237,10 @@ def build_full_copy(
     return build_draft(s, parts.target, parts.rows)
 
 
-def claim_output_dir(s: DistillConfig, accelerator: Accelerator) -> bool:
-    """Claims `out` for this run; True in the main process if it continues an earlier run."""
-    resumed = False
-    with collective.raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process:
-            resumed = run_dir.claim_run_dir(s.out, s)
-            checkpoint.remove_partial(Path(s.out))
-            sample_store.remove_partial(Path(s.out))
-    return resumed
+def input_paths(s: DistillConfig) -> list[str]:
+    """What the run reads: folders and files, or names on the Hub."""
+    parts = mixture.mixture_parts(s.data)
+    return [s.target, s.draft.init, s.features, *(part.path for part in parts)]
 
 
 def fill_feature_store(accelerator: Accelerator, parts: RunComponents, console: Console) -> None:
@@ -244,12 +251,19 @@ def fill_feature_store(accelerator: Accelerator, parts: RunComponents, console: 
 
 
 def distill(
-    s: DistillConfig, accelerator: Accelerator, parts: RunComponents, console: Console
+    s: DistillConfig,
+    accelerator: Accelerator,
+    parts: RunComponents,
+    console: Console,
+    resumed: bool,
 ) -> None:
-    """Trains from the last checkpoint, if there is one, and writes the draft's folder."""
+    """Trains from the last checkpoint, if there is one, and writes the draft's folder, which this run has open."""
     out, trainable, is_main = Path(s.out), parts.trainable, accelerator.is_main_process
     samples, processes = len(parts.rows), accelerator.num_processes
-    resumed = claim_output_dir(s, accelerator)
+    with collective.raise_on_all_ranks(accelerator):
+        if is_main:
+            checkpoint.remove_partial(out)
+            sample_store.remove_partial(out)
     fill_feature_store(accelerator, parts, console)
     training = build_training(s, accelerator, parts)
     full_copy = build_full_copy(s, accelerator, parts)
@@ -279,7 +293,7 @@ def distill(
             signal_number = train(training, s.loop, state, out, tracker, measure, bar)
         if signal_number:
             accelerator.end_training()
-            command.stop(signal_number, f"step {state.step} is saved")
+            stop(signal_number, f"step {state.step} is saved")
         if s.loop.keep_best and state.measured_at != state.step:
             checkpoint.load(accelerator, checkpoint.checkpoint_dir(out, state.measured_at))
             console.print(f"the draft is that of step {state.measured_at}, whose τ was best")
@@ -318,7 +332,9 @@ def main(s: DistillConfig) -> None:
         if accelerator.is_main_process:
             print(json.dumps({"dry_run": True, "estimated": estimated, "measured": measured}))
     else:
-        distill(s, accelerator, parts, console)
+        run = collective.open_run(accelerator, s.out, s, COMMAND, OWNED_FILES, input_paths(s))
+        with run as resumed:
+            distill(s, accelerator, parts, console, resumed)
     accelerator.end_training()  # without this, threads of the process group may abort a finished process
 
 

@@ -8,6 +8,7 @@ Several processes share the prompts. After a kill the same command resumes: no a
 twice, and each answer is the same as without the kill, because its random numbers depend on its id alone.
 """
 
+import contextlib
 import hashlib
 import sys
 import time
@@ -23,19 +24,19 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from rich.console import Console
 
-from decode.common import provenance, run_dir
+from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.progress import ProgressBars, progress_bars
 from decode.common.ranges import Count, DraftLength, Seed, at_least
-from decode.drafts.base import Draft
+from decode.drafts.base import Draft, check_request
 from decode.drafts.registry import pick_draft
 from decode.engine.active_request import check_draft_length
 from decode.engine.engine import speculate
 from decode.engine.records import DecodeRecord, add_record
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
-from train.data import sample_store
+from train.data import manifest, sample_store
 from train.data.conversations import Conversation, TurnSelection, join_turns, skip_repeated_turn_end
 from train.data.filters import FilterConfig
 from train.data.prompt_pipeline import (
@@ -47,6 +48,10 @@ from train.data.prompt_pipeline import (
 from train.data.prompts import Prompt
 from train.data.sources import PromptSource
 from train.trainer import collective
+
+COMMAND = "train/sample.py"
+OWNED_FILES = ("manifest.json", "shards/*.parquet")
+"""Patterns of the files that this command writes into its output folder."""
 
 
 @dataclass
@@ -139,7 +144,10 @@ class ConversationState:
 
 
 class ShardWriter:
-    """Collects finished rows and writes a shard whenever `shard_rows` of them are there; close() writes the rest."""
+    """Collects finished rows and writes a shard whenever `shard_rows` of them are there.
+
+    As a context manager it writes the rest at the end, also when the command is stopped.
+    """
 
     def __init__(self, s: SampleConfig):
         self.s = s
@@ -149,13 +157,21 @@ class ShardWriter:
         """Adds the row of one finished conversation."""
         self.rows.append(make_row(self.s, prompt, conversation, finish_reason))
         if len(self.rows) >= self.s.shard_rows:
-            self.close()
+            self.write()
 
-    def close(self) -> None:
+    def write(self) -> None:
         """Writes the collected rows, if there are any."""
         if self.rows:
-            sample_store.add_shard(Path(self.s.out), self.rows)
+            # the shard of these very ids is there if a signal came after it was written
+            with contextlib.suppress(FileExistsError):
+                sample_store.add_shard(Path(self.s.out), self.rows)
         self.rows = []
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.write()
 
 
 def generate_answers(
@@ -171,35 +187,35 @@ def generate_answers(
     turns follow in groups of `shard_rows`; in a group all first turns are decoded before all second ones.
     """
     bar = bars.add_task("answering", total=len(prompts), speed="")
-    writer, tokens, start = ShardWriter(s), 0, time.perf_counter()
-    for group in group_by_turns(prompts, s.shard_rows):
-        states = [ConversationState(prompt.prompt, prompt.conversation) for prompt in group]
-        while states:
-            outputs, continued = [DecodeRecord(state.prompt_ids()) for state in states], []
-            for record in speculate(
-                target,
-                draft,
-                [output.prompt_ids for output in outputs],
-                k=s.k,
-                rows=s.batch_size,
-                sampling=s.sampling,
-                max_new_tokens=s.max_new_tokens,
-                seeds=[reply_seed(state.seed_key(), s.seed) for state in states],
-            ):
-                state, output = states[record.prompt], outputs[record.prompt]
-                add_record(output, record)
-                tokens += len(record.tokens)
-                if record.finished is None:
-                    continue
-                if state.add_reply(output, target.decoder.context):
-                    continued.append(record.prompt)
-                    continue
-                writer.add(state.prompt, state.conversation(), state.finish_reason)
-                speed = tokens / (time.perf_counter() - start)
-                bars.update(bar, speed=f"{speed:,.0f} tokens/s")
-                bars.advance(bar)
-            states = [states[i] for i in sorted(continued)]
-    writer.close()
+    tokens, start = 0, time.perf_counter()
+    with ShardWriter(s) as writer:
+        for group in group_by_turns(prompts, s.shard_rows):
+            states = [ConversationState(prompt.prompt, prompt.conversation) for prompt in group]
+            while states:
+                outputs, continued = [DecodeRecord(state.prompt_ids()) for state in states], []
+                for record in speculate(
+                    target,
+                    draft,
+                    [output.prompt_ids for output in outputs],
+                    k=s.k,
+                    rows=s.batch_size,
+                    sampling=s.sampling,
+                    max_new_tokens=s.max_new_tokens,
+                    seeds=[reply_seed(state.seed_key(), s.seed) for state in states],
+                ):
+                    state, output = states[record.prompt], outputs[record.prompt]
+                    add_record(output, record)
+                    tokens += len(record.tokens)
+                    if record.finished is None:
+                        continue
+                    if state.add_reply(output, target.decoder.context):
+                        continued.append(record.prompt)
+                        continue
+                    writer.add(state.prompt, state.conversation(), state.finish_reason)
+                    speed = tokens / (time.perf_counter() - start)
+                    bars.update(bar, speed=f"{speed:,.0f} tokens/s")
+                    bars.advance(bar)
+                states = [states[i] for i in sorted(continued)]
 
 
 def group_by_turns(
@@ -225,11 +241,10 @@ def group_by_turns(
 def write_texts(s: SampleConfig, texts: Sequence[TokenizedPrompt], bars: ProgressBars) -> None:
     """Writes tokenised texts and chats as shards, without generating anything."""
     bar = bars.add_task("writing", total=len(texts), speed="")
-    writer = ShardWriter(s)
-    for text in texts:
-        writer.add(text.prompt, text.conversation, "")
-        bars.advance(bar)
-    writer.close()
+    with ShardWriter(s) as writer:
+        for text in texts:
+            writer.add(text.prompt, text.conversation, "")
+            bars.advance(bar)
 
 
 def make_row(
@@ -252,9 +267,9 @@ def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, i
     """Writes manifest.json: how the set was made, and how many prompts were answered or dropped."""
     template = reader.tokenizer.chat_template
     sampling = {**asdict(s.sampling), "max_new_tokens": s.max_new_tokens}
-    sample_store.write_manifest(
+    manifest.write_manifest(
         Path(s.out),
-        sample_store.Manifest(
+        manifest.Manifest(
             target=reader.name,
             revision=reader.revision,
             tokenizer_hash=reader.fingerprint,
@@ -271,14 +286,20 @@ def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, i
 def unanswered_prompts(
     s: SampleConfig, state: PartialState, prompts: Sequence[TokenizedPrompt]
 ) -> list[TokenizedPrompt]:
-    """Makes `out` this run's folder, and returns the prompts that have no row in it yet. Every rank must call it."""
+    """The prompts that have no row in `out` yet. Every rank must call it."""
     with collective.raise_on_all_ranks(state):
         if state.is_main_process:
-            run_dir.claim_run_dir(s.out, s)
             sample_store.remove_partial(Path(s.out))
+            manifest.set_damaged_aside(Path(s.out), {prompt.prompt.id for prompt in prompts})
     done = sample_store.done_ids(Path(s.out))
     state.wait_for_everyone()  # no rank writes a shard before every rank has read which prompts are done
     return [prompt for prompt in prompts if prompt.prompt.id not in done]
+
+
+def input_paths(s: SampleConfig) -> list[str]:
+    """What the run reads: folders and files, or names of other things."""
+    evaluation = [s.decontaminate] if isinstance(s.decontaminate, str) else s.decontaminate
+    return [s.target, s.draft, *evaluation, *(source.path for source in s.sources)]
 
 
 def count_answers(
@@ -314,26 +335,29 @@ def main(s: SampleConfig) -> None:
         raise UserError(
             f"no prompt fits the context of {reader.name}, which holds {reader.context} tokens"
         )
-    todo = unanswered_prompts(s, state, fitting)
-    rank_prompts = todo[state.process_index :: state.num_processes]
-    console = Console(stderr=True, quiet=not state.is_main_process)
-    console.print(
-        f"{len(prompts)} prompts ({dropped['dropped_as_evaluation']} dropped as evaluation prompts), "
-        f"{len(todo)} to answer"
-    )
-    with progress_bars(console, ("speed",), disable=not state.is_main_process) as bars:
-        if target is None:
-            write_texts(s, rank_prompts, bars)
-        else:
-            generate_answers(s, target, draft, rank_prompts, bars)
-    state.wait_for_everyone()
-    if state.is_main_process:
-        counts = count_answers(s, prompts, dropped)
-        write_manifest(s, reader, counts)
+    if draft is not None:
+        check_request(draft, s.k, s.sampling)
+    with collective.open_run(state, s.out, s, COMMAND, OWNED_FILES, input_paths(s)):
+        todo = unanswered_prompts(s, state, fitting)
+        rank_prompts = todo[state.process_index :: state.num_processes]
+        console = Console(stderr=True, quiet=not state.is_main_process)
         console.print(
-            f"{counts['answered']} answered, {counts['failed']} failed (too long for the context), "
-            f"{counts['answers_too_short']} with too short an answer: {s.out}"
+            f"{len(prompts)} prompts ({dropped['dropped_as_evaluation']} dropped as evaluation prompts), "
+            f"{len(todo)} to answer"
         )
+        with progress_bars(console, ("speed",), disable=not state.is_main_process) as bars:
+            if target is None:
+                write_texts(s, rank_prompts, bars)
+            else:
+                generate_answers(s, target, draft, rank_prompts, bars)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            counts = count_answers(s, prompts, dropped)
+            write_manifest(s, reader, counts)
+            console.print(
+                f"{counts['answered']} answered, {counts['failed']} failed (too long for the context), "
+                f"{counts['answers_too_short']} with too short an answer: {s.out}"
+            )
     state.destroy_process_group()
 
 

@@ -4,7 +4,9 @@
 - cli: settings of a command from defaults, YAML and the command line
 - command: how a command starts and ends: signals, exit codes, one line for every foreseeable error
 - renamed_settings: old names of settings, read under their new names
-- run_dir: the output folder of a run, and the provenance of its results
+- run_dir: the output folder of a run: whose it is, and no file lost that is another's
+- lock: one process at a time writes into a folder
+- provenance: command line, commit, versions and hardware of a result
 - files: atomic writing, and JSON with an error that names the file
 - damage: damaged files are moved aside, and what is intact in them is kept
 - progress: bars in a terminal, plain lines in a log

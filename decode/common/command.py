@@ -32,6 +32,8 @@ ADVICE = {
     errno.ELOOP: "a link of the path leads back to itself, name another path",
     errno.EFBIG: "the file system takes no file of this size, name another folder",
     errno.EIO: "check the disk",
+    errno.EBUSY: "it is in use or a mount point, name another path",
+    errno.EXDEV: "it lies on another disk, name another path",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 """{error number: what to do}: the errors of the world, which say nothing about the program."""
@@ -62,10 +64,10 @@ def run_command(
             main(parse_settings(settings, about or "", words))
     except UserError as error:
         _end(2, f"error: {error}", error)
-    except KeyboardInterrupt as stop:
-        _end(130, "stopped by Ctrl-C", stop)
-    except Terminated as stop:
-        _end(143, "stopped by SIGTERM", stop)
+    except KeyboardInterrupt as error:
+        _end(128 + signal.SIGINT, "stopped by Ctrl-C", error)
+    except Terminated as error:
+        _end(128 + signal.SIGTERM, "stopped by SIGTERM", error)
     except Exception as error:
         line = world_error(error)
         if line is None:
@@ -88,25 +90,65 @@ def world_error(error: BaseException | None) -> str | None:
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """In the block SIGINT raises KeyboardInterrupt and SIGTERM raises Terminated, once: what follows may save.
+    """In the block SIGINT raises KeyboardInterrupt and SIGTERM raises Terminated, once, as in `stop`.
 
-    A second SIGINT ends the process at once. A second SIGTERM is ignored, because launchers send one after a Ctrl-C.
     Under `accelerate launch` the end of the launcher counts as SIGTERM.
     """
+    with _handlers(lambda number, _: stop(number)):
+        if "ACCELERATE_MIXED_PRECISION" in os.environ:
+            _sigterm_when_the_launcher_ends()
+        yield
 
-    def stop(number: int, _: Any) -> None:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:
-        _sigterm_when_the_launcher_ends()
+class DeferredStop:
+    """Context manager in which SIGINT and SIGTERM only set `received`: a step is finished and saved before `stop`.
+
+    A second SIGINT ends the process at once.
+    """
+
+    received = 0
+    """Number of the first signal; 0: none came."""
+
+    def __enter__(self) -> "DeferredStop":
+        self._block = _handlers(self._on_signal)
+        self._block.__enter__()
+        return self
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        self.received = self.received or number
+        signal.signal(signal.SIGINT, _end_at_once)
+
+    def __exit__(self, *error: Any) -> None:
+        self._block.__exit__(*error)
+
+
+def stop(number: int, saved: str = "") -> NoReturn:
+    """Raises KeyboardInterrupt for SIGINT, else Terminated; `saved` is a note for the line that the command ends with.
+
+    What follows may save: a second SIGINT ends the process at once, and a further SIGTERM is ignored, because
+    launchers send one after a Ctrl-C.
+    """
+    signal.signal(signal.SIGINT, _end_at_once)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    error = KeyboardInterrupt() if number == signal.SIGINT else Terminated()
+    if saved:
+        error.add_note(saved)
+    raise error
+
+
+@contextmanager
+def _handlers(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """In the block `handler` is called for SIGINT and SIGTERM."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _end_at_once(*_: Any) -> None:
+    os._exit(128 + signal.SIGINT)
 
 
 def _sigterm_when_the_launcher_ends() -> None:
@@ -118,6 +160,8 @@ def _sigterm_when_the_launcher_ends() -> None:
 
 def _end(code: int, line: str, error: BaseException) -> NoReturn:
     """Prints the line with the notes of `error`; of several processes only the first prints the end by a signal."""
+    notes = "; ".join(getattr(error, "__notes__", []))
     if code == 2 or os.environ.get("RANK", "0") == "0":
-        print("; ".join([line, *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
+        colon = "; " if code == 2 else ": "
+        print(line + (colon + notes if notes else ""), file=sys.stderr, flush=True)
     sys.exit(code)

@@ -1,70 +1,225 @@
-"""A command's output folder: which run may write into it, and the provenance of the files in it."""
+"""A command's output folder: which run may write into it, one run at a time, and no file lost that is not its own.
 
-import platform
+run.yaml in it holds the settings, below a line that names the command; `--config` reads it back.
+"""
+
+import os
+import re
 import shutil
-import subprocess
-import sys
-from importlib.metadata import version
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
-import yaml
-
+from decode.common import files, lock
 from decode.common.cli import to_dict, to_yaml
+from decode.common.command import Terminated
 from decode.common.errors import UserError
-from decode.common.files import write_atomically
 from decode.common.renamed_settings import rename_keys, renamed_settings
 
 RUN_FILE = "run.yaml"
+PREVIOUS_RUN = ".previous-run"
+"""Folder within the output folder that keeps the run which --overwrite replaces until the new one has succeeded."""
+MOVING = PREVIOUS_RUN + ".tmp"
+OWN_NAMES = (RUN_FILE, RUN_FILE + ".tmp", lock.LOCK_FILE, PREVIOUS_RUN, MOVING)
+HEADER = "# command: "
 CONTROL_SETTINGS = ("overwrite", "resume", "dry_run", "publish")
 """Settings that say how a run starts and ends. They may differ between two starts of one run."""
 
 
-def claim_run_dir(folder: str, settings: Any) -> bool:
-    """Makes `folder` the output folder of this run; True if it continues an earlier run with equal settings there.
+@dataclass(frozen=True)
+class Run:
+    """The run that has an output folder open."""
 
-    Settings have a field `overwrite` and may have `resume`. A folder of a run with other settings is refused with
-    UserError (which names those that differ) unless one of the two is set; a folder with files but without run.yaml is
-    always refused. Writes run.yaml, which `--config` reads back.
+    resumes: bool
+    """It continues an earlier run in the folder."""
+
+
+@contextmanager
+def open_run(
+    folder: str,
+    settings: Any,
+    command: str,
+    owned: Sequence[str],
+    inputs: Sequence[str | Path] = (),
+) -> Iterator[Run]:
+    """Makes `folder` the output folder of this run while the block runs, and writes run.yaml into it.
+
+    An earlier run of the same `command` ("train/sample.py") with equal settings is continued, one with others only
+    with `settings.resume`. With `settings.overwrite` it is moved to PREVIOUS_RUN, and deleted once a run in the folder
+    has ended without an exception. `owned` are patterns of the files that the command writes, see `owns`; `inputs` are
+    paths that it reads (names of other things are ignored).
+
+    UserError, and nothing is changed, for a folder of another command or of no run, one that another process has open,
+    other settings without one of the two, and for --overwrite where the folder holds a foreign file or an input.
     """
     path = Path(folder)
-    run_file = path / RUN_FILE
-    asked = to_dict(settings)
-    resumes = False
-    if path.is_dir() and any(path.iterdir()):
-        partial = run_file.with_name(run_file.name + ".tmp")
-        if not run_file.is_file() and list(path.iterdir()) == [partial]:
-            partial.unlink()  # the earlier run was killed while it wrote run.yaml
-        elif not run_file.is_file():
-            raise UserError(
-                f"{folder} holds files that no run wrote: choose another folder with --out"
-            )
-        elif asked["overwrite"]:
-            shutil.rmtree(path)
-        else:
-            differing = _differing_settings(run_file, settings)
-            resumes = not differing or asked.get("resume", False)
-            if not resumes:
-                advice = "--resume true continues it, " if "resume" in asked else ""
-                raise UserError(
-                    f"{folder} belongs to another run (different: {', '.join(differing)}): {advice}"
-                    "--overwrite true deletes it, --out names another folder"
-                )
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{folder} is a file: name a folder with --out")
+    check_folder(path)
+    _check_command(path, settings, command)
     path.mkdir(parents=True, exist_ok=True)
-    write_atomically(run_file, to_yaml(settings))
-    return resumes
+    with lock.hold(path / lock.LOCK_FILE, folder):
+        _move_back(path)
+        _check_command(path, settings, command)
+        resumes = False
+        if (path / RUN_FILE).is_file():
+            if settings.overwrite:
+                check_inputs_outside(path, inputs)
+                check_no_foreign_file(path, owned, command)
+            else:
+                resumes = _continues(path, settings)
+        text = f"{HEADER}{command}\n{to_yaml(settings)}"
+        if settings.overwrite and not resumes and (path / RUN_FILE).is_file():
+            _move_aside(path, text)
+        else:
+            files.write_atomically(path / RUN_FILE, text)
+        try:
+            yield Run(resumes)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt | Terminated):
+                without = " without --overwrite" if settings.overwrite else ""
+                error.add_note(
+                    f"what is finished is kept in {folder}, and the same command{without} goes on"
+                )
+            if (path / PREVIOUS_RUN).exists():
+                error.add_note(f"the earlier run lies in {path / PREVIOUS_RUN}")
+            raise
+        shutil.rmtree(path / PREVIOUS_RUN, ignore_errors=True)
+
+
+@contextmanager
+def replace_folder(out: Path) -> Iterator[Path]:
+    """Gives a new, empty folder that takes the place of `out` when the block ends without an exception.
+
+    Until then, and after an exception, `out` is as it was. UserError while another process replaces it.
+    """
+    check_folder(out)
+    out = out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        lock.hold(out.with_name(f".{out.name}.lock"), out),
+        tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch,
+    ):
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        new.mkdir()
+        yield new
+        if out.exists() and not any(out.iterdir()):  # it may be a mount point
+            for entry in new.iterdir():
+                shutil.move(entry, out / entry.name)
+            return
+        if out.exists():
+            out.rename(old)
+        try:
+            new.rename(out)
+        except BaseException:
+            if old.exists():
+                old.rename(out)
+            raise
+
+
+def check_folder(path: Path) -> None:
+    """UserError if `path` is a file or a broken link, where a folder is to be made."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(
+            f"{path} is a link to a folder that does not exist: mend it or name another with --out"
+        )
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file: name a folder with --out")
+
+
+def check_inputs_outside(out: Path, inputs: Sequence[str | Path]) -> None:
+    """UserError if one of the inputs that exist lies within `out`, or `out` within it: `out` is to be replaced."""
+    here = out.resolve()
+    for given in inputs:
+        there = Path(given).resolve()
+        if (
+            str(given)
+            and there.exists()
+            and (here == there or here in there.parents or there in here.parents)
+        ):
+            raise UserError(
+                f"--out {out} and {given}, which this run reads, are one inside the other: name another folder "
+                "with --out"
+            )
+
+
+def check_no_foreign_file(folder: Path, owned: Sequence[str], command: str) -> None:
+    """UserError that names a file of `folder` which the command does not write."""
+    for parent, folders, names in os.walk(folder):
+        here = Path(parent)
+        links = [name for name in folders if (here / name).is_symlink()]
+        if here == folder:
+            folders[:] = [name for name in folders if name not in OWN_NAMES]
+            names = [name for name in names if name not in OWN_NAMES]
+        for name in sorted([*names, *links]):
+            path = (here / name).relative_to(folder)
+            if not any(owns(pattern, path) for pattern in owned):
+                raise UserError(
+                    f"{folder / path} was not written by {command}, and would be lost: move it away or name another "
+                    "folder with --out"
+                )
+
+
+def owns(pattern: str, path: Path) -> bool:
+    """Whether the relative `path` fits `pattern`, part by part; a pattern that ends in `/**` fits all below as well.
+
+    The temporary file of an atomic write and the copy of a damaged file fit where their file does.
+    """
+    wanted, parts = pattern.split("/"), list(path.parts)
+    parts[-1] = re.sub(r"\.(tmp|damaged(-\d+)?)$", "", parts[-1])
+    if wanted[-1] == "**":
+        wanted.pop()
+        parts = parts[: len(wanted)]
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _check_command(path: Path, settings: Any, command: str) -> None:
+    """UserError unless the folder is absent, empty, or of an earlier run of this command."""
+    run_file = path / RUN_FILE
+    if run_file.is_file():
+        writer = _written_by(run_file, settings, command)
+        if writer != command:
+            raise UserError(
+                f"{path} was written by {writer}, not by {command}: name another folder with --out"
+            )
+    elif path.is_dir() and any(entry.name not in OWN_NAMES for entry in path.iterdir()):
+        raise UserError(f"{path} holds files that no run wrote: choose another folder with --out")
+
+
+def _written_by(run_file: Path, settings: Any, command: str) -> str:
+    """The command that wrote run.yaml. Earlier versions did not name it: then its keys decide."""
+    first, *_ = run_file.read_text(encoding="utf-8", errors="replace").split("\n")
+    if first.startswith(HEADER):
+        return first.removeprefix(HEADER).strip()
+    try:
+        earlier = files.read_yaml(run_file)
+    except UserError:
+        return "an unknown command"
+    renamed = renamed_settings(type(settings))
+    found, known = {renamed.get(key, key) for key in earlier}, set(to_dict(settings))
+    return command if 3 * len(found & known) > 2 * len(found | known) else "another command"
+
+
+def _continues(path: Path, settings: Any) -> bool:
+    """True. UserError if the settings of the earlier run differ and `settings.resume` is not set."""
+    asked = to_dict(settings)
+    differing = _differing_settings(path / RUN_FILE, settings)
+    if differing and not asked.get("resume", False):
+        advice = "--resume true continues it, " if "resume" in asked else ""
+        raise UserError(
+            f"{path} belongs to another run (different: {', '.join(differing)}): {advice}"
+            "--overwrite true replaces it, --out names another folder"
+        )
+    return True
 
 
 def _differing_settings(run_file: Path, settings: Any) -> list[str]:
     """Names of the settings whose values in `run_file`, read under their new names, are not those of `settings`."""
     try:
-        earlier = yaml.safe_load(run_file.read_text()) or {}
-    except yaml.YAMLError:
-        earlier = None
-    if not isinstance(earlier, dict):
+        earlier = files.read_yaml(run_file)
+    except UserError:
         return [f"{run_file.name} is damaged"]
     earlier = rename_keys(earlier, renamed_settings(type(settings)), str(run_file))
     wanted = to_dict(settings)
@@ -72,52 +227,25 @@ def _differing_settings(run_file: Path, settings: Any) -> list[str]:
     return sorted(key for key in keys if earlier.get(key) != wanted.get(key))
 
 
-def hardware() -> dict[str, Any]:
-    """Device name, number of GPUs, CPU threads and architecture of the machine that this process runs on."""
-    cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if cuda else _cpu_name(),
-        "gpus": torch.cuda.device_count() if cuda else 0,
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that results depend on."""
-    names = ("torch", "transformers", "accelerate", "datasets")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
-
-
-def git_sha() -> str | None:
-    """Commit of this checkout, with "+dirty" when files differ from it; None outside git."""
-    root = Path(__file__).resolve().parents[2]
-
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(root), *args], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
+def _move_aside(path: Path, run_text: str) -> None:
+    """Moves what is in the folder to PREVIOUS_RUN (an earlier one of these too) and writes the new run.yaml."""
+    moving = path / MOVING
+    moving.mkdir()
     try:
-        return git("rev-parse", "HEAD") + ("+dirty" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
+        for entry in sorted(path.iterdir(), key=lambda entry: entry.name == RUN_FILE):
+            if entry.name not in (lock.LOCK_FILE, MOVING):
+                entry.rename(moving / entry.name)
+        files.write_atomically(path / RUN_FILE, run_text)
+        moving.rename(path / PREVIOUS_RUN)
+    except BaseException:
+        _move_back(path)
+        raise
 
 
-def provenance() -> dict[str, Any]:
-    """Command line, commit, versions and hardware, as stored beside every result."""
-    return {
-        "argv": sys.argv,
-        "git": git_sha(),
-        "versions": versions(),
-        "hardware": hardware(),
-    }
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+def _move_back(path: Path) -> None:
+    """Undoes a `_move_aside` that did not come to its end."""
+    moving = path / MOVING
+    if moving.is_dir():
+        for entry in moving.iterdir():
+            entry.rename(path / entry.name)
+        moving.rmdir()

@@ -106,7 +106,28 @@ class Draft:
         raise NotImplementedError
 
 
+def check_request(draft: Draft, k: int, sampling: SamplingParams) -> None:
+    """UserError if the draft cannot draft `k` tokens a round under `sampling`; it starts an empty batch to find out."""
+    draft.begin_batch(DraftContext(1, 1, k, sampling, lambda p: p.argmax(-1)))
+
+
 METADATA_FILE = "draftsmith.json"
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "medusa_lm_head.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""Patterns of the files of a saved model with its tokenizer."""
 
 
 def read_metadata(path: str) -> dict[str, Any]:

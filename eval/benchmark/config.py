@@ -129,6 +129,12 @@ def requested_engines(s: EvalConfig) -> list[str]:
     return [name.strip() for name in s.compare.split(",") if name.strip()]
 
 
+def input_paths(s: EvalConfig) -> list[str]:
+    """What the run reads: folders and files, or names of other things."""
+    models = [s.target, s.original, *(m.draft for m in s.methods)]
+    return [*models, *(task.path for task in s.tasks)]
+
+
 def check(s: EvalConfig) -> None:
     """UserError for settings that contradict each other."""
     if not s.temperatures or not s.tasks:

@@ -13,11 +13,18 @@ from decode.model.loading import load_model
 from tests import worlds
 from tests.worlds import CONTEXT, EOS, Done, World, contents
 from train.data import sample_store
+from train.data.manifest import read_manifest
 from train.data.prompts import read_prompts
 from train.data.sources import PromptSource
 
 COMMAND = "train/sample.py"
 FITS, TOO_LONG = "y" * (CONTEXT - 1), "x" * CONTEXT
+
+
+class Killed(BaseException):
+    """What ends the process in place of SIGKILL."""
+
+
 Rows = dict[str, tuple[list[int], list[list[int]], str]]
 
 
@@ -89,7 +96,7 @@ def test_every_prompt_is_answered_once_or_counted_as_failed(
     out, done = undisturbed
     assert done.code == 0, done.err
     assert "1 failed (too long" in done.err
-    counts = sample_store.read_manifest(out).counts
+    counts = read_manifest(out).counts
     assert {name: count for name, count in counts.items() if count} == {
         "asked": 50,
         "answered": 49,
@@ -142,9 +149,7 @@ def test_killed_and_started_again_gives_the_undisturbed_rows(
     assert again.code == 0, again.err
     assert before.items() <= contents(out / "shards").items()  # nothing is sampled twice
     assert rows_of(out) == rows_of(undisturbed[0])
-    assert (
-        sample_store.read_manifest(out).counts == sample_store.read_manifest(undisturbed[0]).counts
-    )
+    assert read_manifest(out).counts == read_manifest(undisturbed[0]).counts
 
 
 def test_rows_do_not_depend_on_the_batch(
@@ -164,12 +169,12 @@ def test_killed_just_before_a_rename(
 
     def killed(self: Path, target: Path) -> Path:
         if self.name.endswith(suffix):
-            raise KeyboardInterrupt
+            raise Killed
         return replace(self, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Killed):
             small()
     done = small()
     assert done.code == 0, done.err
@@ -285,12 +290,12 @@ def test_another_run_s_folder_is_refused_until_told(
     kept = {name: digest for name, digest in first.items() if name.startswith("shards/")}
     assert kept.items() <= contents(tmp_path / "out").items()
     assert set(rows_of(tmp_path / "out")) == set(ids_of(world, world.texts[:12]))
-    assert sample_store.read_manifest(tmp_path / "out").counts["answered"] == 12
+    assert read_manifest(tmp_path / "out").counts["answered"] == 12
 
     assert small("--seed", 1, "--overwrite", "true").code == 0
     assert set(rows_of(tmp_path / "out")) == set(ids_of(world, world.texts[:8]))
     assert not kept.items() & contents(tmp_path / "out").items()
-    assert sample_store.read_manifest(tmp_path / "out").seed == 1
+    assert read_manifest(tmp_path / "out").seed == 1
 
 
 @pytest.mark.parametrize("told", ["overwrite", "resume"])

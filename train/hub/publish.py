@@ -16,8 +16,9 @@ from decode.checkpoints import layouts
 from decode.common.errors import UserError
 from decode.common.files import read_json
 from decode.common.run_dir import RUN_FILE
-from decode.drafts.base import METADATA_FILE, draft_sha256
+from decode.drafts.base import METADATA_FILE, MODEL_FILES, draft_sha256
 from decode.drafts.registry import saved_families
+from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.hub import dataset_card, model_card, redaction, serving_configs
 from train.hub.card_tables import card_images
 from train.hub.card_text import CardInputs
@@ -30,23 +31,6 @@ from train.hub.upload import (
     is_repo_id,
     push,
 )
-
-PUBLISHED_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model*.safetensors",
-    "model.safetensors.index.json",
-    "medusa_lm_head.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-"""Files of a draft that are copied; those of `target/`, the trained target of Medusa-2, by the same names."""
 
 
 def build_draft_folder(
@@ -117,10 +101,11 @@ def build_dataset_folder(samples: Path, repo: str, labels: HubLabels, out: Path)
     stats = dataset_card.read_stats(samples)
     staging = _make_staging_folder(out)
     dataset_card.copy_shards(samples, staging)
-    _write(staging / "manifest.json", json.dumps(stats.manifest, indent=2) + "\n")
+    manifest = stats.manifest | {"shards": describe_shards(staging)}
+    _write(staging / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
     dataset_card.render(stats, repo, labels).save(staging / "README.md")
     return _check_and_move(
-        staging, out, "dataset", _unpublished_names(samples, ["shards", "manifest.json"])
+        staging, out, "dataset", _unpublished_names(samples, ["shards", MANIFEST_FILE])
     )
 
 
@@ -254,8 +239,8 @@ def _check_and_move(staging: Path, out: Path, kind: str, left_out: list[str]) ->
 
 
 def _copy_published_files(source: Path, out: Path) -> list[str]:
-    """Copies PUBLISHED_FILES and returns the names of the other files. Local paths are cut in settings only."""
-    kept = {path for pattern in PUBLISHED_FILES for path in source.glob(pattern) if path.is_file()}
+    """Copies MODEL_FILES and returns the names of the other files. Local paths are cut in settings only."""
+    kept = {path for pattern in MODEL_FILES for path in source.glob(pattern) if path.is_file()}
     for path in sorted(kept):
         target = out / path.name
         target.parent.mkdir(parents=True, exist_ok=True)

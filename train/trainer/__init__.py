@@ -4,7 +4,7 @@
     checkpoint.py       atomic checkpoints with checksums; resuming
     tracking.py         metrics.jsonl and Weights & Biases
     throughput.py       tokens per second, MFU, memory
-    collective.py       errors, values and SIGTERM across ranks
+    collective.py       errors, values and the output folder across ranks
     sharding.py         FSDP2 and DeepSpeed: limits, and gathering the whole draft
     on_policy.py        training rows that the draft generates itself
     acceptance_eval.py  τ and α of the draft during training

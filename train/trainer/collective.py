@@ -1,14 +1,16 @@
-"""Collectives over ranks: raising one rank's UserError on all, broadcasting a value, and a SIGTERM handler."""
+"""Collectives over ranks: raising one rank's UserError on all, broadcasting a value, opening an output folder."""
 
-import signal
+import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
+from decode.common import run_dir
 from decode.common.errors import UserError
 
 
@@ -42,17 +44,20 @@ def broadcast(value: Any) -> Any:
     return broadcast_object_list([value])[0]
 
 
-class SigtermHandler:
-    """Context manager in which SIGTERM sets `received` instead of ending the process."""
-
-    received = False
-
-    def __enter__(self) -> "SigtermHandler":
-        self.before = signal.signal(signal.SIGTERM, self._on_sigterm)
-        return self
-
-    def _on_sigterm(self, *_: Any) -> None:
-        self.received = True
-
-    def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGTERM, self.before)
+@contextmanager
+def open_run(
+    accelerator: Accelerator | PartialState,
+    folder: str,
+    settings: Any,
+    command: str,
+    owned: Sequence[str],
+    inputs: Sequence[str | Path],
+) -> Iterator[bool]:
+    """`run_dir.open_run` in the main process; gives every rank whether an earlier run is continued."""
+    with contextlib.ExitStack() as stack:
+        resumes = False
+        with raise_on_all_ranks(accelerator):
+            if accelerator.is_main_process:
+                run = run_dir.open_run(folder, settings, command, owned, inputs)
+                resumes = stack.enter_context(run).resumes
+        yield broadcast(resumes)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from decode.common import files, run_dir
+from decode.common import files, provenance, run_dir
 from decode.common.cli import to_dict
 from decode.drafts.base import METADATA_FILE, draft_sha256
 from decode.drafts.registry import DRAFT_FAMILIES
@@ -36,7 +36,7 @@ def build_metadata(
         "measured_in_training": state.measured,
         "cost": {"wall_seconds": round(state.seconds, 1), "tokens": state.learned},
         **trainable.metadata,
-        **run_dir.provenance(),
+        **provenance.collect(),
     }
 
 

@@ -158,8 +158,8 @@ def train(
     """Trains from step `state.step` to `s.steps`, updating `state` in place and writing checkpoints to `out`.
 
     `measure` decodes with the current draft and returns τ and α to log. Returns 0, or the number of the signal that
-    ended the training early, after the current step was finished and saved. UserError when the loss or the gradient is not finite (the
-    last good checkpoint is kept) or when memory runs out.
+    ended the training early, after the current step was finished and saved. UserError when the loss or the gradient is
+    not finite (the last good checkpoint is kept) or when memory runs out.
     """
     accelerator = training.accelerator
     meter = ThroughputMeter(accelerator.device, accelerator.num_processes, training.step_flops)

@@ -116,7 +116,7 @@ def test_a_stop_is_one_line_with_its_notes(
     stop: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop.add_note("3 rows are saved")
-    assert end_of(capsys, raises(stop)) == (code, f"{line}; 3 rows are saved\n")
+    assert end_of(capsys, raises(stop)) == (code, f"{line}: 3 rows are saved\n")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

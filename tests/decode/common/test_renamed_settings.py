@@ -9,7 +9,7 @@ import pytest
 
 from decode.common.cli import parse_settings, setting_names, to_dict, to_yaml
 from decode.common.errors import UserError
-from decode.common.run_dir import RUN_FILE, claim_run_dir
+from decode.common.run_dir import RUN_FILE, open_run
 
 
 @dataclass
@@ -146,16 +146,21 @@ def test_a_folder_with_old_names_is_the_same_run(
     """Catches a run that can no longer be resumed because its settings have new names, and any run that matches."""
     out = tmp_path / "run"
     settings = dataclasses.replace(WANT, out=str(out))
-    assert not claim_run_dir(str(out), settings)
+
+    def resumes(settings: Train) -> bool:
+        with open_run(str(out), settings, "train.py", ["draft"]) as run:
+            return run.resumes
+
+    assert not resumes(settings)
     (out / RUN_FILE).write_text(
         "draft: {scratch: {hidden_size: 8}, rank: 4, heads: 4}\n"
         f"compare: {{top: 3, kind: kl}}\ndomains: [a]\nout: {out}\noverwrite: false\n"
     )
     with pytest.raises(UserError, match=r"another run \(different: divergence\)"):
-        claim_run_dir(str(out), dataclasses.replace(settings, divergence=Loss(4)))
+        resumes(dataclasses.replace(settings, divergence=Loss(4)))
     capsys.readouterr()
-    assert claim_run_dir(str(out), settings)
+    assert resumes(settings)
     assert advice(capsys) == expected(str(out / RUN_FILE))
-    assert (out / RUN_FILE).read_text() == to_yaml(settings)
-    assert claim_run_dir(str(out), settings)
+    assert (out / RUN_FILE).read_text() == "# command: train.py\n" + to_yaml(settings)
+    assert resumes(settings)
     assert advice(capsys) == []
