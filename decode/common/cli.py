@@ -1,23 +1,38 @@
 """Typed settings of every command: dataclass defaults, overridden by --config YAML, overridden by --key value.
 
-An unknown key is an error, and `--help` shows the docstrings of the fields. Old names of settings are read too
-(decode/common/renamed_settings.py).
+Files and arguments become one nested dict, whose names and shape are checked here. jsonargparse converts its values to
+their types and writes `--help` from the docstrings of the fields; decode/common/ranges.py checks the numbers. Old names
+of settings are read too (decode/common/renamed_settings.py).
 """
 
 import dataclasses
 import difflib
+import re
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import jsonargparse
 import yaml
 
-from decode.common.errors import UserError
+from decode.common.errors import UserError, first_line
+from decode.common.files import parse_yaml_value, read_yaml
 from decode.common.ranges import check_ranges
-from decode.common.renamed_settings import rename_arguments, renamed_settings
+from decode.common.renamed_settings import new_name, rename_keys, renamed_settings
 
 T = TypeVar("T")
+
+TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+LONGEST_MESSAGE = 400
+"""Characters kept of a message of jsonargparse, which repeats values of any length."""
+
+WANTED = {
+    dict: "a mapping, {name: value, …}",
+    list: "a list, [value, …]",
+    str: "a single value",
+}
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -26,39 +41,37 @@ class _Parser(jsonargparse.ArgumentParser):
     """An argument parser that raises UserError where argparse would print its usage and exit."""
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
-        raise UserError(_one_line(message)) from ex
+        line = re.sub(r'Parser key "(.*?)":', r"\1:", " ".join(message.split()))
+        for kind, words in TYPE_NAMES.items():
+            line = line.replace(f"a <class '{kind}'>", words)
+        raise UserError(line[:LONGEST_MESSAGE]) from ex
 
 
-def parse_settings(settings: type[T], about: str, argv: list[str] | None = None) -> T:
+def parse_settings(settings: type[T], about: str, argv: Sequence[str] | None = None) -> T:
     """An instance of the dataclass `settings` from the command line `argv` (sys.argv by default).
 
-    Raises UserError for an unknown key, a value of the wrong type, a missing config file, or a setting that is given
-    under its old and its new name.
+    UserError for an unknown name, a value of the wrong type or out of its range, a config file that cannot be read, or
+    a setting that is given under its old and its new name. SystemExit after --help and --print_config.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = _Parser(description=about, default_env=False, allow_abbrev=False)
-    parser.add_argument(
-        "--config", action="config", help="YAML file; later --key value win over it"
-    )
-    parser.add_class_arguments(settings, as_group=False, sub_configs=True)
-    argv = sys.argv[1:] if argv is None else argv
-    for flag, value in zip(argv, argv[1:], strict=False):
-        if flag == "--config" and not Path(value).is_file():
-            raise UserError(f"config file {value!r} does not exist: check the path after --config")
-    argv = rename_arguments(argv, renamed_settings(settings))
-    lists = {f"--{f.name}" for f in dataclasses.fields(settings) if _takes_list(f.type)}  # type: ignore[arg-type]
-    words: list[str] = []
-    for (
-        word
-    ) in argv:  # jsonargparse would merge lists of equal length item by item: empty them first
-        name = word.split("=")[0]
-        words += [f"{name}=[]", word] if name in lists else [word]
+    parser.add_argument("--config", help="YAML file with settings; --key value wins over it")
+    parser.add_argument("--print_config", action="store_true", help="print the settings and exit")
+    parser.add_class_arguments(settings, as_group=False)
+    for word in words:
+        if word in ("-h", "--help") or (word.startswith("--") and word.endswith(".help")):
+            parser.parse_args([word])
+    values = _read_values([word for word in words if word != "--print_config"], settings)
     try:
-        parsed = parser.parse_args(words)
-        result = settings(**_fields(parser.instantiate(parsed), settings))
-        check_ranges(result)
-        return result
-    except UserError as error:
-        raise UserError(_with_hint(str(error), settings)) from error
+        parsed = parser.instantiate(parser.parse_object(values))
+    except (OverflowError, TypeError, ValueError) as error:  # of converting a value
+        raise UserError(f"the settings cannot be read: {first_line(error)}") from error
+    result = settings(**{name: parsed[name] for name in _types(settings)})
+    check_ranges(result)
+    if "--print_config" in words:
+        sys.stdout.write(to_yaml(result))
+        sys.exit(0)
+    return result
 
 
 def to_yaml(settings: Any) -> str:
@@ -80,35 +93,132 @@ def to_dict(settings: Any) -> dict[str, Any]:
 def setting_names(settings: type) -> list[str]:
     """Every dotted name that the command line accepts for `settings`."""
     out = []
-    for field in dataclasses.fields(settings):
-        out.append(field.name)
-        if dataclasses.is_dataclass(field.type):
-            out += [f"{field.name}.{inner}" for inner in setting_names(field.type)]  # type: ignore[arg-type]
+    for name, kind in _types(settings).items():
+        out.append(name)
+        if dataclasses.is_dataclass(kind):
+            out += [f"{name}.{inner}" for inner in setting_names(kind)]  # type: ignore[arg-type]
     return out
 
 
-def _takes_list(kind: Any) -> bool:
-    """Whether a list is one of the types that a field may have."""
-    return any(get_origin(one) is list for one in (kind, *get_args(kind)))
+def _read_values(words: Sequence[str], settings: type) -> dict[str, Any]:
+    """What the config files and, over them, the arguments set: nested dicts that have the shape of `settings`."""
+    renamed = renamed_settings(settings)
+    values: dict[str, Any] = {}
+    given: dict[str, Any] = {}
+    for name, text in _options(words):
+        if name == "config":
+            _merge(values, rename_keys(read_yaml(text), renamed, text), settings)
+        else:
+            value = _parse_text(text, name, _type_of(new_name(name, renamed), settings))
+            for group in reversed(name.split(".")):
+                value = {group: value}
+            _merge(given, value, settings)
+    _merge(values, rename_keys(given, renamed, "the command line"), settings)
+    _check_shape(values, settings, "")
+    return values
 
 
-def _fields(namespace: Any, settings: type) -> dict[str, Any]:
-    return {f.name: namespace[f.name] for f in dataclasses.fields(settings)}
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(name, text) of each `--name text` and `--name=text`. UserError for other words and for a name without text."""
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("--"):
+            raise UserError(f"{word[:60]!r} is no setting: write --NAME VALUE")
+        name, equals, text = word[2:].partition("=")
+        if not equals:
+            text = next(rest, "--")
+            if text.startswith("--") and " " not in text:
+                raise UserError(f"--{name} has no value: write --{name} VALUE")
+        yield name, text
 
 
-def _one_line(message: str) -> str:
-    return " ".join(str(message).split())
+def _parse_text(text: str, name: str, kind: Any) -> Any:
+    """The value of an argument for a setting of type `kind` (None: there is no such setting).
+
+    Text stays text where the setting takes text, and numbers stay text for jsonargparse. A group may name a YAML file.
+    """
+    arms = _arms(kind)
+    if any(dataclasses.is_dataclass(arm) for arm in arms) and Path(text).is_file():
+        return read_yaml(text)
+    takes_text = kind is None or any(arm is str or get_origin(arm) is Literal for arm in arms)
+    takes_list = any(get_origin(arm) is list for arm in arms)
+    if takes_text and not (takes_list and text.startswith("[")):
+        return text
+    return parse_yaml_value(text, f"--{name}")
 
 
-def _with_hint(message: str, settings: type) -> str:
-    """`message` with `did you mean` added when it names an unknown key that is close to a real one."""
-    dotted = setting_names(settings)
-    names = [*dotted, *(name.rsplit(".", 1)[-1] for name in dotted)]
-    for word in message.replace("'", " ").replace('"', " ").replace("=", " ").split():
-        key = word.lstrip("-").rstrip(".,:")
-        if key in names:
-            continue
-        close = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
-        if close and ("nrecognized" in message or "not accept" in message):
-            return f"{message} (did you mean {close[0]!r}?)"
-    return message
+def _merge(values: dict[str, Any], new: dict[str, Any], kind: Any) -> None:
+    """Sets what `new` sets; groups are merged, while lists and settings that are dicts are replaced."""
+    types = _types(kind)
+    for key, value in new.items():
+        inner = types.get(key)
+        if (
+            isinstance(value, dict)
+            and isinstance(values.get(key), dict)
+            and get_origin(inner) is not dict
+        ):
+            _merge(values[key], value, inner)
+        else:
+            values[key] = value
+
+
+def _check_shape(value: Any, kind: Any, name: str) -> None:
+    """UserError unless `value` has the shape of the type `kind`: a mapping with known names, a list, or a scalar."""
+    if kind is Any:
+        return
+    arms = {_shape(arm): arm for arm in _arms(kind)}
+    shape = type(value) if isinstance(value, dict | list | NoneType) else str
+    if shape not in arms:
+        wanted = " or ".join(WANTED[one] for one in arms if one is not NoneType)
+        shown = "null" if value is None else f"{value!r:.60}"
+        raise UserError(f"{name} is {shown}: give {wanted}")
+    if arms[shape] is str and not isinstance(value, str):
+        raise UserError(f"{name} is {value!s:.60}: write it in quotes, it is a text")
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise UserError(f"{name} has {value.bit_length()} binary digits: give a smaller number")
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            _check_shape(item, *get_args(arms[list]), f"{name}[{i}]")
+    if isinstance(value, dict):
+        types = _types(arms[dict]) if dataclasses.is_dataclass(arms[dict]) else None
+        for key, item in value.items():
+            if types is not None and key not in types:
+                raise _unknown(key, arms[dict], name)
+            inner = get_args(arms[dict])[1] if types is None else types[key]
+            _check_shape(item, inner, f"{name}.{key}" if name else str(key))
+
+
+def _shape(kind: Any) -> type:
+    """dict, list or NoneType where values of type `kind` are that; str for a scalar."""
+    if dataclasses.is_dataclass(kind) or get_origin(kind) is dict:
+        return dict
+    return list if get_origin(kind) is list else NoneType if kind is NoneType else str
+
+
+def _unknown(key: Any, group: type, name: str) -> UserError:
+    """The error for a name that the settings class `group`, itself called `name`, does not have."""
+    prefix = f"{name}." if name else ""
+    known = setting_names(group)
+    ends = [other for other in known if other.rpartition(".")[2] == key]
+    close = ends or difflib.get_close_matches(str(key), known, n=1, cutoff=0.8)
+    hint = f"did you mean {prefix + close[0]!r}?" if close else "--help lists all of them"
+    return UserError(f"there is no setting {prefix}{key} ({hint})")
+
+
+def _type_of(name: str, settings: type) -> Any:
+    """The type of the setting with this dotted name; None if there is none."""
+    kind: Any = settings
+    for part in name.split("."):
+        kind = _types(kind).get(part) if dataclasses.is_dataclass(kind) else None
+    return kind
+
+
+def _types(settings: Any) -> dict[str, Any]:
+    """{name: type} of the fields of a dataclass, without their ranges."""
+    hints = get_type_hints(settings)
+    return {field.name: hints[field.name] for field in dataclasses.fields(settings)}
+
+
+def _arms(kind: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type that `kind` is."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
