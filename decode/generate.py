@@ -19,13 +19,13 @@ if not __package__:
 from rich.console import Console
 from rich.text import Text
 
-from decode.common.chat_template import encode_prompt
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_text
 from decode.common.ranges import Count, DraftLength, Seed
 from decode.drafts.registry import pick_draft
 from decode.engine.active_request import check_draft_length
+from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
 from decode.model.loading import load_target

@@ -10,7 +10,7 @@
 - files: atomic writing, and JSON with an error that names the file
 - damage: damaged files are moved aside, and what is intact in them is kept
 - progress: bars in a terminal, plain lines in a log
-- chat_template: a prompt as token ids
+- secret_patterns: the known forms of tokens, keys and passwords, to find them and to leave them out of messages
 
 It imports no other package of this repository.
 """

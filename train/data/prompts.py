@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.common import chat_template
 from decode.common.errors import UserError
+from decode.engine import chat_template
 from train.data.sources import (
     BUNDLED_PROMPTS,
     Content,
