@@ -118,7 +118,7 @@ def attention_forward(
     """
     if attention_mask is not None:
         raise UserError(
-            f"{type(module).__name__} masks its attention by itself: such models are not supported"
+            f"{type(module).__name__} masks its attention by itself, and that mask would be lost"
         )
     slots = CONTEXT.slots
     documents = None if slots is not None else CONTEXT.documents

@@ -1,17 +1,23 @@
 """Which causal LMs can be decoded with drafts here, for how many positions, and why others cannot.
 
-Every check reads properties of the model or its config, never the name of its type. What the checks do not cover
-raises an error later: a mask of the model's own in attention.py, a recurrent state in kv_cache.py.
+Every check reads properties of the model or its config, or tries a forward pass, never the name of its type. What the
+checks do not cover raises an error later: a recurrent state in kv_cache.py.
 """
 
 import inspect
 import sys
 from typing import Any
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AttentionInterface, PreTrainedModel
 
-from decode.common.errors import UserError
+from decode.common.errors import UserError, first_line
+from decode.model import attention
 
+OWN_ATTENTION = (
+    "computes attention by itself (as those with ALiBi or local attention do) and not through transformers' "
+    "AttentionInterface"
+)
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -20,7 +26,43 @@ def check_supported(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     reason = _unsupported_reason(model, config)
     if reason is not None:
-        raise UserError(f"this {config.model_type} model cannot be decoded: it {reason}")
+        raise _refusal(config, reason)
+
+
+@torch.inference_mode()
+def check_trial_pass(model: Any) -> None:
+    """UserError unless a forward of two tokens calls attention.py as often as there are layers and gives numbers.
+
+    It finds what no property tells: attention or masks of the model's own, and weights that are NaN or infinite.
+    `model` must run with the registered attention.
+    """
+    config = model.config.get_text_config(decoder=True)
+    calls: list[torch.nn.Module] = []
+
+    def counted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(module)
+        return attention.attention_forward(module, *args, **kwargs)
+
+    AttentionInterface.register(attention.ATTENTION_NAME, counted)
+    try:
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+        position = torch.arange(2, device=model.device)[None]
+        logits = model(input_ids=tokens, position_ids=position, use_cache=False).logits
+    except UserError as error:
+        raise UserError(f"this {config.model_type} model cannot be decoded: {error}") from error
+    except Exception as error:  # whatever the code of a model raises
+        raise _refusal(config, f"fails in a trial pass: {first_line(error)}") from error
+    finally:
+        AttentionInterface.register(attention.ATTENTION_NAME, attention.attention_forward)
+    if len(calls) < config.num_hidden_layers:
+        own = config.num_hidden_layers - len(calls)
+        raise _refusal(config, f"{OWN_ATTENTION} in {own} of its {config.num_hidden_layers} layers")
+    if not logits.isfinite().all():
+        raise _refusal(config, "gives NaN or infinite logits: its weights are damaged")
+
+
+def _refusal(config: Any, reason: str) -> UserError:
+    return UserError(f"this {config.model_type} model cannot be decoded: it {reason}")
 
 
 def _unsupported_reason(model: Any, config: Any) -> str | None:
@@ -35,10 +77,7 @@ def _unsupported_reason(model: Any, config: Any) -> str | None:
         unknown = ", ".join(sorted(kinds - SUPPORTED_LAYER_TYPES))
         return f"has {unknown} layers; full and sliding attention are supported"
     if not all(part._can_set_attn_implementation() for part in parts):
-        return (
-            "computes attention by itself (as those with ALiBi or local attention do) and not through "
-            "transformers' AttentionInterface, so that drafted tokens cannot be given their positions"
-        )
+        return f"{OWN_ATTENTION}, so that drafted tokens cannot be given their positions"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "takes no position_ids, which differ from the indices in a batch for drafted tokens"
     if any(vars(module).get("is_causal") is False for module in modules.values()):

@@ -11,7 +11,12 @@ from transformers.utils import logging
 
 from decode.common.errors import UserError
 from decode.model import attention, small_batch_linear
-from decode.model.compatibility import check_supported, context_length, use_grouped_experts
+from decode.model.compatibility import (
+    check_supported,
+    check_trial_pass,
+    context_length,
+    use_grouped_experts,
+)
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.layer_stack import with_layers
@@ -33,6 +38,7 @@ class ModelRunner:
         self.model = model.eval()
         self.model.set_attn_implementation(attention.ATTENTION_NAME)
         use_grouped_experts(self.model)
+        check_trial_pass(self.model)
         small_batch_linear.patch_linear_layers(self.model)
         self.config = model.config.get_text_config(decoder=True)
         self.device: torch.device = model.device

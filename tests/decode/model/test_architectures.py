@@ -133,20 +133,25 @@ def test_every_layer_calls_our_attention(arch: str) -> None:
     assert attends(tiny_model(arch)) == LAYERS
 
 
-def test_a_model_that_goes_around_our_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a model that computes attention by itself and is not refused. The test above must fail on it."""
+def test_a_model_that_goes_around_our_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches attention of a model's own that no property tells: planted, by leaving out the check of properties."""
     monkeypatch.setattr(runner, "check_supported", lambda model: None)
-    with counted_calls() as calls:
-        model = ModelRunner(hf_model("codegen", **GPTJ)).model
-        model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
-    assert len(calls) == 0
+    with pytest.raises(UserError, match="codegen .* attention by itself .* in 3 of its 3 layers"):
+        ModelRunner(hf_model("codegen", **GPTJ))
 
 
 def test_a_mask_of_the_models_own_is_refused() -> None:
-    """Catches masks that a model makes in its layers, which no check foresees: here the one of doge."""
-    model = hf_model("doge", **GROUPED, keep_window_size=4)
-    with pytest.raises(UserError, match="DogeAttention masks"):
-        decode_some(model)
+    """Catches masks that a model makes in its layers, which no property tells, found only in the first round."""
+    with pytest.raises(UserError, match="doge model cannot be decoded: DogeAttention masks"):
+        ModelRunner(hf_model("doge", **GROUPED, keep_window_size=4))
+
+
+def test_weights_that_are_no_numbers_are_refused() -> None:
+    """Catches a damaged checkpoint that decodes as token 0."""
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(UserError, match="llama .* NaN or infinite logits"):
+        ModelRunner(model)
 
 
 def test_a_lost_keyword_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +197,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon_h1": (GROUPED | {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, RECURRENT),
     "qwen3_next": (GROUPED | {"layer_types": LINEAR, "num_experts": 4}, RECURRENT),
     "minimax": (GROUPED | {"layer_types": LINEAR}, "linear_attention layers"),
+    "xglm": (COMMON | {"ffn_dim": 48, "attention_heads": 4}, OUTSIDE),
     "lfm2": (GROUPED | {"layer_types": ["conv", "full_attention", "conv"]}, "conv layers"),
     "llama4_text": (GROUPED | {"attention_chunk_size": 8}, "chunked_attention layers"),
     "phimoe": (SLIDING | {"num_local_experts": 4}, "does not pass its window of 8 positions"),
