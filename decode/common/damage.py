@@ -2,15 +2,14 @@
 
 import hashlib
 import json
-import logging
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from decode.common.files import write_atomically
 
-LOG = logging.getLogger(__name__)
 SUFFIX = ".damaged"
 
 
@@ -18,6 +17,11 @@ def sha256(path: Path) -> str:
     """The SHA-256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def warn(message: str) -> None:
+    """Prints one line on stderr about something that does not stop the command."""
+    sys.stderr.write(f"warning: {message}\n")
 
 
 def free_name(path: Path) -> Path:
@@ -59,7 +63,7 @@ def read_log(
     if damaged:
         copy = free_name(path)
         shutil.copyfile(path, copy)
-        LOG.warning(
+        warn(
             f"{path}: line {damaged[0]} is damaged, and {parsed.count(None)} of {len(lines)} lines are lost: "
             f"{consequence}; the file as it was is kept as {copy.name}"
         )

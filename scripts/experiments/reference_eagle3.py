@@ -37,7 +37,8 @@ from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics import acceptance
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
-from train.data import batching, sample_store
+from train.data import batching
+from train.data.manifest import load_set
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families import config
@@ -167,7 +168,7 @@ def decode_samples(
 def main(s: ReferenceEagle3Config) -> None:
     console = Console(stderr=True)
     target = load_target(s.target, "cpu")
-    rows, _ = batching.truncate_rows(sample_store.read_shards(Path(s.data)), target.decoder.context)
+    rows, _ = batching.truncate_rows(load_set(Path(s.data))[1], target.decoder.context)
     items = [item for task in s.tasks for item in load_task_prompts(task, target)]
     cells: list[dict[str, Any]] = []
     for seed in s.seeds:

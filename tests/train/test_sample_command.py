@@ -9,11 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from decode.common.errors import UserError
 from decode.model.loading import load_model
 from tests import worlds
 from tests.worlds import CONTEXT, EOS, Done, World, contents
 from train.data import sample_store
-from train.data.manifest import read_manifest
+from train.data.manifest import load_set, read_manifest
 from train.data.prompts import read_prompts
 from train.data.sources import PromptSource
 
@@ -255,22 +256,35 @@ def test_a_complete_set_is_left_as_it_is(small: Callable, tmp_path: Path) -> Non
     assert contents(tmp_path / "out" / "shards") == before
 
 
-def test_a_damaged_shard_is_named_and_only_its_prompts_are_sampled_again(
-    small: Callable, tmp_path: Path
+@pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "foreign"])
+def test_exactly_the_lost_prompts_are_sampled_again(
+    small: Callable, tmp_path: Path, damage: str
 ) -> None:
-    """Bug: damage is passed over and prompts are lost, or the whole set must be thrown away."""
+    """Bug: lost prompts stay lost, the command stops at a damaged shard, or answers intact prompts again."""
+    out = tmp_path / "out"
     assert small().code == 0
-    whole = rows_of(tmp_path / "out")
-    damaged = shard_files(tmp_path / "out")[0]
-    damaged.write_bytes(damaged.read_bytes()[:-40])
-    before = contents(tmp_path / "out")
-    assert str(damaged) in small().error()
-    assert contents(tmp_path / "out") == before
-    damaged.unlink()  # as the message says
-    others = contents(tmp_path / "out" / "shards")
-    assert small().code == 0
-    assert others.items() <= contents(tmp_path / "out" / "shards").items()
-    assert rows_of(tmp_path / "out") == whole
+    whole, first, second = rows_of(out), *shard_files(out)
+    others = {name: x for name, x in contents(out / "shards").items() if name != first.name}
+    if damage == "missing":
+        first.unlink()
+    elif damage == "truncated":
+        first.write_bytes(first.read_bytes()[:-40])
+    elif damage == "flipped":
+        worlds.flip_byte(first, 300)
+    else:
+        row = next(iter(sample_store.read_shards(out)))
+        sample_store.write_shard(out, [{**row, "id": "other#0"}], "other")
+    with pytest.raises(UserError, match=("other" if damage == "foreign" else first.name)):
+        load_set(out)
+    done = small()
+    assert done.code == 0, done.err
+    lost = 0 if damage == "foreign" else len(whole) - len(pq.read_table(second))
+    assert f"8 prompts (0 dropped as evaluation prompts), {lost} to answer" in done.err
+    [said] = [line for line in done.err.splitlines() if line.startswith("warning: shard ")]
+    assert ("other" if damage == "foreign" else first.name) in said
+    assert others.items() <= contents(out / "shards").items()
+    assert rows_of(out) == whole
+    assert len(load_set(out)[1]) == 8
 
 
 def test_another_run_s_folder_is_refused_until_told(

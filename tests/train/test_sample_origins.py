@@ -13,6 +13,7 @@ from tests.tiny import tiny_model
 from tests.train.data.test_conversations import CHATML, REASONING
 from tests.worlds import CONTEXT, EOS, Done, World, contents
 from train.data import mixture, sample_store
+from train.data.manifest import read_manifest
 from train.data.sample_store import SampleRow
 
 COMMAND = "train/sample.py"
@@ -187,7 +188,7 @@ def test_reference_replies_become_rows(world: World, tmp_path: Path) -> None:
         assert (row["origin"], row["finish_reason"]) == ("text", "text")
         found.append(len(learned))
     assert sorted(found) == sorted(TURNS)
-    manifest = sample_store.read_manifest(tmp_path / "out")
+    manifest = read_manifest(tmp_path / "out")
     assert manifest.sampling == {}
     assert manifest.counts["answered"] == manifest.counts["asked"] == len(TURNS)
     before = contents(tmp_path / "out" / "shards")
@@ -213,7 +214,7 @@ def test_texts_pairs_and_the_library_train_beside_samples(
     parts = [mixture.MixturePart(str(tmp_path / "out")), mixture.MixturePart(str(answered))]
     mixed, _ = mixture.load(parts, 100)
     assert {row["origin"] for row in mixed.global_batch(4, 0, 0)} == {"text", "target"}
-    counts = sample_store.read_manifest(tmp_path / "out").counts
+    counts = read_manifest(tmp_path / "out").counts
     assert counts["dropped_as_repeats"] > 0  # windows of a text that repeats itself
     assert counts["asked"] == counts["answered"] == len(rows)
 
@@ -248,7 +249,7 @@ def test_everything_dropped_is_counted(world: World, tmp_path: Path, origin: str
         command += ["--filters.max_prompt", 10_000]  # so that something does not fit
     done = sample(world, out, *command)
     assert done.code == 0, done.err
-    counts = sample_store.read_manifest(out).counts
+    counts = read_manifest(out).counts
     assert counts["asked"] == counts["answered"] + counts["failed"] + counts["answers_too_short"]
     assert counts["asked"] + sum(n for why, n in counts.items() if "dropped" in why) == len(texts)
     assert counts["dropped_as_repeats"] == counts["dropped_as_near_duplicates"] == 1
@@ -262,7 +263,7 @@ def test_everything_dropped_is_counted(world: World, tmp_path: Path, origin: str
     kept, dropped = mixture.load(str(out), CONTEXT)
     assert (len(kept), dropped) == (counts["answered"], counts["answers_too_short"])
     assert sample(world, out, *command).code == 0  # none of them is asked again
-    assert sample_store.read_manifest(out).counts == counts
+    assert read_manifest(out).counts == counts
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@
     conversations.py    Prompt -> Conversation: token ids of prompts and replies, turn by turn
     filters.py          drops prompts that overlap evaluation, near duplicates and wrong lengths
     prompt_pipeline.py  runs these steps for train/sample.py and counts what each of them dropped
-    sample_store.py     the sampled set on disk: parquet shards and a manifest
+    sample_store.py     the rows of a sampled set on disk: parquet shards
+    manifest.py         how a set was made and which shards it has; damaged sets are refused or mended
     mixture.py          several sampled sets mixed by weight, in the order in which steps take rows
     vocab_mapping.py    the reduced draft vocabulary: which token ids a draft's columns stand for
     batching.py         rows of a step -> padded or packed Batch with its loss mask

@@ -11,7 +11,8 @@ import numpy as np
 from decode.common import files
 from decode.common.errors import UserError
 from decode.common.ranges import above
-from train.data import batching, sample_store
+from train.data import batching
+from train.data.manifest import MANIFEST_FILE, load_set
 from train.data.sample_store import SampleRow
 
 
@@ -100,29 +101,29 @@ def load(
 ) -> tuple[Mixture, int]:
     """(the mixture with rows cut to `max_length` tokens, number of rows dropped because no label was left).
 
-    `tokenizer` is the fingerprint of the tokenizer of `target`. UserError for a set made with another tokenizer.
+    `tokenizer` is the fingerprint of the tokenizer of `target`. UserError for a set made with another tokenizer, and as
+    in `load_set`.
     """
     parts = mixture_parts(data)
     sources, dropped = [], 0
     for part in parts:
-        manifest = sample_store.read_manifest(Path(part.path))
+        manifest, whole = load_set(Path(part.path))
         if tokenizer and manifest.tokenizer_hash != tokenizer:
             raise UserError(
                 f"samples in {part.path} were made with tokenizer {manifest.tokenizer_hash} (target "
                 f"{manifest.target}), but {target} has {tokenizer}: sample this target"
             )
-        rows, rows_dropped = batching.truncate_rows(
-            sample_store.read_shards(Path(part.path)), max_length
-        )
+        rows, rows_dropped = batching.truncate_rows(whole, max_length)
         sources.append(rows)
         dropped += rows_dropped
     return Mixture(sources, [part.weight for part in parts]), dropped
 
 
 def data_manifests(data: DataSpec) -> Any:
-    """The manifest of one folder, or [{path, weight, manifest}, …] of several."""
+    """The manifest of one folder without its list of shards, or [{path, weight, manifest}, …] of several."""
     if isinstance(data, str):
-        return files.read_json(Path(data) / "manifest.json")
+        content = files.read_json(Path(data) / MANIFEST_FILE)
+        return {name: value for name, value in content.items() if name != "shards"}
     return [
         {"path": part.path, "weight": part.weight, "manifest": data_manifests(part.path)}
         for part in mixture_parts(data)

@@ -1,18 +1,15 @@
-"""The sampled set on disk: prompts and answers as token ids, and the manifest of how they were made.
+"""The rows of a sampled set on disk: prompts and answers as token ids, in `<folder>/shards/*.parquet`.
 
-`<folder>/shards/*.parquet` hold the rows, `<folder>/manifest.json` tells how they were made. Files are written
-atomically, so sampling can be killed at any moment and resumes from the ids that are there. Rows are read from disk
-when they are indexed, so a set may be larger than memory.
+Shards are written atomically, so sampling can be killed at any moment and resumes from the ids that are there. Rows
+are read from disk when they are indexed, so a set may be larger than memory. train/data/manifest.py knows which shards
+a finished set has.
 """
 
-import dataclasses
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast, overload
+from typing import Literal, TypedDict, cast, overload
 
 import numpy as np
 import pyarrow as pa
@@ -57,7 +54,7 @@ class SampleStore(Sequence[SampleRow]):
     """
 
     def __init__(self, folder: Path):
-        self.paths = _shard_paths(folder)
+        self.paths = shard_paths(folder)
         self._file = functools.lru_cache(MAX_OPEN_FILES)(_open)
         self._group = functools.lru_cache(MAX_CACHED_GROUPS)(self._read_group)
         locations: list[tuple[int, int]] = []  # (shard, row group in it) of each group
@@ -126,21 +123,6 @@ class Subset(Sequence[SampleRow]):
         return self.transform(self.rows[int(self.indices[index])])
 
 
-@dataclass
-class Manifest:
-    """How a sampled set was made. `counts`: asked = answered + failed + answers_too_short."""
-
-    target: str
-    revision: str | None
-    tokenizer_hash: str
-    chat_template_hash: str | None
-    sampling: dict[str, Any]
-    seed: int
-    counts: dict[str, int]
-    git_sha: str | None
-    versions: dict[str, str]
-
-
 def write_shard(folder: Path, rows: list[SampleRow], name: str) -> Path:
     """Writes the shard `<folder>/shards/<name>.parquet` atomically and returns its path.
 
@@ -183,7 +165,7 @@ def supervised_by_id(folder: Path) -> dict[str, bool]:
     """
     supervised: dict[str, bool] = {}
     ids = []
-    for path in _shard_paths(folder):
+    for path in shard_paths(folder):
         batch = _read(_open(path), path, None, ["id", "loss_spans"])
         ids.append(batch.column("id"))
         spans = pc.list_value_length(batch.column("loss_spans"))
@@ -199,40 +181,28 @@ def done_ids(folder: Path) -> set[str]:
     return set(supervised_by_id(folder))
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes or replaces `<folder>/manifest.json`."""
-    text = json.dumps(dataclasses.asdict(manifest), indent=2) + "\n"
-    write_atomically(folder / "manifest.json", text)
+def ids_in(path: Path) -> list[str]:
+    """The ids of a shard. UserError if they cannot be read."""
+    return _read(_open(path), path, None, ["id"]).column("id").to_pylist()
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a sampled set; unknown fields are ignored. UserError if it is absent, damaged or incomplete."""
-    path = folder / "manifest.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror}): run train/sample.py with this folder first"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: delete it and run train/sample.py again") from error
-    names = [field.name for field in dataclasses.fields(Manifest)]
-    missing = [name for name in names if name not in data]
-    if len(missing) > 0:
-        raise UserError(
-            f"{path} lacks {', '.join(missing)}: delete it and run train/sample.py again"
-        )
-    return Manifest(**{name: data[name] for name in names})
+def check_shard(path: Path) -> list[str]:
+    """The ids of a shard, all of whose rows are read. UserError for damage and for spans outside their tokens."""
+    rows = _rows_of_batch(_read(_open(path), path, None, SCHEMA.names))
+    for row in rows:
+        _check_spans(row, path)
+    return [row["id"] for row in rows]
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The shards of a set in the order of their names."""
+    return sorted((folder / "shards").glob("*.parquet"))
 
 
 def remove_partial(folder: Path) -> None:
     """Deletes shards below `folder` that a kill left half written. To be called by one process before any writes."""
     for partial in folder.rglob("shards/*.tmp"):
         partial.unlink()
-
-
-def _shard_paths(folder: Path) -> list[Path]:
-    return sorted((folder / "shards").glob("*.parquet"))
 
 
 def _open(path: Path) -> pq.ParquetFile:
@@ -245,7 +215,7 @@ def _open(path: Path) -> pq.ParquetFile:
     if len(missing) > 0:
         raise UserError(
             f"shard {path} has no column {', '.join(missing)}: it is not a shard of this "
-            "version; move it away and run train/sample.py again"
+            "version; run train/sample.py again, which sets it aside"
         )
     return file
 
@@ -265,8 +235,8 @@ def _read(
 
 def _damaged_shard_error(path: Path, error: Exception) -> UserError:
     return UserError(
-        f"shard {path} cannot be read ({str(error).strip().splitlines()[0]:.80}): delete it "
-        "and run train/sample.py again, which only re-does the prompts that were in it"
+        f"shard {path} cannot be read ({str(error).strip().splitlines()[0]:.80}): run train/sample.py again, which "
+        "only re-does the prompts that were in it"
     )
 
 
@@ -287,7 +257,7 @@ def _check_spans(row: SampleRow, path: Path) -> None:
         if len(span) != 2 or not 0 <= span[0] < span[1] <= length:
             raise UserError(
                 f"shard {path}: loss span {span} of id {row['id']} does not lie within its "
-                f"{length} tokens: delete the shard and run train/sample.py again"
+                f"{length} tokens: run train/sample.py again, which re-does this shard"
             )
 
 
@@ -297,6 +267,6 @@ def _check_unique_ids(ids: pa.ChunkedArray, folder: Path) -> None:
     counts = pc.value_counts(ids)
     twice = counts.filter(pc.greater(counts.field("counts"), 1))[0]["values"]
     raise UserError(
-        f"id {twice} occurs twice in {folder / 'shards'}: delete one of the shards that "
-        "hold it and run train/sample.py again"
+        f"id {twice} occurs twice in {folder / 'shards'}: run train/sample.py again, which sets one of the shards "
+        "that hold it aside"
     )

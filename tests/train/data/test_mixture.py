@@ -11,8 +11,9 @@ import pytest
 from decode.common.cli import parse_settings, to_yaml
 from decode.common.errors import UserError
 from tests import worlds
-from tests.train.data.test_sample_store import MANIFEST
+from tests.train.data.test_manifest import MANIFEST
 from train.data.batching import step_indices
+from train.data.manifest import write_manifest
 from train.data.mixture import (
     DataSpec,
     Mixture,
@@ -22,7 +23,7 @@ from train.data.mixture import (
     mixture_parts,
     source_at,
 )
-from train.data.sample_store import SampleRow, read_shards, write_manifest, write_shard
+from train.data.sample_store import SampleRow, read_shards, write_shard
 
 
 def rows(name: str, count: int) -> list[SampleRow]:
@@ -119,17 +120,15 @@ def test_how_the_data_was_made_is_told(tmp_path: Path) -> None:
     """Bug: a draft from two sets names one of them, or another shape for a single one than before."""
     paths = [written(tmp_path / name, name, 2) for name in ("one", "two")]
     own = json.loads((tmp_path / "one" / "manifest.json").read_text())
+    del own["shards"]  # hundreds of lines in a large set
     assert data_manifests(paths[0]) == own
     several = data_manifests([MixturePart(paths[0], 3), MixturePart(paths[1])])
     assert [(part["path"], part["weight"]) for part in several] == [(paths[0], 3), (paths[1], 1.0)]
     assert several[0]["manifest"] == own
 
 
-@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf")])
-def test_weights_that_are_no_shares_are_refused(weight: float) -> None:
-    """Bug: a weight of 0 divides by zero or hides a folder without a word."""
-    with pytest.raises(UserError, match=r"data x: weight .* above 0"):
-        mixture_parts([MixturePart("x", weight)])
+def test_a_mixture_of_nothing_is_refused() -> None:
+    """Bug: an empty list trains on nothing."""
     with pytest.raises(UserError, match="no folder"):
         mixture_parts([])
 

@@ -27,6 +27,7 @@ from tests.tiny import VOCAB, tiny_model, tiny_prompts, tiny_target
 from tests.worlds import Done, contents
 from train.data import batching, sample_store
 from train.data.batching import Batch
+from train.data.manifest import Manifest, write_manifest
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
@@ -548,8 +549,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = rows_of(*(20 + 5 * i % 31 for i in range(24)), vocab=target.decoder.vocab_size)
     sample_store.write_shard(home / "samples", rows, "all")
     sampling: dict[str, Any] = {}
-    manifest = sample_store.Manifest("t", None, target.fingerprint, None, sampling, 0, {}, None, {})
-    sample_store.write_manifest(home / "samples", manifest)
+    manifest = Manifest("t", None, target.fingerprint, None, sampling, 0, {}, None, {})
+    write_manifest(home / "samples", manifest)
     return home
 
 

@@ -1,0 +1,161 @@
+"""manifest.json of a sampled set: how it was made and which shards it has; sets whose shards are others are refused.
+
+Sampling writes it at its end, so a set without one is not finished. It counts the rows of every shard and has its
+checksum. Manifests of earlier versions only have the number of all rows.
+"""
+
+import dataclasses
+import json
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decode.common import damage, files
+from decode.common.errors import UserError
+from train.data import sample_store
+from train.data.sample_store import SampleStore
+
+MANIFEST_FILE = "manifest.json"
+ADVICE = (
+    "run the train/sample.py command that made it again, which answers what is missing and nothing else, or download "
+    "the set again"
+)
+MENDING = "the rows that the set now lacks are made again"
+
+
+@dataclass
+class Manifest:
+    """How a sampled set was made. `counts`: asked = answered + failed + answers_too_short."""
+
+    target: str
+    revision: str | None
+    tokenizer_hash: str
+    chat_template_hash: str | None
+    sampling: dict[str, Any]
+    seed: int
+    counts: dict[str, int]
+    git_sha: str | None
+    versions: dict[str, str]
+    shards: dict[str, dict[str, Any]] | None = None
+    """{file name: {rows, sha256}}; None in a manifest of an earlier version."""
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes or replaces `<folder>/manifest.json`, with `shards` as they are in the folder now."""
+    content = dataclasses.asdict(manifest) | {"shards": describe_shards(folder)}
+    files.write_atomically(folder / MANIFEST_FILE, json.dumps(content, indent=2) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a sampled set; unknown fields are ignored. UserError if it is absent, damaged or incomplete."""
+    path = folder / MANIFEST_FILE
+    if not path.exists():
+        state = "holds no finished set" if sample_store.shard_paths(folder) else "holds no set"
+        raise UserError(f"{folder} {state}, it has no {MANIFEST_FILE}: run train/sample.py with it")
+    data = files.read_json(path)
+    fields = dataclasses.fields(Manifest)
+    required = [f.name for f in fields if f.default is dataclasses.MISSING]
+    missing = required if not isinstance(data, dict) else [n for n in required if n not in data]
+    if missing:
+        raise UserError(
+            f"{path} lacks {', '.join(missing)}: delete it and run train/sample.py again"
+        )
+    manifest = Manifest(**{f.name: data[f.name] for f in fields if f.name in data})
+    listed = manifest.shards
+    whole = listed is None or (
+        isinstance(listed, dict)
+        and all(isinstance(entry, dict) and "sha256" in entry for entry in listed.values())
+    )
+    if not whole or not isinstance(manifest.counts, dict):
+        raise UserError(f"{path} is damaged: delete it and run train/sample.py again")
+    return manifest
+
+
+def describe_shards(folder: Path) -> dict[str, dict[str, Any]]:
+    """{file name: {rows, sha256}} of the shards in the folder. UserError for one that cannot be read."""
+    return {
+        path.name: {"rows": len(sample_store.ids_in(path)), "sha256": damage.sha256(path)}
+        for path in sample_store.shard_paths(folder)
+    }
+
+
+def load_set(folder: Path) -> tuple[Manifest, SampleStore]:
+    """The manifest and all rows of a finished set.
+
+    UserError for a set that is not finished or has no rows, a shard that is missing, damaged, altered or not of the
+    set, and for the errors of `sample_store.read_shards`.
+    """
+    manifest = read_manifest(folder)
+    problems = shard_problems(folder, manifest)
+    if problems:
+        (name, problem), others = next(iter(problems.items())), len(problems) - 1
+        more = f" (and {others} more of its shards cannot be used)" if others else ""
+        raise UserError(f"{folder}: shard {name} {problem}{more}: {ADVICE}")
+    rows = sample_store.read_shards(folder)
+    counts = manifest.counts
+    expected = counts.get("answered", len(rows)) + counts.get("answers_too_short", 0)
+    if manifest.shards is None and expected != len(rows):
+        raise UserError(
+            f"{folder} has {len(rows)} rows and its manifest counts {expected}: {ADVICE}"
+        )
+    return manifest, rows
+
+
+def shard_problems(folder: Path, manifest: Manifest) -> dict[str, str]:
+    """{file name: what is wrong with it} of the shards that are not as the manifest says."""
+    if manifest.shards is None:
+        return {}
+    there = {path.name: path for path in sample_store.shard_paths(folder)}
+    problems = {}
+    for name, entry in manifest.shards.items():
+        if name not in there:
+            problems[name] = f"with {entry.get('rows', 'its')} rows is missing"
+        elif damage.sha256(there[name]) != entry["sha256"]:
+            problems[name] = "is damaged or was altered"
+    foreign = [name for name in there if name not in manifest.shards]
+    return problems | dict.fromkeys(foreign, f"is not listed in {MANIFEST_FILE}")
+
+
+def set_damaged_aside(folder: Path, wanted: Set[str]) -> None:
+    """Renames shards that cannot be used, each with a warning, so that rows with the ids in `wanted` are made again.
+
+    These are shards that cannot be read or are not as the manifest says, that repeat an id, or that are not in the
+    manifest and have no wanted id. To be called by one process before any reads the set.
+    """
+    listed: dict[str, dict[str, Any]] = {}
+    problems: dict[str, str] = {}
+    if (folder / MANIFEST_FILE).exists():
+        try:
+            manifest = read_manifest(folder)
+            listed, problems = manifest.shards or {}, shard_problems(folder, manifest)
+        except UserError as error:
+            damage.warn(f"{error}; it is written again")
+    seen: set[str] = set()
+    for path in sorted(
+        sample_store.shard_paths(folder), key=lambda path: (path.name not in listed, path.name)
+    ):
+        problem = problems.pop(path.name, "") if path.name in listed else ""
+        if not problem:
+            problem = _other_problem(path, path.name in listed, seen, wanted)
+        if problem:
+            aside = damage.move_aside(path)
+            damage.warn(f"shard {path} {problem}: kept as {aside.name}; {MENDING}")
+    for name, problem in problems.items():
+        if name in listed:
+            damage.warn(f"shard {folder / 'shards' / name} {problem}: {MENDING}")
+
+
+def _other_problem(path: Path, listed: bool, seen: set[str], wanted: Set[str]) -> str:
+    """What is wrong with a shard by its rows, whose ids are added to `seen`; "" for nothing."""
+    try:
+        ids = sample_store.ids_in(path) if listed else sample_store.check_shard(path)
+    except UserError:
+        return "is damaged"
+    repeated = len(set(ids)) < len(ids) or not seen.isdisjoint(ids)
+    if repeated:
+        return "repeats ids"
+    if not listed and wanted.isdisjoint(ids):
+        return "has none of the prompts that are asked"
+    seen.update(ids)
+    return ""
