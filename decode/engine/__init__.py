@@ -4,7 +4,9 @@ engine       `SpeculativeEngine`: prompts to rows, rounds, refilling; `speculate
 round        one round on the device: propose, verify in one pass of the target, accept, commit
 active_request  a request's length and end on the host; checks of prompts
 records      what a round did to one prompt, and the record of a whole request
+chat_template  a prompt as token ids
 compile      torch.compile for the two halves of a round
+warm_up      runs every shape of rounds once, before decoding is timed
 cuda_graph   a round as one CUDA graph, and asynchronous copies to the host
 
 May import decode.common, decode.model, decode.verification and decode.drafts.

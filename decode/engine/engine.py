@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from decode.common.errors import UserError
+from decode.common.ranges import check_ranges
 from decode.drafts.base import Draft, DraftContext
-from decode.engine.active_request import ActiveRequest, check_prompts
+from decode.engine.active_request import ActiveRequest, check_draft_length, check_prompts
 from decode.engine.cuda_graph import AsyncHostCopy, CudaGraphRunner
 from decode.engine.records import DecodeRecord, RoundRecord, collect_outputs
 from decode.engine.round import (
@@ -42,7 +43,8 @@ class SpeculativeEngine:
     (decode/verification/registry.py): a lossless one emits text that follows the target's distribution under
     `sampling`. `mode` "eager" runs anywhere; "compiled" compiles for a minute or more for each new shape and is faster
     afterwards; "graph" also runs each round as one CUDA graph, which needs a draft that proposes on the device.
-    UserError for an unknown rule or mode, k < 1, or a mode that target or draft does not allow.
+    UserError for an unknown rule or mode, for k or `sampling` out of range, or a mode that target or draft does not
+    allow.
     """
 
     def __init__(
@@ -60,12 +62,15 @@ class SpeculativeEngine:
         self.device = target.decoder.device
         self.on_host = draft is not None and draft.on_host
         self.max_slots = 1 if draft is None else draft.max_slots(k)
+        # a round is read while the next one runs
+        self.lag = int(self.device.type == "cuda" and not self.on_host)
         self.batch_shape: tuple[int, int] | None = None  # rows and slots of the current buffers
         self.captured_buffers: list[SlotMapping] = []  # the KV buffers that the CUDA graph uses
         self.last_read_time = 0.0  # when the results of the last round were read
         find_rule(rule)
-        if k < 1:
-            raise UserError(f"need k >= 1, got {k}")
+        check_ranges(sampling, "sampling.")
+        if draft is not None:
+            check_draft_length(target, k)
         if mode not in MODES:
             raise UserError(f"no mode {mode!r}; there are {', '.join(MODES)}")
         if mode == "graph" and (self.device.type != "cuda" or self.on_host):
@@ -95,13 +100,8 @@ class SpeculativeEngine:
         rows = len(prompts) if rows is None else min(rows, len(prompts))
         limits = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         seeds = row_seeds(seed, len(prompts)) if seeds is None else seeds
-        longest = max(limits) + 2 * self.max_slots + 2  # rows that are done still draft
-        enough = max(map(len, prompts)) + 2 * self.max_slots + 2
-        eager = self.mode == "eager"
-        size = _round_up_to_bucket(enough) if eager else _round_up_to_power_of_two(longest)
-        state, config = self._prepare_batch(rows, size, choose)
-        waits = phases is not None or self.on_host
-        lag = int(device.type == "cuda" and not waits)  # a round is read while the next one runs
+        state, config = self._prepare_batch(rows, self.num_slots(prompts, max_new_tokens), choose)
+        lag = 0 if phases is not None else self.lag
         queue = deque(ActiveRequest(i, len(p), limits[i]) for i, p in enumerate(prompts))
         requests: list[ActiveRequest | None] = [None] * rows
         # launched rounds whose results were not read yet
@@ -140,6 +140,18 @@ class SpeculativeEngine:
                     phases.total += time.perf_counter() - start
                     phases.rounds += 1
                 yield from records
+
+    def num_slots(self, prompts: list[list[int]], max_new_tokens: int) -> int:
+        """Slots a row of the buffers that `speculate` begins with. Compiled code is specific to rows and slots.
+
+        Eager buffers grow with the rows; others have room for the longest row from the start.
+        """
+        spare = (self.lag + 2) * self.max_slots + 2  # rows that are done still draft
+        longest = max(map(len, prompts))
+        if self.mode == "eager":
+            return _round_up_to_bucket(longest + spare)
+        limit = min(longest + max_new_tokens, self.target.decoder.context)
+        return _round_up_to_power_of_two(limit + spare)
 
     def _prepare_batch(
         self, rows: int, size: int, choose: Sampler | None

@@ -14,14 +14,13 @@ import torch
 from decode.common.errors import UserError, first_line
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import DecodeRecord
+from decode.engine.warm_up import one_batch_per_shape, run_first_rounds
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.journal import Journal
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import collect_until_stop
-
-WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,8 @@ class InterleavedTimer:
     goes on, but a batch with a failure is not kept, so that the same command tries it again. Otherwise errors are
     raised, and a method that raises UserError when it is warmed up is left out as refused.
 
-    Rows are seeded by their index among all prompts, whatever the batch size. Engines are built and warmed up on the
-    first batch that is not in the journal.
+    Rows are seeded by their index among all prompts, whatever the batch size. Engines are built and warmed up if a
+    batch is not in the journal: on every shape of those batches, so that nothing is compiled while a clock runs.
     """
 
     def __init__(
@@ -139,8 +138,11 @@ class InterleavedTimer:
     ) -> TimingResult:
         """All batches by all methods. `key` begins the journal's keys; `progress` is called after every batch."""
         result = TimingResult()
+        keys = [[*key, [[item.task, item.id] for item in batch]] for batch in batches]
+        waiting = [b for b, k in zip(batches, keys, strict=True) if journal.get(k) is None]
+        warmed = self.warm_up(waiting) if waiting else {}
         if not self.tolerant:
-            refused = journal.get_or_measure([*key, "refused"], lambda: self.warm_up(batches[0]))
+            refused = journal.get_or_measure([*key, "refused"], lambda: warmed)
             result.refused = {m: refused[m.label] for m in self.methods if m.label in refused}
         methods = [m for m in self.methods if m not in result.refused]
         result.records = {m: [] for m in methods}
@@ -148,12 +150,11 @@ class InterleavedTimer:
         result.answers = {label: [] for label in self.others}
         first = 0
         for number, batch in enumerate(batches):
-            batch_key = [*key, [[item.task, item.id] for item in batch]]
-            kept = journal.get(batch_key)
+            kept = journal.get(keys[number])
             if kept is None:
                 kept = self._time_batch(result, methods, batch, first, number)
                 if kept is not None:
-                    journal.put(batch_key, kept)
+                    journal.put(keys[number], kept)
             else:
                 for method in methods:
                     values = kept["records"][method.label]
@@ -164,21 +165,32 @@ class InterleavedTimer:
             progress()
         return result
 
-    def warm_up(self, batch: Sequence[TaskPrompt]) -> dict[str, str]:
-        """Builds every engine and decodes a few tokens with it. {label: message} of the methods that are refused."""
+    def warm_up(self, batches: Sequence[Sequence[TaskPrompt]]) -> dict[str, str]:
+        """Builds every engine and runs the first rounds of each shape. {label: message} of the refused methods."""
         refused = {}
-        tokens = min(self.context.max_new_tokens, WARM_UP_TOKENS)
         for method in self.methods:
             try:
                 self.engines[method] = self.context.build_engine(method, self.sampling)
-                self._decode(method, batch, 0, tokens)
+                self._run_every_shape(method, batches)
             except UserError as error:
                 if self.tolerant or method == PLAIN_DECODING:
                     raise
                 refused[method.label] = str(error)
         for answer in self.others.values():
-            answer(batch[0])
+            answer(batches[0][0])
         return refused
+
+    def _run_every_shape(self, method: Method, batches: Sequence[Sequence[TaskPrompt]]) -> None:
+        engine, tokens = self.engines[method], self.context.max_new_tokens
+        prompts = [[item.prompt_ids for item in batch] for batch in batches]
+        for batch in one_batch_per_shape(engine, prompts, tokens):
+            try:
+                if engine.draft is not None:
+                    engine.draft.shape = method.shape
+                run_first_rounds(engine, batch, tokens)
+            except Exception:  # the timed pass records what fails
+                if not self.tolerant:
+                    raise
 
     def _time_batch(
         self,
@@ -192,8 +204,6 @@ class InterleavedTimer:
 
         A failure of plain decoding is one of all methods, since nothing can be compared then.
         """
-        if not self.engines:
-            self.warm_up(batch)
         timed, answers = self._decode_in_turn(methods, batch, first, number)
         for label, own in answers.items():
             result.answers[label] += own

@@ -135,7 +135,12 @@ def measured(
     batch_size: int = 1,
 ) -> TimingResult:
     """Three prompts by plain decoding, an n-gram draft and two other engines; `clock` sees every turn."""
-    decode = timing.decode_batch
+    decode, run_first_rounds = timing.decode_batch, timing.run_first_rounds
+
+    def warmed(engine: SpeculativeEngine, prompts: list[list[int]], tokens: int) -> None:
+        name = "plain" if engine.draft is None else engine.draft.name
+        clock.turns.append(f"{name} warm-up of {len(prompts)}")
+        run_first_rounds(engine, prompts, tokens)
 
     def seen(
         engine: SpeculativeEngine, method: Method, batch: Sequence[TaskPrompt], *rest: Any
@@ -143,6 +148,7 @@ def measured(
         clock.turns.append(" ".join([method.name, *(item.id for item in batch)]))
         return decode(engine, method, batch, *rest)
 
+    monkeypatch.setattr(timing, "run_first_rounds", warmed)
     monkeypatch.setattr(timing, "decode_batch", seen)
     items = [TaskPrompt("t", name, [20 + at, 30, 40]) for at, name in enumerate("abc")]
     others = {"hf plain": clock.arm("hf"), "hf-assisted d": clock.arm("assisted", fails)}
@@ -150,6 +156,7 @@ def measured(
     methods = [Method("ngram", NgramDraft(), 2)]
     context = TimingContext(target, items, 6)
     found = timing.time_methods(context, methods, 0.0, batch_size, journal, lambda: None, others)
+    monkeypatch.setattr(timing, "run_first_rounds", run_first_rounds)
     monkeypatch.setattr(timing, "decode_batch", decode)
     return found
 
@@ -163,7 +170,7 @@ def test_engines_take_turns(
     found = measured(target, tmp_path, clock, monkeypatch)
     order = ("plain", "ngram", "hf", "assisted", "plain")
     warm_up, turns = clock.turns[:4], clock.turns[4:]
-    assert warm_up == ["plain a", "ngram a", "hf a", "assisted a"]
+    assert warm_up == ["plain warm-up of 1", "ngram warm-up of 1", "hf a", "assisted a"]
     assert turns == [f"{who} {item}" for item in "abc" for who in order]
     assert {name: len(said) for name, said in found.answers.items()} == {
         "hf plain": 3,
@@ -178,7 +185,10 @@ def test_a_batch_is_answered_one_by_one(
     clock = Clock()
     measured(target, tmp_path, clock, monkeypatch, batch_size=2)
     turns = ["plain a b", "ngram a b", "hf a", "hf b", "assisted a", "assisted b", "plain a b"]
-    assert clock.turns[4:11] == turns
+    assert [turn for turn in clock.turns if "warm-up" in turn] == [
+        f"{name} warm-up of {rows}" for name in ("plain", "ngram") for rows in (2, 1)
+    ]  # the last batch is smaller
+    assert clock.turns[6:13] == turns
 
 
 def test_turns_are_kept(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

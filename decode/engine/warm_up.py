@@ -1,0 +1,60 @@
+"""Runs every shape of rounds once before decoding is timed, so that nothing is compiled or tuned while a clock runs."""
+
+import copy
+from collections.abc import Sequence
+from itertools import islice
+
+import torch
+
+from decode.drafts.base import Draft, Proposal
+from decode.drafts.wrappers import DraftWrapper
+from decode.engine.engine import SpeculativeEngine
+from decode.verification.rules import NO_DRAFT
+
+ROUNDS = 3
+
+
+def one_batch_per_shape(
+    engine: SpeculativeEngine, batches: Sequence[list[list[int]]], max_new_tokens: int
+) -> list[list[list[int]]]:
+    """Of the batches, each decoded at once, the first of each shape (rows, slots a row)."""
+    shapes: dict[tuple[int, int], list[list[int]]] = {}
+    for prompts in batches:
+        shape = len(prompts), engine.num_slots(prompts, max_new_tokens)
+        shapes.setdefault(shape, prompts)
+    return list(shapes.values())
+
+
+def run_first_rounds(
+    engine: SpeculativeEngine, prompts: list[list[int]], max_new_tokens: int
+) -> None:
+    """Prefill and a few rounds of decoding these prompts, in buffers for `max_new_tokens`.
+
+    Where compiled code drops the columns of a chain without any draft (`drop_empty_columns`), rounds with and without
+    drafts have different shapes. Both run then, whatever the draft finds in these prompts.
+    """
+    engines, draft = [engine], engine.draft
+    compiled_on_cpu = engine.mode == "compiled" and engine.device.type == "cpu"
+    if compiled_on_cpu and draft is not None and draft.shape is None and draft.taps is None:
+        for drafts in (True, False):
+            other = copy.copy(engine)
+            other.draft = ForcedDraft(draft, drafts)
+            engines.append(other)
+    for one in engines:
+        records = one.speculate(prompts, max_new_tokens=max_new_tokens)
+        for _ in islice(records, (1 + ROUNDS) * len(prompts)):
+            pass
+
+
+class ForcedDraft(DraftWrapper):
+    """`inner`, but every token of its proposals is a draft, or none. They are not compiled; those of `inner` are."""
+
+    def __init__(self, inner: Draft, drafts: bool):
+        super().__init__(inner)
+        self.on_host = True
+        self.drafts = drafts
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        proposal = self.inner.propose(history, length, k)
+        tokens = proposal.tokens.clamp_min(0) if self.drafts else proposal.tokens.clamp_max(NO_DRAFT)
+        return Proposal(tokens, proposal.q)

@@ -1,0 +1,135 @@
+"""What is timed is decoding: every shape was compiled before the first clock starts."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.drafts.base import Draft
+from decode.drafts.causal import CausalDraft
+from decode.drafts.ngram import NgramDraft
+from decode.drafts.suffix import SuffixDraft
+from decode.engine import compile as engine_compile
+from decode.engine import round as rounds
+from decode.engine.engine import SpeculativeEngine
+from decode.model.runner import ModelRunner
+from decode.verification.tree import DynamicTree
+from eval.benchmark import timing
+from eval.benchmark.journal import Journal
+from eval.benchmark.methods import Method
+from eval.benchmark.timing import TimingContext, TimingResult
+from eval.tasks.loading import TaskPrompt
+from eval.tuning.sweep import SweepStage, run_sweep
+from tests.params import slow_except
+from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
+
+NEW = 40
+LENGTHS = (6, 90, 12, 100)  # with 40 new tokens rows of 128 slots and of 256
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """One element for each graph that dynamo makes; without a code generator, which nothing here depends on."""
+    made: list[int] = []
+
+    def backend(module: Any, inputs: Any) -> Callable[..., Any]:
+        made.append(len(made))
+        return module.forward
+
+    @cache
+    def fast(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+        options = {"guard_filter_fn": engine_compile.filter_guards}
+        return engine_compile.with_frozen_weights(
+            torch.compile(function, fullgraph=True, dynamic=False, backend=backend, options=options)
+        )
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(rounds, "compile_function", fast)
+    yield made
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def context() -> TimingContext:
+    """A tiny target in compiled mode, and prompts of both shapes."""
+    model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=512)
+    target = tiny_target(model)
+    items = [TaskPrompt("t", str(i), ids) for i, ids in enumerate(tiny_prompts(*LENGTHS))]
+    return TimingContext(target, items, NEW, mode="compiled")
+
+
+def method(name: str, context: TimingContext) -> Method:
+    shape = DynamicTree(2, 5) if name == "tree" else None
+    near = ModelRunner(noisy(context.target.decoder.model, 0.01))
+    drafts: dict[str, Callable[[], Draft]] = {
+        "ngram": NgramDraft,
+        "suffix": SuffixDraft,
+        "causal": lambda: CausalDraft(near),
+        "tree": lambda: CausalDraft(near, shape=shape),
+    }
+    return Method(name, drafts[name](), 3, shape=shape)
+
+
+def time_all(context: TimingContext, own: Method, journal: Journal, rows: int) -> TimingResult:
+    return timing.time_methods(context, [own], 0.0, rows, journal, lambda: None)
+
+
+def sweep_all(context: TimingContext, own: Method, journal: Journal, rows: int) -> TimingResult:
+    return run_sweep(context, SweepStage("s", (own,), 0.8, rows), journal, lambda: None)
+
+
+CASES = [
+    f"{name}-{rows}-{pass_}"
+    for name in ("ngram", "suffix", "causal", "tree")
+    for rows in (1, 3)
+    for pass_ in ("run", "tune")
+]
+
+
+@pytest.mark.parametrize("case", slow_except(CASES, ["ngram-3-run"]))
+def test_nothing_is_compiled_while_a_clock_runs(
+    case: str, context: TimingContext, graphs: list[int], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Bug: a longer prompt, the smaller last batch, or a round without drafts is compiled when it is timed."""
+    name, rows, pass_ = case.split("-")
+    during = graphs_made_while_timing(monkeypatch, graphs)
+    measure = time_all if pass_ == "run" else sweep_all
+    found = measure(context, method(name, context), Journal(tmp_path / "j", {}), int(rows))
+    assert all(found.records.values())
+    assert len(graphs) > 0
+    assert during == [0] * len(during)
+    assert len(during) > 0
+
+
+@pytest.mark.slow
+def test_a_warm_up_of_a_few_tokens_is_caught(
+    context: TimingContext, graphs: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above is blind if this one does not see compilation: the warm-up decodes into shorter buffers."""
+    run = timing.run_first_rounds
+
+    def short(engine: SpeculativeEngine, prompts: list[list[int]], _: int) -> None:
+        run(engine, prompts, 8)
+
+    monkeypatch.setattr(timing, "run_first_rounds", short)
+    during = graphs_made_while_timing(monkeypatch, graphs)
+    time_all(context, method("ngram", context), Journal(tmp_path / "j", {}), 1)
+    assert sum(during) > 0
+
+
+def graphs_made_while_timing(monkeypatch: pytest.MonkeyPatch, graphs: list[int]) -> list[int]:
+    """A list that gets, for each batch that is timed, the graphs that were made meanwhile."""
+    decode, during = timing.decode_batch, []
+
+    def counted(*args: Any) -> Any:
+        before = len(graphs)
+        records = decode(*args)
+        during.append(len(graphs) - before)
+        return records
+
+    monkeypatch.setattr(timing, "decode_batch", counted)
+    return during
