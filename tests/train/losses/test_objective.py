@@ -199,9 +199,6 @@ def test_the_command_line_reaches_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "named"),
     [
-        (["--divergence.temperature", "0"], "temperature > 0"),
-        (["--divergence.beta", "1"], "0 < beta < 1"),
-        (["--divergence.top", "-1"], "top >= 0"),
         (["--divergence.mix", "{ce: 0.5}"], "no divergence 'ce'"),
         (["--loss", "kl"], "forward_kl"),
     ],

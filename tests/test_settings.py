@@ -1,0 +1,198 @@
+"""The settings of all commands: every number has a range, defaults are in it, and values out of it are refused."""
+
+import dataclasses
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import pytest
+
+from decode.common.cli import parse_settings, setting_names
+from decode.common.errors import UserError
+from decode.common.ranges import Range, at_least, check_ranges, range_of
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = sorted(
+    str(file.relative_to(ROOT))
+    for package in ("decode", "eval", "train", "scripts")
+    for file in (ROOT / package).rglob("*.py")
+    if "\n    run_command(main" in file.read_text()
+)
+
+
+def settings_of(command: str) -> type:
+    """The settings class of a command."""
+    module = importlib.import_module(command.removesuffix(".py").replace("/", "."))
+    (parameter,) = inspect.signature(module.main).parameters.values()
+    return parameter.annotation
+
+
+def classes_in(kind: Any) -> Iterator[type]:
+    """The settings classes that an annotation names, and those of their fields."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        yield kind
+        for field_ in dataclasses.fields(kind):
+            yield from classes_in(get_type_hints(kind, include_extras=True)[field_.name])
+    else:
+        for inner in get_args(kind):
+            yield from classes_in(inner)
+
+
+def has_bare_number(kind: Any) -> bool:
+    """Whether numbers of this annotation have no range."""
+    if get_origin(kind) is Annotated and any(isinstance(x, Range) for x in get_args(kind)):
+        return False
+    return kind in (int, float) or any(has_bare_number(inner) for inner in get_args(kind))
+
+
+def fields_without_range(settings: type) -> list[str]:
+    """Class and name of each field, in `settings` and in the classes within, whose numbers have no range."""
+    found = set()
+    for cls in classes_in(settings):
+        hints = get_type_hints(cls, include_extras=True)
+        names = [f.name for f in dataclasses.fields(cls)]
+        found |= {f"{cls.__name__}.{name}" for name in names if has_bare_number(hints[name])}
+    return sorted(found)
+
+
+def test_the_commands_are_found() -> None:
+    assert len(COMMANDS) >= 20
+    assert {"train/distill.py", "decode/generate.py", "scripts/referee.py"} < set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_number_has_a_range(command: str) -> None:
+    assert fields_without_range(settings_of(command)) == []
+
+
+@dataclass
+class Inner:
+    good: Annotated[int, at_least(1)] = 1
+    bad: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Planted:
+    name: str = ""
+    flag: bool = False
+    steps: int = 1
+    ranks: list[list[int]] = field(default_factory=list)
+    limit: int | None = None
+    fine: list[Annotated[int, at_least(1)] | None] = field(default_factory=list)
+    data: str | list[Inner] = ""
+
+
+def test_numbers_without_a_range_are_seen() -> None:
+    """The test above is blind if one of these passes."""
+    bare = ["Inner.bad", "Planted.limit", "Planted.ranks", "Planted.steps"]
+    assert fields_without_range(Planted) == bare
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_defaults_are_in_range(command: str) -> None:
+    settings = settings_of(command)
+    required = [f.name for f in dataclasses.fields(settings) if is_required(f)]
+    words = [
+        word for name in required for word in (f"--{name}", "{}" if name == "sources" else "x")
+    ]
+    parse_settings(settings, "", words)
+
+
+def is_required(f: dataclasses.Field[Any]) -> bool:
+    return f.default is f.default_factory is dataclasses.MISSING
+
+
+def outside(range_: Range) -> list[float]:
+    """Numbers around the range that are not in it."""
+    low = range_.low - 1 if range_.low_included else range_.low
+    high = range_.high + 1 if range_.high_included else range_.high
+    return [math.nan, math.inf, -math.inf, low, high, 10**30]
+
+
+def wrap(kind: Any, number: float) -> Any:
+    """A value of the annotation `kind` that holds the number."""
+    if get_origin(kind) is list:
+        return [wrap(*get_args(kind), number)]
+    if get_origin(kind) is dict:
+        return {"x": wrap(get_args(kind)[1], number)}
+    return number
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_numbers_out_of_range_are_refused(command: str) -> None:
+    """Catches a number that no one looks at, for every field of every class, whatever holds it."""
+    for cls in set(classes_in(settings_of(command))):
+        required = {f.name: "x" for f in dataclasses.fields(cls) if is_required(f)}
+        hints = get_type_hints(cls, include_extras=True)
+        for f in dataclasses.fields(cls):
+            range_ = range_of(hints[f.name])
+            for number in [] if range_ is None else outside(range_):
+                settings = cls(**required)
+                object.__setattr__(settings, f.name, wrap(hints[f.name], number))
+                with pytest.raises(UserError, match=rf"^{f.name}\S* is .*: it must be"):
+                    check_ranges(settings)
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "said"),
+    [
+        ("train/distill.py", "--loop.clip=-1", "loop.clip is -1.0: it must be above 0"),
+        ("train/distill.py", "--loop.batch_size=0", "loop.batch_size is 0: it must be at least 1"),
+        ("train/distill.py", "--loop.lr=0", "loop.lr is 0.0"),
+        ("train/distill.py", "--loop.lr=.nan", "loop.lr is nan"),
+        ("train/distill.py", "--loop.epochs=-0.5", "loop.epochs is -0.5"),
+        ("train/distill.py", "--seed=-1", "seed is -1: it must be from 0 to 4,294,967,295"),
+        ("train/distill.py", "--divergence.mix={hard_ce: -1}", "divergence.mix.hard_ce is -1.0"),
+        ("train/distill.py", "--divergence.beta=1", "divergence.beta is 1.0"),
+        ("train/distill.py", "--divergence.temperature=0", "divergence.temperature is 0.0"),
+        ("train/distill.py", "--draft.vocab=-1", "draft.vocab is -1"),
+        ("train/distill.py", "--draft.width=10000000", "draft.width is 10000000"),
+        ("train/distill.py", "--draft.heads=0", "draft.heads is 0"),
+        ("train/distill.py", "--check.k=1000000", "check.k is 1000000: it must be from 1 to 1,024"),
+        ("train/distill.py", "--on_policy.share=1.5", "on_policy.share is 1.5"),
+        ("train/distill.py", "--data=[{path: a, weight: .inf}]", "data[0].weight is inf"),
+        ("train/sample.py", "--batch_size=0", "batch_size is 0"),
+        ("train/sample.py", "--shard_rows=0", "shard_rows is 0"),
+        ("train/sample.py", "--max_new_tokens=0", "max_new_tokens is 0"),
+        ("train/sample.py", "--window=1", "window is 1"),
+        ("train/sample.py", "--filters.near_duplicates=0.3", "filters.near_duplicates is 0.3"),
+        ("train/sample.py", "--sources=[{kind: stdlib, limit: 0}]", "sources[0].limit is 0"),
+        ("train/sample.py", "--sampling.top_p=0", "sampling.top_p is 0.0"),
+        ("eval/run.py", "--temperatures=[0, .nan]", "temperatures[1] is nan"),
+        ("eval/run.py", "--phase_prompts=-1", "phase_prompts is -1"),
+        ("eval/run.py", "--tasks=[{name: code, limit: -2}]", "tasks[0].limit is -2"),
+        ("eval/run.py", "--methods=[{name: a, alpha: [2]}]", "methods[0].alpha[0] is 2.0"),
+        ("eval/run.py", "--methods=[{name: a, tree: {nodes: 100000}}]", "methods[0].tree.nodes is"),
+        ("eval/run.py", "--methods=[{name: a, tree: {width: 0}}]", "methods[0].tree.width is 0"),
+        ("eval/tune.py", "--temperatures=[.nan]", "temperatures[0] is nan"),
+        ("eval/tune.py", "--tree_nodes=[100000]", "tree_nodes[0] is 100000"),
+        ("eval/tune.py", "--ks=[0]", "ks[0] is 0"),
+        ("eval/advise.py", "--report=x --memory_gb=-1", "memory_gb is -1.0"),
+        ("decode/generate.py", "--k=1000000", "k is 1000000"),
+        ("decode/generate.py", "--sampling.temperature=1e-30", "sampling.temperature is 1e-30"),
+        ("scripts/export.py", "--k=0", "k is 0: it must be from 1 to 1,024"),
+    ],
+)
+def test_the_message_names_setting_value_and_range(command: str, argv: str, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_settings(settings_of(command), "", re.split(" (?=--)", argv))
+    assert str(error.value).startswith(said)
+
+
+def test_useful_values_are_in_range() -> None:
+    """Catches a range that refuses what users do: off by 0, all by 0, very long and very short runs."""
+    distill = settings_of("train/distill.py")
+    off = ["steps", "epochs", "eval_every", "warmup", "muon_lr", "weight_decay"]
+    settings = parse_settings(distill, "", [f"--loop.{name}=0" for name in off])
+    assert settings.loop.steps == 0
+    big = ["--loop.steps=2000000", "--loop.batch_size=65536", "--loop.clip=1e6", "--loop.lr=3e-6"]
+    parse_settings(distill, "", [*big, "--loop.max_length=131072", "--draft.vocab=0"])
+    parse_settings(settings_of("train/sample.py"), "", ["--sampling.temperature=0", "--k=16"])
+    words = ["--temperatures=[0, 0.01, 2]", "--top_k=0", "--top_p=0.001", "--check_law=0"]
+    parse_settings(settings_of("eval/run.py"), "", words)
+    assert "loop.clip" in setting_names(distill)
