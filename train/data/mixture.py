@@ -32,8 +32,6 @@ DataSpec = str | list[MixturePart]
 
 def mixture_parts(data: DataSpec) -> list[MixturePart]:
     """The parts that the setting `data` names. UserError for an empty list."""
-    if isinstance(data, str) and data.startswith("["):  # a list that could not be parsed
-        raise UserError(f"data {data}: no list of parts, write [{{path: folder, weight: 1}}, …]")
     parts = [MixturePart(data)] if isinstance(data, str) else data
     if len(parts) == 0:
         raise UserError("data names no folder: give one, or a list of {path, weight}")

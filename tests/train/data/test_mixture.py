@@ -151,8 +151,8 @@ def test_one_folder_or_several_in_settings(tmp_path: Path) -> None:
     over = ["--config", str(config), "--data", "[{path: c}, {path: d}]"]
     assert parse_settings(Settings, "", over).data == [MixturePart("c"), MixturePart("d")]
     assert parse_settings(Settings, "", ["--config", str(config), "--data", "e"]).data == "e"
-    with pytest.raises(UserError, match="no list of parts"):
-        mixture_parts(parse_settings(Settings, "", ["--data", "[{path: a, wait: 3}]"]).data)
+    with pytest.raises(UserError, match=r"no setting data\[0\].wait"):
+        parse_settings(Settings, "", ["--data", "[{path: a, wait: 3}]"])
 
 
 def test_the_command_trains_on_a_mixture(tmp_path: Path) -> None:
