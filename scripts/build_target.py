@@ -7,6 +7,7 @@ questions of GSM8K. The run saves checkpoints (--save_every) and the same comman
     python scripts/build_target.py --model draft  --gsm8k path/to/train.jsonl
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -27,9 +28,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from decode.common.command import run_command
+from decode.common import lock
+from decode.common.command import DeferredStop, Terminated, run_command, stop
 from decode.common.errors import UserError
 from decode.common.ranges import Count, LearningRate, Seed, Share, at_least
+from decode.common.run_dir import check_folder, replace_folder
 from train.data import python_corpus
 
 EOS = "<|endoftext|>"
@@ -189,6 +192,17 @@ def next_token_loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
+def save_checkpoint(state: dict[str, Any], file: Path) -> None:
+    """Replaces the checkpoint; what is there stays when it cannot be written."""
+    scratch = file.with_suffix(".tmp")
+    try:
+        torch.save(state, scratch)
+        scratch.replace(file)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
 def train(s: BuildTargetConfig, model: Any, streams: dict[str, np.ndarray], device: str) -> dict:
     """Trains in place, from the checkpoint if there is one; {steps, tokens, minutes, train_loss}."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
@@ -210,40 +224,42 @@ def train(s: BuildTargetConfig, model: Any, streams: dict[str, np.ndarray], devi
         print(f"resumed at step {step} of {steps}")
     run = torch.compile(next_token_loss) if s.compile else next_token_loss
     start = time.perf_counter()
-    while step < steps:
-        for optimizer, peak in zip(optimizers, peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * lr_scale(step, steps, s.decay)
-        window = s.short_window if step < 0.8 * steps else s.window
-        if device == "cpu":  # explicit attention is the faster one on a CPU up to 256 tokens
-            model.set_attn_implementation("eager" if window <= 256 else "sdpa")
-        loss = run(model, sample_batch(streams, s, step, window).to(device))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        step += 1
-        smooth = loss.item() if step == 1 else 0.98 * smooth + 0.02 * loss.item()
-        if not math.isfinite(smooth):
-            raise UserError("the loss is not finite: lower --muon_lr and --adam_lr")
-        if step % 20 == 0:
-            seconds = spent + time.perf_counter() - start
-            speed = step * s.batch_tokens / seconds
-            left = (steps - step) * seconds / step / 60
-            print(
-                f"step {step}/{steps} loss {smooth:.3f} {speed:,.0f} tokens/s, {left:.0f} min left",
-                flush=True,
-            )
-        if step % s.save_every == 0 or step == steps:
-            state = {
-                "step": step,
-                "seconds": spent + time.perf_counter() - start,
-                "loss": smooth,
-                "model": model.state_dict(),
-                "optimizers": [o.state_dict() for o in optimizers],
-            }
-            torch.save(state, checkpoint.with_suffix(".tmp"))
-            checkpoint.with_suffix(".tmp").replace(checkpoint)
+    with DeferredStop() as asked:
+        while step < steps:
+            for optimizer, peak in zip(optimizers, peaks, strict=True):
+                optimizer.param_groups[0]["lr"] = peak * lr_scale(step, steps, s.decay)
+            window = s.short_window if step < 0.8 * steps else s.window
+            if device == "cpu":  # explicit attention is the faster one on a CPU up to 256 tokens
+                model.set_attn_implementation("eager" if window <= 256 else "sdpa")
+            loss = run(model, sample_batch(streams, s, step, window).to(device))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            step += 1
+            smooth = loss.item() if step == 1 else 0.98 * smooth + 0.02 * loss.item()
+            if not math.isfinite(smooth):
+                raise UserError("the loss is not finite: lower --muon_lr and --adam_lr")
+            if step % 20 == 0:
+                seconds = spent + time.perf_counter() - start
+                speed = step * s.batch_tokens / seconds
+                left = (steps - step) * seconds / step / 60
+                print(
+                    f"step {step}/{steps} loss {smooth:.3f} {speed:,.0f} tokens/s, {left:.0f} min left",
+                    flush=True,
+                )
+            if step % s.save_every == 0 or step == steps or asked.received:
+                state = {
+                    "step": step,
+                    "seconds": spent + time.perf_counter() - start,
+                    "loss": smooth,
+                    "model": model.state_dict(),
+                    "optimizers": [o.state_dict() for o in optimizers],
+                }
+                save_checkpoint(state, checkpoint)
+            if asked.received and step < steps:
+                stop(asked.received, f"step {step} is saved")
     return {
         "steps": steps,
         "tokens": steps * s.batch_tokens,
@@ -354,20 +370,38 @@ def save_model(
 
 
 def main(s: BuildTargetConfig) -> None:
-    """Trains, evaluates and saves the model; the last line is JSON."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    work = Path(s.work)
-    work.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(s.seed)
+    """Trains, evaluates and saves the model; the last line is JSON. UserError while another run uses the folders."""
     seen, unseen = load_corpus(s.gsm8k)
+    target = Path(s.assets) / "target"
+    if s.model == "draft" and not (target / "tokenizer.json").is_file():
+        raise UserError(f"{target} has no tokenizer.json: build the target first")
+    work, out = Path(s.work), Path(s.assets) / s.model
+    with contextlib.ExitStack() as stack:
+        for folder in (work, out):
+            check_folder(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock.hold(folder / lock.LOCK_FILE, folder))
+        try:
+            build(s, work, seen, unseen)
+        except (KeyboardInterrupt, Terminated) as error:
+            error.add_note(f"checkpoints are kept in {work}, and the same command goes on")
+            raise
+
+
+def build(
+    s: BuildTargetConfig, work: Path, seen: dict[str, list[str]], unseen: dict[str, list[str]]
+) -> None:
+    """Trains on `seen`, evaluates on `unseen` and saves the model, with the tokenizer in `work` if there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(s.seed)
     if s.model == "draft":
-        home = Path(s.assets) / "target"
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(home)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(Path(s.assets) / "target")
     elif (work / "tokenizer").is_dir():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     else:
         tokenizer = build_tokenizer(seen)
-        tokenizer.save_pretrained(work / "tokenizer")
+        with replace_folder(work / "tokenizer") as folder:
+            tokenizer.save_pretrained(folder)
     streams = {domain: encode(tokenizer, documents) for domain, documents in seen.items()}
     held_out = {domain: encode(tokenizer, documents) for domain, documents in unseen.items()}
     print("corpus tokens", {d: f"{len(x):,}" for d, x in streams.items()})

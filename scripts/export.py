@@ -22,6 +22,7 @@ from decode.checkpoints import importers, layouts
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import DraftLength
+from decode.common.run_dir import check_folder, replace_folder
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
 from scripts.engine_compat import exporters
@@ -48,7 +49,8 @@ def main(s: ExportConfig) -> None:
     if not s.draft or not s.out or s.format not in FORMATS:
         raise UserError(f"give a draft's folder, --out and --format, one of {', '.join(FORMATS)}")
     out = Path(s.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    check_folder(out)
+    if out.exists() and any(out.iterdir()):
         raise UserError(f"{s.out} is not empty: name a new folder with --out")
     path = importers.resolve_folder(s.draft)
     family, facts = draft_family(path), read_metadata(path)
@@ -57,18 +59,19 @@ def main(s: ExportConfig) -> None:
         raise UserError(
             f"a draft of family {family} has no layout {s.format!r}: hf is for causal drafts, the others for heads"
         )
-    if s.format == "hf":
-        exporters.export_hf(s.draft, target, out)
-    else:
-        checkpoint = importers.read_checkpoint(path)
-        if s.format == "flat":
-            files = exporters.to_flat(exporters.with_lm_head(checkpoint, target))
-        elif s.format == "speculators":
-            files = exporters.to_speculators(checkpoint, target, s.k)
+    with replace_folder(out) as folder:
+        if s.format == "hf":
+            exporters.export_hf(s.draft, target, folder)
         else:
-            files = exporters.to_medusa_legacy(checkpoint, target)
-        layouts.write_checkpoint(out, *files)
-    exporters.write_metadata(path, facts, out)
+            checkpoint = importers.read_checkpoint(path)
+            if s.format == "flat":
+                files = exporters.to_flat(exporters.with_lm_head(checkpoint, target))
+            elif s.format == "speculators":
+                files = exporters.to_speculators(checkpoint, target, s.k)
+            else:
+                files = exporters.to_medusa_legacy(checkpoint, target)
+            layouts.write_checkpoint(folder, *files)
+        exporters.write_metadata(path, facts, folder)
     print(
         f"{family} in the {s.format} layout: {', '.join(sorted(file.name for file in out.iterdir()))}"
     )

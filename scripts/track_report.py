@@ -12,6 +12,7 @@ if not __package__:
 
 import yaml
 
+from decode.common import lock
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json
@@ -40,20 +41,19 @@ def main(s: TrackReportConfig) -> None:
         )
     trained = yaml.safe_load((run / RUN_FILE).read_text())
     step = trained["loop"]["steps"]
-    tracker = Tracker(run, trained["project"], trained, trained["wandb"], resumed_step=step)
     names = ("tau", "alpha", "acceptance_rate", "speedup")
-    tracker.log(
-        step,
-        {
-            f"report/T{m['temperature']:g}/{name}": m[name]
-            for m in entries
-            for name in names
-            if m[name] is not None
-        },
-    )
+    values = {
+        f"report/T{m['temperature']:g}/{name}": m[name]
+        for m in entries
+        for name in names
+        if m[name] is not None
+    }
     files = ("report.json", "report.md", "report.html", "outputs.jsonl")
-    tracker.artifact("report", "evaluation", [folder / name for name in files])
-    tracker.finish()
+    with lock.hold(run / lock.LOCK_FILE, run):
+        tracker = Tracker(run, trained["project"], trained, trained["wandb"], resumed_step=step)
+        tracker.log(step, values)
+        tracker.artifact("report", "evaluation", [folder / name for name in files])
+        tracker.finish()
 
 
 if __name__ == "__main__":

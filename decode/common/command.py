@@ -7,6 +7,7 @@ error keeps its traceback.
 import ctypes
 import errno
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -79,13 +80,22 @@ def world_error(error: BaseException | None) -> str | None:
     """One line for an error of the world (see ADVICE) in `error` or in what caused it; None for any other error."""
     if error is None:
         return None
-    if isinstance(error, OSError) and error.errno in ADVICE:
-        names = " -> ".join(str(n) for n in (error.filename, error.filename2) if n is not None)
-        reason = os.strerror(error.errno)
-        return f"{names + ': ' if names else ''}{reason}: {ADVICE[error.errno]}"
-    if "No space left on device" in str(error):  # libraries that write without Python's files
-        return f"{os.strerror(errno.ENOSPC)}: {ADVICE[errno.ENOSPC]}"
-    return world_error(error.__cause__ or error.__context__)
+    number = error.errno if isinstance(error, OSError) else _number_in(str(error))
+    if number in ADVICE:
+        files = (error.filename, error.filename2) if isinstance(error, OSError) else ()
+        where = " -> ".join(str(file) for file in files if file is not None)
+        return f"{where + ': ' if where else ''}{os.strerror(number)}: {ADVICE[number]}"
+    during = error.__context__ if isinstance(error, OSError | RuntimeError) else None
+    return world_error(error.__cause__ or during)
+
+
+def _number_in(message: str) -> int:
+    """The error number of libraries that write without Python's files; 0 if the message has none."""
+    found = re.search(r"os error (\d+)", message)
+    if found:
+        return int(found[1])
+    full = "No space left on device" in message or "iostream error" in message
+    return errno.ENOSPC if full else 0
 
 
 @contextmanager

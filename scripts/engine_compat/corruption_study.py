@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from decode.checkpoints import importers, layouts
-from decode.common import provenance
-from decode.common.command import run_command
+from decode.common import lock, provenance
+from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
-from decode.common.files import read_json, write_atomically
+from decode.common.files import read_json_object, write_atomically
 from decode.common.ranges import Count, DraftLength
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
@@ -86,11 +86,16 @@ def summarize_result(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_rows(file: str, sizes: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an earlier run with these settings, which this run continues; [] if there is none."""
+    """The rows of an earlier run, which this run continues; [] if there is none. UserError for other settings."""
     if not file or not Path(file).is_file():
         return []
-    earlier = read_json(Path(file))
-    return earlier["rows"] if {key: earlier.get(key) for key in sizes} == sizes else []
+    earlier = read_json_object(file, "a result of this command", ("rows", *sizes))
+    if {key: earlier[key] for key in sizes} != sizes:
+        raise UserError(
+            f"{file} was measured with other settings than {sizes}: name another file with --out"
+        )
+    rows: list[dict[str, Any]] = earlier["rows"]
+    return rows
 
 
 def save_rows(file: str, sizes: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -101,7 +106,21 @@ def save_rows(file: str, sizes: dict[str, Any], rows: list[dict[str, Any]]) -> N
 
 
 def main(s: CorruptionStudyConfig) -> None:
-    """Checks and decodes with every corrupted draft and prints a table."""
+    """Checks and decodes with every corrupted draft and prints a table. UserError while another run writes `out`."""
+    if not s.out:
+        return study(s)
+    out = Path(s.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with lock.hold(out.with_name(f".{out.name}.lock"), out):
+        try:
+            study(s)
+        except (KeyboardInterrupt, Terminated) as error:
+            error.add_note(f"finished drafts are kept in {out}, and the same command goes on")
+            raise
+
+
+def study(s: CorruptionStudyConfig) -> None:
+    """The whole study, without what earlier runs finished."""
     target = load_target(s.target, "cpu")
     prompts = [item.prompt_ids for task in s.tasks for item in load_task_prompts(task, target)]
     context = vllm_parity.context_length(target, prompts, s.k, s.max_new_tokens)

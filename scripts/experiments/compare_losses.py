@@ -10,10 +10,12 @@ counts summed over the seeds; the α of each seed is given as well.
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,13 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from decode.common import files, provenance
-from decode.common.command import run_command
+from decode.common import files, lock, provenance, run_dir
+from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
 from decode.common.progress import progress_bars
 from decode.common.ranges import Count, CountOrZero, DraftLength, Seed, Temperature
@@ -142,6 +145,24 @@ def run_cell(
     evaluate_draft(s, Path(s.init) if name == BASELINE else train_draft(s, name, loss, seed, steps))
 
 
+def ignore_ctrl_c() -> None:
+    """Makes a worker leave Ctrl-C to the training that it waits for, which saves its last step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def stop_children() -> Iterator[None]:
+    """Ends the workers and their trainings when the block is stopped, and waits until the latter have saved."""
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated):
+        children = psutil.Process().children(recursive=True)
+        for child in children:
+            child.terminate()
+        psutil.wait_procs(children)
+        raise
+
+
 def to_records(kept: dict[str, list[list[Any]]], temperature: float) -> list[DecodeRecord]:
     """One record for each prompt. Neither its clocks nor its token ids were kept: the ids are zeros."""
     return [
@@ -218,8 +239,21 @@ def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main(s: CompareLossesConfig) -> None:
+    """Trains and evaluates what is missing in `drafts`. UserError while another run uses that folder."""
+    drafts = Path(s.drafts)
+    run_dir.check_folder(drafts)
+    drafts.mkdir(parents=True, exist_ok=True)
+    with lock.hold(drafts / lock.LOCK_FILE, drafts):
+        try:
+            compare(s)
+        except (KeyboardInterrupt, Terminated) as error:
+            error.add_note(f"finished drafts are kept in {drafts}, and the same command goes on")
+            raise
+
+
+def compare(s: CompareLossesConfig) -> None:
+    """The whole comparison, without what earlier runs finished."""
     console = Console(stderr=True)
-    Path(s.drafts).mkdir(parents=True, exist_ok=True)
     steps: dict[str, int | None] = dict.fromkeys((BASELINE, *s.sources))
     for name, source in s.sources.items() if s.tokens else ():
         samples, _ = mixture.load(source.data, 512)
@@ -243,7 +277,8 @@ def main(s: CompareLossesConfig) -> None:
     with progress_bars(console) as progress:
         task = progress.add_task("training and evaluating drafts", total=len(cells) + 1)
         for wave in waves:
-            with ProcessPoolExecutor(s.workers, mp_context=fresh, max_tasks_per_child=1) as pool:
+            pool = ProcessPoolExecutor(s.workers, fresh, ignore_ctrl_c, max_tasks_per_child=1)
+            with pool, stop_children():
                 jobs = [pool.submit(run_cell, s, *cell, steps[cell[0]], threads) for cell in wave]
                 for job in as_completed(jobs):
                     job.result()

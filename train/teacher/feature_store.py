@@ -5,14 +5,14 @@ holds depends on the samples alone. Shards are memory-mapped and only the rows o
 sample is verified when it is read for the first time.
 """
 
-import fcntl
 import functools
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from decode.common import files
+from decode.common import files, lock
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from train.data import batching
@@ -35,8 +35,6 @@ TARGET_SHARD_COUNT = 16
 """Small sets get shorter shards, so that there are about this many."""
 MAX_OPEN_SHARDS = 1024
 """Shards that are memory-mapped at the same time."""
-LOCK_FILE = "lock"
-"""An empty file that is locked while shards are written."""
 SAFETENSORS_DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.bfloat16: "BF16",
@@ -99,26 +97,20 @@ class FeatureStore:
         ]
         return [(shard, kinds) for shard, kinds in missing if kinds]
 
-    def lock(self) -> IO[bytes]:
-        """Locks the folder until the returned file is closed, deletes partial shards, and writes the manifests.
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Locks the folder during the block, having deleted partial shards and written the manifests.
 
-        The operating system releases the lock when the process ends, even if it is killed. UserError while another
-        command holds it.
+        UserError while another command fills the folder, or if it filled it with something else meanwhile.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = (self.folder / LOCK_FILE).open("ab")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.close()
-            raise UserError(
-                f"another command is filling features in {self.folder}: start this one when that is done"
-            ) from error
-        remove_partial(self.folder)
-        for kind in self.kinds:
-            text = json.dumps({"kind": kind.name, **self.key}, indent=1) + "\n"
-            write_atomically(self.folder / kind.name / "manifest.json", text)
-        return lock
+        with lock.hold(self.folder / lock.LOCK_FILE, f"the features in {self.folder}"):
+            remove_partial(self.folder)
+            for kind in self.kinds:
+                self._check_manifest(kind)
+                text = json.dumps({"kind": kind.name, **self.key}, indent=1) + "\n"
+                write_atomically(self.folder / kind.name / "manifest.json", text)
+            yield
 
     def write(self, kind: FeatureSchema, shard: int, tensors: dict[str, Tensor]) -> None:
         """Writes the shard of `kind` from tensors that hold the rows of its samples one after the other."""

@@ -89,18 +89,23 @@ def test_an_error_of_the_world_is_one_line(number: int, capsys: pytest.CaptureFi
     assert err.count("\n") == 1
 
 
-def test_a_full_disk_is_seen_behind_a_library() -> None:
+def test_a_full_disk_is_seen_behind_a_library(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a traceback where a library wraps the error, or says it only in its message."""
     wrapped = RuntimeError("file write failed")
     wrapped.__cause__ = OSError(errno.ENOSPC, "No space left on device", "a.bin")
-    for error in (wrapped, RuntimeError('Os { code: 28, message: "No space left on device" }')):
-        with pytest.raises(SystemExit) as stop:
-            run_command(raises(error), Settings, None, argv=[])
-        assert stop.value.code == 2
+    during = RuntimeError("unexpected pos 576 vs 534")
+    during.__context__ = RuntimeError("basic_ios::clear: iostream error")
+    in_text = Exception("Error while serializing: I/O error: No space left on device (os error 28)")
+    for error in (wrapped, during, in_text):
+        code, err = end_of(capsys, raises(error))
+        assert code == 2
+        assert err.endswith("No space left on device: free some space\n")
 
 
 def test_a_programming_error_keeps_its_traceback() -> None:
-    for error in (TypeError("x"), OSError("no errno"), OSError(errno.EINVAL, "invalid")):
+    handled = KeyError("x")  # raised while an error of the world was handled
+    handled.__context__ = OSError(errno.ENOENT, "no such file", "a")
+    for error in (handled, OSError("no errno"), OSError(errno.EINVAL, "invalid")):
         with pytest.raises(type(error)):
             run_command(raises(error), Settings, None, argv=[])
 
