@@ -1,14 +1,15 @@
 """Training of drafts by distillation from the target.
 
-    sample.py    command: the target answers prompts, or texts are tokenised as they are; writes the sampled set
-    distill.py   command: trains a draft on sampled sets
-    data/        prompts, tokenised conversations, the sampled set on disk, mixtures, batches
-    losses/      divergences between target and draft distributions, and the loss made of them
-    teacher/     the target's hidden states and logits for a batch, computed live or read from disk
-    families/    one trainer for each draft family
-    trainer/     the training loop, checkpoints, logging, several processes
-    planning/    estimates of memory, time and disk, and the dry run
-    hub/         model cards and publishing
+    sample.py         command: the target answers prompts, or texts are tokenised as they are; writes the sampled set
+    write_prompts.py  command: a chat model writes prompts, where no data set of them is at hand
+    distill.py        command: trains a draft on sampled sets
+    data/             prompts, tokenised conversations, the sampled set on disk, mixtures, batches
+    losses/           divergences between target and draft distributions, and the loss made of them
+    teacher/          the target's hidden states and logits for a batch, computed live or read from disk
+    families/         one trainer for each draft family
+    trainer/          the training loop, checkpoints, logging, several processes
+    planning/         estimates of memory, time and disk, and the dry run
+    hub/              model cards and publishing
 
 Import order: data <- losses <- teacher <- families <- trainer <- planning <- distill.py; hub imports data only.
 train may import decode and eval, never scripts.

@@ -1,0 +1,110 @@
+"""train/write_prompts.py: prompts in the target's own words, the same after a kill, and none that was cut off."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from decode.common.errors import UserError
+from decode.engine.engine import speculate
+from decode.engine.records import RoundRecord
+from decode.verification.sampling import SamplingParams
+from tests.tiny import tiny_model
+from train import write_prompts
+from train.write_prompts import LOG_FILE, PROMPT_FILE, WritePromptsConfig, user_turn
+
+ASSETS = Path(__file__).resolve().parents[2] / "assets" / "target"
+CHAT = (
+    "{% for m in messages %}<|endoftext|>{{ m['role'] }}\n{{ m['content'] }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random model that ends a turn every dozen tokens, with the bundled vocabulary and a chat template."""
+    folder = tmp_path_factory.mktemp("target")
+    model = tiny_model("llama", vocab_size=4096, max_position_embeddings=128)
+    model.generation_config.eos_token_id = 0
+    with torch.no_grad():
+        model.lm_head.weight[0] *= 6
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def settings(target: str, out: Path) -> WritePromptsConfig:
+    return WritePromptsConfig(
+        target,
+        systems=["", "Ask about code."],
+        count=12,
+        sampling=SamplingParams(temperature=1.0),
+        max_new_tokens=24,
+        batch_size=4,
+        out=str(out),
+    )
+
+
+def test_a_user_turn_begins_and_ends_where_the_template_says() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    tokenizer.chat_template = CHAT
+    ids, end = user_turn(tokenizer, "Be short.")
+    assert tokenizer.decode(ids) == (
+        "<|endoftext|>system\nBe short.<|endoftext|><|endoftext|>user\n"
+    )
+    assert end == 0
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n### Reply:{% endfor %}"
+    with pytest.raises(UserError, match="does not end a user's turn with a special token"):
+        user_turn(tokenizer, "")
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        user_turn(tokenizer, "")
+
+
+def test_prompts_are_whole_and_different_and_the_same_after_a_kill(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight, killed = (
+        settings(target, tmp_path / "straight"),
+        settings(target, tmp_path / "killed"),
+    )
+    write_prompts.main(straight)
+    wanted = (tmp_path / "straight" / PROMPT_FILE).read_text()
+    log = [json.loads(line) for line in (tmp_path / "straight" / LOG_FILE).read_text().splitlines()]
+    assert sorted(entry["number"] for entry in log) == list(range(12))
+    ended = {entry["text"] for entry in log if entry["finish_reason"] == "eos"} - {""}
+    prompts = [json.loads(line) for line in wanted.splitlines()]
+    assert {prompt["messages"][-1]["content"] for prompt in prompts} == ended
+    assert 0 < len(prompts) < 12  # some were cut off by max_new_tokens
+    assert {len(prompt["messages"]) for prompt in prompts} == {1, 2}  # with and without a system
+
+    def dies(*args: Any, **settings: Any) -> Iterator[RoundRecord]:
+        for i, record in enumerate(speculate(*args, **settings)):
+            if i == 40:
+                raise RuntimeError("killed")
+            yield record
+
+    monkeypatch.setattr(write_prompts, "speculate", dies)
+    with pytest.raises(RuntimeError, match="killed"):
+        write_prompts.main(killed)
+    monkeypatch.undo()
+    assert 0 < len((tmp_path / "killed" / LOG_FILE).read_text().splitlines()) < 12
+    with (tmp_path / "killed" / LOG_FILE).open("a") as file:
+        file.write('{"number": 11, "fini')  # a line whose writer was killed
+    write_prompts.main(killed)
+    assert (tmp_path / "killed" / PROMPT_FILE).read_text() == wanted
+
+
+def test_a_larger_count_keeps_what_is_written(target: str, tmp_path: Path) -> None:
+    small = replace(settings(target, tmp_path / "out"), count=6)
+    write_prompts.main(small)
+    before = (tmp_path / "out" / PROMPT_FILE).read_text().splitlines()
+    write_prompts.main(replace(small, count=12, resume=True))
+    assert (tmp_path / "out" / PROMPT_FILE).read_text().splitlines()[: len(before)] == before

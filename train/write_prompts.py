@@ -1,0 +1,169 @@
+"""Lets a chat model write the prompts that it is then sampled on, where no data set of prompts is at hand.
+
+    python train/write_prompts.py --target T --count 3000 --out outputs/prompts
+    python train/sample.py --target T --sources '[{kind: file, path: outputs/prompts/prompts.jsonl}]' --out DIR
+
+The target gets a system message and the beginning of a user's turn, and goes on as the user (Magpie, Xu et al. 2024,
+arXiv 2406.08464). Killed or stopped, the same command goes on, and writes the same prompts.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from rich.console import Console
+
+from decode.common import run_dir
+from decode.common.command import run_command
+from decode.common.damage import read_log
+from decode.common.errors import UserError
+from decode.common.files import write_atomically
+from decode.common.progress import progress_bars
+from decode.common.ranges import Count, Seed
+from decode.engine.chat_template import encode_prompt
+from decode.engine.engine import speculate
+from decode.model.loading import Target, load_target
+from decode.verification.sampling import SamplingParams
+from train.sample import reply_seed
+
+LOG_FILE, PROMPT_FILE = "written.jsonl", "prompts.jsonl"
+OWNED_FILES = (LOG_FILE, PROMPT_FILE)
+MARK = "\ue000"  # a character of private use, which no template holds
+
+
+@dataclass
+class WritePromptsConfig:
+    target: str = "assets/target"
+    """A model with a chat template, which writes the users' turns: a folder, a GGUF file or a Hub name."""
+    revision: str | None = None
+    """Commit, tag or branch of a Hub target."""
+    systems: list[str] = field(default_factory=lambda: [""])
+    """System messages, which steer what is asked; each gets an equal share. Empty: the template's own."""
+    count: Count = 1000
+    """Prompts to write. Those that are cut off, empty or written twice are dropped afterwards."""
+    sampling: SamplingParams = field(
+        default_factory=lambda: SamplingParams(temperature=1.0, top_p=0.95)
+    )
+    max_new_tokens: Count = 256
+    """Tokens of the longest prompt; one that has not ended by then is dropped."""
+    batch_size: Count = 32
+    """Prompts written together."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16."""
+    seed: Seed = 0
+    out: str = "outputs/prompts"
+    """Folder of prompts.jsonl, one chat a line."""
+    resume: bool = False
+    """Continue in `out` although the settings differ, such as a larger count."""
+    overwrite: bool = False
+    """Replace what an earlier run left in `out`."""
+
+
+def user_turn(tokenizer: Any, system: str) -> tuple[list[int], int]:
+    """(ids up to where the user's words begin, the id that ends the user's turn).
+
+    UserError if the tokenizer has no chat template, or one that ends a user's turn with plain text.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "the target's tokenizer has no chat template: use an instruction-tuned target"
+        )
+    messages = [{"role": "system", "content": system}] if system else []
+    ids = encode_prompt(tokenizer, [*messages, {"role": "user", "content": MARK}])
+    text = tokenizer.decode(ids)
+    before, found, after = text.partition(MARK)
+    ending = tokenizer(after, add_special_tokens=False)["input_ids"]
+    if not found or not ending or ending[0] not in tokenizer.all_special_ids:
+        raise UserError(
+            "the target's chat template does not end a user's turn with a special token: write prompts with another "
+            "model"
+        )
+    return tokenizer(before, add_special_tokens=False)["input_ids"], ending[0]
+
+
+def prompt_id(s: WritePromptsConfig, number: int) -> str:
+    """The id of a prompt, from which its random seed is made too."""
+    return f"system{number % len(s.systems)}-{number // len(s.systems)}"
+
+
+def write_prompts(s: WritePromptsConfig, target: Target, todo: Sequence[int], log: Path) -> None:
+    """Writes the prompts with the numbers `todo`, and appends each to the log as soon as it is finished."""
+    turns = [user_turn(target.tokenizer, system) for system in s.systems]
+    target = replace(target, eos=target.eos | {end for _, end in turns})
+    written: dict[int, list[int]] = {}
+    tokens, start = 0, time.perf_counter()
+    with log.open("a", encoding="utf-8") as file, progress_bars(fields=("speed",)) as bars:
+        bar = bars.add_task("writing", total=len(todo), speed="")
+        for record in speculate(
+            target,
+            None,
+            [turns[number % len(turns)][0] for number in todo],
+            k=1,
+            rows=s.batch_size,
+            sampling=s.sampling,
+            max_new_tokens=s.max_new_tokens,
+            seeds=[reply_seed(prompt_id(s, number), s.seed) for number in todo],
+        ):
+            ids = written.setdefault(record.prompt, [])
+            ids += record.tokens
+            tokens += len(record.tokens)
+            if record.finished is None:
+                continue
+            del written[record.prompt]
+            number = todo[record.prompt]
+            text = target.tokenizer.decode(ids, skip_special_tokens=True).strip()
+            entry = {"number": number, "finish_reason": record.finished, "text": text}
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+            bars.update(bar, speed=f"{tokens / (time.perf_counter() - start):,.0f} tokens/s")
+            bars.advance(bar)
+
+
+def whole_prompts(s: WritePromptsConfig, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The prompts that ended by themselves, in the order of their numbers, without empty and repeated ones."""
+    seen, prompts = {""}, []
+    for entry in sorted(entries, key=lambda entry: entry["number"]):
+        number, text = entry["number"], entry["text"]
+        if number >= s.count or entry["finish_reason"] != "eos" or text in seen:
+            continue
+        seen.add(text)
+        system = s.systems[number % len(s.systems)]
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": text})
+        prompts.append({"id": prompt_id(s, number), "messages": messages})
+    return prompts
+
+
+def main(s: WritePromptsConfig) -> None:
+    if not s.systems:
+        raise UserError("systems is empty: give a system message, or [''] for the template's own")
+    target = load_target(s.target, s.device, s.dtype, s.revision)
+    for system in s.systems:
+        user_turn(target.tokenizer, system)
+    out = Path(s.out)
+    with run_dir.open_run(s.out, s, "train/write_prompts.py", OWNED_FILES):
+        consequence = "they are written again"
+        fields = {"number": int, "finish_reason": str, "text": str}
+        done = {entry["number"] for entry in read_log(out / LOG_FILE, fields, consequence)}
+        todo = [number for number in range(s.count) if number not in done]
+        write_prompts(s, target, todo, out / LOG_FILE)
+        prompts = whole_prompts(s, read_log(out / LOG_FILE, fields, consequence))
+        lines = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
+        write_atomically(out / PROMPT_FILE, lines)
+    Console(stderr=True).print(
+        f"{len(prompts)} prompts, {s.count - len(prompts)} of {s.count} dropped as cut off, empty or repeated: "
+        f"{out / PROMPT_FILE}"
+    )
+
+
+if __name__ == "__main__":
+    run_command(main, WritePromptsConfig, __doc__)
