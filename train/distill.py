@@ -27,7 +27,7 @@ from decode.common import provenance
 from decode.common.cli import to_dict
 from decode.common.command import run_command, stop
 from decode.common.ranges import CountOrZero, Seed
-from decode.drafts.base import METADATA_FILE, MODEL_FILES, check_request
+from decode.drafts.base import METADATA_FILE, MODEL_FILES, check_request, check_saved_draft
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from train.data import batching, mixture, sample_store
@@ -151,6 +151,8 @@ def build_draft(
     s: DistillConfig, target: Target, rows: Sequence[sample_store.SampleRow]
 ) -> TrainableDraft:
     """The draft in training. UserError, before any step, if training could not measure it with these settings."""
+    if s.draft.init:
+        check_saved_draft(s.draft.init)
     folder = None
     if s.features and not s.dry_run:
         folder = FeatureFolder(Path(s.features), s.features_top, s.loop.max_length)
@@ -268,7 +270,8 @@ def distill(
     training = build_training(s, accelerator, parts)
     full_copy = build_full_copy(s, accelerator, parts)
     with collective.raise_on_all_ranks(accelerator):
-        state = checkpoint.load_latest(accelerator, out, parts.target.fingerprint)
+        damage = partial(on_policy.find_damage, s)
+        state = checkpoint.load_latest(accelerator, out, parts.target.fingerprint, damage)
     console.print(
         f"{samples} samples ({parts.dropped} dropped), {processes} process(es), {accelerator.device}, "
         f"precision {accelerator.mixed_precision}, from step {state.step}"
@@ -295,7 +298,8 @@ def distill(
             accelerator.end_training()
             stop(signal_number, f"step {state.step} is saved")
         if s.loop.keep_best and state.measured_at != state.step:
-            checkpoint.load(accelerator, checkpoint.checkpoint_dir(out, state.measured_at))
+            with collective.raise_on_all_ranks(accelerator):
+                checkpoint.load_best(accelerator, out, state.measured_at)
             console.print(f"the draft is that of step {state.measured_at}, whose τ was best")
         draft = sharding.gather_full_draft(accelerator, training.model, trainable, full_copy)
         if is_main:

@@ -368,26 +368,6 @@ def test_a_draft_with_nan_weights_stops_at_once(
     assert not (tmp_path / "out" / WEIGHTS).exists()
 
 
-@pytest.mark.parametrize("file", [WEIGHTS, "optimizer.bin", "contents.json"])
-def test_a_damaged_checkpoint_is_named(train: Callable, tmp_path: Path, file: str) -> None:
-    """Bug: a run goes on from damaged weights or moments, or quietly from step 0."""
-    assert train("--loop.steps", 2).code == 0
-    damaged = tmp_path / "out" / "checkpoints" / "step-000002" / file
-    worlds.flip_byte(damaged, 0 if file == "contents.json" else -9)
-    before = contents(tmp_path / "out" / "checkpoints")
-    error = train("--loop.steps", 2).error()
-    assert str(damaged.parent) in error
-    assert file in error
-    assert contents(tmp_path / "out" / "checkpoints") == before
-
-
-def test_a_missing_part_of_a_checkpoint_is_named(train: Callable, tmp_path: Path) -> None:
-    """Bug: a checkpoint without its random states resumes with others."""
-    assert train("--loop.steps", 2).code == 0
-    (tmp_path / "out" / "checkpoints" / "step-000002" / "random_states_0.pkl").unlink()
-    assert "random_states_0.pkl is missing" in train("--loop.steps", 2).error()
-
-
 def test_another_run_s_folder_is_refused_until_told(
     train: Callable, undisturbed: Path, tmp_path: Path
 ) -> None:

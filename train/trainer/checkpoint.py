@@ -2,24 +2,29 @@
 
 `<out>/checkpoints/step-000100/` is renamed into place once it is complete; `<out>/checkpoints/latest`, written after
 it, names the checkpoint to resume from. Weights, optimisers and random states are saved by `Accelerator.save_state`;
-`contents.json` beside them holds the `TrainingState` and a checksum of every file.
+`contents.json` beside them holds the `TrainingState`, a checksum of every file, and one of itself. A run resumes from
+the newest checkpoint whose checksums are right, so the last MIN_KEPT ones are always there.
 """
 
 import hashlib
 import json
 import logging
+import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
-from decode.common import files
+from decode.common import damage, files
 from decode.common.errors import UserError
 
 LATEST = "latest"
 CONTENTS = "contents.json"
+MIN_KEPT = 2
+"""Checkpoints that are kept at least, so that there is one to go back to where the last is damaged."""
 
 # Accelerate warns at every checkpoint that tied embeddings are stored once, which breaks the progress bar.
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
@@ -60,7 +65,8 @@ def save(
 ) -> None:
     """Writes the checkpoint after `state.step` steps; deletes all but the last `keep` ones and that of step `best`.
 
-    Every rank must call it.
+    The last MIN_KEPT stay in any case, and so do those of later steps, which are trained again. Every rank must call
+    it.
     """
     folder = out / "checkpoints"
     final = checkpoint_dir(out, state.step)
@@ -73,11 +79,15 @@ def save(
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         contents = {**asdict(state), "files": _digests(scratch)}
-        (scratch / CONTENTS).write_text(json.dumps(contents))
+        text = json.dumps({**contents, "sha256": _contents_digest(contents)})
+        (scratch / CONTENTS).write_text(text)
+        if final.is_symlink():
+            final.unlink()
         shutil.rmtree(final, ignore_errors=True)  # the step was trained again after a kill
         scratch.replace(final)
         files.write_atomically(folder / LATEST, final.name + "\n")
-        for old in sorted(folder.glob("step-??????"))[:-keep]:
+        earlier = [path for step, path in _checkpoints(out) if step <= state.step]
+        for old in earlier[max(keep, MIN_KEPT) :]:
             if old.name != checkpoint_name(best):
                 shutil.rmtree(old)
     accelerator.wait_for_everyone()
@@ -86,14 +96,13 @@ def save(
 def discard_checkpoint(out: Path, step: int) -> None:
     """Deletes the checkpoint of `step`, whose weights are ruined; `latest` then names the one before it."""
     bad = checkpoint_dir(out, step)
-    if not bad.is_dir():
-        return
-    earlier = [path.name for path in sorted(bad.parent.glob("step-??????")) if path < bad]
+    earlier = [path for number, path in _checkpoints(out) if number < step]
     if earlier:
-        files.write_atomically(bad.parent / LATEST, earlier[-1] + "\n")
-    else:
-        (bad.parent / LATEST).unlink()
-    shutil.rmtree(bad)
+        files.write_atomically(bad.parent / LATEST, earlier[0].name + "\n")
+    if bad.is_dir() and not bad.is_symlink():
+        shutil.rmtree(bad)
+    if not earlier:
+        (bad.parent / LATEST).unlink(missing_ok=True)
 
 
 def remove_partial(out: Path) -> None:
@@ -103,14 +112,14 @@ def remove_partial(out: Path) -> None:
 
 
 def check_tokenizer(out: Path, tokenizer: str) -> None:
-    """UserError if the newest checkpoint belongs to another tokenizer.
+    """UserError if the newest checkpoint that can be read belongs to another tokenizer.
 
     Its weights could have the right shapes and still stand for other tokens.
     """
-    path = latest_checkpoint(out)
-    found = (
-        tokenizer if path is None else files.read_json(path / CONTENTS).get("tokenizer", tokenizer)
-    )
+    paths, _ = _candidates(out)
+    read = ((path, _read_contents(path)) for path in paths)
+    path, contents = next(((path, found) for path, found in read if found), (None, {}))
+    found = contents.get("tokenizer", tokenizer)
     if found != tokenizer:
         raise UserError(
             f"checkpoint {path} was trained for tokenizer {found}, but this target has {tokenizer}: "
@@ -118,25 +127,36 @@ def check_tokenizer(out: Path, tokenizer: str) -> None:
         )
 
 
-def load_latest(accelerator: Accelerator, out: Path, tokenizer: str) -> TrainingState:
-    """Restores the newest checkpoint and returns its state, or the state of step 0 when there is no checkpoint.
+def load_latest(
+    accelerator: Accelerator,
+    out: Path,
+    tokenizer: str,
+    other_damage: Callable[[int], str] = lambda step: "",
+) -> TrainingState:
+    """Restores the newest intact checkpoint and returns its state, or the state of step 0 if there is no checkpoint.
 
-    UserError names the checkpoint and the file if one of its files is missing or damaged.
+    `other_damage` says what else is missing or damaged that resuming after that step would need, "" for nothing. A
+    warning in the main process names the checkpoints that were passed over and why. UserError if none is intact.
     """
-    path = latest_checkpoint(out)
-    if path is None:
-        return TrainingState(tokenizer)
-    contents = files.read_json(path / CONTENTS)
-    found = _digests(path)
-    for name, digest in contents.pop("files").items():
-        if found.get(name) != digest:
-            what = "is missing" if name not in found else "is damaged"
-            raise UserError(
-                f"checkpoint {path}: {name} {what}; name an earlier step in {path.parent / LATEST} or start over "
-                "with --overwrite true"
-            )
-    load(accelerator, path)
-    return TrainingState(**{"tokenizer": tokenizer, **contents})
+    paths, problem = _candidates(out)
+    passed_over = [problem] if problem else []
+    for path in paths:
+        found = find_damage(path) or other_damage(_step_of(path))
+        if found:
+            passed_over.append(f"checkpoint {path}: {found}")
+            continue
+        if passed_over and accelerator.is_main_process:
+            damage.warn(f"{'; '.join(passed_over)}: the run goes on from the intact {path.name}")
+        load(accelerator, path)
+        contents = _read_contents(path)
+        state = {name: contents[name] for name in asdict(TrainingState("")) if name in contents}
+        return TrainingState(**{"tokenizer": tokenizer, **state})
+    if paths:
+        raise UserError(
+            f"{'; '.join(passed_over)}; no intact checkpoint is left: restore one from a copy, or start over with "
+            "--overwrite true"
+        )
+    return TrainingState(tokenizer)
 
 
 def load(accelerator: Accelerator, path: Path) -> None:
@@ -157,17 +177,90 @@ def load(accelerator: Accelerator, path: Path) -> None:
         ) from error
 
 
+def load_best(accelerator: Accelerator, out: Path, step: int) -> None:
+    """Restores the checkpoint of the best step at the end of a training. UserError if it is damaged."""
+    path = checkpoint_dir(out, step)
+    found = find_damage(path)
+    if found:
+        raise UserError(
+            f"checkpoint {path}, whose τ was best: {found}; restore it from a copy, or save the last step's draft with "
+            "--resume true --loop.keep_best false"
+        )
+    load(accelerator, path)
+
+
+def find_damage(path: Path) -> str:
+    """What is wrong with the files of a checkpoint: "optimizer.bin is damaged"; "" if each has its checksum."""
+    if not path.is_dir():
+        return "it does not exist"
+    contents = _read_contents(path)
+    if not contents:
+        return f"{CONTENTS} is damaged or missing"
+    digests = _digests(path)
+    for name, digest in contents["files"].items():
+        if digests.get(name) != digest:
+            return f"{name} is damaged" if name in digests else f"{name} is missing"
+    return ""
+
+
 def latest_checkpoint(out: Path) -> Path | None:
-    """The checkpoint that `latest` names; None when there is none."""
+    """The checkpoint that a run would resume from if it is intact; None when there is none."""
+    paths, _ = _candidates(out)
+    return paths[0] if paths else None
+
+
+def _candidates(out: Path) -> tuple[list[Path], str]:
+    """(the checkpoints to resume from, the first that is intact is taken; what is wrong with `latest`, "" if nothing).
+
+    They are the one that `latest` names and those before it; all of them if it names none of this folder.
+    """
+    found = _checkpoints(out)
     pointer = out / "checkpoints" / LATEST
-    return pointer.parent / pointer.read_text().strip() if pointer.is_file() else None
+    if not found and not pointer.exists():
+        return [], ""
+    name = pointer.read_bytes().decode(errors="replace").strip() if pointer.is_file() else ""
+    paths = [path for _, path in found]
+    named = [i for i, path in enumerate(paths) if path.name == name]
+    if named:
+        return paths[named[0] :], ""
+    what = "does not exist" if not pointer.exists() else "names no checkpoint of its folder"
+    if not found:
+        raise UserError(
+            f"{pointer} {what}, and there is no other: restore one from a copy, or start over with --overwrite true"
+        )
+    return paths, f"{pointer} {what}"
 
 
-def _digests(folder: Path) -> dict[str, Any]:
+def _checkpoints(out: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint, the newest first. Links are none: what they lead to is not this run's."""
+    folders = (out / "checkpoints").glob("step-*")
+    found = [path for path in folders if re.fullmatch(r"step-\d{6,}", path.name)]
+    return sorted(
+        ((_step_of(path), path) for path in found if path.is_dir() and not path.is_symlink()),
+        reverse=True,
+    )
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _read_contents(path: Path) -> dict[str, Any]:
+    """contents.json of a checkpoint; {} if it is missing or damaged. Those of earlier versions have no own checksum."""
+    try:
+        contents = files.read_json(path / CONTENTS)
+    except UserError:
+        return {}
+    if not isinstance(contents, dict) or not isinstance(contents.get("files"), dict):
+        return {}
+    digest = contents.pop("sha256", None)
+    return contents if digest in (None, _contents_digest(contents)) else {}
+
+
+def _contents_digest(contents: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+
+
+def _digests(folder: Path) -> dict[str, str]:
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != CONTENTS)
-    return {str(p.relative_to(folder)): _digest(p) for p in paths}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {str(p.relative_to(folder)): damage.sha256(p) for p in paths}

@@ -64,7 +64,7 @@ class LoopConfig:
     save_every: Count = 100
     """Steps between checkpoints."""
     keep: Count = 2
-    """How many of the newest checkpoints to keep."""
+    """How many of the newest checkpoints to keep; 1 keeps two as well, so that a damaged one costs little."""
     keep_best: bool = False
     """Saves the draft with the highest measured τ instead of the last one, and keeps its checkpoint. Differences of τ
     are meaningful only if check.prompts is large."""

@@ -21,8 +21,9 @@ from decode.engine.engine import decode
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from train.data import batching, sample_store
+from train.data.manifest import set_damaged_aside
 from train.data.mixture import Mixture, source_at
-from train.data.sample_store import SampleRow
+from train.data.sample_store import SampleRow, check_shard
 from train.families.base import TrainableDraft
 from train.families.registry import family_trainer
 from train.trainer.loop import LoopConfig
@@ -73,6 +74,40 @@ def check_supported(s: OnPolicyConfig, family: str, features: str, sharded: bool
         )
 
 
+def round_rows(s: OnPolicyRunConfig, step: int) -> tuple[int, range]:
+    """(first step of the round that `step` belongs to, numbers of the rows that the draft generates for it)."""
+    every = s.on_policy.every
+    first = step // every * every
+    share = Fraction(str(s.on_policy.share))
+    end = min(first + every, s.loop.steps)
+    before, after = (int(at * s.loop.batch_size * share) for at in (first, end))
+    return first, range(before, after)
+
+
+def round_folder(s: OnPolicyRunConfig, first: int, count: int) -> Path:
+    """Where the `count` rows of the round that begins with step `first` are kept."""
+    return Path(s.out) / "on_policy" / f"step-{first:06d}-{count}"
+
+
+def find_damage(s: OnPolicyRunConfig, step: int) -> str:
+    """What a run that resumes after `step` steps lacks of the rows of its round, "" for nothing.
+
+    In the middle of a round they cannot be generated again: the weights that the round began with are gone.
+    """
+    first, numbers = round_rows(s, step)
+    if step in (first, s.loop.steps) or len(numbers) == 0:
+        return ""
+    folder = round_folder(s, first, len(numbers))
+    try:
+        found = {name for path in sample_store.shard_paths(folder) for name in check_shard(path)}
+    except UserError:
+        return f"a shard of {folder}, which its next steps read, is damaged"
+    missing = {draft_row_id(number) for number in numbers} - found
+    return f"{len(missing)} rows of {folder}, which its next steps read, are missing" * bool(
+        missing
+    )
+
+
 class OnPolicyBuffer:
     """Global batches in which rows that the draft generated have their share; `Mixture` gives batches without them.
 
@@ -89,10 +124,10 @@ class OnPolicyBuffer:
         accelerator: Accelerator,
         max_length: int,
     ):
-        self.s, self.rows, self.trainable, self.target = s.on_policy, rows, trainable, target
+        self.run, self.s, self.seed, self.batch = s, s.on_policy, s.seed, s.loop.batch_size
+        self.rows, self.trainable, self.target = rows, trainable, target
         self.accelerator, self.folder = accelerator, Path(s.out) / "on_policy"
-        self.max_length, self.seed = max_length, s.seed
-        self.batch, self.steps = s.loop.batch_size, s.loop.steps
+        self.max_length = max_length
         share = Fraction(str(s.on_policy.share))
         self.shares = [1 - share, share]
         self.round = -1
@@ -105,7 +140,7 @@ class OnPolicyBuffer:
             self._discard_rounds_after(step)
         if self.round != step // self.s.every:
             self.round = step // self.s.every
-            self.rows_by_id = self._generate_or_load()
+            self.rows_by_id = self._generate_or_load(step)
         chosen = []
         for place in range(step * self.batch, (step + 1) * self.batch):
             source, number = source_at(self.shares, place)
@@ -129,15 +164,15 @@ class OnPolicyBuffer:
                     shutil.rmtree(folder)
         self.accelerator.wait_for_everyone()
 
-    def _generate_or_load(self) -> dict[str, SampleRow]:
-        """{id: row} of this round; rows that are missing in its folder are generated first."""
-        first = self.round * self.s.every
-        end = min(first + self.s.every, self.steps)
-        before = [int(step * self.batch * self.shares[1]) for step in (first, end)]
-        wanted = range(*before)
+    def _generate_or_load(self, step: int) -> dict[str, SampleRow]:
+        """{id: row} of the round of `step`; rows that are missing in its folder or damaged are generated first."""
+        first, wanted = round_rows(self.run, step)
         if len(wanted) == 0:
             return {}
-        folder = self.folder / f"step-{first:06d}-{len(wanted)}"
+        folder = round_folder(self.run, first, len(wanted))
+        if self.accelerator.is_main_process:
+            set_damaged_aside(folder, {draft_row_id(number) for number in wanted})
+        self.accelerator.wait_for_everyone()
         done = sample_store.done_ids(folder)
         self.accelerator.wait_for_everyone()  # no process writes before all have read what is done
         todo = [number for number in wanted if draft_row_id(number) not in done]
