@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from decode.drafts.base import draft_sha256
+from decode.drafts.base import draft_sha256, is_altered
 from decode.engine.records import DecodeRecord
 from decode.verification.registry import find_rule
 from eval.benchmark.config import EvalConfig
@@ -44,6 +44,7 @@ def method_entry(
 
     `records` are the method's on the prompts of `group`, `plain` those of plain decoding on (at least) these prompts.
     """
+    sha256 = draft_sha256(path) if path else None
     return {
         "name": method.name,
         "draft": path or None,
@@ -60,7 +61,8 @@ def method_entry(
         "tokens_after_eos": sum(count_tokens_after_eos(r.output_ids, eos) for r in records),
         "failed": [asdict(failure) for failure in failures],
         "quality": quality,
-        "draft_sha256": draft_sha256(path) if path else None,
+        "draft_sha256": sha256,
+        "draft_altered": is_altered(path, sha256),
         "mode": s.mode,
         "dtype": s.dtype,
         "verification": verification_name(method, temperature),

@@ -1,7 +1,7 @@
 """The interface between drafts and the engine, and the metadata of a saved draft's folder."""
 
+import functools
 import hashlib
-import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from decode.common import damage
 from decode.common.errors import UserError
+from decode.common.files import read_json_object
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import SlotMapping, TreeNodes
-from decode.model.loading import Target
+from decode.model.loading import Target, load_tokenizer, tokenizer_fingerprint
 from decode.verification.sampling import Sampler, SamplingParams
 from decode.verification.tree import TreeShape, max_slots
 
@@ -135,21 +137,60 @@ def read_metadata(path: str) -> dict[str, Any]:
     file = Path(path) / METADATA_FILE
     if not file.is_file():
         return {}
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON: restore it or save the draft again") from error
+    return read_json_object(file, "what train/distill.py writes beside a draft")
 
 
 def draft_sha256(path: str) -> str | None:
-    """Checksum of model.safetensors + config.json; None for a draft that is not a local folder."""
-    files = [Path(path) / "model.safetensors", Path(path) / "config.json"]
-    if not all(file.is_file() for file in files):
+    """Checksum of the safetensors files and config.json; None for a draft that is not a local folder."""
+    folder = Path(path)
+    shards = sorted(folder.glob("model-*-of-*.safetensors"))
+    options = ([folder / "model.safetensors"], shards, [folder / "medusa_lm_head.safetensors"])
+    weights = next((files for files in options if files and files[0].is_file()), [])
+    if not weights or not (folder / "config.json").is_file():
         return None
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
+    for file in [*weights, folder / "config.json"]:
+        with file.open("rb") as content:
+            hashlib.file_digest(content, lambda: digest)
     return digest.hexdigest()
+
+
+def is_altered(path: str, sha256: str | None) -> bool:
+    """Whether `sha256`, that of the draft in the folder `path`, is not the one in draftsmith.json; False if that has
+    none."""
+    return sha256 is not None and read_metadata(path).get("draft_sha256") not in (None, sha256)
+
+
+def check_saved_draft(path: str) -> None:
+    """Compares the files of a draft's folder with draftsmith.json: a warning if weights or config.json were altered
+    after training, UserError if the tokenizer was. Nothing is done for what draftsmith.json does not record."""
+    sha256 = draft_sha256(path)
+    if is_altered(path, sha256):
+        _warn_of_altered_weights(path, sha256)
+    check_saved_tokenizer(path)
+
+
+def check_saved_tokenizer(path: str) -> None:
+    """UserError if the tokenizer in a draft's folder is not the one that draftsmith.json names."""
+    recorded = read_metadata(path).get("tokenizer_hash")
+    there = any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+    if recorded is None or not there:
+        return
+    found = tokenizer_fingerprint(load_tokenizer(path))
+    if found != recorded:
+        raise UserError(
+            f"draft {path!r} was trained for tokenizer {recorded}, and the one in its folder is {found}: copy the "
+            "tokenizer files of its target into the folder, or train the draft again"
+        )
+
+
+@functools.cache
+def _warn_of_altered_weights(path: str, sha256: str | None) -> None:
+    """Once for each state of the folder: commands load a draft several times."""
+    damage.warn(
+        f"draft {path!r} has other weights or another config.json than {METADATA_FILE} says: it was changed or "
+        "damaged after training, and what was measured in training is not about it"
+    )
 
 
 def check_target(path: str, target: Target) -> None:

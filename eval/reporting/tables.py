@@ -275,7 +275,8 @@ def _setup_table(methods: Sequence[ReportEntry]) -> Table:
     ]
     rows: list[list[str]] = []
     for m in methods:
-        shown = {**m, "draft_sha256": (m["draft_sha256"] or "")[:12] or None}
+        altered = ", altered after training" if m.get("draft_altered") else ""
+        shown = {**m, "draft_sha256": (m["draft_sha256"] or "")[:12] + altered or None}
         if paths := (m["tree"] or {}).get("paths"):
             shown["tree"] = f"fixed, {len(paths)} nodes"
         row = [format_value(shown[field]) for field in fields]
