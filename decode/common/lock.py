@@ -22,12 +22,13 @@ LOCK_FILE = ".lock"
 
 
 @contextmanager
-def hold(file: Path, what: str | Path) -> Iterator[None]:
+def hold(file: Path, what: str | Path, wait: bool = False) -> Iterator[None]:
     """Holds the lock `file` during the block and deletes it afterwards; its folder must exist.
 
-    UserError while another process holds it; `what` is the folder or file that the message is about.
+    While another process holds it: UserError, where `what` is the folder or file that the message is about; with `wait`
+    it waits.
     """
-    opened = _acquire(file, what)
+    opened = _acquire(file, what, wait)
     try:
         yield
     finally:
@@ -35,11 +36,11 @@ def hold(file: Path, what: str | Path) -> Iterator[None]:
         opened.close()
 
 
-def _acquire(file: Path, what: str | Path) -> IO[str]:
+def _acquire(file: Path, what: str | Path, wait: bool) -> IO[str]:
     while True:
         opened = file.open("a+", encoding="utf-8")
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise _in_use(file, what, _holder(opened)) from None
         except OSError:  # no flock here
