@@ -15,6 +15,8 @@ import pytest
 from decode.common.cli import parse_settings, setting_names
 from decode.common.errors import UserError
 from decode.common.ranges import Range, at_least, check_ranges, range_of
+from tests.tiny import tiny_model, tiny_target
+from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = sorted(
@@ -196,3 +198,43 @@ def test_useful_values_are_in_range() -> None:
     words = ["--temperatures=[0, 0.01, 2]", "--top_k=0", "--top_p=0.001", "--check_law=0"]
     parse_settings(settings_of("eval/run.py"), "", words)
     assert "loop.clip" in setting_names(distill)
+
+
+def refuse_long_drafts(command: str, monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> str:
+    """The error of a command whose target has a context of 64 tokens."""
+    module = importlib.import_module(command.removesuffix(".py").replace("/", "."))
+    target = tiny_target(tiny_model("llama"))
+    monkeypatch.setattr(module, "load_target", lambda *args: target)
+    with pytest.raises(UserError) as error:
+        module.main(parse_settings(settings_of(command), "", argv))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "name"),
+    [
+        ("decode/generate.py", ["--prompt", "x", "--k", "64"], "k"),
+        ("train/sample.py", ["--k", "64", "--draft", "ngram"], "k"),
+        ("eval/run.py", ["--k", "64"], "k of method 'ngram'"),
+        ("eval/run.py", ["--methods", "[{name: ngram, k: 64}]"], "k of method 'ngram'"),
+        ("eval/tune.py", ["--ks", "[2, 64]"], "ks"),
+        ("eval/tune.py", ["--batch_ks", "[64]"], "batch_ks"),
+        ("eval/tune.py", ["--tree_levels", "64"], "tree_levels"),
+    ],
+)
+def test_drafts_longer_than_the_context_are_refused_before_anything_is_written(
+    command: str, argv: list[str], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches a draft length that ends in the kernel's out-of-memory killer, or after a folder was deleted."""
+    out = tmp_path / "out"
+    out_words = [] if command == "decode/generate.py" else ["--out", str(out)]
+    said = refuse_long_drafts(command, monkeypatch, [*argv, *out_words])
+    assert said == f"{name} is 64: give 1 to 63, since the context of tiny holds 64 tokens"
+    assert not out.exists()
+
+
+def test_training_measures_with_drafts_that_fit() -> None:
+    """Catches a check.k that fails at the first measurement, steps after the start."""
+    target = tiny_target(tiny_model("llama"))
+    with pytest.raises(UserError, match=r"check\.k is 64: give 1 to 63"):
+        AcceptanceEval(AcceptanceEvalConfig(k=64), target, 0)

@@ -44,8 +44,16 @@ def test_a_missing_prompt_is_an_error(tmp_path: Path) -> None:
     """Catches an empty prompt that is decoded, and a stack trace for a file that is not there."""
     with pytest.raises(UserError, match="--prompt_file"):
         generate.main(GenerateConfig())
-    with pytest.raises(UserError, match=r"none\.txt' does not exist"):
+    with pytest.raises(UserError, match=r"none\.txt does not exist"):
         generate.main(GenerateConfig(prompt_file=str(tmp_path / "none.txt")))
+
+
+def test_two_prompts_are_an_error(tmp_path: Path) -> None:
+    """Catches one of two prompts that is dropped in silence."""
+    file = tmp_path / "prompt.txt"
+    file.write_text("from a file")
+    with pytest.raises(UserError, match="give --prompt or --prompt_file, not both"):
+        generate.main(GenerateConfig(prompt="given", prompt_file=str(file)))
 
 
 def test_outside_a_terminal_the_text_is_that_of_the_target(

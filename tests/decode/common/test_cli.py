@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -117,13 +118,108 @@ def test_wrong_type_names_the_key(argv: list[str]) -> None:
         read(*argv)
 
 
-def test_yaml_of_the_wrong_shape_is_refused(tmp_path: Path) -> None:
-    """Catches a stack trace for a file that is not a mapping, or not YAML."""
-    for text in ("just words\n", "steps: [1\n", "steps: {a: 1}\n"):
-        file = tmp_path / "a.yaml"
-        file.write_text(text)
-        with pytest.raises(UserError):
-            read("--config", str(file))
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(10 * [f'*{before}'])}]\n" for before, name in pairwise("abcdefgh")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("just words", "a.yaml holds text: write settings as lines"),
+        ("- steps: 1", "a.yaml holds a list"),
+        ("5", "a.yaml holds a single value"),
+        ("steps: [1", "a.yaml:1 is not valid YAML"),
+        ("steps: {a: 1}", "steps is {'a': 1}: give a single value"),
+        ("steps: [1]", r"steps is \[1\]: give a single value"),
+        ("steps: null", "steps is null: give a single value"),
+        ("steps:", "steps is null"),
+        ("sampling: 3", "sampling is 3: give a mapping"),
+        ("sampling: null", "sampling is null: give a mapping"),
+        ("sampling: [1]", r"sampling is \[1\]: give a mapping"),
+        (
+            "sampling: {temperature: {a: 1}}",
+            "sampling.temperature is {'a': 1}: give a single value",
+        ),
+        ("sampling: {1: 2}", "no setting sampling.1"),
+        ("tasks: 5", "tasks is 5: give a list"),
+        ("tasks: code", "tasks is 'code': give a list"),
+        ("tasks: [null]", r"tasks\[0\] is null"),
+        ("tasks: [5]", r"tasks\[0\] is 5: write it in quotes"),
+        ("target: 5", "target is 5: write it in quotes"),
+        ("target: on", "target is True: write it in quotes"),
+        ("target: 2024-01-01", "target is 2024-01-01: write it in quotes"),
+        ("sweep: [3]", r"sweep\[0\] is 3: give a mapping"),
+        ("sweep: [tests.tiny.Other]", r"sweep\[0\] is 'tests.tiny.Other': give a mapping"),
+        ("sweep: [{class_path: tests.tiny}]", r"no setting sweep\[0\].class_path"),
+        ("steps: 1\nsteps: 2", "a.yaml:2: 'steps' is set twice"),
+        ("sampling: {top_k: 1, top_k: 2}", "a.yaml:1: 'top_k' is set twice"),
+        (f"steps: {'9' * 5000}", "a.yaml is not valid YAML .*5000 digits"),
+        (f"steps: 0x{'f' * 5000}", "a.yaml has a number of over"),
+        (f"rate: {'9' * 400}", "rate has 1329 binary digits"),
+        (f"steps: {'[' * 3000}", "a.yaml"),
+        (f"sampling: {{temperature: {'x' * 9000}}}", "sampling.temperature: Expected a number"),
+        (BOMB, "a.yaml expands to over"),
+        ("steps: !!python/object:os.system x", "a.yaml:1 is not valid YAML"),
+        ("sampling: other.yaml", "sampling is 'other.yaml': give a mapping"),
+        ("rate: x", "rate: Expected a number. Got value: x"),
+        ("steps: 1.5", "steps: Expected a whole number"),
+        ("verbose: 1", "verbose: Expected true or false"),
+    ],
+)
+def test_yaml_of_the_wrong_shape_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    """Catches a stack trace, a page of values, half of a setting used, and code that a file names and that is run."""
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=said) as error:
+        read("--config", str(file))
+    assert len(str(error.value)) < 500
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--steps"], "--steps has no value: write --steps VALUE"),
+        (["--steps", "--rate", "1"], "--steps has no value"),
+        (["steps=3"], "'steps=3' is no setting"),
+        (["--sampling", "3"], "sampling is 3: give a mapping"),
+        (["--sampling", "{top_k: 1, top_k: 2}"], "--sampling:1: 'top_k' is set twice"),
+        (["--sweep", "[{top_k: 1, top_k: 2}]"], "--sweep:1: 'top_k' is set twice"),
+        (
+            ["--sweep", "[{topk: 1}]"],
+            r"no setting sweep\[0\].topk .did you mean 'sweep\[0\].top_k'",
+        ),
+        (["--tasks", "[&a [*a]]"], "--tasks:1: an alias contains itself"),
+        (["--tasks", "code"], "tasks is 'code': give a list"),
+        (["--tasks", ""], "tasks is null: give a list"),
+        (["--tasks+", "[b]"], "no setting tasks"),
+        (["--steps", "9" * 5000], "--steps is not valid YAML"),
+        (["--steps", ""], "steps is null"),
+        (["--temperature", "1"], "no setting temperature .did you mean 'sampling.temperature'"),
+        (["--target.x", "1"], "target is {'x': '1'}: give a single value"),
+    ],
+)
+def test_arguments_of_the_wrong_shape_are_refused(argv: list[str], said: str) -> None:
+    """Catches the same on the command line."""
+    with pytest.raises(UserError, match=said):
+        read(*argv)
+
+
+def test_text_is_taken_as_it_stands() -> None:
+    """Catches a text that is read as YAML, or as the name of a file whose content replaces it."""
+    for text in ("3", "null", "a: b: c", "[1, 2]", "{a", "&a [*a]", "2024-01-01", __file__, "- x"):
+        assert read("--target", text).target == text
+    assert read("--target=--x").target == "--x"
+    assert read("--target", "-- a comment").target == "-- a comment"
+    assert read("--device", "null").device is None
+
+
+def test_a_group_may_be_a_file(tmp_path: Path) -> None:
+    """Catches the file of a group, which --help offers, taken for a value."""
+    file = tmp_path / "sampling.yaml"
+    file.write_text("temperature: 0.7\n")
+    assert read("--sampling", str(file), "--sampling.top_k", "5").sampling == Inner(0.7, 5)
 
 
 @pytest.mark.parametrize("joined", [False, True])
