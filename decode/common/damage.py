@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -32,11 +31,6 @@ def free_name(path: Path) -> Path:
         number += 1
         name = path.with_name(f"{path.name}{SUFFIX}-{number}")
     return name
-
-
-def original_name(name: str) -> str:
-    """The name of a file before it was moved aside; other names as they are."""
-    return re.sub(rf"{re.escape(SUFFIX)}(-\d+)?$", "", name)
 
 
 def move_aside(path: Path) -> Path:
