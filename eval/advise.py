@@ -15,10 +15,11 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from decode.common.command import run_command
-from decode.common.files import read_json, write_atomically
+from decode.common.files import write_atomically
 from decode.common.ranges import CountOrZero, at_least
+from decode.common.run_dir import check_file
 from eval.reporting.advice import advice_markdown, advise
-from eval.reporting.report_data import read_report, target_name
+from eval.reporting.report_data import read_report, read_tuned, target_name
 
 
 @dataclass
@@ -39,8 +40,9 @@ class AdviseConfig:
 
 def main(s: AdviseConfig) -> None:
     """Prints the advice on a report."""
+    check_file(s.out, [s.report, s.tuned])
     report = read_report(Path(s.report))
-    tuned = read_json(Path(s.tuned)) if s.tuned else None
+    tuned = read_tuned(Path(s.tuned)) if s.tuned else None
     advice = advise(report, tuned, 1e9 * s.memory_gb or None, s.rows or None, s.length or None)
     text = advice_markdown(advice, target_name(report))
     if s.out:

@@ -17,10 +17,9 @@ from rich.console import Console
 
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.common.files import read_json
 from decode.model.loading import load_tokenizer
 from eval.reporting.render import write_report
-from eval.reporting.report_data import read_report, target_name
+from eval.reporting.report_data import read_report, read_tuned, target_name
 from eval.reporting.token_traces import TokenTrace, read_outputs, select_traces
 
 
@@ -36,7 +35,7 @@ def main(s: ReportConfig) -> None:
     """Renders the report in the folder and prints the path of its HTML page."""
     folder = Path(s.folder)
     report = read_report(folder / "report.json")
-    tuned = read_json(Path(s.tuned)) if s.tuned else None
+    tuned = read_tuned(Path(s.tuned)) if s.tuned else None
     traces: list[TokenTrace] = []
     if (folder / "outputs.jsonl").is_file():
         try:

@@ -14,8 +14,9 @@ if not __package__:
 
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.common.files import read_json, write_atomically
+from decode.common.files import read_text, write_atomically
 from eval.reporting.formatting import format_number, format_with_interval
+from eval.reporting.report_data import read_report
 
 
 @dataclass
@@ -73,14 +74,14 @@ def comparison_text(report: dict[str, Any]) -> str:
 
 
 def main(s: ReadmeTableConfig) -> None:
-    """Replaces the block. UserError unless each marker is in the file exactly once."""
+    """Replaces the block. UserError unless each marker is in the file exactly once, in their order."""
     path = Path(s.readme)
-    text = path.read_text()
+    text = read_text(path)
     begin, end = f"<!-- {s.name}: begin -->", f"<!-- {s.name}: end -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise UserError(f"{path} needs the markers {begin} and {end} once each")
+    if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
+        raise UserError(f"{path} needs the marker {begin} and then {end}, once each: add them")
     head, rest = text.split(begin)
-    table = render_table(read_json(Path(s.report)))
+    table = render_table(read_report(Path(s.report)))
     write_atomically(path, f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}")
 
 

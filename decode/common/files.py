@@ -64,7 +64,7 @@ def read_text(path: str | Path) -> str:
 
 def read_json(path: str | Path) -> Any:
     """The parsed content of `path`. UserError that names the file when it is absent or not JSON."""
-    return _parse_json(read_text(path), str(path), "correct it or make it again")
+    return parse_json(read_text(path), str(path), "correct it or make it again")
 
 
 def read_json_object(path: str | Path, what: str, keys: Sequence[str] = ()) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def parse_jsonl(text: str, path: str | Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip() != "":
             where = f"{path}:{number}"
-            yield where, _parse_json(line, where, "write one JSON value per line")
+            yield where, parse_json(line, where, "write one JSON value per line")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -132,7 +132,8 @@ def parse_yaml_value(text: str, name: str) -> Any:
     return value
 
 
-def _parse_json(text: str, where: str, advice: str) -> Any:
+def parse_json(text: str, where: str, advice: str) -> Any:
+    """The JSON value in `text`. UserError with `where` it stands and `advice` for what the docstring above lists."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -167,7 +168,9 @@ def _check_characters(value: Any, where: str) -> None:
     except UnicodeEncodeError as error:
         code = f"\\u{ord(error.object[error.start]):04x}"
         raise UserError(f"{where} has {code}, half of a surrogate pair: replace it") from error
-    except ValueError as error:  # a hexadecimal number: only writing it in decimal digits is limited
+    except (
+        ValueError
+    ) as error:  # a hexadecimal number: only writing it in decimal digits is limited
         raise _too_long_number(where) from error
 
 

@@ -1,4 +1,4 @@
-"""Reads report.json (schema 1) and groups its entries by task and setting."""
+"""Reads report.json and tuned.json (schema 1), and groups the entries of a report by task and setting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.common.errors import UserError
-from decode.common.files import read_json
+from decode.common.files import read_json_object
 from eval.metrics.common import ALL_TASKS
 from eval.metrics.roofline import with_model_sizes
 from eval.reporting.formatting import format_value
@@ -21,10 +21,29 @@ Tuned = dict[str, Any]
 
 def read_report(path: Path) -> Report:
     """A report of schema 1, with the sizes of its models added where they are on this disk; UserError otherwise."""
-    report = read_json(path)
-    if not isinstance(report, dict) or report.get("schema") != 1 or "methods" not in report:
-        raise UserError(f"{path} is not a report of eval/run.py (schema 1): give its report.json")
-    return with_model_sizes(report)
+    return with_model_sizes(
+        _read_measurements(path, "a report of eval/run.py", ["methods"], ["target"])
+    )
+
+
+def read_tuned(path: Path) -> Tuned:
+    """The content of a tuned.json of schema 1; UserError for anything else."""
+    return _read_measurements(
+        path, "a tuned.json of eval/tune.py", ["chosen", "cells"], ["predictions"]
+    )
+
+
+def _read_measurements(
+    path: Path, what: str, lists: list[str], others: list[str]
+) -> dict[str, Any]:
+    """The JSON object in `path`. UserError unless it has schema 1, `lists` of objects and the keys `others`."""
+    values = read_json_object(path, what, ("schema", *lists, *others))
+    if values["schema"] != 1:
+        raise UserError(f"{path} is not {what} of schema 1: make it again with this version")
+    for name in lists:
+        if not isinstance(values[name], list) or not all(isinstance(x, dict) for x in values[name]):
+            raise UserError(f"{path} is not {what}: {name!r} is no list of objects")
+    return values
 
 
 def target_name(report: Report) -> str:

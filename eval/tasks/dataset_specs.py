@@ -1,7 +1,7 @@
 """assets/tasks/*.yaml, which describe how the rows of a data set become prompts, and the readers of data files."""
 
 import gzip
-import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -14,7 +14,7 @@ import yaml
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from decode.common.errors import UserError, first_line
-from decode.common.files import parse_jsonl
+from decode.common.files import parse_json, parse_jsonl
 
 ASSETS_DIR = Path(__file__).resolve().parents[2] / "assets"
 BUNDLED_PROMPTS_DIR = ASSETS_DIR / "prompts"
@@ -153,7 +153,13 @@ def _read_file(path: Path) -> Iterator[DatasetRow]:
     if kind == ".parquet":
         import pyarrow.parquet
 
-        for number, values in enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1):
+        try:
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        except (OSError, pyarrow.ArrowException) as error:
+            raise UserError(
+                f"{path} cannot be read as Parquet: download or save it again"
+            ) from error
+        for number, values in enumerate(rows, 1):
             yield DatasetRow(values, f"{path}, row {number}")
         return
     if kind not in FILE_SUFFIXES:
@@ -177,16 +183,13 @@ def _read_file(path: Path) -> Iterator[DatasetRow]:
 def _read_text(path: Path) -> str:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return raw.decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        return raw.decode("utf-8-sig")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def _parse_json_list(path: Path, text: str) -> Iterator[DatasetRow]:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON") from error
+    values = parse_json(text, str(path), "write a list of objects")
     if not isinstance(values, list) or not all(isinstance(row, dict) for row in values):
         raise UserError(f"{path} is not a list of JSON objects")
     for number, row in enumerate(values, 1):

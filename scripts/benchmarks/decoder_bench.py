@@ -29,6 +29,7 @@ from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, DraftLength
+from decode.common.run_dir import check_file
 from decode.drafts.base import Draft
 from decode.drafts.ngram import NgramDraft
 from decode.drafts.registry import load_draft
@@ -262,6 +263,9 @@ def main(s: DecoderBenchConfig) -> None:
         raise UserError(
             f"no draft at {s.draft!r}: run bash scripts/quickstart.sh or give --draft assets/draft"
         )
+    if s.race and not s.batches:
+        raise UserError("batches is empty: give at least one batch size, or --race false")
+    check_file(s.out)
     console = Console(stderr=True)
     target = load_target(s.target, s.device, s.dtype)
     draft = load_draft(s.draft, target, dtype=s.dtype)

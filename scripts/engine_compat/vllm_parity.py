@@ -16,6 +16,7 @@ from decode.common import provenance
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, Seed, Temperature, at_least
+from decode.common.run_dir import check_file
 from decode.drafts.base import draft_sha256
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
@@ -246,7 +247,8 @@ def main(s: VllmParityConfig) -> None:
         raise UserError("give a draft's folder")
     if s.control and not s.temperature:
         raise UserError("control needs sampling: give --temperature 1")
-    vllm_client.find_interpreter(s.python)  # before the work
+    check_file(s.out)  # before the work
+    vllm_client.find_interpreter(s.python)
     target = replace(load_target(s.target, "cpu"), eos=frozenset())
     limit = 16 if s.temperature else 4
     tasks = s.tasks or [Task(name, limit=limit) for name in ("code", "prose", "arithmetic")]

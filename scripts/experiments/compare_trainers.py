@@ -40,10 +40,12 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.progress import progress_bars
 from decode.common.ranges import Count
-from decode.model.loading import load_target
+from decode.common.run_dir import check_file
+from decode.model.loading import load_model, load_target
 from scripts.experiments import reference_trainers
 from scripts.experiments.step_timer import StepTimer
 from train import distill
+from train.data import mixture
 from train.data.sample_store import SampleRow
 from train.families.config import DraftConfig
 from train.trainer import on_policy as trainer_on_policy
@@ -158,7 +160,12 @@ def main(s: CompareTrainersConfig) -> None:
                 found = reference_trainers.train_reference(s, arm)
         print(json.dumps(found))
         return
-    load_target(s.target, "cpu")  # UserError here rather than in every run
+    if not s.arms:
+        raise UserError("arms is empty: name at least one trainer")
+    check_file(s.out)
+    load_target(s.target, "cpu", s.dtype)  # UserError here rather than in every run
+    load_model(s.draft, "draft", "cpu", "float32")
+    mixture.load(s.data, s.max_length)
     console = Console(stderr=True)
     arms: list[str] = list(s.arms)
     if importlib.util.find_spec("trl") is None and any(arm.startswith("gkd") for arm in arms):

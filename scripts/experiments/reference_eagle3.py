@@ -29,7 +29,9 @@ from torch import Tensor
 
 from decode.common import files, provenance
 from decode.common.command import run_command
+from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, DraftLength, LearningRate, Seed
+from decode.common.run_dir import check_file
 from decode.drafts.eagle import EagleDraft
 from decode.engine.engine import decode
 from decode.engine.records import DecodeRecord
@@ -166,6 +168,12 @@ def decode_samples(
 
 
 def main(s: ReferenceEagle3Config) -> None:
+    check_file(s.out)
+    if s.loss not in divergences.LOSSES:
+        known = ", ".join(divergences.LOSSES)
+        raise UserError(f"loss: no divergence {s.loss!r}; there are {known}")
+    if s.draft.family != "eagle3" or not s.seeds:
+        raise UserError("set draft.family to eagle3, and give at least one of seeds")
     console = Console(stderr=True)
     target = load_target(s.target, "cpu")
     rows, _ = batching.truncate_rows(load_set(Path(s.data))[1], target.decoder.context)

@@ -156,7 +156,6 @@ def test_both_draft_by_the_same_law(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "says"),
     [
         ({"tasks": [vllm_parity.Task("code", limit=23)]}, "24 prompts"),
-        ({"draws": 0}, "draws"),
         ({"temperature": 0.0, "control": True}, "--temperature"),
     ],
 )
