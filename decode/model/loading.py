@@ -2,16 +2,23 @@
 
 import hashlib
 import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging
 
-from decode.common.errors import UserError, first_line
-from decode.model.gguf import gguf_folder
+from decode.common.errors import UserError
+from decode.common.files import read_json_object
+from decode.model.config_checks import check_sizes
+from decode.model.gguf_files import gguf_folder
+from decode.model.names import check_name, load_error
 from decode.model.runner import ModelRunner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,20 +53,32 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def check_model_path(name: str, what: str) -> None:
-    """UserError when `name` looks like a local path but is no model folder; `what` names the model in the message."""
-    path = Path(name)
-    local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
-    if local and "/" in name and not (path / "config.json").is_file():
+def model_folder(name: str, what: str, revision: str | None = None) -> str:
+    """What transformers loads: `name` itself, or the cached folder of the GGUF that it means.
+
+    `what` is its role ("target", "draft") in the UserError for what is not there or is no model.
+    """
+    local = check_name(name, what, revision=revision)
+    name = gguf_folder(name, revision) or name
+    if local and not Path(name).is_dir():
+        raise UserError(f"{what} {name!r} is a file: name the folder that holds config.json")
+    if local and not (Path(name) / "config.json").is_file():
         raise UserError(f"{what} {name!r} holds no config.json: give a model folder or a hub name")
+    return name
 
 
-def check_revision(name: str, revision: str | None) -> None:
-    """UserError for a revision of a local path, which would be ignored."""
-    if revision and Path(name).exists():
-        raise UserError(
-            f"revision {revision!r} is of no use: {name!r} is a local path, which has one version; leave it out"
-        )
+def load_config(name: str, what: str, revision: str | None = None) -> Any:
+    """The config of a model in a folder or on the Hub. UserError when it cannot be read or makes no sense."""
+    return _read_config(name, what, revision, model_folder(name, what, revision))
+
+
+def _read_config(name: str, what: str, revision: str | None, folder: str) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(folder, revision=revision)
+    except Exception as error:  # transformers raises a dozen kinds
+        raise _load_error(name, what, folder, ("config.json",), error) from error
+    check_sizes(config, f"{what} {name!r}")
+    return config
 
 
 def load_model(name: str, what: str, device: str, dtype: str, revision: str | None = None) -> Any:
@@ -67,58 +86,169 @@ def load_model(name: str, what: str, device: str, dtype: str, revision: str | No
 
     `what` is its role ("target", "draft") in error messages.
     """
-    check_revision(name, revision)
-    name = gguf_folder(name, revision) or name
-    check_model_path(name, what)
+    device, number_type = pick_device(device), find_dtype(dtype)
+    folder = model_folder(name, what, revision)
+    _read_config(name, what, revision, folder)  # one that makes no sense may build for hours
     try:
-        result: Any = AutoModelForCausalLM.from_pretrained(
-            name,
-            revision=revision,
-            dtype=DTYPES[dtype],
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with _quietly():
+            result: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                revision=revision,
+                dtype=number_type,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # any of a dozen kinds, from HTTP to a truncated safetensors file
-        raise UserError(f"{what} {name!r} cannot be loaded: {first_line(error)}") from error
+        files = ("generation_config.json", "model.safetensors.index.json")
+        raise _load_error(name, what, folder, files, error) from error
     model, info = result
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # transformers fills them at random and only warns
         raise UserError(
             f"{what} {name!r} lacks {len(absent)} weights ({absent[0]}, …): save it again in full"
         )
-    return model.to(device)
+    unused = sorted(info["unexpected_keys"])
+    if unused:
+        warnings.warn(
+            f"{what} {name!r}: {len(unused)} tensors of its files are not part of the model that its config.json "
+            f"describes and are not used ({unused[0]}, …)",
+            stacklevel=2,
+        )
+    model = model.to(device)
+    check_finite(model, f"{what} {name!r}", dtype)
+    return model
+
+
+def check_finite(model: Any, what: str, dtype: str) -> None:
+    """UserError for weights that are not finite, in the files or after their conversion to `dtype`."""
+    named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point() and p.numel() > 0]
+    bounds = [torch.stack(torch.aminmax(p.detach())).isfinite().all() for _, p in named]
+    finite = torch.stack(bounds).tolist() if bounds else []
+    bad = [name for (name, _), fine in zip(named, finite, strict=True) if not fine]
+    if bad:
+        raise UserError(
+            f"{what}: {len(bad)} of its weights hold NaN or infinity in {dtype} ({bad[0]}, …): get the files again, "
+            "or choose another dtype"
+        )
+
+
+def _load_error(
+    name: str, what: str, folder: str, files: Sequence[str], error: Exception
+) -> UserError:
+    """The UserError for `error`: what is wrong with the first bad one of the JSON `files` in a local `folder`, else
+    the reason that the library gives."""
+    for path in (Path(folder) / file for file in files):
+        if path.is_file():
+            try:
+                read_json_object(path, f"a {path.name}")
+            except UserError as reason:
+                return UserError(f"{what} {name!r} cannot be loaded: {reason}")
+    if "ignore_mismatched_sizes" in str(error):
+        return UserError(
+            f"{what} {name!r} has weights of other shapes than its config.json says: restore its files"
+        )
+    advice = ": restore its files" if Path(name).is_dir() else ""
+    return UserError(
+        f"{what} {name!r} cannot be loaded ({load_error(name, 'model', error)}){advice}"
+    )
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """In the block transformers prints no tables about loading: what matters in them becomes a line of ours."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any:
     """The tokenizer in a folder or on the Hub. UserError when it cannot be loaded."""
-    check_revision(name, revision)
-    name = gguf_folder(name, revision) or name
-    check_model_path(name, "tokenizer")
+    folder = model_folder(name, "tokenizer", revision)
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision)
+        return AutoTokenizer.from_pretrained(folder, revision=revision)
     except Exception as error:
-        raise UserError(f"tokenizer of {name!r} cannot be loaded: {first_line(error)}") from error
+        files = (
+            "config.json",
+            "tokenizer_config.json",
+            "tokenizer.json",
+            "special_tokens_map.json",
+        )
+        raise _load_error(name, "tokenizer of", folder, files, error) from error
+
+
+def check_tokenizer_size(tokenizer: Any, vocab_size: int, name: str) -> None:
+    """UserError when words of the tokenizer have ids for which the model has no embedding.
+
+    Tokens that were added to the vocabulary may have such ids (some text models have one for images): they occur in
+    no text.
+    """
+    added = tokenizer.get_added_vocab()
+    ids = [number for token, number in tokenizer.get_vocab().items() if token not in added]
+    if not ids or max(ids) >= vocab_size:
+        raise UserError(
+            f"target {name!r}: its tokenizer has {len(ids)} tokens with ids up to {max(ids, default=0)}, but the model "
+            f"embeds {vocab_size}: restore the tokenizer.json that belongs to it"
+        )
+
+
+def end_ids(name: str, config: Any, revision: str | None = None) -> list[int]:
+    """The ids that end a text of the model with this `config`, which `load_target` finds as well; needs no weights.
+
+    UserError when generation_config.json cannot be read.
+    """
+    folder = model_folder(name, "target", revision)
+    try:
+        made = GenerationConfig.from_pretrained(folder, revision=revision or "main")
+    except OSError as error:  # a model may have no generation config
+        if (Path(folder) / "generation_config.json").exists():
+            raise _load_error(name, "target", folder, ("generation_config.json",), error) from error
+        return _as_list(config.eos_token_id)
+    except Exception as error:
+        raise _load_error(name, "target", folder, ("generation_config.json",), error) from error
+    return _as_list(made.eos_token_id)
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
 
 
 def pick_device(device: str) -> str:
-    """`device`, but for `auto`: cuda if there is a GPU, else cpu."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    """`device`, but for `auto`: cuda if there is a GPU, else cpu. UserError for one that this machine has not."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu": 1}
+    if accelerator is not None:
+        kinds[accelerator.type] = torch.accelerator.device_count()
+    names = [*kinds, *(f"{kind}:{i}" for kind, n in kinds.items() for i in range(n))]
+    if device not in names:
+        choices = ", ".join(["auto", *(name for name in names if name != "cpu:0")])
+        raise UserError(f"device {device!r} is not on this machine: choose among {choices}")
+    return device
+
+
+def find_dtype(name: str) -> torch.dtype:
+    """The dtype of that name. UserError for one that models are not loaded in."""
+    if name not in DTYPES:
+        raise UserError(f"dtype {name!r}: choose among {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def load_target(
     name: str, device: str = "auto", dtype: str = "float32", revision: str | None = None
 ) -> Target:
     """The target `name` (folder or Hub name), ready to decode. UserError when it cannot be loaded or decoded."""
-    device = pick_device(device)
     model = load_model(name, "target", device, dtype, revision)
     tokenizer = load_tokenizer(name, revision)
-    eos = model.generation_config.eos_token_id
-    eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    check_tokenizer_size(tokenizer, model.get_input_embeddings().weight.shape[0], name)
     return Target(
         decoder=ModelRunner(model),
         tokenizer=tokenizer,
         name=name,
         revision=vars(model.config).get("_commit_hash") or revision,
         fingerprint=tokenizer_fingerprint(tokenizer),
-        eos=frozenset(eos),
+        eos=frozenset(_as_list(model.generation_config.eos_token_id)),
     )

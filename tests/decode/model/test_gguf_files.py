@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from transformers import AutoTokenizer
 
 from decode.common.errors import UserError
-from decode.model.gguf import PRE_TOKENIZERS, SOURCE_FILE, gguf_folder
+from decode.model.gguf_files import PRE_TOKENIZERS, SOURCE_FILE, gguf_folder
 from decode.model.loading import load_target
 from tests.tiny import tiny_model
 
