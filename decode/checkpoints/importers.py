@@ -5,7 +5,6 @@ Medusa as written by vLLM (to 0.32), FasterDecoding or Model-Optimizer. The tens
 config.json of EAGLE-1 is that of any Llama. Nothing in a file is executed: of pickles only tensors are read.
 """
 
-import json
 import pickle
 import re
 from collections.abc import Iterable, Mapping
@@ -18,7 +17,9 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from decode.checkpoints import layouts
-from decode.common.errors import UserError, first_line
+from decode.common.errors import UserError
+from decode.common.files import read_json_object
+from decode.model.names import check_name, load_error
 
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_FILES = (layouts.WEIGHTS_FILE, "medusa_lm_head.safetensors")
@@ -65,7 +66,7 @@ def resolve_folder(name: str) -> str:
 
     UserError when they cannot be downloaded.
     """
-    if Path(name).exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if check_name(name, "draft") or name.endswith(".gguf"):
         return name
     try:
         folder = snapshot_download(name, allow_patterns=list(DOWNLOAD_PATTERNS))
@@ -73,7 +74,7 @@ def resolve_folder(name: str) -> str:
             folder = snapshot_download(name, allow_patterns=[*DOWNLOAD_PATTERNS, *PICKLE_FILES])
         return folder
     except Exception as error:  # any of a dozen kinds, from no network to no such repository
-        reason = first_line(error)
+        reason = load_error(name, "model", error)
         raise UserError(f"draft {name!r} cannot be fetched: {reason}") from error
 
 
@@ -98,9 +99,9 @@ def tensor_files(path: str) -> dict[str, Path]:
     index = folder / INDEX_FILE
     if index.is_file() and not (folder / layouts.WEIGHTS_FILE).is_file():
         try:
-            listed = json.loads(index.read_text())["weight_map"]
+            listed = read_json_object(index, "an index of shards", ["weight_map"])["weight_map"]
             files = {str(name): str(file) for name, file in listed.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (UserError, AttributeError) as error:
             raise UserError(
                 f"draft {path!r}: {INDEX_FILE} is damaged: download it again"
             ) from error

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from decode.common.errors import UserError
+from decode.common.files import read_json_object
 from decode.model.compatibility import rope_configs
 
 WEIGHTS_FILE = "model.safetensors"
@@ -213,12 +214,9 @@ def write_checkpoint(
 def read_config(path: str) -> dict[str, Any]:
     """config.json of the draft in the folder `path`. UserError when it cannot be read."""
     try:
-        config = json.loads((Path(path) / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        return read_json_object(Path(path) / "config.json", "the config of a draft")
+    except UserError as error:
         raise UserError(f"draft {path!r} has no readable config.json: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"draft {path!r} has no readable config.json: it holds no settings")
-    return config
 
 
 def check_config(path: str, config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

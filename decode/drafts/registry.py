@@ -14,12 +14,12 @@ import torch
 from decode.checkpoints import importers
 from decode.common.errors import UserError
 from decode.drafts import causal, eagle, medusa
-from decode.drafts.base import Draft, read_metadata
+from decode.drafts.base import Draft, check_saved_draft, read_metadata
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.ngram import NgramDraft
 from decode.drafts.suffix import SuffixDraft
 from decode.drafts.wrappers import CrossDeviceDraft
-from decode.model.loading import Target
+from decode.model.loading import Target, find_dtype, pick_device
 from decode.verification.tree import TreeShape
 
 LoadDraft = Callable[[str, Target, str, str], Draft]
@@ -168,14 +168,18 @@ def load_draft(
     """The draft in `path` (folder or Hub name) on `device` (None: the target's), which drafts trees of `shape`.
 
     It loads drafts that were saved here and published ones in the layouts of decode/checkpoints/importers.py.
-    UserError if the draft's tokenizer is not the target's; a warning where heads do not name their tokenizer.
+    UserError if the draft's tokenizer is not the target's or not the one it was trained for; warnings where heads do
+    not name their tokenizer and where the weights are not those that were trained (`check_saved_draft`).
     """
-    family = find_family(path)
     target_device = target.decoder.device
+    device = pick_device(device) if device else str(target_device)
+    find_dtype(dtype)
+    check_saved_draft(importers.resolve_folder(path))
+    family = find_family(path)
     assert family.load is not None
-    draft = family.load(path, target, device or str(target_device), dtype)
+    draft = family.load(path, target, device, dtype)
     draft.shape = shape
-    draft_device = torch.device(device or target_device)
+    draft_device = torch.device(device)
     if draft_device.type == target_device.type and draft_device.index in (
         None,
         target_device.index,

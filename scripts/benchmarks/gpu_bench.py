@@ -49,7 +49,7 @@ from decode.drafts.causal import CausalDraft
 from decode.drafts.registry import load_draft
 from decode.engine.compile import COMPILE_OPTIONS
 from decode.engine.engine import decode
-from decode.model.loading import DTYPES, load_target, pick_device
+from decode.model.loading import find_dtype, load_target, pick_device
 from decode.model.runner import ModelRunner
 from eval.tasks.loading import Task, load_task_prompts
 from scripts.benchmarks.gpu_harness import BenchSizes, GpuHarness
@@ -163,7 +163,7 @@ def self_test_config(s: GpuBenchConfig) -> GpuBenchConfig:
 def build_harness(s: GpuBenchConfig, self_test: bool) -> GpuHarness:
     """Loads the small models, decodes the reference texts with the target, and widens both."""
     device = pick_device(s.device)
-    dtype = DTYPES[s.dtype if device.startswith("cuda") else "float32"]
+    dtype = find_dtype(s.dtype if device.startswith("cuda") else "float32")
     small = load_target(s.target, "cpu")
     draft = load_draft(s.draft, small, "cpu")
     assert isinstance(draft, CausalDraft)

@@ -30,7 +30,7 @@ from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count
-from decode.model.loading import DTYPES, Target, pick_device
+from decode.model.loading import Target, find_dtype, pick_device
 from decode.model.runner import ModelRunner
 from train.data.batching import Batch, collate
 from train.data.sample_store import SampleRow
@@ -78,7 +78,7 @@ def random_target(shape: dict[str, int], device: str, dtype: str) -> Target:
     """A Llama of that shape with random weights and no tokenizer."""
     config = LlamaConfig(**{k: v for k, v in shape.items() if k not in BATCH_KEYS})  # type: ignore[arg-type]
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+        model = AutoModelForCausalLM.from_config(config, dtype=find_dtype(dtype))
     return Target(ModelRunner(model.eval()), None, "random", None, "", frozenset())
 
 

@@ -10,11 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import AutoConfig, GenerationConfig
-
-from decode.common.errors import UserError, first_line
+from decode.common.errors import UserError
 from decode.model import compatibility
-from decode.model.loading import Target, check_model_path, load_tokenizer, tokenizer_fingerprint
+from decode.model.loading import (
+    Target,
+    check_tokenizer_size,
+    end_ids,
+    load_config,
+    load_tokenizer,
+    tokenizer_fingerprint,
+)
 from train.data import conversations, prompts
 from train.data.conversations import Conversation
 from train.data.filters import FilterConfig, drop_near_duplicates, drop_overlaps, has_wrong_length
@@ -73,24 +78,17 @@ class TokenizedPrompt:
 
 def load_target_tokenizer(name: str, revision: str | None) -> TargetTokenizer:
     """The tokenizer, context length and EOS ids of a model folder or Hub name. UserError if it cannot be loaded."""
-    check_model_path(name, "target")
+    config = load_config(name, "target", revision)
     tokenizer = load_tokenizer(name, revision)
-    try:
-        config = AutoConfig.from_pretrained(name, revision=revision)
-    except Exception as error:  # transformers raises many types
-        reason = first_line(error)
-        raise UserError(f"target {name!r} cannot be loaded: {reason}") from error
-    try:
-        eos = GenerationConfig.from_pretrained(name, revision=revision or "main").eos_token_id
-    except OSError:  # a model may have no generation config
-        eos = config.eos_token_id
-    listed = eos if isinstance(eos, list) else [eos]
+    text = config.get_text_config(decoder=True)
+    check_tokenizer_size(tokenizer, text.vocab_size, name)
+    listed = end_ids(name, config, revision)
     return TargetTokenizer(
         name=name,
         revision=vars(config).get("_commit_hash") or revision,
         tokenizer=tokenizer,
         fingerprint=tokenizer_fingerprint(tokenizer),
-        context=compatibility.context_length(config.get_text_config(decoder=True)),
+        context=compatibility.context_length(text),
         eos=frozenset({*listed, tokenizer.eos_token_id} - {None}),
     )
 

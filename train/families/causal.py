@@ -17,7 +17,13 @@ from decode.drafts.causal import CausalDraft
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
 from decode.model.layer_stack import layer_stack, with_layers
-from decode.model.loading import Target, load_model, load_tokenizer, tokenizer_fingerprint
+from decode.model.loading import (
+    Target,
+    load_config,
+    load_model,
+    load_tokenizer,
+    tokenizer_fingerprint,
+)
 from decode.model.runner import ModelRunner
 from train.data.batching import Batch
 from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft, matrix_parameters
@@ -27,7 +33,6 @@ from train.families.model_sizes import (
     ModelShape,
     StepWorkload,
     layer_activation_bytes,
-    load_config,
     lora_parameters_per_rank,
     meta_model,
     model_shape,

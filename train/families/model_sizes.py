@@ -9,11 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from decode.common.errors import UserError, first_line
 from decode.model.layer_stack import layer_stack
-from decode.model.loading import check_model_path
 
 
 @dataclass(frozen=True)
@@ -96,15 +94,6 @@ class DraftShape(ModelShape):
 def layer_activation_bytes(shape: ModelShape) -> int:
     """Bytes per token that autograd keeps of one Llama layer in bf16."""
     return 30 * shape.hidden + 15 * shape.attention + 8 * shape.intermediate
-
-
-def load_config(name: str, what: str, revision: str | None = None) -> Any:
-    """The config of a model in a folder or on the Hub; UserError names it by `what` if it cannot be loaded."""
-    check_model_path(name, what)
-    try:
-        return AutoConfig.from_pretrained(name, revision=revision)
-    except Exception as error:  # transformers raises a dozen kinds
-        raise UserError(f"{what} {name!r} cannot be loaded: {first_line(error)}") from error
 
 
 def target_shape(config: PretrainedConfig) -> ModelShape:

@@ -8,14 +8,13 @@ from typing import Any
 from rich.table import Table
 
 from decode.model import compatibility
-from decode.model.loading import DTYPES
+from decode.model.loading import find_dtype, load_config
 from train.data import batching, mixture
 from train.data.sample_store import SampleRow
 from train.families.model_sizes import (
     DraftShape,
     ModelShape,
     StepWorkload,
-    load_config,
     target_shape,
 )
 from train.families.registry import family_trainer
@@ -88,7 +87,7 @@ def estimate_resources(s: Any, processes: int, mixed: bool) -> tuple[Table, dict
     """(table of estimates for the settings of train/distill.py, its sums by name); `mixed`: the draft is in bf16."""
     text = load_config(s.target, "target", s.revision).get_text_config(decoder=True)
     rows, _ = mixture.load(s.data, min(s.loop.max_length, compatibility.context_length(text)))
-    load, size = step_workload(rows, s.loop, processes), DTYPES[s.target_dtype].itemsize
+    load, size = step_workload(rows, s.loop, processes), find_dtype(s.target_dtype).itemsize
     target, draft = model_shapes(s)
     memory = resources.memory_breakdown(target, draft, load, size, mixed)
     generation = {}

@@ -18,6 +18,7 @@ from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
+from decode.model import names
 from decode.model.loading import Target
 from scripts import export
 from tests.decode.checkpoints.test_layouts import VD, V, proposals, saved, small_target
@@ -611,6 +612,14 @@ def test_hf_refuses_another_tokenizer(tmp_path: Path) -> None:
 # ---- from the Hub ----
 
 
+@pytest.fixture
+def _reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub answers, as far as the decision goes whether to ask it."""
+    monkeypatch.setattr(names.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(names, "_reaches", lambda endpoint: True)
+
+
+@pytest.mark.usefixtures("_reached")
 def test_only_known_files_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches code or pickles fetched from a repository that has safetensors, and names taken from it: what is asked
     for is a fixed list, and pickles only where nothing else holds weights.
@@ -634,6 +643,7 @@ def test_only_known_files_are_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(asked) == 1
 
 
+@pytest.mark.usefixtures("_reached")
 def test_a_repository_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a page of trace for a name with a typing error."""
 
@@ -641,5 +651,7 @@ def test_a_repository_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch)
         raise OSError("404 Client Error\nmore of it")
 
     monkeypatch.setattr(importers, "snapshot_download", fetch)
-    with pytest.raises(UserError, match=r"draft 'some/one' cannot be fetched: 404 Client Error$"):
+    with pytest.raises(
+        UserError, match=r"draft 'some/one' cannot be fetched: 404 Client Error more of it$"
+    ):
         load_draft("some/one", small_target())
