@@ -40,6 +40,10 @@ jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 class _Parser(jsonargparse.ArgumentParser):
     """An argument parser that raises UserError where argparse would print its usage and exit."""
 
+    def format_help(self) -> str:
+        text = re.sub(r"Annotated\[(\w+),(\s[^]]*)]", r"\1\2", super().format_help())
+        return re.sub(r", --[\w.]+\+ \S+", "", text)  # --NAME+ would append to a list
+
     def error(self, message: str, ex: Exception | None = None) -> Any:
         line = re.sub(r'Parser key "(.*?)":', r"\1:", " ".join(message.split()))
         for kind, words in TYPE_NAMES.items():
