@@ -37,7 +37,7 @@ from train.teacher.feature_codec import (
     unpack_hidden_states,
     unpack_log_probs,
 )
-from train.teacher.feature_store import FeatureStore
+from train.teacher.feature_store import DamagedShardError, FeatureStore
 from train.teacher.live import LiveTeacher, TeacherOutput
 
 
@@ -113,18 +113,27 @@ class CachedTeacher:
         values = torch.zeros(*shape, *row, dtype=torch.uint8)
         scale = torch.zeros(*shape, *scales, dtype=dtype)
         for name, (line, column) in zip(batch.ids, batch.starts, strict=True):
-            tensors = self.cache.read(kind, self.cache.sample_index[name])
+            tensors = self._read_sample(kind, self.cache.sample_index[name])
             columns = slice(column, column + len(tensors["states"]))
             values[line, columns] = tensors["states"].view(torch.uint8)
             scale[line, columns] = tensors["scale"]
         # moved to the device as bytes and converted there
         return unpack_hidden_states(values.to(self.device), scale.to(self.device)).flatten(2)
 
+    def _read_sample(self, kind: FeatureSchema, sample: int) -> dict[str, Tensor]:
+        """The rows of one sample; the target makes their shard again first if it is damaged."""
+        try:
+            return self.cache.read(kind, sample)
+        except DamagedShardError:
+            shard = int(self.cache.shard[sample])
+            feature_extraction.remake_shard(self.cache, self.live, self.top, kind, shard)
+            return self.cache.read(kind, sample)
+
     def _read_distributions(self, batch: Batch) -> Tensor:
         """[B, T, 2 top + 1] at supervised positions: token ids, their probabilities, and the sum of the others."""
         shape = batch.input_ids.shape
         samples = [self.cache.sample_index[name] for name in batch.ids]
-        stored = [self.cache.read(self.distribution_schema, sample) for sample in samples]
+        stored = [self._read_sample(self.distribution_schema, sample) for sample in samples]
         positions = [batching.supervised_positions(self.cache.rows[sample]) for sample in samples]
         starts = [line * shape[1] + column for line, column in batch.starts]
         flat = torch.cat([at + start for at, start in zip(positions, starts, strict=True)])  # [M]

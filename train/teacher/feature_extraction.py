@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.progress import ProgressBars, progress_bars
 from eval.reporting.formatting import format_bytes
@@ -43,10 +44,13 @@ def fill_missing_shards(
 ) -> None:
     """Writes missing shards as process `rank` of `world`, computed by `live`; `wait` is a barrier over all ranks.
 
-    Of each distribution the `top` likeliest tokens are stored. UserError if the disk has too little space, if another
-    command is filling the folder, or if an existing shard is damaged.
+    Of each distribution the `top` likeliest tokens are stored. Shards that cannot be opened are written again, with a
+    warning. UserError if the disk has too little space or if another command is filling the folder.
     """
     todo = cache.missing_shards()
+    for path in (cache.path(kind, shard) for shard, kinds in todo for kind in kinds):
+        if rank == 0 and path.exists():
+            damage.warn(f"features {path} are damaged and made again")
     if todo:
         needed = sum(cache.size(kind, shard) for shard, kinds in todo for kind in kinds)
         console.print(
@@ -61,6 +65,18 @@ def fill_missing_shards(
                 write_shards(cache, live, top, todo[rank::world], bars)
             wait()
     cache.check()
+
+
+def remake_shard(
+    cache: FeatureStore, live: LiveTeacher, top: int, kind: FeatureSchema, shard: int
+) -> None:
+    """Writes a shard again that was found damaged when it was read, with a warning; once if several processes ask."""
+    with cache.lock(wait=True):
+        if cache.is_intact(kind, shard):  # another process has made it again
+            return
+        damage.warn(f"features {cache.path(kind, shard)} are damaged and made again")
+        rows = [cache.rows[i] for i in cache.shard_members[shard]]
+        cache.write(kind, shard, extract_features(live, top, rows, [kind])[kind.name])
 
 
 def write_shards(

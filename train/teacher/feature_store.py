@@ -2,7 +2,7 @@
 
 Each kind has a manifest.json, which identifies target and samples, and shards/*.safetensors. Which samples a shard
 holds depends on the samples alone. Shards are memory-mapped and only the rows of a batch are read; the checksum of a
-sample is verified when it is read for the first time.
+sample is verified when it is read for the first time. Damaged shards are made again like missing ones.
 """
 
 import functools
@@ -43,6 +43,10 @@ SAFETENSORS_DTYPES = {
     torch.int32: "I32",
 }
 """Names of the dtypes in a safetensors header."""
+
+
+class DamagedShardError(UserError):
+    """A shard of features that cannot be used."""
 
 
 class FeatureStore:
@@ -90,21 +94,22 @@ class FeatureStore:
         return sum(map(self.size, self.kinds)) / int(self.counts[False].sum())
 
     def missing_shards(self) -> list[tuple[int, list[FeatureSchema]]]:
-        """[(shard, kinds in which it does not exist)] of every incomplete shard."""
+        """[(shard, kinds in which it does not exist or cannot be opened)] of every incomplete shard."""
         missing = [
-            (shard, [kind for kind in self.kinds if not self.path(kind, shard).is_file()])
+            (shard, [kind for kind in self.kinds if not self._can_open(kind, shard)])
             for shard in range(len(self.shard_members))
         ]
         return [(shard, kinds) for shard, kinds in missing if kinds]
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, wait: bool = False) -> Iterator[None]:
         """Locks the folder during the block, having deleted partial shards and written the manifests.
 
-        UserError while another command fills the folder, or if it filled it with something else meanwhile.
+        UserError while another command fills the folder (with `wait` it waits for that one), or if it filled it with
+        something else meanwhile.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with lock.hold(self.folder / lock.LOCK_FILE, f"the features in {self.folder}"):
+        with lock.hold(self.folder / lock.LOCK_FILE, f"the features in {self.folder}", wait):
             remove_partial(self.folder)
             for kind in self.kinds:
                 self._check_manifest(kind)
@@ -122,9 +127,10 @@ class FeatureStore:
         ]
         sums = torch.tensor([checksum(piece) for piece in pieces])
         write_atomically(self.path(kind, shard), save({**tensors, "checksum": sums}))
+        self._forget(kind, shard)
 
     def read(self, kind: FeatureSchema, sample: int) -> dict[str, Tensor]:
-        """The rows of one sample as views of the memory-mapped shard. UserError names the shard if it is damaged."""
+        """The rows of one sample as views of the memory-mapped shard. DamagedShardError names the shard."""
         shard, which = int(self.shard[sample]), kind.supervised
         start = int(self.start[which][sample])
         end = start + int(self.counts[which][sample])
@@ -136,11 +142,33 @@ class FeatureStore:
             self.verified[kind.name][sample] = True
         return tensors
 
+    def is_intact(self, kind: FeatureSchema, shard: int) -> bool:
+        """Whether the shard as it is on disk now has the right tensors and checksums; all of it is read."""
+        self._forget(kind, shard)
+        try:
+            for sample in self.shard_members[shard]:
+                self.read(kind, int(sample))
+        except DamagedShardError:
+            return False
+        return True
+
     def check(self) -> None:
-        """UserError unless every shard exists with the right tensors; their contents are checked when they are read."""
+        """DamagedShardError unless every shard exists with the right tensors; contents are checked when read."""
         for kind in self.kinds:
             for shard in range(len(self.shard_members)):
                 self._opened(kind.name, shard)
+
+    def _forget(self, kind: FeatureSchema, shard: int) -> None:
+        """Makes the next read open the file again and verify its checksums."""
+        self._opened.cache_clear()
+        self.verified[kind.name][self.shard_members[shard]] = False
+
+    def _can_open(self, kind: FeatureSchema, shard: int) -> bool:
+        try:
+            self._opened(kind.name, shard)
+        except DamagedShardError:
+            return False
+        return True
 
     def _open(self, name: str, shard: int) -> Any:
         kind = next(kind for kind in self.kinds if kind.name == name)
@@ -158,8 +186,8 @@ class FeatureStore:
             raise self._damaged(kind, shard, "it holds other tensors")
         return file
 
-    def _damaged(self, kind: FeatureSchema, shard: int, why: str) -> UserError:
-        return UserError(
+    def _damaged(self, kind: FeatureSchema, shard: int, why: str) -> DamagedShardError:
+        return DamagedShardError(
             f"features {self.path(kind, shard)} cannot be used ({why:.80}): delete this file, and the same "
             "command makes it again"
         )
@@ -168,7 +196,13 @@ class FeatureStore:
         path = self.folder / kind.name / "manifest.json"
         if not (path.parent / "shards").exists():
             return
-        manifest = files.read_json(path)
+        try:
+            manifest = files.read_json_object(path, "the manifest of features")
+        except UserError as error:
+            raise UserError(
+                f"nobody knows whose features are in {path.parent} ({error}): delete this folder, and the same command "
+                "makes it again"
+            ) from error
         differ = [
             f"{name} {manifest.get(name)} there, {value} here"
             for name, value in self.key.items()
