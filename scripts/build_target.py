@@ -31,11 +31,14 @@ if not __package__:
 from decode.common import lock
 from decode.common.command import DeferredStop, Terminated, run_command, stop
 from decode.common.errors import UserError
+from decode.common.files import parse_jsonl, read_text
 from decode.common.ranges import Count, LearningRate, Seed, Share, at_least
 from decode.common.run_dir import check_folder, replace_folder
+from eval.tasks.dataset_specs import load_hub_dataset
 from train.data import python_corpus
 
 EOS = "<|endoftext|>"
+HELD_OUT_QUESTIONS = 400  # the last ones of GSM8K's training set
 SHAPES: dict[
     str, dict[str, Any]
 ] = {  # heads of 64 throughout: some engines' CPU builds know few head sizes
@@ -83,15 +86,17 @@ class BuildTargetConfig:
 
 
 def gsm8k_documents(source: str) -> list[str]:
-    """`Question: …\\nAnswer: …\\n` texts without the calculator annotations. UserError for a missing file."""
-    if Path(source).is_file():
-        rows = [json.loads(line) for line in Path(source).read_text().splitlines()]
-    elif source.endswith(".jsonl"):
-        raise UserError(f"--gsm8k {source!r} does not exist: give a jsonl file or a hub name")
+    """`Question: …\\nAnswer: …\\n` texts without the calculator annotations. UserError for a file without them."""
+    if Path(source).exists() or source.endswith(".jsonl"):
+        rows = [row for _, row in parse_jsonl(read_text(source), source)]
     else:
-        from datasets import load_dataset
-
-        rows = list(load_dataset(source, "main", split="train"))
+        rows = list(load_hub_dataset(source, "main", "train"))
+    right = [isinstance(r, dict) and {"question", "answer"} <= r.keys() for r in rows]
+    if not all(right) or len(rows) <= HELD_OUT_QUESTIONS:
+        raise UserError(
+            f"gsm8k {source}: {sum(right)} of {len(rows)} rows have `question` and `answer`: give over "
+            f"{HELD_OUT_QUESTIONS}, all with both"
+        )
     clean = re.compile(r"<<.*?>>")
     return [
         f"Question: {r['question'].strip()}\nAnswer: {clean.sub('', r['answer']).strip()}\n"
@@ -105,12 +110,12 @@ def load_corpus(gsm8k: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]
     seen = {
         "code": list(python_corpus.read_modules(False).values()),
         "prose": list(python_corpus.read_help_topics(False).values()),
-        "arithmetic": questions[:-400],
+        "arithmetic": questions[:-HELD_OUT_QUESTIONS],
     }
     unseen = {
         "code": list(python_corpus.read_modules(True).values()),
         "prose": list(python_corpus.read_help_topics(True).values()),
-        "arithmetic": questions[-400:],
+        "arithmetic": questions[-HELD_OUT_QUESTIONS:],
     }
     return seen, unseen
 

@@ -10,14 +10,15 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import yaml
-
 from decode.common import lock
+from decode.common.cli import parse_settings, to_dict
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.common.files import read_json
+from decode.common.files import read_json_object
 from decode.common.run_dir import RUN_FILE
 from decode.drafts.base import METADATA_FILE
+from eval.reporting.report_data import read_report
+from train.distill import DistillConfig
 from train.trainer.tracking import Tracker
 
 
@@ -32,15 +33,22 @@ class TrackReportConfig:
 def main(s: TrackReportConfig) -> None:
     """Logs the report. UserError if it measures other weights than the run saved."""
     run, folder = Path(s.run), Path(s.report)
-    report = read_json(folder / "report.json")
-    checksum = read_json(run / METADATA_FILE)["draft_sha256"]
+    report = read_report(folder / "report.json")
+    what = "the metadata of a draft of train/distill.py"
+    checksum = read_json_object(run / METADATA_FILE, what, ("draft_sha256",))["draft_sha256"]
     entries = [m for m in report["methods"] if m["draft_sha256"] == checksum and m["task"] == "all"]
     if len(entries) == 0:
         raise UserError(
             f"{folder} measures other weights than those in {run}: run eval/run.py on it"
         )
-    trained = yaml.safe_load((run / RUN_FILE).read_text())
-    step = trained["loop"]["steps"]
+    files = [folder / f for f in ("report.json", "report.md", "report.html", "outputs.jsonl")]
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise UserError(
+            f"{missing[0]} does not exist: run eval/report.py {folder}, or measure again"
+        )
+    trained = parse_settings(DistillConfig, "", ["--config", str(run / RUN_FILE)])
+    step = trained.loop.steps
     names = ("tau", "alpha", "acceptance_rate", "speedup")
     values = {
         f"report/T{m['temperature']:g}/{name}": m[name]
@@ -48,11 +56,10 @@ def main(s: TrackReportConfig) -> None:
         for name in names
         if m[name] is not None
     }
-    files = ("report.json", "report.md", "report.html", "outputs.jsonl")
     with lock.hold(run / lock.LOCK_FILE, run):
-        tracker = Tracker(run, trained["project"], trained, trained["wandb"], resumed_step=step)
+        tracker = Tracker(run, trained.project, to_dict(trained), trained.wandb, resumed_step=step)
         tracker.log(step, values)
-        tracker.artifact("report", "evaluation", [folder / name for name in files])
+        tracker.artifact("report", "evaluation", files)
         tracker.finish()
 
 

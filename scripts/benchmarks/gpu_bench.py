@@ -45,11 +45,13 @@ from decode.common.cli import to_dict
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, DraftLength, above
+from decode.common.run_dir import check_file
 from decode.drafts.causal import CausalDraft
 from decode.drafts.registry import load_draft
 from decode.engine.compile import COMPILE_OPTIONS
 from decode.engine.engine import decode
 from decode.model.loading import find_dtype, load_target, pick_device
+from decode.model.names import check_name
 from decode.model.runner import ModelRunner
 from eval.tasks.loading import Task, load_task_prompts
 from scripts.benchmarks.gpu_harness import BenchSizes, GpuHarness
@@ -241,6 +243,13 @@ def main(s: GpuBenchConfig) -> None:
         )
     if s.k not in s.ks:
         raise UserError(f"k {s.k} must be one of ks {s.ks}")
+    for setting, shape in (("shape", s.shape), ("draft_shape", s.draft_shape)):
+        if shape not in (*SHAPES, "self-test"):
+            raise UserError(f"{setting} {shape!r}: choose among {', '.join(SHAPES)}, self-test")
+    check_file(s.out)
+    pick_device(s.device)
+    find_dtype(s.dtype)
+    check_name(s.target, "target")
     console = Console(stderr=True, width=150)
     self_test = s.shape == "self-test" or not pick_device(s.device).startswith("cuda")
     if self_test:

@@ -28,6 +28,7 @@ from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json_object, write_atomically
 from decode.common.ranges import Count, DraftLength
+from decode.common.run_dir import check_file
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
 from decode.model.loading import load_target
@@ -107,6 +108,7 @@ def save_rows(file: str, sizes: dict[str, Any], rows: list[dict[str, Any]]) -> N
 
 def main(s: CorruptionStudyConfig) -> None:
     """Checks and decodes with every corrupted draft and prints a table. UserError while another run writes `out`."""
+    check_file(s.out)
     if not s.out:
         return study(s)
     out = Path(s.out)

@@ -43,6 +43,7 @@ from eval.metrics import acceptance, bootstrap
 from eval.tasks.loading import Task, load_task_prompts
 from train.data import mixture
 from train.data.batching import supervised_token_count
+from train.losses.divergences import LOSSES
 
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = "before"
@@ -240,26 +241,43 @@ def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 def main(s: CompareLossesConfig) -> None:
     """Trains and evaluates what is missing in `drafts`. UserError while another run uses that folder."""
+    steps = check_and_plan(s)
     drafts = Path(s.drafts)
     run_dir.check_folder(drafts)
     drafts.mkdir(parents=True, exist_ok=True)
     with lock.hold(drafts / lock.LOCK_FILE, drafts):
         try:
-            compare(s)
+            compare(s, steps)
         except (KeyboardInterrupt, Terminated) as error:
             error.add_note(f"finished drafts are kept in {drafts}, and the same command goes on")
             raise
 
 
-def compare(s: CompareLossesConfig) -> None:
+def check_and_plan(s: CompareLossesConfig) -> dict[str, int | None]:
+    """{data: steps of its runs; None: the recipe's}. UserError for what would fail only in the runs."""
+    run_dir.check_file(s.out)
+    for setting in ("sources", "seeds", "temperatures"):
+        if not vars(s)[setting]:
+            raise UserError(f"{setting} is empty: give at least one")
+    if s.recipe:
+        files.read_yaml(s.recipe)
+    load_draft(s.init, load_target(s.target, "cpu"))
+    steps: dict[str, int | None] = dict.fromkeys((BASELINE, *s.sources))
+    for name, source in s.sources.items():
+        if not source.losses or not set(source.losses) <= set(LOSSES):
+            raise UserError(
+                f"sources.{name}.losses {source.losses}: give some of {', '.join(LOSSES)}"
+            )
+        samples, _ = mixture.load(source.data, 512)
+        if s.tokens:
+            tokens = supervised_token_count(samples)
+            steps[name] = round(s.tokens * len(samples) / (s.batch_size * tokens))
+    return steps
+
+
+def compare(s: CompareLossesConfig, steps: dict[str, int | None]) -> None:
     """The whole comparison, without what earlier runs finished."""
     console = Console(stderr=True)
-    steps: dict[str, int | None] = dict.fromkeys((BASELINE, *s.sources))
-    for name, source in s.sources.items() if s.tokens else ():
-        samples, _ = mixture.load(source.data, 512)
-        steps[name] = round(
-            s.tokens * len(samples) / (s.batch_size * supervised_token_count(samples))
-        )
     cells = [
         (name, loss, seed)
         for seed in s.seeds
