@@ -376,6 +376,9 @@ def save_model(
 
 def main(s: BuildTargetConfig) -> None:
     """Trains, evaluates and saves the model; the last line is JSON. UserError while another run uses the folders."""
+    longest = max(s.window, s.short_window)
+    if s.batch_tokens < longest:
+        raise UserError(f"batch_tokens is {s.batch_tokens}: give at least {longest}, the longer window")
     seen, unseen = load_corpus(s.gsm8k)
     target = Path(s.assets) / "target"
     if s.model == "draft" and not (target / "tokenizer.json").is_file():

@@ -15,6 +15,9 @@ import pytest
 from decode.common.cli import parse_settings, setting_names
 from decode.common.errors import UserError
 from decode.common.ranges import Range, at_least, check_ranges, range_of
+from eval.benchmark import config
+from eval.benchmark.config import MethodConfig, TreeConfig
+from scripts import build_target
 from tests.tiny import tiny_model, tiny_target
 from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
 
@@ -171,6 +174,11 @@ def test_numbers_out_of_range_are_refused(command: str) -> None:
         ("eval/run.py", "--methods=[{name: a, alpha: [2]}]", "methods[0].alpha[0] is 2.0"),
         ("eval/run.py", "--methods=[{name: a, tree: {nodes: 100000}}]", "methods[0].tree.nodes is"),
         ("eval/run.py", "--methods=[{name: a, tree: {width: 0}}]", "methods[0].tree.width is 0"),
+        (
+            "eval/run.py",
+            "--methods=[{name: a, tree: {paths: [[64]]}}]",
+            "methods[0].tree.paths[0][0]",
+        ),
         ("eval/tune.py", "--temperatures=[.nan]", "temperatures[0] is nan"),
         ("eval/tune.py", "--tree_nodes=[100000]", "tree_nodes[0] is 100000"),
         ("eval/tune.py", "--ks=[0]", "ks[0] is 0"),
@@ -198,6 +206,20 @@ def test_useful_values_are_in_range() -> None:
     words = ["--temperatures=[0, 0.01, 2]", "--top_k=0", "--top_p=0.001", "--check_law=0"]
     parse_settings(settings_of("eval/run.py"), "", words)
     assert "loop.clip" in setting_names(distill)
+
+
+def test_fixed_trees_have_a_limit_too() -> None:
+    """Catches paths that say what `nodes` may not."""
+    paths = [[0] * depth for depth in range(1, 1026)]
+    method = MethodConfig("ngram", tree=TreeConfig(paths=paths))
+    with pytest.raises(UserError, match=r"tree\.paths has 1025 nodes: give at most 1,024"):
+        config.check(config.EvalConfig(methods=[method]))
+
+
+def test_a_step_of_the_bundled_models_holds_a_window() -> None:
+    """Catches a step without any window, which ends in a stack trace after the corpus was read."""
+    with pytest.raises(UserError, match="batch_tokens is 100: give at least 512"):
+        build_target.main(build_target.BuildTargetConfig(batch_tokens=100))
 
 
 def refuse_long_drafts(command: str, monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> str:

@@ -67,7 +67,10 @@ MAX_DRAFT_LENGTH = 1024
 DraftLength = Annotated[int, at_least(1, MAX_DRAFT_LENGTH)]
 """Tokens of a chain, or levels of a tree; the target's context is a further limit, known when it is loaded."""
 TreeNodes = Annotated[int, at_least(1, MAX_DRAFT_LENGTH)]
-TreeWidth = Annotated[int, at_least(1, 64)]
+MAX_TREE_WIDTH = 64
+TreeWidth = Annotated[int, at_least(1, MAX_TREE_WIDTH)]
+TreeRank = Annotated[int, at_least(0, MAX_TREE_WIDTH - 1)]
+"""Of a node among the children of its parent: 0 is the draft's most probable token."""
 Count = Annotated[int, at_least(1)]
 """Of what there must be one at least: tokens, rows, steps."""
 CountOrZero = Annotated[int, at_least(0)]

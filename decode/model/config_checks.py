@@ -58,4 +58,4 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def _nonsense(what: str, name: str, value: Any, rule: str) -> UserError:
-    return UserError(f"{what}: config.json has {name} {value}, which {rule}: restore the file")
+    return UserError(f"{what} has {name} {value}, which {rule}: correct its config")

@@ -13,6 +13,7 @@ from decode.common.ranges import (
     Share,
     Temperature,
     TopP,
+    TreeRank,
     TreeWidth,
     at_least,
 )
@@ -30,7 +31,7 @@ class TreeConfig:
     """Nodes expanded per level, and children tried of each."""
     nodes: Annotated[int, at_least(0, MAX_DRAFT_LENGTH)] = 0
     """Drafted nodes that the target verifies."""
-    paths: list[list[CountOrZero]] = field(default_factory=list)
+    paths: list[list[TreeRank]] = field(default_factory=list)
     """A fixed tree instead: the ranks on the way to each node, [[0], [1], [0, 0], …]; eval/tune.py finds the best."""
 
 
@@ -161,6 +162,10 @@ def check(s: EvalConfig) -> None:
         raise UserError("check_law tests sampling: add a temperature above 0")
     for m in s.methods:
         find_rule(m.rule)  # raises UserError
+        if len(m.tree.paths) > MAX_DRAFT_LENGTH:
+            raise UserError(
+                f"method {m.name!r}: tree.paths has {len(m.tree.paths)} nodes: give at most {MAX_DRAFT_LENGTH:,}"
+            )
         if m.alpha and any(s.temperatures):
             raise UserError(
                 f"method {m.name!r} simulates acceptance, which needs temperature 0: set --temperatures '[0.0]'"

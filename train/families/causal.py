@@ -15,6 +15,7 @@ from decode.common.errors import UserError
 from decode.drafts.base import Draft, check_tokenizer, read_metadata
 from decode.drafts.causal import CausalDraft
 from decode.model import attention
+from decode.model.config_checks import check_sizes
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
 from decode.model.layer_stack import layer_stack, with_layers
 from decode.model.loading import (
@@ -224,7 +225,9 @@ def random_init_config(changes: dict[str, Any], config: Any, vocab: int) -> Any:
         fields.pop("layer_types", None)  # the config class derives it anew for another depth
     if "hidden_size" in changes or "num_attention_heads" in changes:
         fields.pop("head_dim", None)
-    return type(config).from_dict({**fields, **changes, "vocab_size": vocab})
+    made = type(config).from_dict({**fields, **changes, "vocab_size": vocab})
+    check_sizes(made, "draft.init_config")
+    return made
 
 
 def random_init(changes: dict[str, Any], target: Target) -> Any:

@@ -151,10 +151,11 @@ def test_other_depths_of_layered_configs(arch: str) -> None:
         ({"init_config": {"hidden": 3}}, "hidden is no field of llama's config"),
         ({"init_config": {"vocab_size": 300}}, "vocab_size is the target's"),
         ({"init_config": {"hidden_size": 30, "num_attention_heads": 4}}, "makes no model"),
+        ({"init_config": {"num_hidden_layers": -1}}, "init_config has num_hidden_layers -1"),
+        ({"init_config": {"intermediate_size": 0}}, "init_config has intermediate_size 0"),
         ({"init_config": {"hidden_size": 32}, "layers": [0]}, "give one of"),
         ({"lora_rank": 4, "init_config": {"hidden_size": 32}}, "lora_rank"),
         ({"lora_rank": 4, "family": "eagle3"}, "lora_rank"),
-        ({"lora_rank": -1}, "lora_rank"),
     ],
 )
 def test_what_cannot_be_made_is_said(own: Target, settings: dict[str, Any], named: str) -> None:
