@@ -304,7 +304,9 @@ def load_parameters(net: torch.nn.Module, path: str, tensors: Mapping[str, torch
         net.load_state_dict(tensors, strict=True)
     except RuntimeError as error:
         what = " ".join(line.strip() for line in str(error).splitlines()[1:])
-        raise UserError(f"draft {path!r} does not fit its config.json: {what}") from error
+        raise UserError(
+            f"draft {path!r} does not fit its config.json ({what:.120}): get its files again"
+        ) from error
     for name, parameter in net.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise UserError(f"draft {path!r}: {name} holds values that are not finite")

@@ -14,6 +14,8 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from decode.common.errors import UserError, one_line
+from decode.model.config_checks import check_sizes
 from decode.model.hidden_states import HiddenStateSpec
 
 AttendFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -282,11 +284,19 @@ EagleModel = Eagle1Model | Eagle3Model
 
 
 def llama_config(fields: dict[str, Any]) -> LlamaConfig:
-    """The LlamaConfig of a draft's config.json; RoPE is read from `rope_parameters` or its two old field names."""
+    """The LlamaConfig of a draft's config.json; RoPE is read from `rope_parameters` or its two old field names.
+
+    UserError for one that makes no model.
+    """
     rest = {k: v for k, v in fields.items() if k not in ("rope_theta", "rope_scaling")}
     if "rope_parameters" not in rest:
         scaling = fields.get("rope_scaling") or {}
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         theta = fields.get("rope_theta", 10000.0)
         rest["rope_parameters"] = {**scaling, "rope_type": kind, "rope_theta": theta}
-    return LlamaConfig(**rest)
+    try:
+        config = LlamaConfig(**rest)
+    except Exception as error:  # transformers raises several kinds
+        raise UserError(f"config.json makes no Llama ({one_line(error)}): get it again") from error
+    check_sizes(config, "config.json")
+    return config

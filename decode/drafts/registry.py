@@ -174,10 +174,16 @@ def load_draft(
     target_device = target.decoder.device
     device = pick_device(device) if device else str(target_device)
     find_dtype(dtype)
-    check_saved_draft(importers.resolve_folder(path))
-    family = find_family(path)
-    assert family.load is not None
-    draft = family.load(path, target, device, dtype)
+    folder = importers.resolve_folder(path)
+    try:
+        check_saved_draft(folder)
+        family = find_family(path)
+        assert family.load is not None
+        draft = family.load(path, target, device, dtype)
+    except UserError as error:
+        if path in str(error) or folder in str(error):
+            raise
+        raise UserError(f"draft {path!r}: {error}") from error
     draft.shape = shape
     draft_device = torch.device(device)
     if draft_device.type == target_device.type and draft_device.index in (
