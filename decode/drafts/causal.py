@@ -2,7 +2,6 @@
 
 import torch
 
-from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_tokenizer
 from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens
 from decode.model.kv_cache import SlotMapping
@@ -54,15 +53,10 @@ class CausalDraft(Draft):
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft:
-    """A Hugging Face causal LM from a folder or the Hub.
+    """A Hugging Face causal LM from a folder or the Hub. UserError unless it has the target's tokenizer.
 
-    UserError unless it has the target's tokenizer and vocabulary size.
+    Its embedding may be padded to another number of rows than the target's: the runner gives the target's logits.
     """
     check_tokenizer(path, tokenizer_fingerprint(load_tokenizer(path)), target)
-    decoder = ModelRunner(load_model(path, "draft", device, dtype))
-    if decoder.vocab_size != target.decoder.vocab_size:
-        raise UserError(
-            f"draft {path!r} has {decoder.vocab_size} logits and target {target.name!r} "
-            f"{target.decoder.vocab_size}: pad the smaller vocabulary so that both agree"
-        )
-    return CausalDraft(decoder)
+    model = load_model(path, "draft", device, dtype)
+    return CausalDraft(ModelRunner(model, target.decoder.vocab_size))

@@ -29,7 +29,7 @@ def check_supported(model: Any) -> None:
         raise _refusal(config, reason)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: the model may be trained later
 def check_trial_pass(model: Any) -> None:
     """UserError unless a forward of two tokens calls attention.py as often as there are layers and gives numbers.
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers.utils import logging
 
 from decode.common.errors import UserError
@@ -30,10 +31,13 @@ PREFILL_CHUNK = 1024
 class ModelRunner:
     """One causal LM with its own fixed-shape K/V cache, for rows of unequal length.
 
-    UserError for a model that cannot be decoded with drafts (decode/model/compatibility.py).
+    `vocab_size` is the number of its logits, None: as many as the model has. Models of one tokenizer are padded to
+    different sizes: columns that the model lacks are -inf, surplus ones are left out, and a token without a row in its
+    embedding is read as the last row. UserError for a model that cannot be decoded with drafts
+    (decode/model/compatibility.py).
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, vocab_size: int | None = None):
         check_supported(model)
         self.model = model.eval()
         self.model.set_attn_implementation(attention.ATTENTION_NAME)
@@ -43,7 +47,10 @@ class ModelRunner:
         self.config = model.config.get_text_config(decoder=True)
         self.device: torch.device = model.device
         self.context: int = context_length(self.config)
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        columns: int = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size = columns if vocab_size is None else vocab_size
+        self.missing_columns = self.vocab_size - columns  # below 0: surplus ones
+        self.embedding_rows: int = model.get_input_embeddings().weight.shape[0]
         self.shape = 0, 0  # rows and slots of the buffers
         self.taps: HiddenStateSpec | None = None
         self.hidden_state_hooks: HiddenStateHooks | None = None
@@ -139,6 +146,8 @@ class ModelRunner:
     def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
         # Drafted tokens beyond the context get its last position; whether they are accepted is never used.
         position = self.cache.slots.position.clamp_max(self.context - 1)
+        if self.vocab_size > self.embedding_rows:
+            tokens = tokens.clamp_max(self.embedding_rows - 1)
         with attention.forward_context(self.cache.slots):
             logits = self.model(
                 input_ids=tokens,
@@ -148,7 +157,9 @@ class ModelRunner:
             ).logits
         if self.hidden_state_hooks is not None:
             self.features = self.hidden_state_hooks.states()
-        return logits
+        if self.missing_columns == 0:
+            return logits
+        return F.pad(logits, (0, self.missing_columns), value=float("-inf"))
 
 
 def _select_positions(

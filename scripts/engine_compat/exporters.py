@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig
 
 from decode.checkpoints import importers, layouts
@@ -18,6 +17,7 @@ from decode.checkpoints.importers import DraftCheckpoint, Tensors
 from decode.common.errors import UserError, first_line
 from decode.drafts.base import METADATA_FILE, check_tokenizer, draft_sha256
 from decode.model.loading import load_model, load_target, load_tokenizer, tokenizer_fingerprint
+from train.families.causal import resize_vocabulary
 
 ExportedFiles = tuple[dict[str, Any], Tensors, str]
 """config.json, the tensors and the name of their file."""
@@ -161,8 +161,8 @@ TOKENIZER_FILES = (
 def export_hf(path: str, name: str, out: Path) -> None:
     """Writes a causal draft with the vocabulary size of the target `name`, whose tokenizer files are copied unchanged.
 
-    Rows that are added to the embedding and to lm_head are zeros. UserError for another tokenizer, or for a draft with
-    more logits than the target.
+    Rows are added to its embedding and lm_head, or surplus ones are cut off, as training does. UserError for another
+    tokenizer.
     """
     if not name or not Path(name).is_dir():
         raise UserError("hf copies the target's tokenizer files: give --target, a local folder")
@@ -170,10 +170,6 @@ def export_hf(path: str, name: str, out: Path) -> None:
     check_tokenizer(path, tokenizer_fingerprint(load_tokenizer(path)), target)
     model = load_model(path, "draft", "cpu", _config_dtype(path))
     size, wanted = model.get_output_embeddings().weight.shape[0], target.decoder.vocab_size
-    if size > wanted:
-        raise UserError(
-            f"draft {path!r} has {size} logits and its target {wanted}: rows cannot be removed"
-        )
     out.mkdir(parents=True, exist_ok=True)
     if size == wanted and Path(path).is_dir():
         names = [*MODEL_FILES, *(file.name for file in Path(path).glob("model*.safetensors*"))]
@@ -181,10 +177,7 @@ def export_hf(path: str, name: str, out: Path) -> None:
             if file.is_file():
                 shutil.copyfile(file, out / file.name)
     else:
-        model.resize_token_embeddings(wanted, mean_resizing=False)
-        with torch.no_grad():
-            for part in (model.get_input_embeddings(), model.get_output_embeddings()):
-                part.weight[size:] = 0
+        resize_vocabulary(model, wanted)
         model.save_pretrained(out, safe_serialization=True)
     for pattern in TOKENIZER_FILES:
         for file in Path(name).glob(pattern):

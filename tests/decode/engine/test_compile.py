@@ -23,7 +23,7 @@ from tests.decode.drafts.test_token_trees import BUSHY
 from tests.decode.engine.test_engine import PROMPTS, texts
 from tests.heads import random_draft
 from tests.params import slow_except
-from tests.tiny import noisy, tiny_model, tiny_target
+from tests.tiny import VOCAB, noisy, tiny_model, tiny_target
 
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(0.8, top_p=0.9)
 
@@ -34,6 +34,7 @@ def make(name: str, target: Target) -> Draft | None:
         "plain": None,
         "ngram": NgramDraft(),
         "causal": CausalDraft(near),
+        "padded": CausalDraft(ModelRunner(tiny_model("llama", vocab_size=VOCAB + 8), VOCAB)),
         "static": CausalDraft(near, shape=BUSHY),
         "dynamic": CausalDraft(near, shape=DynamicTree(3, 8)),
         "early-exit": EarlyExitDraft(target, 2),
@@ -65,7 +66,17 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 CASES = [
     f"{name}-{mode}"
-    for name in ["plain", "ngram", "causal", "static", "dynamic", "early-exit", "medusa", "eagle3"]
+    for name in [
+        "plain",
+        "ngram",
+        "causal",
+        "padded",
+        "static",
+        "dynamic",
+        "early-exit",
+        "medusa",
+        "eagle3",
+    ]
     for mode in ["greedy", "sampled"]
 ]
 

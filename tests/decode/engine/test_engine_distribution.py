@@ -31,12 +31,26 @@ def near(target: Target, **shape: Any) -> CausalDraft:
     return CausalDraft(ModelRunner(noisy(target.decoder.model, 0.2)), **shape)
 
 
+def padded(rows: int, **shape: Any) -> Callable[[Target], CausalDraft]:
+    """A draft whose embedding has `rows` rows for the three tokens of the target."""
+
+    def make(target: Target) -> CausalDraft:
+        model = small(num_hidden_layers=2, vocab_size=rows)
+        return CausalDraft(ModelRunner(model, target.decoder.vocab_size), **shape)
+
+    return make
+
+
 # name: (draft, keywords of decode, branches of a round)
 CASES: dict[str, tuple[Callable[[Target], Draft], dict[str, Any], int]] = {
     "block": (near, {"rule": "block"}, BLOCK),
     "static": (lambda t: near(t, shape=FORKED), {}, WALK),
     "dynamic": (lambda t: near(t, shape=DynamicTree(2, 3)), {}, WALK),
     "early-exit tree": (lambda t: EarlyExitDraft(t, 1, FORKED), {}, WALK),
+    "fewer rows": (padded(2), {}, BLOCK),
+    "more rows": (padded(5), {}, BLOCK),
+    "fewer rows, block": (padded(2), {"rule": "block"}, BLOCK),
+    "more rows, tree": (padded(5, shape=FORKED), {}, WALK),
 }
 
 
@@ -63,10 +77,10 @@ def distances(name: str, length: int = LENGTH) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, ["block"]))
+@pytest.mark.parametrize("name", slow_except(CASES, ["block", "fewer rows", "more rows"]))
 def test_engine_emits_the_targets_law(name: str) -> None:
     """Catches a rule given the wrong laws, paths, K/V or positions by the real loop. Exact: no false alarm."""
-    length = 2 if name == "block" else LENGTH
+    length = 2 if CASES[name][2] == BLOCK else LENGTH
     assert max(distances(name, length)) < 1e-7  # HF norms compute in fp32
 
 
