@@ -28,7 +28,7 @@ TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or fal
 LONGEST_MESSAGE = 400
 """Characters kept of a message of jsonargparse, which repeats values of any length."""
 
-WANTED = {
+WANTED: dict[type, str] = {
     dict: "a mapping, {name: value, …}",
     list: "a list, [value, …]",
     str: "a single value",
@@ -40,8 +40,8 @@ jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 class _Parser(jsonargparse.ArgumentParser):
     """An argument parser that raises UserError where argparse would print its usage and exit."""
 
-    def format_help(self) -> str:
-        text = re.sub(r"Annotated\[(\w+),(\s[^]]*)]", r"\1\2", super().format_help())
+    def format_help(self, formatter: Any = None) -> str:
+        text = re.sub(r"Annotated\[(\w+),(\s[^]]*)]", r"\1\2", super().format_help(formatter))
         return re.sub(r", --[\w.]+\+ \S+", "", text)  # --NAME+ would append to a list
 
     def error(self, message: str, ex: Exception | None = None) -> Any:
@@ -153,7 +153,7 @@ def _parse_text(text: str, name: str, kind: Any) -> Any:
 
 def _merge(values: dict[str, Any], new: dict[str, Any], kind: Any) -> None:
     """Sets what `new` sets; groups are merged, while lists and settings that are dicts are replaced."""
-    types = _types(kind)
+    types = _types(kind) if dataclasses.is_dataclass(kind) else {}
     for key, value in new.items():
         inner = types.get(key)
         if (
@@ -171,7 +171,7 @@ def _check_shape(value: Any, kind: Any, name: str) -> None:
     if kind is Any:
         return
     arms = {_shape(arm): arm for arm in _arms(kind)}
-    shape = type(value) if isinstance(value, dict | list | NoneType) else str
+    shape: type = type(value) if isinstance(value, dict | list | NoneType) else str
     if shape not in arms:
         wanted = " or ".join(WANTED[one] for one in arms if one is not NoneType)
         shown = "null" if value is None else f"{value!r:.60}"
@@ -182,7 +182,7 @@ def _check_shape(value: Any, kind: Any, name: str) -> None:
         raise UserError(f"{name} has {value.bit_length()} binary digits: give a smaller number")
     if isinstance(value, list):
         for i, item in enumerate(value):
-            _check_shape(item, *get_args(arms[list]), f"{name}[{i}]")
+            _check_shape(item, get_args(arms[list])[0], f"{name}[{i}]")
     if isinstance(value, dict):
         types = _types(arms[dict]) if dataclasses.is_dataclass(arms[dict]) else None
         for key, item in value.items():
@@ -206,7 +206,7 @@ def _unknown(key: Any, group: type, name: str) -> UserError:
     ends = [other for other in known if other.rpartition(".")[2] == key]
     close = ends or difflib.get_close_matches(str(key), known, n=1, cutoff=0.8)
     hint = f"did you mean {prefix + close[0]!r}?" if close else "--help lists all of them"
-    return UserError(f"there is no setting {prefix}{key} ({hint})")
+    return UserError(f"there is no setting {' '.join(f'{prefix}{key}'.split()):.60} ({hint})")
 
 
 def _type_of(name: str, settings: type) -> Any:

@@ -85,9 +85,9 @@ LearningRate = Annotated[float, above(0, 10)]
 
 
 def check_ranges(settings: Any, prefix: str = "") -> None:
-    """UserError for a number in the dataclass `settings`, or in what it holds, that is out of its range or not finite.
+    """UserError for a number in the dataclass `settings`, or in what it holds, that is not in its range or not finite.
 
-    The message names the setting as a/the dotted name, `prefix` in front.
+    The message names the setting with its groups, `prefix` in front: methods[0].tree.nodes.
     """
     hints = get_type_hints(type(settings), include_extras=True)
     for field in dataclasses.fields(settings):

@@ -198,6 +198,10 @@ def test_yaml_of_the_wrong_shape_is_refused(tmp_path: Path, text: str, said: str
         (["--steps", ""], "steps is null"),
         (["--temperature", "1"], "no setting temperature .did you mean 'sampling.temperature'"),
         (["--target.x", "1"], "target is {'x': '1'}: give a single value"),
+        (["--target.x", "1", "--target.y", "2"], "target is {'x': '1', 'y': '2'}: give a"),
+        (["--target", "a", "--target.x", "1"], "target is {'x': '1'}"),
+        (["--a.b", "1", "--a.c", "2"], "no setting a "),
+        (["--a\nb", "1"], "no setting a b "),
     ],
 )
 def test_arguments_of_the_wrong_shape_are_refused(argv: list[str], said: str) -> None:

@@ -93,6 +93,7 @@ def test_old_names_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> No
     assert got == WANT
     assert advice(capsys) == expected("the command line")
     assert read("--draft", "{rank: 4}", "--compare={top: 3}").draft.target_lora_rank == 4
+    assert read("--compare.top=3", "--compare.kind", "tv").divergence == Loss(3, "tv")
 
 
 def test_new_names_give_no_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
