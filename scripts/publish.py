@@ -4,10 +4,11 @@
       --repo me/my-draft
     python scripts/publish.py --samples outputs/quickstart/samples --repo me/my-samples --push --private
 
-Without --push nothing is sent: the folder is written and shown. The card contains only what draftsmith.json and the
-report contain. A draft is refused if its report is of other weights, if its greedy output is not the target's, or if
-its files contain a token, a local path or a pickle. The same command continues an interrupted upload. The last line is
-JSON.
+Without --push nothing is sent: the folder is written and shown. Of draftsmith.json, the report and the manifest only
+known fields are published (train/hub/published_fields.py), and the card contains nothing else. A draft is refused if
+its report is of other weights, if its greedy output is not the target's, or if its files contain a secret, a local path
+or a pickle; samples are refused if a row contains a secret. The same command continues an interrupted upload. The last
+line is JSON.
 """
 
 import json
@@ -24,9 +25,10 @@ from rich.markdown import Markdown
 from rich.text import Text
 from rich.tree import Tree
 
-from decode.common.command import run_command
+from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
-from decode.common.files import read_json
+from decode.common.files import read_json_object
+from decode.common.run_dir import check_inputs_outside
 from decode.drafts.base import read_metadata
 from scripts.engine_compat.checker import check_draft_files
 from train.hub import publish, upload
@@ -53,6 +55,8 @@ class PublishConfig:
     """tuned.json of eval/tune.py on this draft: the serving files and the card use its draft length."""
     samples: str = ""
     """Folder of a sampled set, instead of a draft."""
+    target: str = ""
+    """samples: the model whose tokenizer reads them, which are searched for secrets; empty: the manifest's target."""
     repo: str = ""
     """Name of the repository on the Hub, as me/my-draft."""
     private: bool = False
@@ -73,19 +77,29 @@ def main(s: PublishConfig) -> None:
     if s.push:
         upload.check_upload_possible(s.repo)
     out = Path(s.out or f"outputs/publish/{s.repo.rpartition('/')[2]}")
+    check_inputs_outside(out, [s.report, s.referee, s.tuned])
     if s.samples:
-        folder = publish.build_dataset_folder(Path(s.samples), s.repo, s.labels, out)
+        folder = publish.build_dataset_folder(Path(s.samples), s.repo, s.labels, out, s.target)
     else:
-        report = read_json(Path(s.report)) if s.report else None
-        referee = read_json(Path(s.referee)) if s.referee else None
-        tuned = read_json(Path(s.tuned)) if s.tuned else None
+        report, referee, tuned = (
+            read_json_object(path, what, keys) if path else None
+            for path, what, keys in (
+                (s.report, "report.json of eval/run.py", ("methods",)),
+                (s.referee, "the result of scripts/referee.py --out", ("draft_sha256",)),
+                (s.tuned, "tuned.json of eval/tune.py", ("chosen", "cells", "drafts")),
+            )
+        )
         draft = Path(s.draft)
         publish.check_draft(draft, report, referee, tuned)  # before the engines' rules are checked
         folder = publish.build_draft_folder(
             draft, report, referee, s.repo, s.labels, out, check_engines(s.draft), tuned
         )
     print_folder(folder)
-    sent = upload.push(folder, s.repo, s.private) if s.push else None
+    try:
+        sent = upload.push(folder, s.repo, s.private) if s.push else None
+    except (KeyboardInterrupt, Terminated) as error:
+        error.add_note(f"{out} is complete, and the same command continues the upload")
+        raise
     print(
         json.dumps(
             {"folder": str(folder.path), "repo": s.repo, "kind": folder.kind, "pushed": sent}

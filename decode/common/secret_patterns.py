@@ -81,7 +81,7 @@ FORMS = (
     _form(
         "a Google service account",
         "service_account",
-        r"[\"']type[\"']\s*:\s*[\"']service_account[\"']",
+        r"[\"']type[\"']\s*:\s*[\"']service_account[\"'][^}]*",
     ),
     _form(
         "an Azure key",
@@ -112,7 +112,7 @@ FORMS = (
     _form(
         "a private key",
         "-----BEGIN PuTTY-User-Key",
-        r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY|PuTTY-User-Key-File-\d:",
+        r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?:-----[\s\w+/=\\-]*)?|PuTTY-User-Key-File-\d:",
     ),
     _form(
         "a bearer token",

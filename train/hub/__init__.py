@@ -6,7 +6,8 @@ model_card.py       the card of a draft; card_text.py its sentences, card_tables
                     card.md.j2 its template
 dataset_card.py     the shards and the card of a sampled set; dataset_card.md.j2 its template
 serving_configs.py  commands and files that serve a draft in each engine
-redaction.py        removes local paths; finds tokens and pickles
+published_fields.py the fields of draftsmith.json, reports and manifests that are published, with their types
+redaction.py        copies only those; removes local paths; finds secrets and pickles
 
 It may import train/data, train/families, eval/ and decode/.
 """

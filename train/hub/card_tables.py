@@ -23,8 +23,6 @@ from eval.reporting.report_data import (
 )
 
 NOT_RECORDED = "not recorded"
-OMITTED_SETTINGS = ("out", "resume", "overwrite", "dry_run", "wandb", "project", "publish")
-"""Training settings that do not change the draft."""
 COST_LABELS = {"wall_seconds": "wall time, s", "tokens": "tokens trained on"}
 
 
@@ -184,9 +182,9 @@ def slowdown_lines(own: Sequence[ReportEntry]) -> list[str]:
 
 
 def training_table(draft: Mapping[str, Any]) -> Table:
-    """The training settings, one a row, without empty ones and OMITTED_SETTINGS."""
-    recipe = {k: v for k, v in draft.get("training", {}).items() if k not in OMITTED_SETTINGS}
-    return Table("Training", ["setting", "value"], flatten(recipe) or [["recipe", NOT_RECORDED]])
+    """The training settings, one a row, without empty ones."""
+    rows = flatten(draft.get("training") or {})
+    return Table("Training", ["setting", "value"], rows or [["recipe", NOT_RECORDED]])
 
 
 def cost_table(draft: Mapping[str, Any]) -> Table:

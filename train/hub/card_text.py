@@ -22,17 +22,17 @@ class CardInputs:
     """The files that a card is made from."""
 
     draft: Mapping[str, Any]
-    """draftsmith.json without local paths."""
+    """The published fields of draftsmith.json."""
     config: Mapping[str, Any]
     """The draft's config.json."""
     report: Mapping[str, Any] | None
-    """report.json of eval/run.py without local paths."""
+    """Those of report.json of eval/run.py."""
     referee: Mapping[str, Any] | None
     """The greedy result of scripts/referee.py."""
     checks: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """{engine: findings of its rules} for each engine that was checked."""
     tuned: Mapping[str, Any] | None = None
-    """tuned.json of eval/tune.py without local paths."""
+    """Those of tuned.json of eval/tune.py."""
 
     @property
     def own_entries(self) -> list[ReportEntry]:

@@ -1,5 +1,6 @@
-"""A sampled set for the Hub: its shards without local paths, and a card from its manifest and its rows."""
+"""A sampled set for the Hub: its shards without local paths and secrets, and a card from its manifest and its rows."""
 
+import re
 import shutil
 from collections import Counter
 from dataclasses import dataclass
@@ -12,11 +13,16 @@ from huggingface_hub import DatasetCard, DatasetCardData
 
 from decode.common import files
 from decode.common.errors import UserError
+from decode.common.run_dir import RUN_FILE
+from decode.common.secret_patterns import find_secret, redact
+from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from eval.reporting.formatting import escape_markdown
 from train.data import sample_store
+from train.data.manifest import MANIFEST_FILE, load_set
 from train.hub import redaction
 from train.hub.card_tables import flatten
 from train.hub.model_card import render_template
+from train.hub.published_fields import MANIFEST, place
 from train.hub.upload import HubLabels
 
 SIZE_CATEGORIES = (
@@ -27,6 +33,7 @@ SIZE_CATEGORIES = (
     (10**7, "1M<n<10M"),
 )
 """(number of rows below which it applies, the Hub's size category)."""
+SHARD_NAME = re.compile(r"[0-9a-f]{1,16}\.parquet")
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class DatasetStats:
     """The manifest of a sampled set, and counts by (source, origin)."""
 
     manifest: dict[str, Any]
-    """Without local paths."""
+    """Its published fields, without the list of shards, whose copies may be others."""
     rows: Counter[tuple[str, str]]
     """Number of rows."""
     tokens: Counter[tuple[str, str]]
@@ -43,45 +50,86 @@ class DatasetStats:
     """Generated tokens, which training learns."""
 
 
-def read_stats(folder: Path) -> DatasetStats:
-    """Counts every row. UserError for a damaged set, or if the manifest counts another number of rows."""
-    sample_store.read_manifest(folder)
-    manifest = files.read_json(folder / "manifest.json")
+def read_stats(folder: Path, target: str = "") -> DatasetStats:
+    """Counts every row, and searches its text for secrets. `target` has the tokenizer; empty: the manifest's target.
+
+    UserError for a set that is damaged or not finished, as in `load_set`, for another tokenizer, and for a secret.
+    """
+    made, samples = load_set(folder)
+    tokenizer = load_tokenizer(target or made.target, None if target else made.revision)
+    if tokenizer_fingerprint(tokenizer) != made.tokenizer_hash:
+        raise UserError(
+            f"the tokenizer of {target or made.target} is not the one of {folder}: give --target, the model that "
+            "sampled it"
+        )
+    content = redaction.select(
+        files.read_json(folder / MANIFEST_FILE), MANIFEST, MANIFEST_FILE, _asked_revision(folder)
+    )
     rows: Counter[tuple[str, str]] = Counter()
     tokens: Counter[tuple[str, str]] = Counter()
     supervised: Counter[tuple[str, str]] = Counter()
-    for row in sample_store.read_shards(folder):
-        kind = (redaction.strip_local_paths(row["source"]), row["origin"])
+    leaks: dict[str, str] = {}
+    for row in samples:
+        kind = (_published_source(row["source"]), row["origin"])
         rows[kind] += 1
         tokens[kind] += len(row["input_ids"])
         supervised[kind] += sum(end - start for start, end in row["loss_spans"])
-    counts = manifest["counts"]
-    counted, expected = rows.total(), counts["answered"] + counts.get("answers_too_short", 0)
-    if counted != expected:
+        texts = (row["id"], row["source"], row["finish_reason"], tokenizer.decode(row["input_ids"]))
+        secret = next(filter(None, map(find_secret, texts)), None)
+        if secret is not None:
+            leaks[redact(row["id"])] = secret.what
+    if leaks:
+        row_id, what = next(iter(leaks.items()))
+        more = f" (and {len(leaks) - 1} more rows)" if len(leaks) > 1 else ""
         raise UserError(
-            f"{folder} has {counted} rows and its manifest counts {expected}: finish train/sample.py first"
+            f"row {row_id} of {folder} holds what looks like {what}{more}: take it out of the prompts, revoke it and "
+            "sample again"
         )
-    return DatasetStats(redaction.strip_local_paths(manifest), rows, tokens, supervised)
+    return DatasetStats(content, rows, tokens, supervised)
 
 
 def copy_shards(folder: Path, out: Path) -> None:
-    """Copies the shards byte for byte, unless a `source` in them is a local path: it is cut to its last part."""
+    """Copies the shards byte for byte, unless there is more in them than the columns of a set, or a `source` is a local
+    path, which is cut to its last part. UserError for a file name that is not the hash of a shard."""
     (out / "shards").mkdir(parents=True)
     for path in sorted((folder / "shards").glob("*.parquet")):
+        if SHARD_NAME.fullmatch(path.name) is None:
+            raise UserError(
+                f"{folder / 'shards'}: {redact(path.name)} is not named as train/sample.py names shards: rename it"
+            )
         table = pq.read_table(path)
         sources = table.column("source").to_pylist()
-        clean = [redaction.strip_local_paths(source) for source in sources]
-        if clean == sources:
+        clean = [_published_source(source) for source in sources]
+        fields = table.schema
+        extra = (
+            fields.names != sample_store.SCHEMA.names
+            or fields.metadata
+            or any(f.metadata for f in fields)
+        )
+        if clean == sources and not extra:
             shutil.copyfile(path, out / "shards" / path.name)
         else:
             i = table.schema.get_field_index("source")
             table = table.set_column(i, table.schema.field(i), pa.array(clean, pa.string()))
             pq.write_table(
-                table,
+                table.select(sample_store.SCHEMA.names)
+                .cast(sample_store.SCHEMA)
+                .replace_schema_metadata(),
                 out / "shards" / path.name,
                 row_group_size=sample_store.ROW_GROUP_SIZE,
                 write_page_checksum=True,
             )
+
+
+def _published_source(source: str) -> str:
+    return str(redaction.select(source, place, "a row's source"))
+
+
+def _asked_revision(folder: Path) -> set[str]:
+    """The target's commit in the settings that sampled the set, which is no key and published in full."""
+    settings = files.read_yaml(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
+    asked = settings.get("revision")
+    return {asked} if isinstance(asked, str) else set()
 
 
 def render(stats: DatasetStats, repo: str, labels: HubLabels) -> DatasetCard:

@@ -5,6 +5,7 @@ UserError for a token, a local path, or measurements of other weights, before an
 """
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,15 +14,18 @@ from typing import Any
 import yaml
 
 from decode.checkpoints import layouts
+from decode.common import run_dir
 from decode.common.errors import UserError
-from decode.common.files import read_json
-from decode.common.run_dir import RUN_FILE
-from decode.drafts.base import METADATA_FILE, MODEL_FILES, draft_sha256
+from decode.common.files import read_json, read_json_object
+from decode.common.run_dir import RUN_FILE, replace_folder
+from decode.common.secret_patterns import redact
+from decode.drafts.base import METADATA_FILE, MODEL_FILES, check_saved_tokenizer, draft_sha256
 from decode.drafts.registry import saved_families
 from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.hub import dataset_card, model_card, redaction, serving_configs
 from train.hub.card_tables import card_images
 from train.hub.card_text import CardInputs
+from train.hub.published_fields import REFEREE, REPORT, TUNED, draft_schema
 from train.hub.upload import (
     MARKER_FILES,
     HubLabels,
@@ -31,6 +35,18 @@ from train.hub.upload import (
     is_repo_id,
     push,
 )
+
+SAVED_NAME = re.compile(r"(?!model.*safetensors$)[\w.]+|model(?:-\d{5}-of-\d{5})?\.safetensors")
+"""A model's shards are numbered; a name with anything else in it is not published."""
+
+OWNED_FILES = (
+    *MODEL_FILES,
+    *(f"target/{name}" for name in MODEL_FILES),
+    *(METADATA_FILE, RUN_FILE, "report.json", "referee.json", "tuned.json", "README.md"),
+    *("serving/**", "images/*.svg", "shards/*.parquet", MANIFEST_FILE),
+    *(".cache/**", ".gitattributes"),  # written by an upload
+)
+"""Patterns of the files of a published folder: one with others is not replaced."""
 
 
 def build_draft_folder(
@@ -49,11 +65,13 @@ def build_draft_folder(
     """
     check_repo_id(repo)
     check_output_folder(out, draft)
-    facts = check_draft(draft, report, referee, tuned)
-    original = facts.get("original_target") or facts["target"]
+    recorded, config = check_draft(draft, report, referee, tuned), layouts.read_config(str(draft))
+    original = recorded.get("original_target") or recorded["target"]
     name = labels.base_model or ("" if Path(original["name"]).exists() else original["name"])
     labels = HubLabels(name if is_repo_id(name) else "", labels.license, labels.dataset)
-    facts, config = redaction.strip_local_paths(facts), layouts.read_config(str(draft))
+    redaction.check_values(vars(labels), "--labels")
+    known = _published_in_full(recorded)
+    facts = redaction.select(recorded, draft_schema(recorded), METADATA_FILE, known)
     target = (
         "./target" if facts.get("original_target") else labels.base_model or facts["target"]["name"]
     )
@@ -61,10 +79,10 @@ def build_draft_folder(
     inputs = CardInputs(
         facts,
         config,
-        redaction.strip_local_paths(report),
-        redaction.strip_local_paths(referee),
-        checks or {},
-        redaction.strip_local_paths(tuned),
+        redaction.select(report, REPORT, "report.json", known),
+        redaction.select(referee, REFEREE, "referee.json", known),
+        redaction.strip_local_paths(checks or {}),
+        redaction.select(tuned, TUNED, "tuned.json", known),
     )
     k, source = serving_configs.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
     layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
@@ -73,40 +91,46 @@ def build_draft_folder(
     )
     configs = serving_configs.build_serving_configs(job)
 
-    staging = _make_staging_folder(out)
-    left_out = _copy_published_files(draft, staging)
-    _write(staging / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
-    measured = {
-        "report.json": inputs.report,
-        "referee.json": inputs.referee,
-        "tuned.json": inputs.tuned,
-    }
-    for file, content in measured.items():
-        if content is not None:
-            _write(staging / file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    _write(staging / "run.yaml", yaml.safe_dump(facts.get("training", {}), sort_keys=False))
-    for engine_config in configs:
-        for file, text in engine_config.files.items():
-            _write(staging / "serving" / file, text)
-    for image in card_images(inputs.own_entries, k):
-        _write(staging / "images" / image.name, image.svg)
-    model_card.render(inputs, job, source, configs, labels).save(staging / "README.md")
-    return _check_and_move(staging, out, "model", left_out)
+    with replace_folder(out) as staging:
+        left_out = _copy_published_files(draft, staging)
+        _write(staging / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
+        measured = {
+            "report.json": inputs.report,
+            "referee.json": inputs.referee,
+            "tuned.json": inputs.tuned,
+        }
+        for file, content in measured.items():
+            if content is not None:
+                _write(staging / file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        _write(staging / "run.yaml", yaml.safe_dump(facts.get("training", {}), sort_keys=False))
+        for engine_config in configs:
+            for file, text in engine_config.files.items():
+                _write(staging / "serving" / file, text)
+        for image in card_images(inputs.own_entries, k):
+            _write(staging / "images" / image.name, image.svg)
+        model_card.render(inputs, job, source, configs, labels).save(staging / "README.md")
+        redaction.check_folder(staging, known)
+    return PublishFolder(out, "model", left_out)
 
 
-def build_dataset_folder(samples: Path, repo: str, labels: HubLabels, out: Path) -> PublishFolder:
-    """Writes `out` with the shards, the manifest and a data card. UserError for an incomplete set."""
+def build_dataset_folder(
+    samples: Path, repo: str, labels: HubLabels, out: Path, target: str = ""
+) -> PublishFolder:
+    """Writes `out` with the shards, the manifest and a data card. `target` has the tokenizer of the samples; empty: the
+    manifest's target. UserError for an incomplete set, and for a secret in a row."""
     check_repo_id(repo)
     check_output_folder(out, samples)
-    stats = dataset_card.read_stats(samples)
-    staging = _make_staging_folder(out)
-    dataset_card.copy_shards(samples, staging)
-    manifest = stats.manifest | {"shards": describe_shards(staging)}
-    _write(staging / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
-    dataset_card.render(stats, repo, labels).save(staging / "README.md")
-    return _check_and_move(
-        staging, out, "dataset", _unpublished_names(samples, ["shards", MANIFEST_FILE])
-    )
+    redaction.check_values(vars(labels), "--labels")
+    stats = dataset_card.read_stats(samples, target)
+    with replace_folder(out) as staging:
+        dataset_card.copy_shards(samples, staging)
+        manifest = stats.manifest | {"shards": describe_shards(staging)}
+        _write(staging / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
+        dataset_card.render(stats, repo, labels).save(staging / "README.md")
+        published = {entry["sha256"] for entry in manifest["shards"].values()}
+        redaction.check_folder(staging, {*published, manifest.get("revision")})
+    left_out = _unpublished_names(samples, ["shards", MANIFEST_FILE])
+    return PublishFolder(out, "dataset", left_out)
 
 
 def check_draft(
@@ -132,12 +156,9 @@ def check_draft(
         raise UserError(
             f"{draft} contains {pickles[0]}, a pickle: save it as safetensors and delete it"
         )
-    facts = read_json(draft / METADATA_FILE)
-    missing = [key for key in ("family", "target", "draft_sha256") if key not in facts]
-    if len(missing) > 0:
-        raise UserError(
-            f"{draft / METADATA_FILE} has no {missing[0]}: train the draft again or restore the file"
-        )
+    keys = ("family", "target", "draft_sha256")
+    facts = read_json_object(draft / METADATA_FILE, "as train/distill.py writes it", keys)
+    redaction.select(facts, draft_schema(facts), METADATA_FILE)  # every field has its type
     if facts["family"] not in saved_families():
         raise UserError(
             f"draft of family {facts['family']!r}; known: {', '.join(saved_families())}"
@@ -148,6 +169,7 @@ def check_draft(
             f"{draft} has weights {_short(sha)} and {METADATA_FILE} is about {_short(facts['draft_sha256'])}: the "
             "draft was changed after training, publish it as it was saved"
         )
+    check_saved_tokenizer(str(draft))
     if report is not None:
         check_report(report, sha)
     if referee is not None and referee.get("draft_sha256") != sha:
@@ -167,9 +189,7 @@ def check_draft(
 
 
 def check_tuned(tuned: Mapping[str, Any], sha: str) -> None:
-    """UserError if it is not a tuned.json, or one of other drafts."""
-    if not {"chosen", "cells"} <= tuned.keys():
-        raise UserError("--tuned takes the tuned.json that eval/tune.py writes")
+    """UserError if it is the tuned.json of other drafts."""
     others = sorted({_short(other) for other in tuned.get("drafts", {}).values()})
     if sha not in tuned.get("drafts", {}).values():
         raise UserError(
@@ -205,52 +225,38 @@ def publish_trained(s: TrainingPublishConfig, draft: Path) -> str:
 
 def check_output_folder(out: Path, source: Path) -> None:
     """UserError if writing `out` would overwrite the source or something that is not a published folder."""
-    here, there = out.resolve(), source.resolve()
-    if here == there or here in there.parents or there in here.parents:
-        raise UserError(
-            f"--out {out} and {source} are one inside the other: name another folder with --out"
-        )
+    run_dir.check_folder(out)
+    run_dir.check_inputs_outside(out, [source])
     ours = (out / "README.md").is_file() and any(
         (out / mark).is_file() for mark in MARKER_FILES.values()
     )
-    if out.exists() and not ours and (out.is_file() or any(out.iterdir())):
+    if out.exists() and not ours and any(out.iterdir()):
         raise UserError(f"{out} contains other files: name another folder with --out")
+    run_dir.check_no_foreign_file(out, OWNED_FILES, "scripts/publish.py")
 
 
-def _make_staging_folder(out: Path) -> Path:
-    """A new empty folder beside `out`, in which its content is written."""
-    staging = out.with_name(out.name + ".tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    return staging
+def _published_in_full(facts: Mapping[str, Any]) -> set[str]:
+    """The checksum of the weights, and the target's commit if the settings of the training name the same one.
 
-
-def _check_and_move(staging: Path, out: Path, kind: str, left_out: list[str]) -> PublishFolder:
-    """Checks the written folder and moves it to `out`; deletes it if it is refused."""
-    try:
-        redaction.check_folder(staging)
-    except UserError:
-        shutil.rmtree(staging)
-        raise
-    if out.exists():
-        shutil.rmtree(out)
-    staging.rename(out)
-    return PublishFolder(out, kind, left_out)
+    Other commits and checksums are published shortened: in full they cannot be told from keys.
+    """
+    target = facts.get("original_target") or facts["target"]
+    asked = (facts.get("training") or {}).get("revision")
+    pinned = {asked} if asked and asked == target.get("revision") else set()
+    return pinned | {facts["draft_sha256"]}
 
 
 def _copy_published_files(source: Path, out: Path) -> list[str]:
     """Copies MODEL_FILES and returns the names of the other files. Local paths are cut in settings only."""
-    kept = {path for pattern in MODEL_FILES for path in source.glob(pattern) if path.is_file()}
-    for path in sorted(kept):
+    found = {path for pattern in MODEL_FILES for path in source.glob(pattern) if path.is_file()}
+    kept = sorted(path for path in found if SAVED_NAME.fullmatch(path.name))
+    for path in kept:
         target = out / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        text = (
-            path.read_text()
-            if path.name in ("tokenizer_config.json", "generation_config.json")
-            else None
-        )
-        clean = None if text is None else redaction.strip_local_paths(json.loads(text))
-        if clean is None or clean == json.loads(text or ""):
+        settings = path.name in ("tokenizer_config.json", "generation_config.json")
+        content = read_json(path) if settings else None
+        clean = redaction.strip_local_paths(content)
+        if clean == content:
             shutil.copyfile(path, target)  # byte for byte
         else:
             _write(target, json.dumps(clean, indent=2, ensure_ascii=False) + "\n")
@@ -262,7 +268,7 @@ def _copy_published_files(source: Path, out: Path) -> list[str]:
 
 
 def _unpublished_names(folder: Path, names: Sequence[str]) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name not in names)
+    return sorted(redact(path.name) for path in folder.iterdir() if path.name not in names)
 
 
 def _write(path: Path, text: str) -> None:

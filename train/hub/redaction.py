@@ -1,34 +1,116 @@
-"""Keeps private data out of published files: removes local paths, finds tokens and pickles."""
+"""Keeps private data out of published files.
+
+`select` copies known fields of known types, so that nothing else of a file is published (the schemas are in
+published_fields.py). `check_folder` searches what was written for secrets, local paths and pickles; the forms of
+secrets are in decode/common/secret_patterns.py. `strip_local_paths` cuts local paths out of other text.
+"""
 
 import json
-import os
+import math
+import mmap
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import get_token
 from safetensors import SafetensorError, safe_open
 
 from decode.common.errors import UserError
+from decode.common.secret_patterns import environment_secrets, find_secret
 
-# Starts with /, ~ or a drive and has two parts at least: a single "/x" in a text is often no path. The character before
-# it must not make it the middle of a URL, of a Hub name or of a closing tag.
+# Starts with /, ~, .. or a drive and has two parts at least: a single "/x" in a text is often no path. The character
+# before it must not make it the middle of a URL, of a Hub name or of a closing tag.
 LOCAL_PATH = re.compile(
-    r"(?:file:/{2,3}|(?<![\w.:/<\\~-]))((?:~|/[\w.@+-]+)/[\w.@+/-]+|[A-Za-z]:\\[\w\\.-]+)"
+    r"(?:file:/{2,3}|(?<![\w.:/<\\~-]))((?:~|(?:\.\.)+|/[\w.@+-]+)/[\w.@+/-]+|[A-Za-z]:\\[\w\\.-]+)"
 )
-TOKENS = re.compile(
-    r"\b(?:hf_\w{20,}|api_org_\w{20,}|sk-[\w-]{20,}|wandb_v\d_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}"
-    r"|AKIA[0-9A-Z]{16})|-----BEGIN [A-Z ]*PRIVATE KEY"
-)
-HEX_KEY = re.compile(r"\b[0-9a-f]{40}\b")
-"""A key of Weights & Biases, or a commit: values of the fields COMMITS are allowed."""
-COMMITS = ("git", "git_sha", "revision", "commit")
-VOCABULARY = ("tokenizer.json", "vocab.json", "merges.txt")
-"""Vocabularies contain strings that look like paths."""
+LINK = re.compile(r"\w://")
+VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json")
+"""Vocabularies contain strings that look like paths, passwords and keys; only secrets of a known form count."""
+MODEL_SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")
+"""Files of other software in which a link leads to somebody's page; templates in them may contain links."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_TOKEN", "WANDB_API_KEY")
+NAME = re.compile(r"[\w.@+(][\w .,@()+/#&®™−'-]{0,79}")
+
+
+class WrongTypeError(ValueError):
+    """A value that is not of its field's type; the message says what the field holds."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """The schema of a mapping from names to values of the schema `values`."""
+
+    values: Any
+
+
+Kind = Callable[[Any, Collection[str]], Any]
+"""The value to publish; `known` are commits and checksums that are published in full. Raises WrongTypeError."""
+
+
+def select(value: Any, schema: Any, where: str, known: Collection[str] = ()) -> Any:
+    """The fields of `value` that the schema knows; `where` names it in messages, as a file.
+
+    A schema is a mapping {field: schema}, a list [schema of the items], Names, or a Kind. None may stand for any value.
+    UserError that names the field, and not its value, for one of another type, and for one that holds a secret.
+    """
+    if value is None:
+        return None
+    if isinstance(schema, Names):
+        keys = [_leaf(key, name, f"a key of {where}", known) for key in _of(dict, value, where)]
+        return {key: select(value[key], schema.values, _dotted(where, key), known) for key in keys}
+    if isinstance(schema, Mapping):
+        kept = {key: kind for key, kind in schema.items() if key in _of(dict, value, where)}
+        return {k: select(value[k], kind, _dotted(where, k), known) for k, kind in kept.items()}
+    if isinstance(schema, list):
+        items = enumerate(_of(list, value, where))
+        return [select(item, schema[0], f"{where}[{i}]", known) for i, item in items]
+    return _leaf(value, schema, where, known)
+
+
+def number(value: Any, known: Collection[str]) -> float:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise WrongTypeError("a number")
+    return value
+
+
+def flag(value: Any, known: Collection[str]) -> bool:
+    """true or false."""
+    if not isinstance(value, bool):
+        raise WrongTypeError("true or false")
+    return value
+
+
+def word(value: Any, known: Collection[str]) -> str:
+    """A word of this program: a loss, a rule, a family."""
+    return match(r"[a-z][a-z0-9_-]{0,31}", value, "a word of small letters")
+
+
+def name(value: Any, known: Collection[str]) -> str:
+    """A short name that somebody chose, of a method, a task or a device."""
+    return match(NAME, value, "a name of at most 80 letters, digits and spaces")
+
+
+def match(pattern: str | re.Pattern[str], value: Any, what: str) -> str:
+    """`value` if it is text of the whole pattern, else WrongTypeError with `what`."""
+    if not isinstance(value, str) or re.fullmatch(pattern, value) is None:
+        raise WrongTypeError(what)
+    return value
+
+
+def check_text(text: str, where: str, known: Collection[str] = ()) -> None:
+    """UserError that names `where`, and not the text, if the text holds a secret."""
+    secret = find_secret(text, strict=True, known=known)
+    if secret is not None:
+        raise UserError(f"{where} holds what looks like {secret.what}: remove it and revoke it")
+
+
+def check_values(content: Any, where: str, known: Collection[str] = ()) -> None:
+    """`check_text` of every key and string in nested content."""
+    for field, text in _strings(content, where):
+        check_text(text, field, known)
 
 
 def strip_local_paths(value: Any) -> Any:
@@ -42,44 +124,23 @@ def strip_local_paths(value: Any) -> Any:
     return _shorten(value) if _is_path(value) else LOCAL_PATH.sub(lambda m: _shorten(m[1]), value)
 
 
-def check_folder(folder: Path) -> None:
-    """UserError that names a file of `folder` with a token, a local path or a pickle. The message has no token."""
+def check_folder(folder: Path, known: Collection[str] = ()) -> None:
+    """UserError for a secret, a local path or a pickle in a file of `folder`, with the field or line, not the secret.
+
+    `known` are commits and checksums that look like keys. The rows of shards are searched by dataset_card.py.
+    """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in files:
         if is_pickle(path):
             raise UserError(
                 f"{path.relative_to(folder)} is a pickle, which runs code when it is loaded: save safetensors"
             )
-    commits = set().union(*(_commits(_json(path)) for path in files if path.suffix == ".json"))
     for path in files:
-        name = path.relative_to(folder)
-        text = readable_text(path)
-        if holds_token(text, commits):
-            raise UserError(
-                f"{name} contains what looks like a token or key: remove it and revoke it"
-            )
-        local_path = None if path.name in VOCABULARY else find_local_path(text, _json(path))
-        if local_path is not None:
-            raise UserError(
-                f"{name} contains the local path {local_path!r}: write the file again without it"
-            )
-
-
-def holds_token(text: str, commits: Iterable[str] = ()) -> bool:
-    """Whether the text has a token of a known form, or one from this process's environment."""
-    known = {os.environ.get(name) for name in SECRETS} | {get_token()}
-    return (
-        TOKENS.search(text) is not None
-        or any(token in text for token in known if token)
-        or any(match not in set(commits) for match in HEX_KEY.findall(text))
-    )
-
-
-def redact(text: str) -> str:
-    """`text` with tokens replaced by ***, for messages of other software."""
-    for token in {os.environ.get(name) for name in SECRETS} | {get_token()}:
-        text = text.replace(token, "***") if token else text
-    return TOKENS.sub("***", text)
+        where = str(path.relative_to(folder))
+        if path.suffix == ".json":
+            _check_json(path, where, known)
+        _check_lines(readable_text(path), where, path.name in VOCABULARIES, known)
+        _check_bytes(path, where)
 
 
 def find_local_path(text: str, content: Any = None) -> str | None:
@@ -87,7 +148,7 @@ def find_local_path(text: str, content: Any = None) -> str | None:
     match = LOCAL_PATH.search(text)
     if match is not None:
         return match[1]
-    return next((item for item in _strings(content) if _is_path(item)), None)
+    return next((item for _, item in _strings(content, "") if _is_path(item)), None)
 
 
 def is_pickle(path: Path) -> bool:
@@ -104,11 +165,12 @@ def is_pickle(path: Path) -> bool:
 
 
 def readable_text(path: Path) -> str:
-    """The text in a file: its content, or the metadata of safetensors; "" for other binary files."""
+    """The text in a file: its content, or the metadata and names of safetensors; "" for other binary files."""
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt") as file:
-                return json.dumps(file.metadata() or {})
+                texts = [text for pair in (file.metadata() or {}).items() for text in pair]
+                return "\n".join([*texts, *file.keys()])
         except SafetensorError as error:
             raise UserError(
                 f"{path.name} is no valid safetensors file: save the draft again"
@@ -117,6 +179,79 @@ def readable_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return ""
+
+
+def _check_json(path: Path, where: str, known: Collection[str]) -> None:
+    """UserError for a secret, a link or a path in a field; escapes are undone. Vocabularies are left out."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{where} is not valid JSON: save the draft again") from error
+    if path.name in VOCABULARIES:
+        in_model = path.name == "tokenizer.json" and isinstance(content, dict)
+        vocabulary = content.pop("model", None) if in_model else content
+        _check_lines("\n".join(t for _, t in _strings(vocabulary, "")), where, True, known)
+        if not in_model:
+            return
+    for field, text in _strings(content, where):
+        if not field.endswith("precompiled_charsmap"):
+            check_text(text, field, known)
+        if path.name in VOCABULARIES or field.endswith("chat_template"):
+            continue
+        if path.name in MODEL_SETTINGS and LINK.search(text):
+            raise UserError(f"{field} holds a link: write the file again without it")
+        if _is_path(text):
+            raise UserError(f"{field} is the local path {text!r}: write the file again without it")
+
+
+def _check_lines(text: str, where: str, vocabulary: bool, known: Collection[str]) -> None:
+    secret = find_secret(text, strict=not vocabulary, known=known)
+    if secret is not None:
+        line = text.count("\n", 0, secret.start) + 1
+        raise UserError(
+            f"{where}, line {line}, holds what looks like {secret.what}: remove it and revoke it"
+        )
+    local_path = None if vocabulary else find_local_path(text)
+    if local_path is not None:
+        raise UserError(
+            f"{where} contains the local path {local_path!r}: write the file again without it"
+        )
+
+
+def _check_bytes(path: Path, where: str) -> None:
+    """UserError for a secret of this process's environment anywhere in a file, binary ones included."""
+    secrets = environment_secrets()
+    if len(secrets) == 0 or path.stat().st_size == 0:
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if any(content.find(secret.encode()) >= 0 for secret in secrets):
+            raise UserError(f"{where} holds a secret of this environment: remove it and revoke it")
+
+
+def _leaf(value: Any, kind: Kind, where: str, known: Collection[str]) -> Any:
+    try:
+        published = kind(value, known)
+    except WrongTypeError as error:
+        check_text(str(value), where)
+        raise _wrong_type(where, str(error)) from None
+    if isinstance(published, str):
+        check_text(published, where, known)
+    return published
+
+
+def _of(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, kind):
+        raise _wrong_type(where, "a mapping" if kind is dict else "a list")
+    return value
+
+
+def _wrong_type(where: str, what: str) -> UserError:
+    return UserError(f"{where} is not {what}: publish the file as it was written")
+
+
+def _dotted(where: str, key: str) -> str:
+    """The name of a field in messages, as "report.json: methods[3].name"."""
+    return f"{where}.{key}" if ": " in where else f"{where}: {key}"
 
 
 def _shorten(path: str) -> str:
@@ -133,33 +268,16 @@ def _is_path(value: str) -> bool:
     )
 
 
-def _json(path: Path) -> Any:
-    if path.suffix != ".json" or path.name in VOCABULARY:
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path.name} is not valid JSON: save the draft again") from error
-
-
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """(field, text) of every string in parsed JSON; keys, with their strings, as "key: text" if they hold a secret."""
     if isinstance(value, str):
-        yield value
+        yield where, value
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from _strings(item)
+        for key, item in value.items():
+            yield f"a key of {where}", key
+            yield from _strings(item, _dotted(where, key))
+            if isinstance(item, str):
+                yield _dotted(where, key), f"{key}: {item}"
     elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
-
-
-def _commits(value: Any) -> set[str]:
-    """Values of the fields COMMITS anywhere in parsed JSON, without "+dirty"."""
-    if isinstance(value, list):
-        return set().union(*map(_commits, value))
-    if not isinstance(value, dict):
-        return set()
-    commits = {
-        v.removesuffix("+dirty") for k, v in value.items() if k in COMMITS and isinstance(v, str)
-    }
-    return commits.union(*map(_commits, value.values()))
+        for i, item in enumerate(value):
+            yield from _strings(item, f"{where}[{i}]")

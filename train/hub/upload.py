@@ -8,6 +8,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from decode.common.errors import UserError
+from decode.common.secret_patterns import redact
 from decode.drafts.base import METADATA_FILE
 from train.hub import redaction
 
@@ -50,7 +51,8 @@ class PublishFolder:
 
 
 def check_repo_id(repo: str) -> None:
-    """UserError if `repo` is empty or no valid name on the Hub."""
+    """UserError if `repo` is empty, no valid name on the Hub, or holds a secret."""
+    redaction.check_text(repo, "--repo")
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
@@ -108,7 +110,7 @@ def push(folder: PublishFolder, repo: str, private: bool) -> dict[str, str]:
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split()) or type(cause).__name__
         raise UserError(
-            f"{repo} could not be written ({redaction.redact(reason):.300}): "
+            f"{repo} could not be written ({redact(reason):.300}): "
             "the same command continues where it stopped"
         ) from error
     return {"commit": commit.oid, "tag": tag, "url": str(url)}

@@ -25,6 +25,7 @@ from tests import drafts, heads, hub, worlds
 from tests.hub import Hub
 from tests.worlds import Done, World
 from train.data import sample_store
+from train.data.manifest import Manifest, load_set, write_manifest
 from train.hub import publish, serving_configs, upload
 from train.hub.upload import HubLabels
 
@@ -79,7 +80,8 @@ def test_local_paths_are_gone(tmp_path: Path) -> None:
         assert not path.is_file() or home.encode() not in path.read_bytes(), path
     facts = json.loads((out / METADATA_FILE).read_text())
     assert facts["target"]["name"] == "org/target"
-    assert facts["argv"][-1] == "d"
+    assert "argv" not in facts
+    assert "out" not in facts["training"]
     assert facts["draft_sha256"] == publish.draft_sha256(str(out))
 
 
@@ -121,7 +123,7 @@ def damaged(folder: Path, what: str) -> tuple[Any, Any]:
         (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     elif what == "a token":
         content = json.loads((folder / METADATA_FILE).read_text())
-        content["argv"] += ["--key", hub.TOKEN]
+        content["training"]["draft"]["init"] = hub.TOKEN
         (folder / METADATA_FILE).write_text(json.dumps(content))
     elif what == "a path in config.json":
         (folder / "config.json").write_text(json.dumps({"_name_or_path": "/home/me/x"}))
@@ -143,8 +145,8 @@ def damaged(folder: Path, what: str) -> tuple[Any, Any]:
         ("a referee that disagrees", "vLLM decoded 1 prompts differently"),
         ("changed weights", "the draft was changed after training"),
         ("a pickle", "pytorch_model.bin, a pickle"),
-        ("a token", "draftsmith.json contains what looks like a token"),
-        ("a path in config.json", "config.json contains the local path '/home/me/x'"),
+        ("a token", r"draftsmith.json: training.draft.init holds what looks like a Hugging Face"),
+        ("a path in config.json", "config.json: _name_or_path is the local path '/home/me/x'"),
         ("no facts", "has no draftsmith.json"),
     ],
 )
@@ -185,7 +187,7 @@ def test_tuned_lengths_are_served(tmp_path: Path) -> None:
     [
         ({"drafts": {"eagle3": "0" * 64}}, "settings are of drafts 000000000000 and not"),
         ({"drafts": {}}, "settings are of drafts unnamed"),
-        ({"cells": None}, "tuned.json that eval/tune.py writes"),
+        ({"cells": None}, "is not tuned.json of eval/tune.py: it has no 'cells'"),
     ],
 )
 def test_settings_of_another_draft_are_refused(
@@ -544,10 +546,18 @@ def sampled(folder: Path, rows: int = 3, answered: int = 3, source: str = "stdli
     ]  # fmt: skip
     sample_store.write_shard(folder, made, "0001")
     counts = {"asked": answered, "answered": answered, "failed": 0}
-    manifest = sample_store.Manifest(
-        "org/target", "4e0f3a1", "33c2", None, {"temperature": 1.0}, 0, counts, None, {}
+    manifest = Manifest(
+        str(worlds.ROOT / "assets" / "target"),
+        None,
+        "33c2eb365440cc00",
+        None,
+        {"temperature": 1.0},
+        0,
+        counts,
+        None,
+        {},
     )
-    sample_store.write_manifest(folder, manifest)
+    write_manifest(folder, manifest)
     (folder / "run.yaml").write_text("out: /home/me/samples\n")
     return folder
 
@@ -577,13 +587,28 @@ def test_paths_in_shards_are_cut(tmp_path: Path) -> None:
     assert {row["source"] for row in rows} == {"prompts.jsonl"}
     assert [row["id"] for row in rows] == ["p0#0", "p1#0", "p2#0"]
     assert [list(row["input_ids"]) for row in rows] == [[1, 2, 3, 4]] * 3
+    assert len(load_set(out)[1]) == 3  # its manifest lists the shards as they were written
     for path in out.rglob("*"):
         assert not path.is_file() or str(tmp_path).encode() not in path.read_bytes()
 
 
 def test_an_unfinished_set_is_refused(tmp_path: Path) -> None:
-    """Catches a set that was published while it was sampled."""
-    with pytest.raises(UserError, match="has 3 rows and its manifest counts 5"):
-        publish.build_dataset_folder(
-            sampled(tmp_path / "s", answered=5), "me/s", HubLabels(), tmp_path / "out"
-        )
+    """Catches a set that was published while it was sampled, or that lost a shard."""
+
+    def refused(source: Path) -> str:
+        with pytest.raises(UserError) as refusal:
+            publish.build_dataset_folder(source, "me/s", HubLabels(), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return str(refusal.value)
+
+    early = sampled(tmp_path / "early", answered=5)  # as earlier versions wrote it
+    content = json.loads((early / "manifest.json").read_text())
+    del content["shards"]
+    (early / "manifest.json").write_text(json.dumps(content))
+    assert "has 3 rows and its manifest counts 5" in refused(early)
+    lost = sampled(tmp_path / "lost")
+    (lost / "shards" / "0001.parquet").rename(tmp_path / "away")
+    assert "0001.parquet with 3 rows is missing" in refused(lost)
+    (tmp_path / "away").rename(lost / "shards" / "0001.parquet")
+    (lost / "manifest.json").unlink()
+    assert "no finished set" in refused(lost)

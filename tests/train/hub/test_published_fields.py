@@ -1,0 +1,378 @@
+"""Nothing leaks: secrets of every form in every field of every input are left out, or the publishing is refused."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer
+
+from decode.common.errors import UserError
+from decode.common.files import read_json
+from decode.drafts.base import METADATA_FILE
+from tests import drafts
+from tests.planted_secrets import MARKED, SECRETS, secret_part
+from tests.worlds import ROOT
+from train.data import sample_store
+from train.data.manifest import Manifest, write_manifest
+from train.distill import DistillConfig
+from train.hub import publish, published_fields, redaction, upload
+from train.hub.published_fields import MANIFEST, REFEREE, REPORT, TUNED, draft_schema
+from train.hub.redaction import Names
+from train.hub.upload import HubLabels
+
+SCHEMAS = {
+    "draftsmith.json": draft_schema({}),
+    "draftsmith.json of several sets": draft_schema({"data_manifest": []}),
+    "report.json": REPORT,
+    "tuned.json": TUNED,
+    "referee.json": REFEREE,
+    "manifest.json": MANIFEST,
+}
+LEFT_OUT = ("features", "wandb", "project", "publish", "out", "resume", "overwrite", "dry_run")
+"""Settings of train/distill.py that say nothing of the draft and much of its maker."""
+
+
+def documents(schema: Any, planted: str) -> Iterator[Any]:
+    """For every field of the schema a document that has only this field, with `planted` in it; and for every mapping
+    one that has `planted` as a key, and one with an unknown field."""
+    if isinstance(schema, Names):
+        yield {planted: 1.0}
+        yield from ({"a": inner} for inner in documents(schema.values, planted))
+    elif isinstance(schema, dict):
+        yield {planted: 1.0}
+        yield {"unknown": planted}
+        for key, kind in schema.items():
+            yield from ({key: inner} for inner in documents(kind, planted))
+    elif isinstance(schema, list):
+        yield from ([inner] for inner in documents(schema[0], planted))
+    else:
+        yield planted
+
+
+def published(document: Any, schema: Any, file: str) -> tuple[Any, str]:
+    """(what is published of the document, the message with which it is refused), one of them empty."""
+    try:
+        return redaction.select(document, schema, file), ""
+    except UserError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("file", SCHEMAS)
+def test_no_field_lets_a_secret_pass(file: str) -> None:
+    """Catches a field of free text, a key that is published, a message that repeats the secret."""
+    tried, passed = 0, []
+    for name, secret in SECRETS.items():
+        for document in documents(SCHEMAS[file], secret):
+            tried += 1
+            chosen, line = published(document, SCHEMAS[file], file)
+            assert line == "" or (file in line and "\n" not in line)
+            if secret_part(secret) in json.dumps([chosen, line]):
+                passed.append((name, document))
+    assert passed == []
+    assert tried > 29 * 20
+
+
+def test_private_values_do_not_pass() -> None:
+    """Catches paths, homes, hosts and pages of W&B in the fields of names and folders."""
+    private = {
+        "/home/alice/models/llama": "llama",
+        "~/alice/llama": "llama",
+        "../../home/alice/llama": "llama",
+        "C:\\Users\\alice\\llama": "llama",
+        "s3://company/alice/llama": "llama",
+        "node7.company.org:/data/alice/llama": "llama",
+        "https://wandb.ai/alice/project/runs/ab12": "ab12",
+        "org/name": "org/name",
+        "outputs/drafts/x": "outputs/drafts/x",
+        str(Path.cwd() / "outputs" / "x"): "outputs/x",
+    }
+    for value, shown in private.items():
+        facts = {"target": {"name": value}, "argv": [value], "wandb_url": value, "host": value}
+        assert redaction.select(facts, draft_schema(facts), "x") == {"target": {"name": shown}}
+
+
+@pytest.mark.parametrize("content", [3, "x", True, float("nan"), [1], {"a": 1}, [["x"]]])
+def test_fields_of_another_type_are_refused(content: Any) -> None:
+    """Catches a number that is a text, a list that is a mapping; a message without the field's name."""
+    wrong = 0
+    for key, kind in {**REPORT, **draft_schema({})}.items():
+        if isinstance(content, int) and kind in (published_fields.number, published_fields.flag):
+            continue
+        _, line = published({key: content}, {key: kind}, "report.json")
+        assert line == "" or f"report.json: {key}" in line
+        wrong += line != ""
+    assert wrong >= 10
+
+
+def test_commits_and_checksums_are_shortened_unless_they_are_the_drafts_own() -> None:
+    """Catches a key of 40 or 64 digits in a field for commits."""
+    long = "0123456789abcdef" * 4
+    facts = {"git": f"{long[:40]}+dirty", "draft_sha256": long, "tokenizer_hash": long[:16]}
+    chosen = redaction.select(facts, draft_schema(facts), "x", {long})
+    assert chosen == {
+        "git": "0123456789ab+dirty",
+        "draft_sha256": long,
+        "tokenizer_hash": long[:16],
+    }
+    target = {"target": {"name": "org/t", "revision": long[:40]}}
+    assert redaction.select(target, draft_schema({}), "x")["target"]["revision"] == long[:12]
+
+
+def test_a_pinned_target_stays_pinned(tmp_path: Path) -> None:
+    """Catches a revision that is shortened although training asked for it, and one published that it did not."""
+    commit = "0123456789abcdef0123" * 2
+    for number, asked in enumerate((commit, None)):
+        folder = drafts.draft(tmp_path / f"d{number}", target={"name": "org/t", "revision": commit})
+        facts = read_json(folder / METADATA_FILE)
+        facts["training"]["revision"] = asked
+        (folder / METADATA_FILE).write_text(json.dumps(facts))
+        out = publish.build_draft_folder(
+            folder, None, None, "me/x", HubLabels(), tmp_path / f"out{number}"
+        ).path
+        shown = (out / "serving" / "vllm.sh").read_text()
+        assert (commit in shown) is (asked is not None)
+        assert f"--revision {commit[:12]}" in shown
+
+
+@pytest.mark.parametrize(
+    ("file", "schema", "missing"),
+    [
+        ("quickstart.json", REPORT, {"argv", "settings"}),
+        ("assisted.json", REPORT, {"argv", "settings"}),
+        ("compare_heads.json", REPORT, {"argv", "settings"}),
+        ("tuned.json", TUNED, {"argv", "settings", "refused"}),
+        ("referee_eagle3.json", REFEREE, {"argv"}),
+    ],
+)
+def test_real_reports_are_published_whole(file: str, schema: Any, missing: set[str]) -> None:
+    """Catches a field that eval writes and publishing forgets, and a false alarm at a real report."""
+    report = read_json(ROOT / "docs" / "results" / file)
+    assert set(lost(report, redaction.select(report, schema, file))) == missing
+
+
+def lost(before: Any, after: Any) -> Iterator[str]:
+    """Names of the fields that are in `before` alone."""
+    if isinstance(before, dict):
+        yield from before.keys() - after.keys()
+        for key in before.keys() & after.keys():
+            yield from lost(before[key], after[key])
+    elif isinstance(before, list):
+        for a, b in zip(before, after, strict=True):
+            yield from lost(a, b)
+
+
+def test_every_training_setting_is_published_or_private() -> None:
+    """Catches a new setting that nobody decided about."""
+
+    def names(settings: Any, prefix: str = "") -> Iterator[str]:
+        for field in dataclasses.fields(settings):
+            inner = field.type if dataclasses.is_dataclass(field.type) else None
+            if f"{prefix}{field.name}" in LEFT_OUT:
+                continue
+            if inner is not None:
+                yield from names(inner, f"{prefix}{field.name}.")
+            else:
+                yield f"{prefix}{field.name}"
+
+    def known(schema: Any, prefix: str = "") -> Iterator[str]:
+        for key, kind in schema.items():
+            if isinstance(kind, dict):
+                yield from known(kind, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}"
+
+    assert set(known(published_fields.TRAINING)) == set(names(DistillConfig))
+
+
+# ---- whole folders ----
+
+
+def test_unknown_fields_reach_no_file(tmp_path: Path) -> None:
+    """Catches a card, a figure, a table or a copy that is made from what is not published: one folder, every secret in
+    an unknown field of every input, in every private setting, in the names and texts of files that are left out."""
+    extra = {f"field {i}": secret for i, secret in enumerate(SECRETS.values())}
+    folder = drafts.draft(tmp_path / "d")
+    facts = read_json(folder / METADATA_FILE)
+    facts |= extra | {"argv": list(SECRETS.values()), "wandb": extra}
+    facts["training"] |= extra | dict.fromkeys(LEFT_OUT, MARKED["GitHub"])
+    facts["data_manifest"] |= extra
+    facts["hardware"] |= {"hostname": MARKED["GitHub"]}
+    (folder / METADATA_FILE).write_text(json.dumps(facts))
+    (folder / "README.md").write_text("\n".join(SECRETS.values()))
+    (folder / f"{MARKED['GitHub']}.txt").write_text("x")
+    save_file({"a": torch.ones(1)}, folder / f"model-{MARKED['GitHub']}.safetensors")
+    sha = facts["draft_sha256"]
+    report = drafts.report(sha) | extra | {"settings": "\n".join(SECRETS.values())}
+    for entry in report["methods"]:
+        entry |= extra
+    result = publish.build_draft_folder(
+        folder, report, drafts.referee(sha) | extra, "me/x", HubLabels(), tmp_path / "out",
+        tuned=drafts.tuned(sha, {"all": 3}) | extra | {"refused": extra},
+    )  # fmt: skip
+    shown = " ".join(map(str, result.left_out))
+    for path in result.path.rglob("*"):
+        shown += str(path) + (path.read_bytes().decode(errors="replace") if path.is_file() else "")
+    assert [name for name, secret in SECRETS.items() if secret_part(secret) in shown] == []
+
+
+def test_a_leak_is_told_by_its_input_and_field(tmp_path: Path) -> None:
+    """Catches a secret of the report that is called one of README.md, which is made from it; nothing is written."""
+    folder = drafts.draft(tmp_path / "d")
+    report = drafts.report(drafts.sha_of(folder))
+    report["methods"][2]["task"] = MARKED["GitHub"]
+    with pytest.raises(UserError, match=r"^report.json: methods\[2\].task holds .* a GitHub token"):
+        publish.build_draft_folder(folder, report, None, "me/x", HubLabels(), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d"]
+
+
+@pytest.mark.parametrize("setting", ["base_model", "license", "dataset", "repo"])
+def test_names_on_the_command_line_hold_no_secret(tmp_path: Path, setting: str) -> None:
+    """Catches a token pasted as a name, and an error that repeats it."""
+    folder = drafts.draft(tmp_path / "d")
+    for secret in SECRETS.values():
+        value = f"me/{secret}"
+        labels = HubLabels() if setting == "repo" else HubLabels(**{setting: value})
+        repo = value if setting == "repo" else "me/x"
+        if setting == "base_model" and not upload.is_repo_id(value):
+            continue  # it is not used
+        with pytest.raises(UserError) as caught:
+            publish.build_draft_folder(folder, None, None, repo, labels, tmp_path / "out")
+        assert secret_part(secret) not in str(caught.value)
+
+
+def model_files(secret: str) -> Iterator[tuple[str, Any]]:
+    """(file name, JSON or text) with the secret in each kind of place of each file that is copied."""
+    yield "config.json", {"model_type": secret}
+    yield "config.json", {"rope_parameters": {"rope_type": secret}}
+    yield "config.json", {"architectures": ["x", secret]}
+    yield "config.json", {secret: True}
+    yield "generation_config.json", {"notes": secret}
+    yield "tokenizer_config.json", {"eos_token": secret}
+    yield "tokenizer_config.json", {"chat_template": f"{{{{ x }}}} {secret} <|end|>"}
+    yield "tokenizer_config.json", {"added_tokens_decoder": {"1": {"content": secret}}}
+    yield "special_tokens_map.json", {"pad_token": {"content": secret}}
+    yield "model.safetensors.index.json", {"weight_map": {secret: "model.safetensors"}}
+    yield "tokenizer.json", {"added_tokens": [{"content": secret}], "model": {"vocab": {}}}
+    yield "chat_template.jinja", f"{{{{ x }}}} {secret} <|end|>"
+
+
+def test_no_model_file_lets_a_secret_pass(tmp_path: Path) -> None:
+    """Catches a field of config.json, a template, a special token or a tensor's name with a secret in it."""
+    passed = []
+    for name, secret in SECRETS.items():
+        cases = list(model_files(secret))
+        if name in MARKED:  # in a vocabulary a random word is a token as any other
+            cases += [
+                ("tokenizer.json", {"model": {"vocab": {secret: 0}}}),
+                ("vocab.json", {secret: 0}),
+                ("added_tokens.json", {secret: 0}),
+                ("merges.txt", f"a b\n{secret} c\n"),
+            ]
+        for file, content in cases:
+            path = tmp_path / file
+            path.write_text(content if isinstance(content, str) else json.dumps(content))
+            passed += refused(tmp_path, name, secret, file)
+            path.unlink()
+        for tensors, metadata in (({"a": 1}, {"from": secret}), ({secret: 1}, {"format": "pt"})):
+            save_file(
+                {key: torch.ones(1) for key in tensors}, tmp_path / "model.safetensors", metadata
+            )
+            passed += refused(tmp_path, name, secret, "model.safetensors")
+        (tmp_path / "model.safetensors").unlink()
+    assert passed == []
+
+
+def refused(folder: Path, name: str, secret: str, file: str) -> list[tuple[str, str]]:
+    """[] if the folder is refused with a line that names the file and not the secret."""
+    line = ""
+    try:
+        redaction.check_folder(folder)
+    except UserError as error:
+        line = str(error)
+    return [] if file in line and secret_part(secret) not in line else [(name, file)]
+
+
+@pytest.mark.parametrize("model", ["target", "draft"])
+def test_bundled_models_pass(tmp_path: Path, model: str) -> None:
+    """Catches a false alarm at a real tokenizer, config and checkpoint."""
+    for path in (ROOT / "assets" / model).iterdir():
+        if path.name not in ("README.md", "provenance.json"):
+            (tmp_path / path.name).symlink_to(path)
+    redaction.check_folder(tmp_path)
+
+
+# ---- rows of sampled sets ----
+
+TARGET = str(ROOT / "assets" / "target")
+
+
+def sampled(folder: Path, texts: dict[str, str]) -> Path:
+    """A finished set with a row of each text, by id."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    rows = []
+    for name, text in texts.items():
+        ids = tokenizer(text)["input_ids"]
+        rows.append(
+            sample_store.SampleRow(
+                id=name, source="stdlib", origin="target", input_ids=ids, loss_spans=[[0, len(ids)]],
+                finish_reason="eos",
+            )
+        )  # fmt: skip
+    sample_store.write_shard(folder, rows, "0001")
+    counts = {"asked": len(rows), "answered": len(rows), "failed": 0}
+    write_manifest(
+        folder, Manifest(TARGET, None, "33c2eb365440cc00", None, {}, 0, counts, None, {})
+    )
+    return folder
+
+
+def build(samples: Path, out: Path) -> Path:
+    return publish.build_dataset_folder(samples, "me/s", HubLabels(), out).path
+
+
+def test_secrets_in_rows_are_found(tmp_path: Path) -> None:
+    """Catches a key in an answer, which no search of the parquet file finds; the message names the row."""
+    texts = {f"{i:04x}#0": f"import x\nkey = '{text}'\n" for i, text in enumerate(MARKED.values())}
+    with pytest.raises(UserError) as caught:
+        build(sampled(tmp_path / "s", {"ffff#0": "plain text", **texts}), tmp_path / "out")
+    line = str(caught.value)
+    assert "row 0000#0 of" in line
+    assert "a Hugging Face token" in line
+    assert f"(and {len(MARKED) - 1} more rows)" in line
+    assert [name for name, secret in MARKED.items() if secret_part(secret) in line] == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_columns_and_metadata_of_others_are_left_out(tmp_path: Path) -> None:
+    """Catches a parquet file that is copied with what somebody added to it, and a file of another name."""
+    samples = sampled(tmp_path / "s", {"0001#0": "plain text"})
+    path = samples / "shards" / "0001.parquet"
+    table = pq.read_table(path)
+    table = table.append_column("note", [[MARKED["GitHub"]]])
+    pq.write_table(table.replace_schema_metadata({"note": MARKED["GitHub"]}), path)
+    manifest = read_json(samples / "manifest.json")
+    del manifest["shards"]
+    (samples / "manifest.json").write_text(json.dumps(manifest))
+    out = build(samples, tmp_path / "out")
+    copy = pq.read_table(out / "shards" / "0001.parquet")
+    assert copy.schema.names == sample_store.SCHEMA.names
+    assert MARKED["GitHub"].encode() not in (out / "shards" / "0001.parquet").read_bytes()
+    path.rename(samples / "shards" / f"{MARKED['GitHub']}.parquet")
+    with pytest.raises(UserError, match="is not named as train/sample.py names shards") as caught:
+        build(samples, tmp_path / "out2")
+    assert MARKED["GitHub"] not in str(caught.value)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Catches a search of texts that are decoded with the wrong vocabulary, in which no secret is found."""
+    samples = sampled(tmp_path / "s", {"0001#0": "plain text"})
+    manifest = read_json(samples / "manifest.json") | {"tokenizer_hash": "0" * 16}
+    (samples / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="give --target, the model that sampled it"):
+        build(samples, tmp_path / "out")

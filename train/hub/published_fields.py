@@ -1,0 +1,316 @@
+"""Which fields of draftsmith.json, of reports and of manifests are published, each with its type. All others, such as
+command lines, folders of outputs and W&B runs, are left out: `select` of train/hub/redaction.py applies these schemas.
+"""
+
+import hashlib
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from decode.common.secret_patterns import find_secret
+from train.hub.redaction import NAME, Names, WrongTypeError, flag, match, name, number, word
+
+SHORT_COMMIT = 12
+"""Digits of a published commit or checksum of another file: enough to find it, too few for a key."""
+PLACE = r"\w[\w.@+-]*(?:/\w[\w.@+-]*){0,5}|"
+OUTSIDE = r"[/~.]|[A-Za-z][\w.+-]*:[/\\]"
+SETTING = r"K = \d{1,4}|(?:static )?tree of \d{1,5}(?:, (?:width|depth) \d{1,4}|, K = \d{1,4}){0,2}"
+
+
+def prompt_id(value: Any, known: Collection[str]) -> str:
+    """The id of a prompt; a hash of it if it is no short name."""
+    text = match(r"(?s).*", value, "a text")
+    return text if NAME.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def withheld(value: Any, known: Collection[str]) -> str:
+    """A text of other software, such as an error: only that there was one."""
+    return "not published"
+
+
+def place(value: Any, known: Collection[str]) -> str:
+    """A Hub name or a folder below the current one; of any other path, or of a link, the last part."""
+    text = match(r".*", value, "a path or a Hub name")
+    inside = text.startswith("/") and Path(text).is_relative_to(Path.cwd())
+    text = str(Path(text).relative_to(Path.cwd())) if inside else text
+    if re.fullmatch(PLACE, text):
+        return text
+    folders = re.findall(r"[0-9a-f]{32,64}", text)  # caches name folders by checksums
+    if not re.match(OUTSIDE, text) or find_secret(text, strict=True, known=folders):
+        raise WrongTypeError("a path or a Hub name")
+    return name(re.split(r"[/\\]", text.rstrip("/\\"))[-1], known)
+
+
+def version(value: Any, known: Collection[str]) -> str:
+    """The version of a library."""
+    return match(r"\d{1,4}(?:[.+-]?[a-z0-9]{1,12}){0,8}", value, "a version")
+
+
+def setting(value: Any, known: Collection[str]) -> str:
+    """A draft length or tree as tables show it."""
+    return match(SETTING, value, "a draft length or tree")
+
+
+def digest(value: Any, known: Collection[str]) -> str:
+    """A commit or checksum: in full if it is in `known` or has at most 16 digits, else its first 12."""
+    text = match(r"[0-9a-f]{4,64}(?:\+dirty)?", value, "a commit or checksum")
+    plain, dirty, _ = text.partition("+dirty")
+    return text if plain in known or len(plain) <= 16 else plain[:SHORT_COMMIT] + dirty
+
+
+def revision(value: Any, known: Collection[str]) -> str:
+    """A branch, a tag, or a commit as `digest` gives it."""
+    text = match(r"[\w.@+/-]{1,64}", value, "a branch, tag or commit")
+    return digest(text, known) if re.fullmatch(r"[0-9a-f]{4,64}", text) else text
+
+
+def option(value: Any, known: Collection[str]) -> Any:
+    """A number, true or false, or a word."""
+    if isinstance(value, bool):
+        return value
+    return word(value, known) if isinstance(value, str) else number(value, known)
+
+
+NUMBERS = [number]
+
+
+def lists(names: str) -> dict[str, Any]:
+    """The schema of these fields, all lists of numbers."""
+    return dict.fromkeys(names.split(), NUMBERS)
+
+
+def numbers(names: str) -> dict[str, Any]:
+    """The schema of these fields, all numbers."""
+    return dict.fromkeys(names.split(), number)
+
+
+TREE = {**numbers("width nodes"), "paths": [NUMBERS]}
+HARDWARE = {"device": name, **numbers("gpus threads"), "machine": name}
+VERSIONS = dict.fromkeys(("python", "torch", "transformers", "accelerate", "datasets"), version)
+PROVENANCE = {"git": digest, "versions": VERSIONS, "hardware": HARDWARE}
+TARGET = {"name": place, "revision": revision, "tokenizer": digest}
+SAMPLING = numbers("temperature top_k top_p")
+MANIFEST = {
+    "target": place,
+    "revision": revision,
+    "tokenizer_hash": digest,
+    "chat_template_hash": digest,
+    "sampling": {**SAMPLING, "max_new_tokens": number},
+    "seed": number,
+    "counts": numbers(
+        "asked answered failed answers_too_short dropped_as_repeats dropped_as_evaluation dropped_by_length "
+        "dropped_as_near_duplicates"
+    ),
+    "git_sha": digest,
+    "versions": VERSIONS,
+}
+"""manifest.json of a sampled set."""
+TRAINING = {
+    "target": place,
+    "revision": revision,
+    "data": place,
+    "on_policy": {**numbers("share every max_new_tokens batch_size"), "sampling": SAMPLING},
+    "draft": {
+        "family": word,
+        "init": place,
+        "init_config": Names(option),
+        **lists("layers taps"),
+        **numbers("lora_rank heads head_layers target_lora_rank steps vocab width"),
+    },
+    "loss": word,
+    "divergence": {**numbers("temperature top beta"), "mix": Names(number)},
+    "weights": {"positions": word, **numbers("decay feature divergence heads")},
+    "features_top": number,
+    "loop": {
+        **numbers(
+            "steps epochs batch_size micro_batch lr muon_lr warmup weight_decay clip max_length log_every eval_every "
+            "save_every keep"
+        ),
+        "pack": flag,
+        "keep_best": flag,
+    },
+    "check": numbers("prompts k max_new_tokens"),
+    "mixed_precision": word,
+    "target_dtype": word,
+    "seed": number,
+}
+"""The settings of train/distill.py that say how the draft was made."""
+
+
+def draft_schema(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of this draftsmith.json, whose draft was trained on one sampled set or on several."""
+    training, mixture = TRAINING, MANIFEST
+    if isinstance(facts.get("data_manifest"), list):
+        part = {"path": place, "weight": number}
+        training, mixture = {**TRAINING, "data": [part]}, [{**part, "manifest": MANIFEST}]
+    return {
+        "family": word,
+        "target": TARGET,
+        "original_target": TARGET,
+        "tokenizer_hash": digest,
+        "training": training,
+        **numbers("trained_steps samples processes"),
+        "data_manifest": mixture,
+        "measured_in_training": Names(number),
+        "cost": numbers("wall_seconds tokens"),
+        "vocabulary": {**numbers("size coverage"), "digest": digest},
+        **PROVENANCE,
+        "draft_sha256": digest,
+        "exported_from": digest,
+    }
+
+
+FAILED = [{"task": name, "id": prompt_id, "error": withheld}]
+MISMATCH = {"task": name, "id": prompt_id, **numbers("position gap noise"), "tie": flag}
+SPREAD = numbers("p50 p95 mean variance")
+SPEED = numbers("seconds tokens tokens_per_second ms_per_token")
+GROUP = {"task": name, **numbers("temperature batch_size prompts")}
+"""Which prompts were decoded, and how."""
+QUALITY = {"metric": name, **numbers("prompts value plain difference"), **lists("ci difference_ci")}
+ENTRY = {
+    "name": name,
+    "draft": place,
+    "draft_sha256": digest,
+    "draft_altered": flag,
+    "tree": TREE,
+    **GROUP,
+    "domain": name,
+    **numbers(
+        "k top_k top_p tau alpha acceptance_rate mean_output_tokens tokens_per_second ms_per_token speedup "
+        "predicted_speedup tokens_after_eos"
+    ),
+    **lists(
+        "tau_ci alpha_ci alpha_by_position acceptance_rate_ci unconditional_by_position histogram "
+        "tokens_per_second_ci speedup_ci simulated"
+    ),
+    "alpha_by_position_ci": [NUMBERS],
+    "counts": {
+        **numbers("rounds drafted accepted emitted output_tokens"),
+        **lists("rounds_by_position accepted_by_position"),
+    },
+    "latency_ms": {
+        **SPREAD,
+        **numbers("first_token first_token_p50 first_token_p95"),
+        "token": SPREAD,
+    },
+    "prefill": SPEED,
+    "decode": SPEED,
+    "failed": FAILED,
+    "finish": numbers("eos length stop"),
+    "quality": [QUALITY],
+    "mode": word,
+    "dtype": word,
+    "verification": word,
+    "lossy": flag,
+    "phase_ms": numbers("draft verify overhead"),
+    "lossless": {
+        "greedy_identical": flag,
+        **numbers("prompts identical exact tied failed noise"),
+        "ties": [MISMATCH],
+        "failures": [MISMATCH],
+    },
+}
+"""A method of report.json."""
+ENGINE = {
+    "engine": word,
+    "name": name,
+    **GROUP,
+    "in_turn": flag,
+    **numbers("k output_tokens tau tokens_per_second ms_per_token speedup gain same_as_ours"),
+    **lists("speedup_ci gain_ci"),
+    "failed": FAILED,
+    "transformers": version,
+    "repaired": [name],
+}
+LAW_VERDICT = {"name": name, "lossy": flag, "passed": flag, "control_caught": flag}
+LAW_TEST = {
+    "method": name,
+    "order": name,
+    **numbers("tokens distance p_value impossible detects"),
+    "passed": flag,
+}
+MODEL_SIZE = {**numbers("parameters kv_values"), "experts": flag}
+REPORT = {
+    "schema": number,
+    "target": TARGET,
+    "tasks": [name],
+    **PROVENANCE,
+    **numbers("seed resumed gpu_utilisation"),
+    "baseline": numbers("tokens_per_second ms_per_token"),
+    "methods": [ENTRY],
+    "domains": [ENTRY],
+    "comparisons": [
+        {
+            "a": name,
+            "b": name,
+            "task": name,
+            "metric": word,
+            **numbers("temperature difference prompts"),
+            "ci": NUMBERS,
+        }
+    ],
+    "engines": [ENGINE],
+    "law": {
+        **numbers("temperature top_k top_p level"),
+        "passed": flag,
+        "methods": [LAW_VERDICT],
+        "tests": [LAW_TEST],
+    },
+    "target_quality": {
+        "old": place,
+        "new": place,
+        **numbers("prompts tokens perplexity_old perplexity_new log_perplexity_change kl"),
+        "log_perplexity_change_ci": NUMBERS,
+    },
+    "models": {"target": MODEL_SIZE, "drafts": Names(MODEL_SIZE)},
+}
+"""report.json of eval/run.py."""
+CELL = {
+    "method": name,
+    "setting": setting,
+    "tree": TREE,
+    **GROUP,
+    **numbers("k tau alpha speedup"),
+    "ci": NUMBERS,
+}
+TUNED = {
+    "schema": number,
+    "target": TARGET,
+    "tasks": [name],
+    "drafts": Names(digest),
+    **PROVENANCE,
+    **numbers("seed bandwidth"),
+    "chosen": [{**CELL, "rule": word, "held_out": number, "guide": NUMBERS}],
+    "predictions": {
+        "cells": [
+            {
+                "method": name,
+                **GROUP,
+                **numbers("fold k predicted measured error"),
+                "ci": NUMBERS,
+                "counted": flag,
+            }
+        ],
+        **numbers("counted median_error"),
+    },
+    "trees": [{"method": name, "setting": setting, **numbers("temperature predicted_tau tau")}],
+    "cells": [
+        {**CELL, "stage": word, "tokens_per_second": number, "round_ms": SPREAD, "token_ms": SPREAD}
+    ],
+}
+"""tuned.json of eval/tune.py."""
+SIDE = {**numbers("rounds drafted accepted"), "by_position": NUMBERS}
+DISAGREEMENT = {"task": name, "id": prompt_id, "gap": number}
+REFEREE = {
+    "draft": place,
+    "draft_sha256": digest,
+    "family": word,
+    "vllm": version,
+    **numbers("k prompts same"),
+    "ties": [DISAGREEMENT],
+    "differ": [DISAGREEMENT],
+    "totals": {"ours": SIDE, "vllm": SIDE},
+    **PROVENANCE,
+}
+"""The greedy result of scripts/referee.py."""
