@@ -5,9 +5,11 @@ surrogate pairs, values nested deeper than MAX_DEPTH, numbers of thousands of di
 twice and aliases that expand to more than MAX_YAML_NODES values.
 """
 
+import gzip
 import json
 import os
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file without byte order mark, lines ended by line feeds. UserError if it cannot be read."""
+    """The text of a UTF-8 file without byte order mark, lines ended by line feeds. UserError if it cannot be read.
+
+    A file whose name ends in .gz is decompressed.
+    """
     path = Path(path)
+    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with opened(path, "rt", encoding="utf-8-sig") as file:
+            return file.read()
     except FileNotFoundError as error:
         if path.is_symlink():
             raise UserError(f"{path} is a link to a file that does not exist: mend it") from error
@@ -57,7 +64,7 @@ def read_text(path: str | Path) -> str:
         raise UserError(
             f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8"
         ) from error
-    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+    except (OSError, EOFError, zlib.error, ValueError) as error:  # ValueError: a null character
         reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
         raise UserError(f"{path} cannot be read ({reason}): name a readable file") from error
 
@@ -128,7 +135,7 @@ def parse_yaml_value(text: str, name: str) -> Any:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or a date that is none
         reason = first_line(error).partition(";")[0]
         raise UserError(f"{name} is not valid YAML ({reason}): correct it") from error
-    _check_characters(value, name)
+    check_characters(value, name)
     return value
 
 
@@ -151,7 +158,7 @@ def parse_json(text: str, where: str, advice: str) -> Any:
     if level:
         raise _too_deep(where)
     if "\\u" in text:  # only an escape can stand for a lone surrogate
-        _check_characters(value, where)
+        check_characters(value, where)
     return value
 
 
@@ -161,8 +168,8 @@ def _children(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _check_characters(value: Any, where: str) -> None:
-    """UserError for text that holds half of a surrogate pair: no tokenizer and no file takes it."""
+def check_characters(value: Any, where: str) -> None:
+    """UserError for text inside `value` that holds half of a surrogate pair: no tokenizer and no file takes it."""
     try:
         json.dumps(value, ensure_ascii=False, skipkeys=True, default=str).encode()
     except UnicodeEncodeError as error:

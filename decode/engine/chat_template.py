@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import jinja2
-
-from decode.common.errors import UserError, first_line
+from decode.common.errors import UserError, one_line
+from decode.common.files import check_characters
 
 Messages = list[dict[str, Any]]
 
@@ -13,8 +12,9 @@ def encode_prompt(tokenizer: Any, prompt: str | Messages) -> list[int]:
     """Ids of the prompt, up to where the model's answer begins, with one BOS at most.
 
     A plain text becomes one user message if the tokenizer has a chat template. UserError for messages when it has
-    none, and for messages that the template refuses.
+    none, for messages that the template refuses, and for a prompt without tokens or with half of a surrogate pair.
     """
+    check_characters(prompt, "the prompt")
     if tokenizer.chat_template is None:
         if not isinstance(prompt, str):
             raise UserError(
@@ -24,19 +24,22 @@ def encode_prompt(tokenizer: Any, prompt: str | Messages) -> list[int]:
         ids = tokenizer(prompt)["input_ids"]
     else:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            ids = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except jinja2.TemplateError as error:
-            reason = first_line(error)
-            raise UserError(
-                f"the target's chat template refuses its messages ({reason}): change or remove it"
-            ) from error
+        ids = apply_template(
+            tokenizer, messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    if len(ids) == 0:
+        raise UserError("the prompt has no tokens: give at least one word")
     bos = tokenizer.bos_token_id
-    while bos is not None and ids[:2] == [
-        bos,
-        bos,
-    ]:  # the text or the template has a BOS of its own
+    while bos is not None and ids[:2] == [bos, bos]:  # the text or the template has a BOS too
         ids = ids[1:]
     return list(ids)
+
+
+def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> Any:
+    """tokenizer.apply_chat_template(messages, **options). UserError when the template raises an error."""
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # the template is a program that came with the model
+        raise UserError(
+            f"the target's chat template refuses its messages ({one_line(error)}): change or remove it"
+        ) from error

@@ -4,8 +4,6 @@ A decoding step reads every weight once, whatever it computes, so bandwidth ÷ b
 second. Sizes come from config.json and the headers of the weight files; no weight is loaded.
 """
 
-import json
-import struct
 import time
 from dataclasses import asdict, dataclass
 from math import prod
@@ -13,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+
+from decode.common.errors import UserError
+from decode.common.files import read_json_object
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -71,12 +73,17 @@ class ModelSize:
 
 
 def read_model_size(folder: str | Path) -> ModelSize | None:
-    """Size of a model folder with safetensors; None for anything else (a Hub name, a draft without weights)."""
+    """Size of a model folder with safetensors; None for anything else: a Hub name, a draft without weights, and
+    damaged files."""
     path = Path(folder)
     files = sorted(path.glob("*.safetensors"))
     if not (path / "config.json").is_file() or not files:
         return None
-    config = json.loads((path / "config.json").read_text())
+    try:
+        config = read_json_object(path / "config.json", "the config of a model")
+        parameters = sum(map(_count_parameters, files))
+    except (UserError, OSError, SafetensorError):
+        return None
     config = config.get("text_config", config)
     layers, heads, hidden = (
         config.get(name, config.get(old, 0))  # the older name: GPT-2's
@@ -92,7 +99,7 @@ def read_model_size(folder: str | Path) -> ModelSize | None:
         config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")
     )
     return ModelSize(
-        parameters=sum(map(_count_parameters, files)),
+        parameters=parameters,
         kv_values=2 * layers * kv_heads * width,
         experts=experts,
     )
@@ -115,12 +122,10 @@ def with_model_sizes(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count_parameters(file: Path) -> int:
-    """Floating-point numbers in one safetensors file, from its header: 8 bytes of length, then JSON."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        header: dict[str, Any] = json.loads(opened.read(length))
-    header.pop("__metadata__", None)
-    return sum(prod(x["shape"]) for x in header.values() if x["dtype"].startswith(("F", "BF")))
+    """Floating-point numbers in one safetensors file, from its header."""
+    with safe_open(file, "pt") as tensors:
+        parts = list(map(tensors.get_slice, tensors.keys()))
+        return sum(prod(x.get_shape()) for x in parts if x.get_dtype().startswith(("F", "BF")))
 
 
 def speculative_ceiling(

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decode.common.files import parse_jsonl
+from decode.common.errors import UserError
+from decode.common.files import parse_jsonl, read_text
 from eval.reporting.report_data import (
     Report,
     pooled_sections,
@@ -19,6 +20,7 @@ MAX_PROMPT_CHARACTERS = 240
 
 OutputLine = dict[str, Any]
 """A line of outputs.jsonl, as eval/run.py writes it."""
+OUTPUT_KEYS = {"task", "method", "temperature", "prompt_ids", "output_ids", "rounds"}
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,13 @@ class TokenTrace:
 
 
 def read_outputs(path: Path) -> list[OutputLine]:
-    """The lines of outputs.jsonl; UserError names a line that is not JSON."""
-    return [line for _, line in parse_jsonl(path.read_text(encoding="utf-8"), path)]
+    """The lines of outputs.jsonl; UserError names a line that is not one of them."""
+    lines = []
+    for where, line in parse_jsonl(read_text(path), path):
+        if not isinstance(line, dict) or OUTPUT_KEYS - line.keys():
+            raise UserError(f"{where} is not a line of eval/run.py: restore the file or remove it")
+        lines.append(line)
+    return lines
 
 
 def select_traces(report: Report, lines: Iterable[OutputLine], tokenizer: Any) -> list[TokenTrace]:

@@ -1,7 +1,5 @@
 """assets/tasks/*.yaml, which describe how the rows of a data set become prompts, and the readers of data files."""
 
-import gzip
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -10,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from decode.common.errors import UserError, first_line
-from decode.common.files import parse_json, parse_jsonl
+from decode.common.errors import UserError, one_line
+from decode.common.files import parse_json, parse_jsonl, read_text, read_yaml
+from decode.model.names import check_name, load_error
 
 ASSETS_DIR = Path(__file__).resolve().parents[2] / "assets"
 BUNDLED_PROMPTS_DIR = ASSETS_DIR / "prompts"
@@ -85,16 +83,32 @@ CUSTOM_DATASET = DatasetSpec("own", 1, prompt="", turns="turns", domain_from="do
 
 @cache
 def load_dataset_specs() -> dict[str, DatasetSpec]:
-    """{name: spec} of every file in assets/tasks. UserError names the file with unknown or missing fields."""
-    known = {f.name for f in fields(DatasetSpec)}
-    specs = {}
-    for file in sorted(DATASET_SPECS_DIR.glob("*.yaml")):
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or not set(values) <= known or "version" not in values:
-            unknown = ", ".join(sorted(set(values or {}) - known)) or "no version"
-            raise UserError(f"{file}: {unknown}; fields are {', '.join(sorted(known))}")
-        specs[file.stem] = DatasetSpec(name=file.stem, **values)
-    return specs
+    """{name: spec} of every file in assets/tasks. UserError as in `read_dataset_spec`."""
+    specs = map(read_dataset_spec, sorted(DATASET_SPECS_DIR.glob("*.yaml")))
+    return {spec.name: spec for spec in specs}
+
+
+def read_dataset_spec(file: Path) -> DatasetSpec:
+    """The spec in a YAML file. UserError for unknown, missing or mistyped fields and for bad Jinja."""
+    values = read_yaml(file)
+    known = {f.name for f in fields(DatasetSpec)} - {"name"}
+    if not set(values) <= known or "version" not in values:
+        unknown = ", ".join(sorted(set(values) - known)) or "no version"
+        raise UserError(f"{file}: {unknown}; fields are {', '.join(sorted(known))}")
+    for name, value in values.items():
+        kind = {"version": int, "stop": list, "metrics": dict}.get(name, str)
+        if not isinstance(value, kind) and not (value is None and name in ("config", "revision")):
+            raise UserError(f"{file}: {name} is {value!r:.40}: it must be of type {kind.__name__}")
+    spec = DatasetSpec(name=file.stem, **values)
+    try:
+        for template in (spec.prompt, spec.chat_prompt, spec.reference, spec.prefix):
+            JINJA_ENVIRONMENT.from_string(template)
+        for expression in (spec.id, spec.turns, spec.domain_from):
+            if expression:
+                JINJA_ENVIRONMENT.compile_expression(expression)
+    except jinja2.TemplateError as error:
+        raise UserError(f"{file}: bad Jinja ({one_line(error)}): correct it") from error
+    return spec
 
 
 def find_dataset_spec(kind: str) -> DatasetSpec:
@@ -113,17 +127,23 @@ def evaluate_expression(expression: str, row: DatasetRow) -> Any:
     if not expression:
         return None
     try:
-        return JINJA_ENVIRONMENT.compile_expression(expression)(**row.fields)
-    except jinja2.TemplateError:  # StrictUndefined inside an expression
+        return JINJA_ENVIRONMENT.compile_expression(expression)(row.fields)
+    except jinja2.UndefinedError:
         return None
+    except Exception as error:  # values of any type may stand where a text is expected
+        raise _row_error(row, error) from error
 
 
 def render_template(template: str, row: DatasetRow) -> str:
     """The template filled in. UserError for a field that the row does not have."""
     try:
-        return JINJA_ENVIRONMENT.from_string(template).render(**row.fields)
-    except jinja2.TemplateError as error:
-        raise UserError(f"{row.location}: {error}: is it a file of this task?") from error
+        return JINJA_ENVIRONMENT.from_string(template).render(row.fields)
+    except Exception as error:
+        raise _row_error(row, error) from error
+
+
+def _row_error(row: DatasetRow, error: Exception) -> UserError:
+    return UserError(f"{row.location}: {one_line(error)}: is it a file of this task?")
 
 
 def row_domain(spec: DatasetSpec, row: DatasetRow) -> str:
@@ -166,7 +186,7 @@ def _read_file(path: Path) -> Iterator[DatasetRow]:
         raise UserError(
             f"{path}: a task's file ends in {', '.join(FILE_SUFFIXES)}, or in these and .gz"
         )
-    text = _read_text(path)
+    text = read_text(path)
     if kind == ".jsonl":
         for where, values in parse_jsonl(text, path):
             if not isinstance(values, dict):
@@ -178,14 +198,6 @@ def _read_file(path: Path) -> Iterator[DatasetRow]:
             yield DatasetRow({"prompt": part}, f"{path}, paragraph {number}")
     else:
         yield from _parse_json_list(path, text)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return raw.decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def _parse_json_list(path: Path, text: str) -> Iterator[DatasetRow]:
@@ -214,16 +226,17 @@ def load_hub_dataset(
 ) -> Any:
     """One split of a data set of the Hugging Face Hub: a Dataset, or with `streaming` an IterableDataset.
 
-    UserError with name, config, split and reason if it cannot be loaded.
+    A local folder of data files will do. UserError with name, config, split and reason if it cannot be loaded.
     """
     import datasets  # slow to import, and only Hub data sets need it
 
+    check_name(name, "hub data set", "dataset")
     try:
         return datasets.load_dataset(
             name, config, split=split, revision=revision, streaming=streaming
         )
     except Exception as error:  # network, name, format and script errors have no common class
         raise UserError(
-            f"hub data set {name!r} (config {config}, split {split!r}) cannot be loaded ({first_line(error)}): check "
-            "its name, config, split and the network"
+            f"hub data set {name!r} (config {config}, split {split!r}) cannot be loaded "
+            f"({load_error(name, 'dataset', error)}): check its name, config, split and the network"
         ) from error

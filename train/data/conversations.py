@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from decode.common.errors import UserError
+from decode.engine.chat_template import apply_template
 from train.data.prompts import Prompt, encode_prompt, make_prompt
 
 TurnSelection = Literal["last", "all"]
@@ -151,12 +151,9 @@ def split_into_windows(
 def render_chat(tokenizer: Any, prompt: Prompt, messages: Messages, opened: bool) -> str:
     """The chat as text, with `opened` up to where the next reply begins. UserError if the template raises an error."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened)
-    except jinja2.TemplateError as error:
-        raise UserError(
-            f"prompt {prompt.id} of {prompt.source}: the chat template refuses its messages ({error}): "
-            "change or remove it"
-        ) from error
+        return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=opened)
+    except UserError as error:
+        raise UserError(f"prompt {prompt.id} of {prompt.source}: {error}") from error
 
 
 def _plain_text_conversation(

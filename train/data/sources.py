@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from decode.common.errors import UserError, first_line
-from decode.common.files import parse_jsonl
+from decode.common.errors import UserError
+from decode.common.files import parse_jsonl, read_text
 from decode.common.ranges import Count, at_least
 from eval.tasks.dataset_specs import load_hub_dataset
 from train.data import python_corpus
@@ -121,7 +121,7 @@ def _read_file(source: PromptSource, answered: bool) -> list[tuple[str, Content]
         contents = read_jsonl(path, answered)
     else:
         contents = (
-            [text for text in [_read_text(path)] if text.strip()]
+            [text for text in [read_text(path)] if text.strip()]
             if answered
             else _read_paragraphs(path)
         )
@@ -130,24 +130,15 @@ def _read_file(source: PromptSource, answered: bool) -> list[tuple[str, Content]
     return [(path.name, content) for content in contents]
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"prompt file {path}: {first_line(error)}: give a readable UTF-8 file"
-        ) from error
-
-
 def _read_paragraphs(path: Path) -> list[Content]:
-    paragraphs = re.split(r"\n[ \t]*\n", _read_text(path))
+    paragraphs = re.split(r"\n[ \t]*\n", read_text(path))
     return [text.strip("\n") for text in paragraphs if text.strip() != ""]
 
 
 def read_jsonl(path: Path, answered: bool) -> list[Content]:
     """One content for each line that is not blank. UserError names path and line of a bad one."""
     contents = []
-    for where, record in parse_jsonl(_read_text(path), path):
+    for where, record in parse_jsonl(read_text(path), path):
         known = ("prompt", "text", "messages")
         keys = [key for key in known if isinstance(record, dict) and key in record]
         if len(keys) == 0:

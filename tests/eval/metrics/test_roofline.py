@@ -57,10 +57,13 @@ def test_sizes_are_the_model_s(arch: str, tmp_path: Path) -> None:
 
 
 def test_sizes_of_what_is_not_there(tmp_path: Path) -> None:
-    """Catches a crash on a hub name or a draft without weights."""
+    """Catches a crash on a hub name, a draft without weights, or one whose files were damaged after the report."""
     assert roofline.read_model_size("someone/some-model") is None
     (tmp_path / "config.json").write_text("{}")
     assert roofline.read_model_size(tmp_path) is None
+    for content in (b"", b"\xff" * 50, struct.pack("<Q", 2**60) + b"{}"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert roofline.read_model_size(tmp_path) is None
 
 
 def test_integers_and_metadata_are_no_weights(tmp_path: Path) -> None:

@@ -74,8 +74,12 @@ def test_three_prompts_of_different_tasks() -> None:
 def test_damaged_outputs_are_named(tmp_path: Path) -> None:
     """Catches a traceback, and a letter that str.splitlines() takes for the end of a line."""
     path = tmp_path / "outputs.jsonl"
-    path.write_text(json.dumps({"text": "a\u2028b"}, ensure_ascii=False) + "\n")
-    assert len(read_outputs(path)) == 1
-    path.write_text("{}\n{")
-    with pytest.raises(UserError, match="outputs.jsonl:2"):
-        read_outputs(path)
+    line = {"task": "a\u2028b", "method": "m", "temperature": 0}
+    line |= {"prompt_ids": [], "output_ids": [], "rounds": []}
+    whole = json.dumps(line, ensure_ascii=False)
+    path.write_text(f"{whole}\n")
+    assert read_outputs(path) == [line]
+    for bad in ("{", "3", "{}", json.dumps({**line, "rounds": 1}).replace("rounds", "round")):
+        path.write_text(f"{whole}\n{bad}")
+        with pytest.raises(UserError, match="outputs.jsonl:2"):
+            read_outputs(path)

@@ -237,6 +237,14 @@ def test_file_formats(name: str, target: Target, tmp_path: Path) -> None:
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz"),
         ("a.json", b"{}", "a.json"),
         ("a.jsonl", b"[1]", "a.jsonl:1"),
+        ("a.jsonl", b'{"prompt": "\\ud800"}', "a.jsonl:1 has .*surrogate pair"),
+        ("a.json", b"[" * 100_000, "a.json is nested deeper"),
+        ("a.json", b"[" + b"9" * 5000 + b"]", "a.json has a number of over"),
+        ("a.json", b"", "a.json is empty"),
+        ("a.parquet", b"PAR1 not parquet", "a.parquet cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 999)[:-9], "a.jsonl.gz cannot be read"),
+        ("a.jsonl", b'{"prompt": [3]}', "a.jsonl:1: "),
+        ("a.jsonl", b'{"turns": [3]}', "a.jsonl:1: "),
     ],
 )
 def test_a_bad_file_is_one_line(
@@ -244,8 +252,67 @@ def test_a_bad_file_is_one_line(
 ) -> None:
     """Bug: a file that cannot be read ends in a traceback."""
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=named) as error:
         load_task_prompts(Task("own", str(tmp_path / name)), target)
+    assert "\n" not in str(error.value)
+
+
+def test_a_byte_order_mark_and_windows_lines(target: Target, tmp_path: Path) -> None:
+    """Bug: what editors on Windows write becomes part of the first prompt, or joins all paragraphs."""
+    (tmp_path / "a.txt").write_bytes("\ufeffOne\r\n\r\nTwo\r\n".encode())
+    (tmp_path / "a.json").write_bytes('\ufeff[{"prompt": "One"}, {"prompt": "Two"}]'.encode())
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
+    for name in ("a.txt", "a.json", "a.txt.gz"):
+        items = load_task_prompts(Task("own", str(tmp_path / name)), target)
+        assert [text_of(item, target) for item in items] == ["One", "Two"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"question": "2?", "answer": 5}, "rows.jsonl:1: .*is it a file of this task"),
+        ({"question": "2?", "answer": "#### 2", "self": 1, "id": "x"}, ""),
+    ],
+)
+def test_values_of_other_types(
+    row: dict[str, Any], reason: str, target: Target, tmp_path: Path
+) -> None:
+    """Bug: a number where the template splits a text, or a field with the name of a parameter, ends in a traceback."""
+    task = Task("gsm8k", str(write(tmp_path, [row])))
+    if reason:
+        with pytest.raises(UserError, match=reason):
+            load_task_prompts(task, target)
+    else:
+        assert load_task_prompts(task, target)[0].id == "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("version: 1\nversion: 2", "'version' is set twice"),
+        ("- version", "holds a list"),
+        ("", "no version"),
+        ("version: 1\npromt: x", "promt; fields are"),
+        ("version: 1\nname: x", "name; fields are"),
+        ("version: 1\nprompt: 3", "prompt is 3: it must be of type str"),
+        ("version: 1\nstop: x", "stop is 'x': it must be of type list"),
+        ("version: 1\nprompt: '{{ x'", "bad Jinja"),
+        ("version: 1\nid: 'x y'", "bad Jinja"),
+    ],
+)
+def test_bad_specs_are_named(text: str, reason: str, tmp_path: Path) -> None:
+    """Bug: a spec with a mistake reads every row as empty, or ends in a traceback."""
+    path = tmp_path / "task.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=f"task.yaml.*{reason}"):
+        dataset_specs.read_dataset_spec(path)
+
+
+@pytest.mark.parametrize("name", ["./rows", "/rows", "rows.jsonl", "a/b/c", ""])
+def test_missing_paths_are_not_looked_for_on_the_hub(name: str) -> None:
+    """Bug: half a minute of retries for a path with a typing error."""
+    with pytest.raises(UserError, match=r"hub data set .*(does not exist|is empty)"):
+        dataset_specs.load_hub_dataset(name, None, "train")
 
 
 def test_too_long_is_refused_or_counted(target: Target, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.common.cli import parse_settings
 from decode.common.errors import UserError
+from decode.model import names
 from train.data import python_corpus
 from train.data.filters import drop_overlaps
 from train.data.prompts import (
@@ -195,6 +196,8 @@ def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("cannot reach it\nlong story")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(names.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(names, "_reaches", lambda endpoint: True)
     with pytest.raises(UserError, match=r"^hub data set 'a/b' .*cannot reach it.*$") as caught:
         read_prompts([PromptSource("hub", "a/b")], seed=0)
     assert "\n" not in str(caught.value)
@@ -204,6 +207,9 @@ def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     ("line", "message"),
     [
         ("{", "own.jsonl:2 is not valid JSON"),
+        ('{"prompt": "\\ud800"}', "own.jsonl:2 has .*surrogate pair"),
+        ("[" * 100_000, "own.jsonl:2 is nested deeper"),
+        ("9" * 5000, "own.jsonl:2 has a number of over"),
         ("5", "own.jsonl:2: needs an object with"),
         ('{"question": "x"}', "own.jsonl:2: needs an object with"),
         ('{"prompt": " "}', "own.jsonl:2: `prompt` is empty"),
@@ -225,10 +231,10 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
         (PromptSource("bundled", "cod"), "path 'cod' must be one of code, prose, arithmetic, all"),
         (PromptSource("stdlib"), "limit is missing"),
         (PromptSource("file"), "path is empty"),
-        (PromptSource("file", "missing.jsonl"), "missing.jsonl"),
+        (PromptSource("file", "missing.jsonl"), "missing.jsonl does not exist"),
+        (PromptSource("hub", "./missing"), "'./missing' does not exist"),
+        (PromptSource("hub", "missing.jsonl"), "'missing.jsonl' does not exist"),
         (PromptSource("file", "own.csv"), r"must end in .jsonl or .txt"),
-        (PromptSource("bundled", "all", limit=0), "limit 0 must be at least 1"),
-        (PromptSource("bundled", "all", samples=0), "samples 0 must be at least 1"),
     ],
 )
 def test_bad_sources_say_what_to_change(source: PromptSource, message: str) -> None:
