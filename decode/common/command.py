@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from decode.common.cli import parse_settings
 from decode.common.errors import UserError
+from decode.common.secret_patterns import redact
 
 T = TypeVar("T")
 
@@ -173,5 +174,5 @@ def _end(code: int, line: str, error: BaseException) -> NoReturn:
     notes = "; ".join(getattr(error, "__notes__", []))
     if code == 2 or os.environ.get("RANK", "0") == "0":
         colon = "; " if code == 2 else ": "
-        print(line + (colon + notes if notes else ""), file=sys.stderr, flush=True)
+        print(redact(line + (colon + notes if notes else "")), file=sys.stderr, flush=True)
     sys.exit(code)

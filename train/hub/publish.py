@@ -128,7 +128,7 @@ def build_dataset_folder(
         _write(staging / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
         dataset_card.render(stats, repo, labels).save(staging / "README.md")
         published = {entry["sha256"] for entry in manifest["shards"].values()}
-        redaction.check_folder(staging, {*published, manifest.get("revision")})
+        redaction.check_folder(staging, {*published, str(manifest.get("revision"))})
     left_out = _unpublished_names(samples, ["shards", MANIFEST_FILE])
     return PublishFolder(out, "dataset", left_out)
 

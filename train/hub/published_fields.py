@@ -140,7 +140,8 @@ TRAINING = {
 
 def draft_schema(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of this draftsmith.json, whose draft was trained on one sampled set or on several."""
-    training, mixture = TRAINING, MANIFEST
+    training: dict[str, Any] = TRAINING
+    mixture: Any = MANIFEST
     if isinstance(facts.get("data_manifest"), list):
         part = {"path": place, "weight": number}
         training, mixture = {**TRAINING, "data": [part]}, [{**part, "manifest": MANIFEST}]

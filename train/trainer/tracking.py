@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
+from decode.common.secret_patterns import redact
 
 LOG = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Tracker:
             return action()
         except Exception as error:  # no error of W&B may end a training
             self._run = None
-            reason = " ".join(str(error).split())
+            reason = redact(" ".join(str(error).split()))
             LOG.warning("W&B failed (metrics.jsonl is still written): %s", reason)
             return None
 

@@ -4,14 +4,18 @@ import base64
 import random
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from decode.common import secret_patterns
+from decode.common.command import run_command
+from decode.common.errors import UserError
 from decode.common.secret_patterns import find_secret, redact
 from tests.planted_secrets import MARKED, SECRETS, secret_part
 from tests.worlds import ROOT
+from train.trainer.tracking import Tracker
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -85,3 +89,35 @@ def test_messages_keep_what_is_no_secret() -> None:
     )
     assert redact("api_key: give one in the file") == "api_key: give one in the file"
     assert redact(f"a {SECRETS['GitHub']} b {SECRETS['URL']}") == "a *** b ***/x.git"
+
+
+@dataclass
+class SecretFreeSettings:
+    """Settings of a command that takes none."""
+
+
+def test_the_line_that_ends_a_command_has_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a token that a library puts into its error, in a line that goes into logs."""
+
+    def main(_: SecretFreeSettings) -> None:
+        raise UserError(
+            f"401 for https://host/?{SECRETS['token']} with {SECRETS['bearer']}: log in"
+        )
+
+    with pytest.raises(SystemExit):
+        run_command(main, SecretFreeSettings, "", argv=[])
+    line = capsys.readouterr().err
+    assert line == "error: 401 for https://host/?*** with ***: log in\n"
+
+
+def test_the_warning_that_wandb_failed_has_no_secret(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a key in an error of W&B, which is logged."""
+
+    def fail() -> None:
+        raise ValueError(f"invalid key {SECRETS['W&B, v1']}")
+
+    tracker = Tracker(tmp_path, "project", {}, "disabled")
+    tracker._call_wandb(fail)
+    assert "invalid key ***" in caplog.text
