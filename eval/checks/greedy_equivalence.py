@@ -1,12 +1,18 @@
 """Checks that greedy output equals that of transformers' `generate`, which shares no code with this decoder.
 
-A forward pass over one token and a pass over several sum in different orders, so two logits that differ by less than
-this rounding noise may swap: rarely in fp32, often in bf16. Such a difference is a tie, counted and listed with its
-margin; any other difference is a failure. The noise is measured on transformers' own passes, because a bug of this
-decoder could enlarge the noise of its own.
+A forward pass over one token and a pass over several sum in different orders, so two logits that are almost equal may
+swap: rarely in fp32, often in bf16. Only the first difference of an output is judged, by the two tokens that differ.
+Their gap, the reference's logit minus the output's, is computed in the next wider floating-point type, and in the
+model's own type by passes of every width that decoding uses. The difference is a tie, counted and listed, if some of
+these passes is off by at least the whole gap: then rounding alone can swap the two. Any other difference is a failure.
+
+So what counts is the rounding of this pair at this place, and not the largest one over the vocabulary, by which many
+second-best tokens would pass in bf16. The passes are those of transformers' own code, because a bug of this decoder
+could make its own rounding look large.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +23,9 @@ from decode.model.loading import Target
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import trim_at_stop
 
+WIDER_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""What a model is computed in to judge its rounding; float64 for every other dtype."""
+
 
 @dataclass(frozen=True)
 class GreedyMismatch:
@@ -25,9 +34,12 @@ class GreedyMismatch:
     task: str
     id: str
     position: int
-    gap: float  # largest logit - logit of the output's token, by one teacher-forced pass
-    noise: float  # largest |Δlogit| between passes over this text that differ only in width
+    gap: float | None
+    """Logit of the reference's token minus that of the output's, in the wider dtype. None if one of them has ended."""
+    noise: float | None
+    """Largest difference between `gap` and the same gap in the model's dtype, over passes of several widths."""
     tie: bool
+    """Whether |gap| is at most the noise."""
 
 
 def reference_greedy_output(
@@ -54,81 +66,117 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 @torch.inference_mode()
-def logit_noise(model: Any, ids: list[int], start: int, several: int) -> float:
-    """Largest |Δlogit| from `start` on between passes over `ids` one token at a time, `several` at a time, and at once.
+def logits_after(model: Any, ids: list[int], start: int, width: int) -> torch.Tensor:
+    """Logits [V] of the token after `ids`, by one pass over ids[:start] and passes over `width` tokens each.
 
-    The passes are the plain model's with transformers' KV cache; the prompt, ids[:start], is one pass, as in decoding.
-    The result is at least the rounding error of the largest logit, because other kernels may round differently.
+    The last pass has its full width too, as in verification; the tokens that it reads past `ids` are arbitrary.
     """
-    tokens = torch.tensor([ids], device=model.device)
-
-    def read(width: int) -> torch.Tensor:
-        cache: Any = None
-        logits, at = [], 0
-        while at < len(ids):
-            end = min(len(ids), start if at < start else at + width)
-            out = model(tokens[:, at:end], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            logits.append(out.logits[0, -1:] if at < start else out.logits[0])
-            at = end
-        return torch.cat(logits).float()  # after the prompt's last token and each token after it
-
-    one, some = read(1), read(several)
-    whole = model(tokens, use_cache=False).logits[0, -len(one) :].float()
-    rounding = torch.finfo(model.dtype).eps * float(whole.abs().max())
-    return max(rounding, float((one - some).abs().max()), float((one - whole).abs().max()))
+    tokens = torch.tensor([[*ids, *ids[-1:] * width]], device=model.device)
+    cache, at, end = None, 0, start
+    while True:
+        out = model(tokens[:, at:end], past_key_values=cache, use_cache=True)
+        if end >= len(ids):
+            logits: torch.Tensor = out.logits[0, len(ids) - 1 - at].double()
+            return logits
+        cache, at, end = out.past_key_values, end, end + width
 
 
-@torch.inference_mode()
-def gap_to_top_logit(model: Any, ids: list[int], token: int | None) -> float:
-    """Largest logit after `ids` minus the logit of `token`; infinity if `token` is None."""
-    if token is None:
-        return float("inf")
-    logits = model(torch.tensor([ids], device=model.device)).logits[0, -1].float()
-    return float(logits.max() - logits[token])
+@contextmanager
+def wider_precision(model: Any) -> Iterator[None]:
+    """Within it the model computes in a wider dtype. Only the weights of the running modules are held in it."""
+    wide = WIDER_DTYPE.get(model.dtype, torch.float64)
+    kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def widen(module: torch.nn.Module, _: Any) -> None:
+        for weight in module.parameters(recurse=False):
+            if weight.is_floating_point():
+                kept[weight] = weight.data
+                weight.data = weight.data.to(wide)
+
+    def restore(module: torch.nn.Module, *_: Any) -> None:
+        for weight in module.parameters(recurse=False):
+            if weight in kept:
+                weight.data = kept.pop(weight)
+
+    experts = model.get_experts_implementation()
+    model.set_experts_implementation("eager")  # kernels for experts do not know every dtype
+    hooks = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(widen))
+        hooks.append(module.register_forward_hook(restore, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.set_experts_implementation(experts)
 
 
-def check_greedy_equivalence(
-    target: Target,
+def measure_pair(
+    model: Any, prompt: list[int], answer: list[int], pair: tuple[int, int], k: int
+) -> tuple[float, float]:
+    """(gap, noise) of two tokens after prompt + answer, as GreedyMismatch has them, for rounds of k drafted tokens."""
+    ids, start = [*prompt, *answer], len(prompt)
+
+    def gap(start: int, width: int) -> float:
+        logits = logits_after(model, ids, start, width)
+        return float(logits[pair[0]] - logits[pair[1]])
+
+    with wider_precision(model):
+        exact = gap(len(ids), 1)
+    apart = max(
+        1, start - 1
+    )  # the prompt's last token with the answer, so that its logits vary too
+    passes = [gap(len(ids), 1), gap(start, 1), *(gap(apart, width) for width in range(1, k + 2))]
+    return exact, max(abs(found - exact) for found in passes)
+
+
+def find_mismatches(
     model: Any,
     items: Sequence[TaskPrompt],
     references: Sequence[list[int]],
     outputs: Sequence[list[int]],
     k: int,
-) -> dict[str, Any]:
-    """The `lossless` field of a report's entry; `greedy_identical` is True if every difference is a tie.
+) -> list[GreedyMismatch]:
+    """The outputs that are not their reference, each with its first difference and whether that is a tie.
 
     references, outputs: token ids of `reference_greedy_output` and of the checked method for each item; k: drafted
-    tokens per round. A difference is a tie if the logit of the output's token is within twice the noise of the largest:
-    each of the two passes may be off by the noise. `exact`, `tied` and `failed` are shares of prompts; `noise` is the
-    largest noise of the differing prompts.
+    tokens per round.
     """
     mismatches = []
     for item, reference, output in zip(items, references, outputs, strict=True):
         at = first_difference(reference, output)
         if at is None:
             continue
-        text = [*item.prompt_ids, *reference[:at]]
-        token = output[at] if at < len(output) else None
-        gap = gap_to_top_logit(model, text, token)
-        noise = logit_noise(model, text, len(item.prompt_ids), k + 1)
-        mismatches.append(GreedyMismatch(item.task, item.id, at, gap, noise, gap <= 2 * noise))
-    ties = [asdict(d) for d in mismatches if d.tie]
-    failures = [_json_safe_gap(asdict(d)) for d in mismatches if not d.tie]
+        if at == min(len(reference), len(output)):  # one has ended
+            mismatches.append(GreedyMismatch(item.task, item.id, at, None, None, False))
+            continue
+        pair = reference[at], output[at]
+        gap, noise = measure_pair(model, item.prompt_ids, reference[:at], pair, k)
+        mismatches.append(GreedyMismatch(item.task, item.id, at, gap, noise, tie=abs(gap) <= noise))
+    return mismatches
+
+
+def greedy_verdict(
+    items: Sequence[TaskPrompt], mismatches: Sequence[GreedyMismatch]
+) -> dict[str, Any]:
+    """The `lossless` field of a report's entry on these prompts; `mismatches` may hold others too.
+
+    `greedy_identical` is True if every difference is a tie, None for no prompts. `exact`, `tied` and `failed` are
+    shares of prompts; `noise` is the largest noise of the differing prompts.
+    """
+    own = {(item.task, item.id) for item in items}
+    found = [m for m in mismatches if (m.task, m.id) in own]
+    ties, failures = [m for m in found if m.tie], [m for m in found if not m.tie]
     share = 1 / max(1, len(items))
     return {
-        "greedy_identical": len(failures) == 0,
+        "greedy_identical": len(failures) == 0 if items else None,
         "prompts": len(items),
-        "identical": len(items) - len(mismatches),
-        "ties": ties,
-        "failures": failures,
-        "exact": share * (len(items) - len(mismatches)),
+        "identical": len(items) - len(found),
+        "ties": [asdict(m) for m in ties],
+        "failures": [asdict(m) for m in failures],
+        "exact": share * (len(items) - len(found)),
         "tied": share * len(ties),
         "failed": share * len(failures),
-        "noise": max((d.noise for d in mismatches), default=None),
+        "noise": max((m.noise for m in found if m.noise is not None), default=None),
     }
-
-
-def _json_safe_gap(mismatch: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: the gap of a missing token becomes None."""
-    return mismatch | {"gap": None if mismatch["gap"] == float("inf") else mismatch["gap"]}
