@@ -28,6 +28,7 @@ from eval.checks import answer_quality, greedy_equivalence, sampling_distributio
 from eval.checks.target_drift import measure_target_drift
 from eval.metrics import acceptance, roofline
 from eval.metrics.common import ALL_TASKS
+from eval.metrics.speedup_prediction import StepCost, predict_speedup, with_batch_rounds
 from eval.results import PromptGroup, filter_failures, method_entry
 from eval.tasks import loading
 from eval.tasks.loading import TaskPrompt
@@ -177,9 +178,18 @@ def _add_entries(
         }
         for method, records in result.records.items()
     }
+    steps = _measure_steps(work, temperature)
+    costs = {
+        m: StepCost(**steps[m.label]["cost"])
+        for m in work.methods
+        if m.label in steps and steps[m.label]["cost"] is not None
+    }
+    rounds = {m: with_batch_rounds(records) for m, records in result.records.items()}
+    plain_rounds = {(x.record.task, x.record.id): x for x in rounds[PLAIN_DECODING]}
     for method in work.methods:
-        phases = _measure_phases(work, method, temperature)
+        phases = steps.get(method.label, {}).get("phases")
         failures = [*work.undecodable, *result.failures[method]]
+        mismatches = _greedy_mismatches(work, method, temperature, result, references)
         for group in work.groups():
             own = [r for r in result.records[method] if group.contains(r.task, r.domain)]
             items = [prompts[r.task, r.id] for r in own]
@@ -187,33 +197,46 @@ def _add_entries(
                 items, scores[method], scores[PLAIN_DECODING], s.seed
             )
             verdict = None
-            if temperature == 0:
-                verdict = _greedy_equivalence(work, method, items, own, references)
+            if mismatches is not None:
+                verdict = greedy_equivalence.greedy_verdict(items, mismatches)
+            own_rounds = [
+                x for x in rounds[method] if group.contains(x.record.task, x.record.domain)
+            ]
+            prediction = predict_speedup(
+                [plain_rounds[x.record.task, x.record.id] for x in own_rounds],
+                own_rounds, costs.get(PLAIN_DECODING), costs.get(method),
+            )  # fmt: skip
             entry = method_entry(
                 s, method, paths.get(method.name, ""), group, temperature, own,
                 result.records[PLAIN_DECODING], quality, filter_failures(failures, group, domains),
-                verdict, phases if group == PromptGroup() else None, work.target.eos,
+                verdict, phases if group == PromptGroup() else None, prediction, work.target.eos,
             )  # fmt: skip
             report["domains" if group.domain else "methods"].append(entry)
 
 
-def _measure_phases(
-    work: EvalContext, method: Method, temperature: float
-) -> dict[str, float] | None:
-    """{draft, verify, overhead} in milliseconds a round, on the first prompts of each task; None for no prompt."""
-    timed = [
+def _measure_steps(work: EvalContext, temperature: float) -> dict[str, dict[str, Any]]:
+    """untimed_passes.measure_steps in batches of the run's size; {} if `phase_prompts` is 0.
+
+    On the first prompts of each task, and on as many more as fill a batch.
+    """
+    s, items = work.s, work.items
+    if s.phase_prompts == 0:
+        return {}
+    wanted = [
         item
-        for task in work.s.tasks
-        for item in [x for x in work.items if x.task == task.name][: work.s.phase_prompts]
+        for task in s.tasks
+        for item in [x for x in items if x.task == task.name][: s.phase_prompts]
     ]
-    if not timed:
-        return None
-    return work.journal.get_or_measure(
-        ["phases", temperature, method.name],
-        lambda: untimed_passes.measure_phase_ms(
-            work.timing, method, timed, work.timing.sampling(temperature)
-        ),
+    known = {(item.task, item.id) for item in wanted}
+    more = [item for item in items if (item.task, item.id) not in known]
+    chosen = wanted + more[: -len(wanted) % s.batch_size]
+    batches = [chosen[at : at + s.batch_size] for at in range(0, len(chosen), s.batch_size)]
+    sampling = work.timing.sampling(temperature)
+    found: dict[str, dict[str, Any]] = work.journal.get_or_measure(
+        ["steps", temperature],
+        lambda: untimed_passes.measure_steps(work.timing, work.methods, batches, sampling),
     )
+    return found
 
 
 def _gpu_utilisation(work: EvalContext) -> float | None:
@@ -232,22 +255,23 @@ def _gpu_utilisation(work: EvalContext) -> float | None:
     return percent
 
 
-def _greedy_equivalence(
+def _greedy_mismatches(
     work: EvalContext,
     method: Method,
-    items: Sequence[TaskPrompt],
-    records: Sequence[DecodeRecord],
+    temperature: float,
+    result: TimingResult,
     references: dict[tuple[str, str], list[int]],
-) -> dict[str, Any] | None:
-    """None for a simulated draft: that its output is right proves nothing about a method."""
-    if simulated_alpha(method) is not None:
+) -> list[greedy_equivalence.GreedyMismatch] | None:
+    """None above temperature 0, and for a simulated draft: that its output is right proves nothing about a method."""
+    if temperature > 0 or simulated_alpha(method) is not None:
         return None
-    return greedy_equivalence.check_greedy_equivalence(
-        work.target,
+    prompts = {(item.task, item.id): item for item in work.items}
+    records = result.records[method]
+    return greedy_equivalence.find_mismatches(
         work.model,
-        items,
-        [references[item.task, item.id] for item in items],
-        [record.output_ids for record in records],
+        [prompts[r.task, r.id] for r in records],
+        [references[r.task, r.id] for r in records],
+        [r.output_ids for r in records],
         method.k,
     )
 

@@ -38,12 +38,17 @@ def method_entry(
     failures: Sequence[FailedPrompt],
     verdict: dict[str, Any] | None,
     phases: dict[str, float] | None,
+    prediction: tuple[float | None, str | None],
     eos: frozenset[int],
 ) -> dict[str, Any]:
     """One element of report["methods"] or report["domains"].
 
     `records` are the method's on the prompts of `group`, `plain` those of plain decoding on (at least) these prompts.
+    `prediction` is that of `predict_speedup`; plain decoding gets none.
     """
+    predicted, missing = prediction
+    if method.draft is None:
+        predicted, missing = None, "speed-ups are relative to plain decoding"
     sha256 = draft_sha256(path) if path else None
     return {
         "name": method.name,
@@ -68,7 +73,8 @@ def method_entry(
         "verification": verification_name(method, temperature),
         "lossy": not find_rule(method.rule).lossless,
         "simulated": simulated_alpha(method),
-        "predicted_speedup": None,
+        "predicted_speedup": predicted,
+        "prediction_missing": missing,
         "phase_ms": phases,
         "lossless": verdict or {"greedy_identical": None, "prompts": len(records)},
     }

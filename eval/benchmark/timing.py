@@ -4,6 +4,7 @@ So a machine that slows down or speeds up affects all methods alike. eval/run.py
 eval/tune.py rounds alone (eval/tuning/sweep.py); both use the loop of InterleavedTimer.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +15,7 @@ import torch
 from decode.common.errors import UserError, first_line
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import DecodeRecord
+from decode.engine.round import PhaseTimes
 from decode.engine.warm_up import one_batch_per_shape, run_first_rounds
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
@@ -171,7 +173,13 @@ class InterleavedTimer:
         for method in self.methods:
             try:
                 self.engines[method] = self.context.build_engine(method, self.sampling)
-                self._run_every_shape(method, batches)
+                run_every_shape(
+                    self.engines[method],
+                    method,
+                    batches,
+                    self.context.max_new_tokens,
+                    self.tolerant,
+                )
             except UserError as error:
                 if self.tolerant or method == PLAIN_DECODING:
                     raise
@@ -179,18 +187,6 @@ class InterleavedTimer:
         for answer in self.others.values():
             answer(batches[0][0])
         return refused
-
-    def _run_every_shape(self, method: Method, batches: Sequence[Sequence[TaskPrompt]]) -> None:
-        engine, tokens = self.engines[method], self.context.max_new_tokens
-        prompts = [[item.prompt_ids for item in batch] for batch in batches]
-        for batch in one_batch_per_shape(engine, prompts, tokens):
-            try:
-                if engine.draft is not None:
-                    engine.draft.shape = method.shape
-                run_first_rounds(engine, batch, tokens)
-            except Exception:  # the timed pass records what fails
-                if not self.tolerant:
-                    raise
 
     def _time_batch(
         self,
@@ -251,12 +247,29 @@ class InterleavedTimer:
             return f"{type(error).__name__}: {first_line(error)}"
 
 
+def run_every_shape(
+    engine: SpeculativeEngine,
+    method: Method,
+    batches: Sequence[Sequence[TaskPrompt]],
+    max_new_tokens: int,
+    tolerant: bool,
+) -> None:
+    """The first rounds of one batch of each shape. Errors are raised unless `tolerant`: the timed pass names them."""
+    prompts = [[item.prompt_ids for item in batch] for batch in batches]
+    for batch in one_batch_per_shape(engine, prompts, max_new_tokens):
+        if engine.draft is not None:
+            engine.draft.shape = method.shape
+        with contextlib.suppress(Exception) if tolerant else contextlib.nullcontext():
+            run_first_rounds(engine, batch, max_new_tokens)
+
+
 def decode_batch(
     engine: SpeculativeEngine,
     method: Method,
     batch: Sequence[TaskPrompt],
     seeds: list[int],
     max_new_tokens: int,
+    phases: PhaseTimes | None = None,
 ) -> list[DecodeRecord]:
     """One record for each prompt of the batch; `seconds` is an even share of the batch's wall clock.
 
@@ -267,7 +280,7 @@ def decode_batch(
     prompts = [item.prompt_ids for item in batch]
     synchronize(engine.device)
     start = time.perf_counter()
-    rounds = engine.speculate(prompts, max_new_tokens=max_new_tokens, seeds=seeds)
+    rounds = engine.speculate(prompts, max_new_tokens=max_new_tokens, seeds=seeds, phases=phases)
     records = collect_until_stop(batch, rounds, engine.target.tokenizer)
     synchronize(engine.device)
     share = (time.perf_counter() - start) / len(batch)

@@ -1,20 +1,24 @@
-"""Passes of their own beside the timed ones: acceptance in large batches, milliseconds of each phase, GPU utilisation.
+"""Passes of their own beside the timed ones: acceptance in large batches, milliseconds of steps, GPU utilisation.
 
 Each of them would disturb a measured request: by its batch size, its clocks, or its questions to the driver.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from decode.engine.engine import SpeculativeEngine, row_seeds
-from decode.engine.records import DecodeRecord, collect_outputs
+from decode.engine.records import DecodeRecord
 from decode.engine.round import PhaseTimes
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.methods import Method
-from eval.benchmark.timing import TimingContext
+from eval.benchmark.timing import TimingContext, decode_batch, run_every_shape
 from eval.metrics.common import MS_PER_SECOND
+from eval.metrics.speedup_prediction import fit_step_cost
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import collect_until_stop
 
@@ -39,21 +43,48 @@ def decode_untimed(
     return collect_until_stop(items, rounds, context.target.tokenizer, lambda _: progress())
 
 
-def measure_phase_ms(
-    context: TimingContext, method: Method, items: Sequence[TaskPrompt], sampling: SamplingParams
-) -> dict[str, float]:
-    """Mean milliseconds a round of {draft, verify, overhead}, one prompt at a time."""
-    phases = PhaseTimes()
-    engine = context.build_engine(method, sampling)
-    for row, item in enumerate(items):
-        seeds = [row_seeds(context.seed, row + 1)[row]]
-        rounds = engine.speculate(
-            [item.prompt_ids], max_new_tokens=context.max_new_tokens, seeds=seeds, phases=phases
-        )
-        collect_outputs([item.prompt_ids], rounds)
-    count = max(1, phases.rounds)
+def measure_steps(
+    context: TimingContext,
+    methods: Sequence[Method],
+    batches: Sequence[Sequence[TaskPrompt]],
+    sampling: SamplingParams,
+) -> dict[str, dict[str, Any]]:
+    """{method's label: {phases, cost}}: mean milliseconds a round of draft, verify and overhead, and its StepCost.
+
+    The methods take turns on each batch. A batch that fails is left out; None for a method without any round.
+    """
+    engines = {m: context.build_engine(m, sampling) for m in methods}
+    phases = {m: PhaseTimes() for m in methods}
+    records: dict[Method, list[DecodeRecord]] = {m: [] for m in methods}
+    for method in methods:
+        run_every_shape(engines[method], method, batches, context.max_new_tokens, tolerant=True)
+    first = 0
+    for batch in batches:
+        seeds = row_seeds(context.seed, first + len(batch))[first:]
+        first += len(batch)
+        for method in methods:
+            arguments = engines[method], method, batch, seeds, context.max_new_tokens
+            with contextlib.suppress(Exception):  # the timed pass has named what fails
+                own = decode_batch(*arguments, phases[method])
+                if context.target.decoder.device.type == "cuda":
+                    own = decode_batch(*arguments)  # clocks of phases make rounds slower there
+                records[method] += own
+    found = {}
+    for method in methods:
+        cost = fit_step_cost(records[method])
+        found[method.label] = {
+            "phases": phase_ms(phases[method]),
+            "cost": None if cost is None else asdict(cost),
+        }
+    return found
+
+
+def phase_ms(phases: PhaseTimes) -> dict[str, float] | None:
+    """Mean milliseconds a round of {draft, verify, overhead}; None for no round."""
+    if phases.rounds == 0:
+        return None
     parts = {"draft": phases.draft, "verify": phases.verify, "overhead": phases.overhead}
-    return {name: MS_PER_SECOND * seconds / count for name, seconds in parts.items()}
+    return {name: MS_PER_SECOND * seconds / phases.rounds for name, seconds in parts.items()}
 
 
 def measure_gpu_utilisation(

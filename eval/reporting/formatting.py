@@ -48,6 +48,13 @@ def format_identical(lossless: dict[str, Any] | None) -> str:
     return f"{lossless['identical']}/{lossless['prompts']}{tied}"
 
 
+def format_method(entry: dict[str, Any]) -> str:
+    """The name of a report's entry, marked where its output is not the target's or its draft is not real."""
+    marks = {"lossy": entry["lossy"], "simulated": entry.get("simulated")}
+    shown = ", ".join(name for name, marked in marks.items() if marked)
+    return f"{entry['name']} ({shown})" if shown else str(entry["name"])
+
+
 def format_value(value: Any) -> str:
     """Any value of a report as text: – for None, yes or no for a bool, "key value, key value" for a dict."""
     if value is None:

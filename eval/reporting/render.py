@@ -17,6 +17,7 @@ from eval.reporting.checklist import tuned_table
 from eval.reporting.figures import build_charts
 from eval.reporting.formatting import (
     escape_markdown,
+    format_method,
     format_number,
     format_with_interval,
     table_markdown,
@@ -50,10 +51,12 @@ DEFINITIONS = {
     "falls as K grows.",
     "speed-up": "seconds per token of plain decoding ÷ those of the method: same engine, same prompts, same batch "
     "size, prefill included.",
+    "predicted": "the speed-up that follows from the milliseconds of prefill and rounds in a separate pass and from "
+    "the acceptance on the other half of the prompts. No second of the measured requests enters it.",
     "K": "tokens drafted in a round; for a tree, its depth.",
     "identical": "prompts whose greedy output equals that of transformers' own generate, token by token. A difference "
-    "is a tie only if the two largest logits are closer than twice the measured difference between one-token and "
-    "several-token passes; any other difference is a failure.",
+    "is a tie only if rounding can swap these two tokens here: passes of different widths in the model's dtype are off "
+    "by at least the gap of their logits in the next wider dtype. Any other difference is a failure.",
     "[low, high]": "95 % bootstrap interval over prompts, paired for speed-ups and differences. n is the number of "
     "prompts.",
 }
@@ -149,20 +152,21 @@ def terminal_table(report: Report) -> RichTable:
     table.add_column("task")
     table.add_column("T", justify="right")
     table.add_column("method", no_wrap=True)
-    for name in ("K", "n", "τ", "α", "tok/s", "speed-up"):
+    for name in ("K", "n", "τ", "α", "tok/s", "speed-up", "pred."):
         table.add_column(name, justify="right", no_wrap=True)
     for section in report_sections(report):
         for m in section.entries:
             cells = [
                 section.task,
                 f"{m['temperature']:g}",
-                m["name"],
+                format_method(m),
                 format_number(m["k"], 0),
                 format_number(m["prompts"], 0),
                 format_number(m["tau"], 2),
                 format_number(m["alpha"], 3),
                 format_number(m["tokens_per_second"], 0),
                 format_with_interval(m["speedup"], m["speedup_ci"], 2, "×"),
+                format_number(m["predicted_speedup"], 2),
             ]
             table.add_row(*[Text(cell) for cell in cells])  # Text: no markup in names
         table.add_section()

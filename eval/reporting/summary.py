@@ -27,6 +27,7 @@ def summary_lines(report: Report) -> list[str]:
         *assisted_generation_lines(report),
         failed_prompts_line(report),
         simulated_methods_line(report),
+        missing_predictions_line(report),
     ]
     return [line for line in lines if line]
 
@@ -192,3 +193,13 @@ def simulated_methods_line(report: Report) -> str:
         f"Simulated acceptance, no real draft: {', '.join(names)}. These entries show the speed of the engine at a "
         "configured acceptance, not that of a draft."
     )
+
+
+def missing_predictions_line(report: Report) -> str:
+    """Why methods have no predicted speed-up on all tasks; empty if all have one, or for a report without reasons."""
+    reasons: dict[str, list[str]] = {}
+    for m in report["methods"]:
+        if m["task"] == ALL_TASKS and m["name"] != "plain" and m.get("prediction_missing"):
+            reasons.setdefault(m["prediction_missing"], []).append(m["name"])
+    parts = [f"{', '.join(unique_names(names))} ({reason})" for reason, names in reasons.items()]
+    return f"No predicted speed-up: {'; '.join(parts)}." if parts else ""

@@ -10,6 +10,7 @@ from eval.reporting.formatting import (
     NOT_MEASURED,
     Table,
     format_identical,
+    format_method,
     format_number,
     format_percent,
     format_value,
@@ -40,14 +41,15 @@ def report_tables(report: Report) -> list[Table]:
 
 
 def _speed_table(section: ReportSection) -> Table:
-    header = ["method", "K", "n", "speed-up", "τ", "α", "acceptance_rate", "tokens/s", "ms/token"]
-    header += ["identical"]
+    header = ["method", "K", "n", "speed-up", "predicted", "τ", "α", "acceptance_rate"]
+    header += ["tokens/s", "ms/token", "identical"]
     rows = [
         [
-            m["name"],
+            format_method(m),
             format_number(m["k"], 0),
             format_number(m["prompts"], 0),
             format_with_interval(m["speedup"], m["speedup_ci"], 2, "×"),
+            format_number(m["predicted_speedup"], 2, "×"),
             format_with_interval(m["tau"], m["tau_ci"], 2),
             format_with_interval(m["alpha"], m["alpha_ci"], 3),
             format_with_interval(m["acceptance_rate"], m.get("acceptance_rate_ci"), 3),

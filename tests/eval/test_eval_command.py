@@ -1,6 +1,5 @@
 """eval/run.py as users run it, on tiny models: the report says what its outputs say, and bad input destroys nothing."""
 
-import copy
 import hashlib
 import json
 import shutil
@@ -17,7 +16,6 @@ from decode.model.loading import Target, load_model, load_target
 from decode.verification import registry
 from eval.checks import greedy_equivalence
 from eval.results import count_tokens_after_eos
-from eval.tasks.loading import TaskPrompt
 from tests import worlds
 from tests.worlds import CONTEXT, Done, World, contents
 
@@ -32,6 +30,7 @@ FIELDS = {
 }  # fmt: skip
 ADDED = {
     "domain", "finish", "tokens_after_eos", "failed", "quality", "simulated", "mean_output_tokens", "histogram",
+    "draft_altered",
     "prefill", "decode",
 }  # fmt: skip
 INNER = {
@@ -139,7 +138,12 @@ def test_report_has_every_field_for_every_method_task_and_temperature(
         for name, inner in INNER.items():
             assert entry[name].keys() >= inner
         assert entry["prompts"] == {"all": 12, "long": 7, "short": 5}[entry["task"]]
-        assert entry["predicted_speedup"] is None
+        if entry["name"] == "plain":
+            assert entry["predicted_speedup"] is None
+            assert "relative to plain" in entry["prediction_missing"]
+        else:  # a bound that a loaded machine keeps
+            assert entry["prediction_missing"] is None
+            assert 0.6 < entry["predicted_speedup"] / entry["speedup"] < 1.6
         if entry["task"] == "all":
             assert entry["phase_ms"].keys() == {"draft", "verify", "overhead"}
         if entry["name"] == "plain":
@@ -213,6 +217,25 @@ def test_the_last_line_is_json(evaluated: tuple[Path, Done]) -> None:
     assert last["report"] == str(out / "report.json")
     assert last["greedy_identical"] is True
     assert last["best"].keys() == {"0", "1"}
+
+
+def test_predictions_stand_beside_what_was_measured(
+    evaluated: tuple[Path, Done], report: dict[str, Any], evaluate: Callable, tmp_path: Path
+) -> None:
+    """Bug: the column is empty, holds the measured value again, or says nothing where no step was timed."""
+    out, done = evaluated
+    drafted = [m for m in report["methods"] if m["name"] != "plain"]
+    assert all(m["predicted_speedup"] != m["speedup"] for m in drafted)
+    shown = {f"{m['predicted_speedup']:.2f}" for m in drafted}
+    assert all(f" {text} " in done.out for text in shown)
+    for page in (out / "report.md", out / "report.html"):
+        assert all(f"{text}×" in page.read_text() for text in shown)
+    assert evaluate().code == 0  # without timed steps
+    for m in report_of(tmp_path / "out")["methods"]:
+        assert m["predicted_speedup"] is None
+        assert m["phase_ms"] is None
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "No predicted speed-up: ngram, causal-base (no step was timed)." in text
 
 
 def test_pages_hold_tables_and_plots(evaluated: tuple[Path, Done]) -> None:
@@ -558,95 +581,6 @@ def test_quality_stands_beside_plain(world: World, evaluate: Callable, tmp_path:
 # ---- lossless or not ----
 
 
-@pytest.fixture(scope="module")
-def greedy(world: World, target: Target) -> tuple[Any, TaskPrompt, list[int]]:
-    """(the plain model, a prompt, its greedy answer of 16 tokens)."""
-    model = load_model(str(world.target), "target", "cpu", "float32")
-    for text in world.texts:
-        item = TaskPrompt("task", text, target.tokenizer(text)["input_ids"])
-        answer = greedy_equivalence.reference_greedy_output(model, item.prompt_ids, NEW, target)
-        if len(answer) == NEW:
-            return model, item, answer
-    raise AssertionError("every answer of this world is short")
-
-
-def other_than(*tokens: int) -> int:
-    return next(token for token in range(20, 30) if token not in tokens)
-
-
-@pytest.mark.parametrize("change", ["first", "middle", "last", "shorter", "longer"])
-def test_a_wrong_output_is_a_failure(
-    target: Target, greedy: tuple[Any, TaskPrompt, list[int]], change: str
-) -> None:
-    """Bug: a real divergence is excused as a tie, or a missing end is not compared at all."""
-    model, item, answer = greedy
-    at = {"first": 0, "middle": 7, "last": NEW - 1, "shorter": NEW - 1, "longer": NEW}[change]
-    wrong = [] if change == "shorter" else [other_than(*answer[at : at + 1])]
-    output = answer[:at] + wrong + answer[at + 1 :]
-    verdict = greedy_equivalence.check_greedy_equivalence(
-        target, model, [item, item], [answer] * 2, [answer, output], K
-    )
-    assert verdict["greedy_identical"] is False
-    assert (verdict["prompts"], verdict["identical"], verdict["ties"]) == (2, 1, [])
-    assert [f["position"] for f in verdict["failures"]] == [at]
-    assert (verdict["exact"], verdict["tied"], verdict["failed"]) == (0.5, 0.0, 0.5)
-    json.dumps(verdict, allow_nan=False)  # a missing token has no logit to be infinitely far from
-
-
-@pytest.fixture
-def tied(
-    world: World, greedy: tuple[Any, TaskPrompt, list[int]]
-) -> tuple[Target, Any, list[int], int]:
-    """(target, model, its answer, twin): the answer's token at 5 has a twin with the very same logit."""
-    answer = greedy[2]
-    twin = other_than(*answer)
-    target = load_target(str(world.target), "cpu")
-    model = load_model(str(world.target), "target", "cpu", "float32")
-    with torch.no_grad():
-        for one in (target.decoder.model, model):
-            one.lm_head.weight[twin] = one.lm_head.weight[answer[5]]
-    return target, model, answer, twin
-
-
-def test_an_exact_tie_is_a_tie(
-    greedy: tuple[Any, TaskPrompt, list[int]], tied: tuple[Target, Any, list[int], int]
-) -> None:
-    """Bug: two equal logits swap between passes, and a lossless decoder is called broken."""
-    target, model, answer, twin = tied
-    output = [*answer[:5], twin, *answer[6:]]
-    verdict = greedy_equivalence.check_greedy_equivalence(
-        target, model, [greedy[1]], [answer], [output], K
-    )
-    assert verdict["greedy_identical"] is True
-    assert verdict["failures"] == []
-    assert [(t["position"], t["gap"]) for t in verdict["ties"]] == [(5, 0.0)]
-
-
-def test_a_third_token_at_a_tie_is_a_failure(
-    greedy: tuple[Any, TaskPrompt, list[int]], tied: tuple[Target, Any, list[int], int]
-) -> None:
-    """Bug: where two logits tie, any token at all is excused."""
-    target, model, answer, twin = tied
-    output = [*answer[:5], other_than(*answer, twin), *answer[6:]]
-    verdict = greedy_equivalence.check_greedy_equivalence(
-        target, model, [greedy[1]], [answer], [output], K
-    )
-    assert verdict["greedy_identical"] is False
-    assert verdict["ties"] == []
-
-
-def test_noise_is_that_of_the_passes(greedy: tuple[Any, TaskPrompt, list[int]]) -> None:
-    """Bug: the noise is of nothing, so that bf16 ties fail; or so large that fp32 divergences are excused."""
-    model, item, answer = greedy
-    text, start = [*item.prompt_ids, *answer], len(item.prompt_ids)
-    exact = greedy_equivalence.logit_noise(model, text, start, K + 1)
-    coarse = greedy_equivalence.logit_noise(
-        copy.deepcopy(model).to(torch.bfloat16), text, start, K + 1
-    )
-    assert 0 <= exact < 1e-4
-    assert 1e-3 < coarse < 1.0
-
-
 @pytest.mark.slow
 def test_bf16_lists_its_ties(world: World, evaluate: Callable, tmp_path: Path) -> None:
     """Bug: in bf16 every near-tie is a failure, or a margin is missing from the list."""
@@ -657,7 +591,7 @@ def test_bf16_lists_its_ties(world: World, evaluate: Callable, tmp_path: Path) -
         verdict = entry["lossless"]
         assert verdict["greedy_identical"] is True, verdict["failures"]
         assert verdict["identical"] + len(verdict["ties"]) == 12
-        assert all(0 <= tie["gap"] <= 2 * tie["noise"] for tie in verdict["ties"])
+        assert all(abs(tie["gap"]) <= tie["noise"] for tie in verdict["ties"])
 
 
 # ---- bad input destroys nothing ----

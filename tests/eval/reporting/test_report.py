@@ -159,7 +159,7 @@ def test_nulls_are_dashes(report: dict[str, Any]) -> None:
         assert "nan" not in text
     row = next(x for x in render.render_markdown(report).splitlines() if x.startswith("| plain"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[5] == "–"  # α
+    assert cells[4] == cells[6] == "–"  # predicted, α
 
 
 def test_sorted_by_speedup_pooled_task_first(report: dict[str, Any]) -> None:
