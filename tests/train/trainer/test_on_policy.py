@@ -1,6 +1,7 @@
 """Rows that the draft writes itself, by the real command: its words, the target's labels, the same after a kill."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,10 +127,48 @@ def test_killed_while_it_writes_the_rest_is_written(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            distill(world, data, out)
+        assert distill(world, data, out).code == 130
     done = distill(world, data, out)
     assert done.code == 0, done.err
+    assert listed(out) == listed(undisturbed)
+    assert weights_of(out) == weights_of(undisturbed)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_a_run_that_lost_rows_goes_back_to_where_they_are_made(
+    world: World, data: Path, undisturbed: Path, tmp_path: Path, damage: str
+) -> None:
+    """Bug: rows of a round are made by later weights, or the advice for a damaged shard is to run train/sample.py."""
+    out, keep = tmp_path / "out", ["--loop.keep", 9]
+    assert distill(world, data, out, *keep).code == 0
+    for step in ("step-000009", "step-000012"):
+        shutil.rmtree(out / "checkpoints" / step)
+    (out / "checkpoints" / "latest").write_text("step-000006\n")
+    [shard] = (out / "on_policy" / "step-000004-16" / "shards").iterdir()
+    if damage == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-40])
+    done = distill(world, data, out, *keep)
+    assert done.code == 0, done.err
+    assert "goes on from the intact step-000003" in done.err
+    assert "step-000004-16, which its next steps read" in done.err
+    assert listed(out) == listed(undisturbed)
+    assert weights_of(out) == weights_of(undisturbed)
+
+
+def test_damaged_rows_of_a_round_that_begins_are_made_again(
+    world: World, data: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Bug: a damaged shard ends the run although the weights that made its rows are there."""
+    out, every = tmp_path / "out", ["--loop.save_every", 4, "--loop.keep", 9]
+    assert distill(world, data, out, *every).code == 0
+    (out / "checkpoints" / "latest").write_text("step-000004\n")
+    [shard] = (out / "on_policy" / "step-000004-16" / "shards").iterdir()
+    worlds.flip_byte(shard, 200)
+    done = distill(world, data, out, *every)
+    assert done.code == 0, done.err
+    assert "from step 4" in done.err
     assert listed(out) == listed(undisturbed)
     assert weights_of(out) == weights_of(undisturbed)
 
@@ -222,7 +261,7 @@ def test_the_target_labels_them(world: World, data: Path, tmp_path: Path) -> Non
     [
         (["--draft.family", "medusa", "--draft.init", ""], "medusa heads cannot generate text"),
         (["--features", "somewhere"], "leave `features` empty"),
-        (["--on_policy.share", 1.5], "share 1.5"),
+        (["--on_policy.share", 1.5], "on_policy.share is 1.5"),
         (["--on_policy.every", 0], "every"),
     ],
 )
