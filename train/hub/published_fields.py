@@ -29,6 +29,13 @@ def withheld(value: Any, known: Collection[str]) -> str:
     return "not published"
 
 
+def sentence(value: Any, known: Collection[str]) -> str:
+    """A sentence of this program if it has no path, link or address."""
+    return (
+        value if re.fullmatch(r"[\w ,.;()%=<>×–-]{1,300}", str(value)) else withheld(value, known)
+    )
+
+
 def place(value: Any, known: Collection[str]) -> str:
     """A Hub name or a folder below the current one; of any other path, or of a link, the last part."""
     text = match(r".*", value, "a path or a Hub name")
@@ -174,6 +181,7 @@ ENTRY = {
     "draft": place,
     "draft_sha256": digest,
     "draft_altered": flag,
+    "prediction_missing": sentence,
     "tree": TREE,
     **GROUP,
     "domain": name,
