@@ -10,13 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from decode.checkpoints import importers, layouts
 from decode.checkpoints.importers import DraftCheckpoint, Tensors
-from decode.common.errors import UserError, first_line
+from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE, check_tokenizer, draft_sha256
-from decode.model.loading import load_model, load_target, load_tokenizer, tokenizer_fingerprint
+from decode.model.loading import (
+    load_config,
+    load_model,
+    load_target,
+    load_tokenizer,
+    tokenizer_fingerprint,
+)
 from train.families.causal import resize_vocabulary
 
 ExportedFiles = tuple[dict[str, Any], Tensors, str]
@@ -109,11 +113,7 @@ def to_speculators(checkpoint: DraftCheckpoint, target: str, k: int) -> Exported
 
 
 def _target_architectures(target: str) -> list[str]:
-    try:
-        return list(AutoConfig.from_pretrained(target).architectures or [])
-    except Exception as error:  # any of a dozen kinds, from no network to an unknown model type
-        reason = first_line(error)
-        raise UserError(f"config of target {target!r} cannot be read: {reason}") from error
+    return list(load_config(target, "target").architectures or [])
 
 
 def to_medusa_legacy(checkpoint: DraftCheckpoint, target: str) -> ExportedFiles:
@@ -185,7 +185,7 @@ def export_hf(path: str, name: str, out: Path) -> None:
 
 
 def _config_dtype(path: str) -> str:
-    return str(AutoConfig.from_pretrained(path).dtype or "float32").removeprefix("torch.")
+    return str(load_config(path, "draft").dtype or "float32").removeprefix("torch.")
 
 
 def write_metadata(path: str, metadata: Mapping[str, Any], out: Path) -> None:

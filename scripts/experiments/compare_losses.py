@@ -111,7 +111,7 @@ def evaluate_draft(s: CompareLossesConfig, folder: Path) -> dict[str, list[list[
     file = Path(s.drafts) / f"{folder.name}.json"
     settings = {"k": s.k, "max_new_tokens": s.max_new_tokens, "limit": s.limit}
     if file.is_file():
-        kept: dict[str, Any] = json.loads(file.read_text())
+        kept = files.read_json_object(file, "a measurement of this command")
         if kept.pop("settings", None) != settings:
             raise UserError(f"{file} was measured with other settings than {settings}: delete it")
         return kept

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from decode.common.errors import UserError
 from decode.drafts.base import read_metadata
-from decode.model.loading import load_tokenizer, tokenizer_fingerprint
+from decode.model.loading import load_config, load_tokenizer, tokenizer_fingerprint
 from scripts.engine_compat.rules.checkpoint import SILENT, DraftFiles, Rule, has_file
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -19,7 +19,7 @@ def expected_shapes(d: DraftFiles) -> dict[str, tuple[int, ...]]:
     UserError if transformers makes no model of the config.
     """
     try:
-        config = AutoConfig.from_pretrained(d.path)
+        config = load_config(d.path, "draft")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, KeyError, OSError) as error:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from decode.checkpoints import importers, layouts
-from decode.common.errors import UserError, first_line
+from decode.common.errors import UserError
 from decode.drafts.base import draft_sha256, read_metadata
-from decode.model.loading import load_tokenizer, tokenizer_fingerprint
+from decode.model.loading import load_config, load_tokenizer, tokenizer_fingerprint
 
 TensorShape = tuple[int, ...]
 REFUSED, SILENT, IGNORED = "refused", "silent", "ignored"
@@ -95,11 +94,7 @@ class Finding:
 
 def read_target(name: str, tokenizer: bool) -> TargetInfo:
     """UserError if its config (or tokenizer, if asked for) cannot be read. Loads no weights."""
-    try:
-        config = AutoConfig.from_pretrained(name).get_text_config(decoder=True)
-    except Exception as error:  # any of a dozen kinds, from no network to an unknown model type
-        reason = first_line(error)
-        raise UserError(f"config of target {name!r} cannot be read: {reason}") from error
+    config = load_config(name, "target").get_text_config(decoder=True)
     fingerprint = tokenizer_fingerprint(load_tokenizer(name)) if tokenizer else None
     return TargetInfo(name, config.to_dict(), fingerprint)
 
