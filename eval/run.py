@@ -23,7 +23,7 @@ from decode.common.command import run_command
 from decode.common.progress import progress_bars
 from decode.drafts.base import check_request
 from decode.engine.records import DecodeRecord
-from decode.model.loading import load_target
+from decode.model.loading import load_config, load_target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, config
 from eval.benchmark.config import EvalConfig
@@ -94,6 +94,8 @@ def check_requests(s: EvalConfig, methods: Sequence[Method]) -> None:
 
 def main(s: EvalConfig) -> None:
     config.check(s)
+    if s.original:
+        load_config(s.original, "original")
     target = load_target(s.target, s.device, s.dtype, s.revision)
     methods = build_methods(s, target)  # every mistake shows before the folder is changed
     baselines.check(s, methods)

@@ -25,6 +25,7 @@ from decode.common.ranges import DraftLength
 from decode.common.run_dir import check_folder, replace_folder
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
+from decode.model.names import check_name
 from scripts.engine_compat import exporters
 
 FORMATS = ("flat", "speculators", "medusa-legacy", "hf")
@@ -52,7 +53,11 @@ def main(s: ExportConfig) -> None:
     check_folder(out)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{s.out} is not empty: name a new folder with --out")
+    if s.target:
+        check_name(s.target, "target")
     path = importers.resolve_folder(s.draft)
+    if not (Path(path) / "config.json").is_file():
+        raise UserError(f"draft {s.draft!r} holds no config.json: give the folder of a saved draft")
     family, facts = draft_family(path), read_metadata(path)
     target = s.target or facts.get("target", {}).get("name", "")
     if (family == "causal") != (s.format == "hf"):

@@ -71,6 +71,7 @@ def open_run(
             else:
                 resumes = _continues(path, settings)
         text = f"{HEADER}{command}\n{to_yaml(settings)}"
+        earlier, before = (path / RUN_FILE).read_bytes() if resumes else b"", _times(path)
         if settings.overwrite and not resumes and (path / RUN_FILE).is_file():
             _move_aside(path, text)
         else:
@@ -83,6 +84,8 @@ def open_run(
                 error.add_note(
                     f"what is finished is kept in {folder}, and the same command{without} goes on"
                 )
+            if resumes and _times(path) == before:  # refused before it did anything
+                files.write_atomically(path / RUN_FILE, earlier)
             if (path / PREVIOUS_RUN).exists():
                 error.add_note(f"the earlier run lies in {path / PREVIOUS_RUN}")
             raise
@@ -117,6 +120,14 @@ def replace_folder(out: Path) -> Iterator[Path]:
             if old.exists():
                 old.rename(out)
             raise
+
+
+def _times(folder: Path) -> dict[str, int]:
+    """{path: time of its last change} of the files in the folder, without those of this module."""
+    found = ((path.relative_to(folder), path) for path in folder.rglob("*") if path.is_file())
+    return {
+        str(name): path.stat().st_mtime_ns for name, path in found if str(name) not in OWN_NAMES
+    }
 
 
 def check_folder(path: Path) -> None:

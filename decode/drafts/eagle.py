@@ -13,7 +13,7 @@ from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read
 from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
 from decode.model.attention import attention_forward, forward_context
-from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, LMHead
+from decode.model.hidden_states import HiddenStateBuffer, HiddenStateHooks, HiddenStateSpec, LMHead
 from decode.model.kv_cache import SlotMapping, StaticKVCache, TreeNodes
 from decode.model.loading import DTYPES, Target
 from decode.model.runner import PREFILL_CHUNK
@@ -154,6 +154,7 @@ def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
                     f"draft {path!r} has {flag} true, but was trained here without: get the files again"
                 )
         taps = HiddenStateSpec(layouts.aux_layers(config, target.decoder.config.num_hidden_layers))
+        HiddenStateHooks(target.decoder.model, taps).remove()  # UserError for layers it has not
         ids = layouts.draft_to_target_ids(path, config, tensors)
         if ids is None and "lm_head.weight" not in tensors:  # then the head is the target's
             tensors["lm_head.weight"] = target.decoder.model.get_output_embeddings().weight.detach()

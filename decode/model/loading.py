@@ -74,7 +74,8 @@ def load_config(name: str, what: str, revision: str | None = None) -> Any:
 
 def _read_config(name: str, what: str, revision: str | None, folder: str) -> Any:
     try:
-        config = AutoConfig.from_pretrained(folder, revision=revision)
+        with _quietly():
+            config = AutoConfig.from_pretrained(folder, revision=revision)
     except Exception as error:  # transformers raises a dozen kinds
         raise _load_error(name, what, folder, ("config.json",), error) from error
     check_sizes(config, f"{what} {name!r}")
@@ -237,6 +238,19 @@ def find_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def _eos_ids(model: Any, name: str) -> frozenset[int]:
+    """The ids that end a text. UserError for one that is no id of the model's vocabulary."""
+    ids = _as_list(model.generation_config.eos_token_id)
+    size = model.get_input_embeddings().weight.shape[0]
+    bad = [one for one in ids if not isinstance(one, int) or not 0 <= one < size]
+    if bad:
+        raise UserError(
+            f"target {name!r}: eos_token_id {bad[0]!r} of its generation_config.json is no id of its {size} tokens: "
+            "correct it"
+        )
+    return frozenset(ids)
+
+
 def load_target(
     name: str, device: str = "auto", dtype: str = "float32", revision: str | None = None
 ) -> Target:
@@ -250,5 +264,5 @@ def load_target(
         name=name,
         revision=vars(model.config).get("_commit_hash") or revision,
         fingerprint=tokenizer_fingerprint(tokenizer),
-        eos=frozenset(_as_list(model.generation_config.eos_token_id)),
+        eos=_eos_ids(model, name),
     )

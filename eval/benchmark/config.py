@@ -17,7 +17,9 @@ from decode.common.ranges import (
     TreeWidth,
     at_least,
 )
+from decode.model.loading import pick_device
 from decode.verification.registry import find_rule
+from eval.tasks.dataset_specs import load_dataset_specs
 from eval.tasks.loading import Task
 
 ENGINES = ("hf", "hf-assisted", "vllm")
@@ -140,18 +142,26 @@ def check(s: EvalConfig) -> None:
     """UserError for settings that contradict each other."""
     if not s.temperatures or not s.tasks:
         raise UserError("give at least one temperature and one task")
+    if len(set(s.temperatures)) < len(s.temperatures):
+        raise UserError(f"temperatures {s.temperatures}: give each one once")
+    if s.mode == "graph" and not pick_device(s.device).startswith("cuda"):
+        raise UserError("mode graph needs a CUDA device: choose eager or compiled")
+    for task in s.tasks:
+        if task.kind and task.kind not in load_dataset_specs():
+            known = ", ".join(load_dataset_specs())
+            raise UserError(f"task {task.name!r}: no kind {task.kind!r}; there are {known}")
     tasks = [task.name for task in s.tasks]
     if len(set(tasks)) < len(tasks) or "all" in tasks:
         raise UserError(
             f"tasks {', '.join(tasks)}: give every task its own name; `all` is the pooled one"
         )
     names = [m.name for m in s.methods]
-    if len(set(names)) < len(names) or "plain" in names:
+    if len(set(names)) < len(names) or not {"plain", ""}.isdisjoint(names):
         raise UserError("give every method its own name; plain is always there")
     for pair in s.acceptance.pairs:
-        if len(pair) != 2 or not set(pair) <= set(names):
+        if len(pair) != 2 or len(set(pair) & set(names)) != 2:
             raise UserError(
-                f"acceptance.pairs {pair}: give pairs of the methods {', '.join(names)}"
+                f"acceptance.pairs {pair}: give pairs of two of the methods {', '.join(names)}"
             )
     for engine in requested_engines(s):
         if engine not in ENGINES:
@@ -166,6 +176,8 @@ def check(s: EvalConfig) -> None:
             raise UserError(
                 f"method {m.name!r}: tree.paths has {len(m.tree.paths)} nodes: give at most {MAX_DRAFT_LENGTH:,}"
             )
+        if m.layers and m.draft:
+            raise UserError(f"method {m.name!r}: layers is for early-exit, which has no draft")
         if m.alpha and any(s.temperatures):
             raise UserError(
                 f"method {m.name!r} simulates acceptance, which needs temperature 0: set --temperatures '[0.0]'"

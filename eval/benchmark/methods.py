@@ -60,6 +60,8 @@ def build_methods(s: EvalConfig, target: Target) -> list[Method]:
         depth = draft_depth(m, s.k)
         check_draft_length(target, depth, f"k of method {m.name!r}")
         draft = build_draft(m, target, s.dtype)
+        if tree_shape(m.tree) is not None and not m.alpha and not drafts_trees(m):
+            raise UserError(f"method {m.name!r} drafts chains only: give it no tree")
         methods.append(Method(m.name, draft, depth, m.rule, draft.shape))
     return methods
 
@@ -95,8 +97,12 @@ def build_draft(m: MethodConfig, target: Target, dtype: str) -> Draft:
 
 def follows_tree_shape(m: MethodConfig, draft: Draft) -> bool:
     """Whether the method's draft, built for `m`, can propose trees of a given shape."""
-    if isinstance(draft, CrossDeviceDraft):  # the shape would not reach the draft inside
-        return False
+    # of a draft on another device the shape would not reach the draft inside
+    return not isinstance(draft, CrossDeviceDraft) and drafts_trees(m)
+
+
+def drafts_trees(m: MethodConfig) -> bool:
+    """Whether drafts of the method's family can propose trees."""
     family = find_family(m.draft) if m.draft else DRAFT_FAMILIES[m.name]
     return family.supports_trees
 

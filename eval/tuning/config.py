@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Literal
 
 from decode.common.errors import UserError
@@ -79,6 +80,8 @@ class TuneConfig:
 def check_config(s: TuneConfig) -> None:
     """UserError for settings that make no sweep, or that eval/run.py would refuse."""
     config.check(to_eval_config(s))
+    if not s.methods:
+        raise UserError("methods is empty: give at least one draft to tune")
     lists = {
         "ks": s.ks,
         "batch_ks": s.batch_ks,
@@ -179,7 +182,8 @@ def tree_stage(
             ["ranks", method.name, temperature],
             partial(fit_rank_accuracy, s, context, method, temperature),
         )
-        for n in s.tree_nodes if accuracy else ():
+        most = sum(prod(map(len, accuracy[:levels])) for levels in range(1, len(accuracy) + 1))
+        for n in (n for n in s.tree_nodes if n <= most):  # few levels have no larger trees
             tree = optimal_static_tree(accuracy, n)
             fixed = replace(method, k=len(accuracy), shape=tree)
             settings.append(fixed)

@@ -8,6 +8,7 @@ then used by vLLM, as are the good ones. A bad draft does not change vLLM's outp
 accepted counts show it. scripts/engine_compat/corruptions.py lists the mistakes; the checker's tests run all of them.
 """
 
+import difflib
 import json
 import shutil
 import sys
@@ -130,7 +131,8 @@ def study(s: CorruptionStudyConfig) -> None:
     names = s.only or [name for name, corruption in known.items() if corruption.run_in_vllm]
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise UserError(f"no corruption {unknown[0]!r}: give some of {', '.join(known)}")
+        close = difflib.get_close_matches(unknown[0], known, cutoff=0.0)
+        raise UserError(f"only: no corruption {unknown[0]!r}; the closest are {'; '.join(close)}")
     todo = [(family, "none") for family in dict.fromkeys(known[name].family for name in names)]
     todo += [(known[name].family, name) for name in names]
     sizes = {"k": s.k, "prompts": len(prompts), "max_new_tokens": s.max_new_tokens}

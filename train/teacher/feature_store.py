@@ -49,13 +49,32 @@ class DamagedShardError(UserError):
     """A shard of features that cannot be used."""
 
 
+FIRST_FILES = {"manifest.json", "manifest.json.tmp"}
+"""In the folder of a kind before its first shard."""
+
+
+def check_folder(folder: Path) -> None:
+    """UserError unless `folder` is absent, empty, or holds features only."""
+    if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
+        raise UserError(f"features {folder} is no folder: name one with --features")
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        of_features = entry.is_dir() and (
+            (entry / "shards").is_dir() or {x.name for x in entry.iterdir()} <= FIRST_FILES
+        )
+        if not of_features and entry.name != lock.LOCK_FILE:
+            raise UserError(
+                f"features {folder} holds {entry.name!r}, which is none: name a new folder with --features"
+            )
+
+
 class FeatureStore:
     """A folder of features for these samples in this order: where each sample is, and which shards exist."""
 
     def __init__(
         self, folder: Path, kinds: Sequence[FeatureSchema], rows: Sequence[SampleRow], key: dict
     ):
-        """`key` identifies target and settings. UserError if the folder was made with another key or other samples."""
+        """`key` identifies target and settings. UserError if the folder was made with another key or other samples, or
+        holds something else."""
         self.folder, self.kinds, self.rows = folder, kinds, rows
         self.key = {
             "format": FORMAT_VERSION,
@@ -63,6 +82,7 @@ class FeatureStore:
             "samples": samples_digest(rows),
             "count": len(rows),
         }
+        check_folder(folder)
         for kind in kinds:
             self._check_manifest(kind)
         tokens = np.array([len(row["input_ids"]) for row in rows])

@@ -18,12 +18,13 @@ from decode.engine.records import DecodeRecord, RoundRecord
 from decode.model.runner import ModelRunner
 from decode.verification.tree import DynamicTree, StaticTree, optimal_static_tree, tree_from_paths
 from eval.benchmark import timing
+from eval.benchmark.config import MethodConfig
 from eval.benchmark.journal import Journal
 from eval.benchmark.methods import PLAIN_DECODING, Method, describe_tree, tree_paths
 from eval.benchmark.timing import TimingContext, TimingResult, decode_batch
 from eval.metrics.speedup_model import recommended_k_range
 from eval.tasks.loading import TaskPrompt
-from eval.tuning.config import interleave_groups
+from eval.tuning.config import TuneConfig, interleave_groups, tree_stage
 from eval.tuning.selection import (
     cross_validated_predictions,
     fastest_chains,
@@ -278,6 +279,21 @@ def test_ranks_of_a_round() -> None:
     assert emitted_ranks(record(proposed[:4], [10, 20]), tree) == []  # cut at the context
 
 
+def test_a_draft_with_few_levels_gets_the_trees_that_it_can_have(
+    context: TimingContext, causal: Method, tmp_path: Path
+) -> None:
+    """Catches a sweep that ends after its chains, because one level of four choices has no tree of 16 nodes."""
+    own = replace(causal, name="early-exit")
+    s = TuneConfig(methods=[MethodConfig("early-exit", layers=1)], tree_nodes=[3, 4, 16])
+    for levels, sizes in ((1, [3, 4]), (2, [3, 4, 16]), (0, [])):
+        journal = Journal(tmp_path / f"{levels}.jsonl", {})
+        journal.put(["ranks", "early-exit", 0.0], [[0.5, 0.2, 0.1, 0.1]] * levels)
+        stage, expected = tree_stage(s, context, [own], 0.0, journal)
+        fixed = [x.shape for x in stage.settings if isinstance(x.shape, StaticTree)]
+        assert [len(shape.parents) for shape in fixed] == sizes
+        assert len(expected) == len(sizes)
+
+
 @pytest.mark.parametrize("nodes", [3, 7, 12])
 def test_paths_make_the_tree_again(nodes: int) -> None:
     """Catches a tree that a configuration file cannot carry."""
@@ -456,8 +472,8 @@ def test_tuned_settings_run(tune: Callable[..., Done], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--ks", "[0]"], "from 1 on"),
-        (["--ks", "[2, 2]"], "different whole numbers"),
+        (["--ks", "[0]"], "from 1 to"),
+        (["--ks", "[2, 2]"], "every number once"),
         (["--ks", "[]"], "at least one draft length"),
         (["--batch_sizes", "[16]"], "8 prompts are too few"),
         (["--calibrate", "[6, 2]"], "the smaller one first"),
