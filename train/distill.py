@@ -151,8 +151,6 @@ def build_draft(
     s: DistillConfig, target: Target, rows: Sequence[sample_store.SampleRow]
 ) -> TrainableDraft:
     """The draft in training. UserError, before any step, if training could not measure it with these settings."""
-    if s.draft.init:
-        check_saved_draft(s.draft.init)
     folder = None
     if s.features and not s.dry_run:
         folder = FeatureFolder(Path(s.features), s.features_top, s.loop.max_length)
@@ -180,6 +178,8 @@ def load_components(
     s: DistillConfig, accelerator: Accelerator
 ) -> tuple[DistillConfig, RunComponents]:
     """(settings with steps computed from epochs, the loaded parts). UserError if they do not fit together."""
+    if s.draft.init and accelerator.is_main_process:
+        check_saved_draft(s.draft.init)
     target = load_target(s.target, str(accelerator.device), s.target_dtype, s.revision)
     rows, dropped = load_rows(s, target)
     s = replace(s, loop=s.loop.resolve_epochs(len(rows)))

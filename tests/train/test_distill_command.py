@@ -162,8 +162,7 @@ def test_killed_just_before_a_rename(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train()
+        assert train().code == 130
     assert len(list(tmp_path.rglob(f"{file}.tmp"))) == 1
     done = train()
     assert done.code == 0, done.err
@@ -437,7 +436,7 @@ def test_a_damaged_shard_is_named(data: Path, train: Callable, tmp_path: Path) -
     shutil.copytree(data, folder)
     damaged = sorted((folder / "shards").glob("*.parquet"))[1]
     worlds.flip_byte(damaged, len(damaged.read_bytes()) // 2)
-    assert str(damaged) in train("--data", folder).error()
+    assert f"{folder}: shard {damaged.name} is damaged" in train("--data", folder).error()
     assert not (tmp_path / "out").exists()
 
 
