@@ -6,6 +6,7 @@ twice and aliases that expand to more than MAX_YAML_NODES values.
 """
 
 import gzip
+import contextlib
 import json
 import os
 import sys
@@ -32,11 +33,16 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:  # such as a full disk
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

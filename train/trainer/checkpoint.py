@@ -75,7 +75,11 @@ def save(
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    accelerator.save_state(str(scratch), safe_serialization=True)
+    try:
+        accelerator.save_state(str(scratch), safe_serialization=True)
+    except Exception:  # such as a full disk
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         contents = {**asdict(state), "files": _digests(scratch)}
