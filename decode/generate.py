@@ -107,6 +107,8 @@ def main(s: GenerateConfig) -> None:
         raise UserError("give --prompt or --prompt_file, not both")
     if s.prompt_file:
         s.prompt = read_text(s.prompt_file)
+    if s.prompt_file and not s.prompt:
+        raise UserError(f"{s.prompt_file} is empty: write the prompt into it")
     if not s.prompt:
         raise UserError("give --prompt TEXT or --prompt_file FILE")
     target = load_target(s.target, s.device, s.dtype, s.revision)

@@ -169,7 +169,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     """The tokenizer in a folder or on the Hub. UserError when it cannot be loaded."""
     folder = model_folder(name, "tokenizer", revision)
     try:
-        return AutoTokenizer.from_pretrained(folder, revision=revision)
+        with _quietly():
+            return AutoTokenizer.from_pretrained(folder, revision=revision)
     except Exception as error:
         files = (
             "config.json",

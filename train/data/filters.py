@@ -7,6 +7,7 @@ from typing import Annotated
 
 import numpy as np
 
+from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, zero_or
 from train.data.prompts import Prompt, prompt_text
 
@@ -35,6 +36,12 @@ class FilterConfig:
     near_duplicates: Annotated[float, zero_or(0.6, 1)] = 0.0
     """A prompt is dropped if its similarity to an earlier one, the share of 5-word shingles in common, is at least
     this: 0.6 to 1; 0 drops equal prompts only."""
+
+    def __post_init__(self) -> None:
+        if 0 < self.max_prompt < self.min_prompt:
+            raise UserError(
+                f"filters.min_prompt {self.min_prompt} is above filters.max_prompt {self.max_prompt}: lower it"
+            )
 
 
 def drop_overlaps(prompts: list[Prompt], evaluation_texts: list[str]) -> tuple[list[Prompt], int]:
