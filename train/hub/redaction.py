@@ -143,14 +143,6 @@ def check_folder(folder: Path, known: Collection[str] = ()) -> None:
         _check_bytes(path, where)
 
 
-def find_local_path(text: str, content: Any = None) -> str | None:
-    """The first local path in the text, or among the strings of its parsed JSON `content`; None if there is none."""
-    match = LOCAL_PATH.search(text)
-    if match is not None:
-        return match[1]
-    return next((item for _, item in _strings(content, "") if _is_path(item)), None)
-
-
 def is_pickle(path: Path) -> bool:
     """Whether a file is a pickle, by its name or by its content (old pickles and torch's archives)."""
     if path.suffix in PICKLES:
@@ -211,10 +203,10 @@ def _check_lines(text: str, where: str, vocabulary: bool, known: Collection[str]
         raise UserError(
             f"{where}, line {line}, holds what looks like {secret.what}: remove it and revoke it"
         )
-    local_path = None if vocabulary else find_local_path(text)
+    local_path = None if vocabulary else LOCAL_PATH.search(text)
     if local_path is not None:
         raise UserError(
-            f"{where} contains the local path {local_path!r}: write the file again without it"
+            f"{where} contains the local path {local_path[1]!r}: write the file again without it"
         )
 
 
