@@ -148,7 +148,8 @@ def benchmark_command(report: Report) -> str | None:
 
 def terminal_table(report: Report) -> RichTable:
     """A console table for 80 columns: a row for each task, temperature and method."""
-    table = RichTable(title=Text(f"Speculative decoding of {target_name(report)}"), box=box.SIMPLE)
+    title = Text(f"Speculative decoding of {target_name(report)}")
+    table = RichTable(title=title, box=box.SIMPLE, padding=0, show_edge=False)
     table.add_column("task")
     table.add_column("T", justify="right")
     table.add_column("method", no_wrap=True)

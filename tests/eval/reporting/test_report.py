@@ -302,6 +302,33 @@ def test_terminal_table(report: dict[str, Any]) -> None:
     assert "1.92× [1.82, 2.02]" in text
 
 
+def test_the_terminal_table_fits_80_columns(report: dict[str, Any]) -> None:
+    """Catches a column that squeezes out the task, and lossy or simulated methods that look like others."""
+    for m in report["methods"]:
+        m["task"] = "arithmetic" if m["task"] == "prose" else m["task"]
+        m["predicted_speedup"] = 1.87 if m["name"] == "eagle3" else None
+    report["methods"][1]["lossy"] = True
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render.terminal_table(report))
+    rows = [line.split() for line in console.export_text().splitlines()]
+    wanted = [
+        "arithmetic",
+        "0",
+        "eagle3",
+        "3",
+        "40",
+        "2.35",
+        "0.612",
+        "1,234",
+        "1.92×",
+        "[1.82,",
+        "2.02]",
+        "1.87",
+    ]
+    assert wanted in rows
+    assert any(row[1:4] == ["0", "ngram", "(lossy)"] for row in rows)
+
+
 def test_every_measurement_has_its_figure(report: dict[str, Any]) -> None:
     """Catches a figure without its data, and data without its figure."""
     for m in report["methods"]:
