@@ -16,7 +16,6 @@ from typing import Any
 
 from decode.common import files, lock
 from decode.common.cli import to_dict, to_yaml
-from decode.common.command import Terminated
 from decode.common.errors import UserError
 from decode.common.renamed_settings import rename_keys, renamed_settings
 
@@ -79,7 +78,7 @@ def open_run(
         try:
             yield Run(resumes)
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt | Terminated):
+            if not isinstance(error, UserError):  # a signal, a full disk
                 without = " without --overwrite" if settings.overwrite else ""
                 error.add_note(
                     f"what is finished is kept in {folder}, and the same command{without} goes on"

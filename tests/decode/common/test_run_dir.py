@@ -155,6 +155,18 @@ def test_a_kill_while_the_earlier_run_is_moved_loses_nothing(
         assert contents(out) == before
 
 
+def test_an_error_of_the_world_in_mid_run_says_how_to_go_on(out: Path) -> None:
+    with (
+        pytest.raises(OSError, match="full") as raised,
+        open_run(str(out), Settings(out=str(out)), COMMAND, OWNED),
+    ):
+        raise OSError(errno.ENOSPC, "full")
+    assert raised.value.__notes__ == [
+        f"what is finished is kept in {out}, and the same command goes on"
+    ]
+    assert run(out)
+
+
 def old_run(out: Path) -> None:
     """A run of an earlier version: run.yaml does not name the command, and lacks a setting of today."""
     run(out)
