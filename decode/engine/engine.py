@@ -31,7 +31,8 @@ from decode.verification.registry import find_rule
 from decode.verification.sampling import CounterRNG, Sampler, SamplingParams, warp
 
 BUCKET = 128
-"""Eager buffers hold a multiple of this many slots a row and grow with the rows, since attention reads every slot."""
+"""Eager buffers hold a multiple of this many slots a row and grow with the rows; attention reads as many of them as the
+longest row needs."""
 MODES = ("eager", "compiled", "graph")
 """Names for the `mode` of an engine."""
 
@@ -100,7 +101,8 @@ class SpeculativeEngine:
         rows = len(prompts) if rows is None else min(rows, len(prompts))
         limits = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         seeds = row_seeds(seed, len(prompts)) if seeds is None else seeds
-        state, config = self._prepare_batch(rows, self.num_slots(prompts, max_new_tokens), choose)
+        begin = prompts[:rows] if self.mode == "eager" else prompts
+        state, config = self._prepare_batch(rows, self.num_slots(begin, max_new_tokens), choose)
         lag = 0 if phases is not None else self.lag
         queue = deque(ActiveRequest(i, len(p), limits[i]) for i, p in enumerate(prompts))
         requests: list[ActiveRequest | None] = [None] * rows
@@ -126,12 +128,11 @@ class SpeculativeEngine:
                         request.prompt, True, 0, 0, [], tokens, request.finished, seconds
                     )
                 continue  # a row may be done with its first token
-            active = [r for r in requests if r is not None and not r.finished]
-            if not active:
+            begun = [r for r in requests if r is not None]
+            if all(r.finished for r in begun):
                 return
-            need = max(r.length for r in active) + (lag + 2) * self.max_slots + 2
-            if need > state.history.shape[1]:
-                self._reserve(state, _round_up_to_bucket(need))
+            longest = max(r.length for r in begun)  # rows that are done still draft
+            self._provide_slots(state, longest + (lag + 2) * self.max_slots + 2)
             start = time.perf_counter() if lag else synchronized_time(device)
             in_flight.append((self._launch_round(state, config, phases), list(requests), start))
             if len(in_flight) > lag:
@@ -142,9 +143,10 @@ class SpeculativeEngine:
                 yield from records
 
     def num_slots(self, prompts: list[list[int]], max_new_tokens: int) -> int:
-        """Slots a row of the buffers that `speculate` begins with. Compiled code is specific to rows and slots.
+        """Slots a row of the buffers that `speculate` begins with for these prompts, the first ones in mode eager.
 
-        Eager buffers grow with the rows; others have room for the longest row from the start.
+        Eager buffers grow with the rows; others have room for the longest row from the start, because compiled code is
+        specific to rows and slots.
         """
         spare = (self.lag + 2) * self.max_slots + 2  # rows that are done still draft
         longest = max(map(len, prompts))
@@ -168,6 +170,8 @@ class SpeculativeEngine:
         config = StepConfig(self.k, self.sampling, choose or self.rng, self.rule)
         if self.draft is not None:
             self.draft.begin_batch(DraftContext(rows, size, self.k, self.sampling, config.choose))
+        for slots in self._kv_buffers():  # an eager engine of the same target may have hidden some
+            slots.show(size)
         return self.state, config
 
     @torch.inference_mode()
@@ -192,8 +196,7 @@ class SpeculativeEngine:
             line[: len(text)] = torch.tensor(text)
         tokens = padded.to(device)
         length = torch.tensor([len(text) for text in texts], device=device)
-        if tokens.shape[1] + 2 * self.max_slots + 2 > state.history.shape[1]:
-            self._reserve(state, _round_up_to_bucket(tokens.shape[1] + 2 * self.max_slots + 2))
+        self._provide_slots(state, tokens.shape[1] + 2 * self.max_slots + 2)
         logits = self.target.decoder.prefill(tokens, length, row)
         greedy = self.sampling.greedy
         first = logits.argmax(-1) if greedy else choose(warp(logits, self.sampling))
@@ -226,13 +229,18 @@ class SpeculativeEngine:
         draft_slots = [] if self.draft is None else self.draft.kv_slots()
         return [self.target.decoder.cache.slots, *draft_slots]
 
-    def _reserve(self, state: BatchState, size: int) -> None:
-        """Enlarges all buffers to `size` slots a row."""
-        self.batch_shape = (len(state.length), size)
-        self.target.decoder.reserve(size)
-        state.reserve(size)
-        if self.draft is not None:
-            self.draft.reserve(size)
+    def _provide_slots(self, state: BatchState, count: int) -> None:
+        """Enlarges all buffers to `count` slots a row where they have fewer; eager forwards attend to no more."""
+        size = _round_up_to_bucket(count)
+        if size > state.history.shape[1]:
+            self.batch_shape = (len(state.length), size)
+            self.target.decoder.reserve(size)
+            state.reserve(size)
+            if self.draft is not None:
+                self.draft.reserve(size)
+        if self.mode == "eager":
+            for slots in self._kv_buffers():
+                slots.show(size)
 
     def _collect_round(
         self, results: AsyncHostCopy, requests: list[ActiveRequest | None], start: float

@@ -49,8 +49,16 @@ class SlotMapping:
         self.size = size
         self.rows = rows
         self.all_rows = torch.arange(rows, device=device)
-        self.slot = torch.arange(size, device=device)  # [S]
+        self.every_slot = torch.arange(size, device=device)
+        self.slot = self.every_slot  # [S] those that forwards attend to
         self.set_positions(torch.zeros(rows, dtype=torch.long, device=device), 1)
+
+    def show(self, count: int) -> None:
+        """Later forwards attend to the first `count` slots alone, beyond which no row may reach.
+
+        Attention reads every slot that is shown, whether or not a row has a token there.
+        """
+        self.slot = self.every_slot if count >= self.size else self.every_slot[:count]
 
     def set_positions(
         self,
@@ -166,6 +174,7 @@ class StaticKVLayer(CacheLayerMixin):
         values[row[:, None], slots.write_slots] = value_states.transpose(1, 2)
         if slots.is_prefill:
             return key_states, value_states  # causal attention among them
+        keys, values = keys[:, : len(slots.slot)], values[:, : len(slots.slot)]
         if slots.row is not None:
             keys, values = keys[row], values[row]
         return keys.transpose(1, 2), values.transpose(1, 2)
