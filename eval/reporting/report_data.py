@@ -18,12 +18,27 @@ ReportEntry = dict[str, Any]
 Tuned = dict[str, Any]
 """The contents of tuned.json, as eval/tune.py writes it."""
 
+METHOD_KEYS = frozenset(
+    ("name", "draft", "k", "tree", "temperature", "batch_size", "task", "prompts", "tau", "tau_ci")
+    + ("alpha", "alpha_ci", "alpha_by_position", "alpha_by_position_ci", "acceptance_rate")
+    + ("counts", "latency_ms", "tokens_per_second", "ms_per_token", "speedup", "speedup_ci")
+    + ("draft_sha256", "mode", "dtype", "verification", "lossy", "phase_ms", "lossless")
+    + ("predicted_speedup",)
+)
+"""What every method of a report has, older reports included."""
+
 
 def read_report(path: Path) -> Report:
     """A report of schema 1, with the sizes of its models added where they are on this disk; UserError otherwise."""
-    return with_model_sizes(
-        _read_measurements(path, "a report of eval/run.py", ["methods"], ["target"])
+    what = "a report of eval/run.py"
+    report = _read_measurements(
+        path, what, ["methods"], ["target", "baseline", "versions", "hardware", "seed"]
     )
+    for number, method in enumerate(report["methods"]):
+        missing = sorted(METHOD_KEYS - method.keys())
+        if missing:
+            raise UserError(f"{path} is not {what}: method {number} has no {missing[0]!r}")
+    return with_model_sizes(report)
 
 
 def read_tuned(path: Path) -> Tuned:

@@ -76,7 +76,19 @@ def tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Damage:
 
 
 def gone(*files: str) -> Damage:
-    return lambda folder: [(folder / file).unlink() for file in files]
+    def damage(folder: Path) -> None:
+        for file in files:
+            (folder / file).unlink()
+
+    return damage
+
+
+def without_weights(then: Damage) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        then(folder)
+
+    return damage
 
 
 def cut(file: str, size: int) -> Damage:
@@ -122,11 +134,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a header cut off": (cut(WEIGHTS, 50), "cannot be loaded .*header.*restore its files"),
     "a huge header": (holds(WEIGHTS, struct.pack("<Q", 2**60)), "cannot be loaded .*header"),
     "weights that are a broken link": (
-        lambda f: [(f / WEIGHTS).unlink(), (f / WEIGHTS).symlink_to("nowhere")],
+        without_weights(lambda folder: (folder / WEIGHTS).symlink_to("nowhere")),
         "no file named model.safetensors",
     ),
     "an index that is a list": (
-        lambda f: [(f / WEIGHTS).unlink(), (f / f"{WEIGHTS}.index.json").write_text("[]")],
+        without_weights(holds(f"{WEIGHTS}.index.json", "[]")),
         "index.json is not a model.safetensors.index.json: it holds a list",
     ),
     "a tensor is missing": (
