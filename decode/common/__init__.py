@@ -8,7 +8,7 @@
 - run_dir: the output folder of a run: whose it is, and no file lost that is another's
 - lock: one process at a time writes into a folder
 - provenance: command line, commit, versions and hardware of a result
-- files: atomic writing, and JSON with an error that names the file
+- files: atomic writing; text, JSON and YAML read with one-line errors that name the file
 - damage: damaged files are moved aside, and what is intact in them is kept
 - progress: bars in a terminal, plain lines in a log
 - secret_patterns: the known forms of tokens, keys and passwords, to find them and to leave them out of messages
