@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from eval.benchmark.journal import Journal
 from tests import worlds
 from tests.train.test_sample_command import rows_of
 from tests.worlds import ROOT, Done, World, contents
-from train.data import conversations, sample_store
+from train.data import conversations, python_corpus, sample_store
 from train.trainer.throughput import ThroughputMeter
 
 SIGNALS = {signal.SIGINT: "stopped by Ctrl-C: ", signal.SIGTERM: "stopped by SIGTERM: "}
@@ -254,3 +255,38 @@ def test_through_accelerate_launch(
     assert done.returncode == 0, done.stderr
     assert "from step 0" not in done.stderr
     assert ", 400 to answer" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", SIGNALS)
+def test_building_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+) -> None:
+    """Catches steps lost since the last checkpoint, and other weights after going on."""
+    text = " ".join(f"x{i} = {i * i}" for i in range(60))
+    for name in ("read_modules", "read_help_topics"):
+        monkeypatch.setattr(python_corpus, name, lambda held_out: {"a": text, "b": text[::-1]})
+    questions = tmp_path / "questions.jsonl"
+    row = json.dumps({"question": "How many?", "answer": "3"})
+    questions.write_text((row + "\n") * 500)
+
+    def build(name: str) -> Done:
+        return worlds.call(
+            "scripts/build_target.py", "--gsm8k", questions, "--work", tmp_path / name / "work",
+            "--assets", tmp_path / name, "--compile", "false", "--window", 64, "--short_window", 32,
+            "--batch_tokens", 64, "--tokens", 64 * 8,
+        )  # fmt: skip
+
+    assert build("whole").code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        stop = lambda: os.kill(os.getpid(), sent)  # noqa: E731
+        on_call(patch, torch.nn.utils, "clip_grad_norm_", 3, stop)
+        done = build("stopped")
+    assert done.code == 128 + sent
+    assert done.err.splitlines()[-1].startswith(f"{SIGNALS[sent]}step 3 is saved; ")
+    done = build("stopped")
+    assert done.code == 0, done.err
+    assert "resumed at step 3 of 8" in done.out
+    weights = [tmp_path / name / "target" / "model.safetensors" for name in ("whole", "stopped")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert list(tmp_path.rglob(".lock")) == []
