@@ -116,7 +116,6 @@ def main(s: GenerateConfig) -> None:
     draft = pick_draft(s.draft, target, dtype=s.dtype)
     ids = encode_prompt(target.tokenizer, s.prompt)
     console = Console()
-    console.print(Text(s.prompt), end="", soft_wrap=True, highlight=False)
     output = DecodeRecord(ids)
     start = time.perf_counter()
     for record in speculate(
@@ -128,6 +127,8 @@ def main(s: GenerateConfig) -> None:
         max_new_tokens=s.max_new_tokens,
         seed=s.seed,
     ):
+        if not output.output_ids:  # not before the first token: nothing is printed of what is refused
+            console.print(Text(s.prompt), end="", soft_wrap=True, highlight=False)
         add_record(output, record)
         # Without colour, as in a file, rejected tokens would look like text.
         for tokens, style in styled_spans(record, s.rejected and console.is_terminal):

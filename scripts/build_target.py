@@ -379,14 +379,15 @@ def main(s: BuildTargetConfig) -> None:
     longest = max(s.window, s.short_window)
     if s.batch_tokens < longest:
         raise UserError(f"batch_tokens is {s.batch_tokens}: give at least {longest}, the longer window")
-    seen, unseen = load_corpus(s.gsm8k)
     target = Path(s.assets) / "target"
     if s.model == "draft" and not (target / "tokenizer.json").is_file():
         raise UserError(f"{target} has no tokenizer.json: build the target first")
     work, out = Path(s.work), Path(s.assets) / s.model
+    check_folder(work)
+    check_folder(out)
+    seen, unseen = load_corpus(s.gsm8k)
     with contextlib.ExitStack() as stack:
         for folder in (work, out):
-            check_folder(folder)
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock.hold(folder / lock.LOCK_FILE, folder))
         try:

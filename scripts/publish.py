@@ -30,7 +30,6 @@ from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.run_dir import check_inputs_outside
 from decode.drafts.base import read_metadata
-from eval.reporting.report_data import read_report
 from scripts.engine_compat.checker import check_draft_files
 from train.hub import publish, upload
 from train.hub.upload import HubLabels
@@ -82,12 +81,12 @@ def main(s: PublishConfig) -> None:
     if s.samples:
         folder = publish.build_dataset_folder(Path(s.samples), s.repo, s.labels, out, s.target)
     else:
-        report = read_report(Path(s.report)) if s.report else None
-        referee, tuned = (
-            read_json_object(path, what, keys) if path else None
-            for path, what, keys in (
-                (s.referee, "the result of scripts/referee.py --out", ("draft_sha256",)),
-                (s.tuned, "tuned.json of eval/tune.py", ("chosen", "cells", "drafts")),
+        report, referee, tuned = (
+            read_json_object(path, what, keys, lists) if path else None
+            for path, what, keys, lists in (
+                (s.report, "report.json of eval/run.py", (), ("methods",)),
+                (s.referee, "the result of scripts/referee.py --out", ("draft_sha256",), ()),
+                (s.tuned, "tuned.json of eval/tune.py", ("drafts",), ("chosen", "cells")),
             )
         )
         draft = Path(s.draft)

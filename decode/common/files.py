@@ -80,15 +80,22 @@ def read_json(path: str | Path) -> Any:
     return parse_json(read_text(path), str(path), "correct it or make it again")
 
 
-def read_json_object(path: str | Path, what: str, keys: Sequence[str] = ()) -> dict[str, Any]:
-    """The JSON object in `path`. UserError unless it has all `keys`; `what` says what the file should be and who
-    writes it, such as "tuned.json of eval/tune.py"."""
+def read_json_object(
+    path: str | Path, what: str, keys: Sequence[str] = (), lists: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The JSON object in `path`. UserError unless it has all `keys`, and lists of objects under the names in `lists`.
+
+    `what` says what the file should be and who writes it, such as "tuned.json of eval/tune.py".
+    """
     value = read_json(path)
     if not isinstance(value, dict):
         raise UserError(f"{path} is not {what}: it holds {_shape(value)}")
-    missing = [key for key in keys if key not in value]
+    missing = [key for key in (*keys, *lists) if key not in value]
     if missing:
         raise UserError(f"{path} is not {what}: it has no {missing[0]!r}")
+    for name in lists:
+        if not isinstance(value[name], list) or not all(isinstance(x, dict) for x in value[name]):
+            raise UserError(f"{path} is not {what}: {name!r} is no list of objects")
     return value
 
 

@@ -21,6 +21,8 @@ from decode.model.gguf_files import gguf_folder
 from decode.model.names import check_name, load_error
 from decode.model.runner import ModelRunner
 
+NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+"""Where it is not set, transformers asks on the terminal whether code from the model's folder shall run."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The values of `dtype` settings."""
 
@@ -75,7 +77,7 @@ def load_config(name: str, what: str, revision: str | None = None) -> Any:
 def _read_config(name: str, what: str, revision: str | None, folder: str) -> Any:
     try:
         with _quietly():
-            config = AutoConfig.from_pretrained(folder, revision=revision)
+            config = AutoConfig.from_pretrained(folder, revision=revision, **NO_CODE)
     except Exception as error:  # transformers raises a dozen kinds
         raise _load_error(name, what, folder, ("config.json",), error) from error
     check_sizes(config, f"{what} {name!r}")
@@ -95,6 +97,7 @@ def load_model(name: str, what: str, device: str, dtype: str, revision: str | No
             result: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 revision=revision,
+                **NO_CODE,
                 dtype=number_type,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -170,7 +173,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
     folder = model_folder(name, "tokenizer", revision)
     try:
         with _quietly():
-            return AutoTokenizer.from_pretrained(folder, revision=revision)
+            return AutoTokenizer.from_pretrained(folder, revision=revision, **NO_CODE)
     except Exception as error:
         files = (
             "config.json",

@@ -52,12 +52,9 @@ def _read_measurements(
     path: Path, what: str, lists: list[str], others: list[str]
 ) -> dict[str, Any]:
     """The JSON object in `path`. UserError unless it has schema 1, `lists` of objects and the keys `others`."""
-    values = read_json_object(path, what, ("schema", *lists, *others))
+    values = read_json_object(path, what, ("schema", *others), lists)
     if values["schema"] != 1:
         raise UserError(f"{path} is not {what} of schema 1: make it again with this version")
-    for name in lists:
-        if not isinstance(values[name], list) or not all(isinstance(x, dict) for x in values[name]):
-            raise UserError(f"{path} is not {what}: {name!r} is no list of objects")
     return values
 
 

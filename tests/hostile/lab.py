@@ -1,0 +1,208 @@
+"""A folder with a tiny target and small, real results of every command, and the arguments that made them.
+
+Every case of the tables is one of these command lines with something wrong in it.
+"""
+
+import contextlib
+import importlib
+import inspect
+import io
+import json
+import logging
+import os
+import resource
+import shlex
+import signal
+import socket
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import Any
+from unittest import mock
+
+import huggingface_hub.constants
+from accelerate.state import AcceleratorState, PartialState
+
+from decode.common.command import run_command
+from tests import worlds
+from tests.worlds import Done
+
+FIRST_ARGUMENT = {
+    "eval/report.py": "folder",
+    "eval/advise.py": "report",
+    "scripts/export.py": "draft",
+    "scripts/check_draft.py": "draft",
+    "scripts/referee.py": "draft",
+}
+"""The setting that may come first without its flag."""
+BASE = {
+    "train/sample.py": "--target $lab/target --sources '[{kind: file, path: $lab/prompts.jsonl, limit: 12}]' "
+    "--max_new_tokens 6 --shard_rows 4 --device cpu --out $out",
+    "train/distill.py": "--target $lab/target --data $lab/samples --draft.init $lab/draft --loop.steps 4 "
+    "--loop.batch_size 2 --loop.micro_batch 2 --loop.save_every 2 --loop.eval_every 0 --loop.max_length 64 "
+    "--check.prompts 1 --check.max_new_tokens 4 --wandb disabled --out $out",
+    "eval/run.py": "--target $lab/target --methods '[{name: causal, draft: $lab/causal, k: 2}]' "
+    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 4}]' --temperatures '[0.0]' --max_new_tokens 4 --k 2 "
+    "--phase_prompts 0 --device cpu --out $out",
+    "eval/tune.py": "--target $lab/target --methods '[{name: causal, draft: $lab/causal}]' "
+    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 4}]' --temperatures '[0.0]' --ks '[1, 2, 3]' "
+    "--calibrate '[1, 3]' --tree_nodes '[]' --batch_sizes '[2]' --batch_ks '[1]' --max_new_tokens 4 --device cpu "
+    "--out $out",
+    "eval/report.py": "$tmp/report",
+    "eval/advise.py": "$lab/report/report.json --out $tmp/advice.md",
+    "decode/generate.py": "--target $lab/target --draft ngram --prompt abc --max_new_tokens 4 --device cpu",
+    "scripts/export.py": "$lab/eagle3 --format flat --target $lab/target --out $out",
+    "scripts/publish.py": "--draft $lab/eagle3 --repo me/draft --out $out",
+    "scripts/check_draft.py": "$lab/eagle3 --engine vllm --target $lab/target",
+    "scripts/build_target.py": "--gsm8k $lab/gsm8k.jsonl --work $tmp/work --assets $tmp/assets --tokens 20000 "
+    "--compile false",
+    "scripts/readme_table.py": "--report $lab/report/report.json --readme $tmp/page.md",
+    "scripts/track_report.py": "--run $tmp/causal --report $lab/report",
+    "scripts/referee.py": "$lab/causal --target $lab/target --python $lab/python",
+    "scripts/experiments/compare_losses.py": "--sources '{a: {data: $lab/samples, losses: [forward_kl]}}' "
+    "--target $lab/target --init $lab/draft --tokens 40 --batch_size 2 --seeds '[0]' --max_new_tokens 4 --limit 1 "
+    "--drafts $tmp/drafts --out $tmp/losses.json",
+    "scripts/experiments/compare_trainers.py": "--target $lab/target --draft $lab/draft --data $lab/samples "
+    "--arms '[ours]' --rounds 1 --warm 1 --steps 1 --batch_size 2 --features $tmp/features --out $tmp/out.json",
+    "scripts/experiments/reference_eagle3.py": "--target $lab/target --data $lab/samples --features $tmp/features "
+    "--draft.vocab 64 --draft.steps 2 --draft.taps '[0, 1]' --steps 1 --batch_size 2 --seeds '[0]' --max_new_tokens 4 "
+    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --out $tmp/out.json",
+    "scripts/benchmarks/decoder_bench.py": "--target $lab/target --draft $lab/causal --compiled false "
+    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 4 --device cpu --out $tmp/out.json",
+    "scripts/benchmarks/train_bench.py": "--sizes '[12x256]' --families '[medusa]' --device cpu --out $tmp/out.json",
+    "scripts/benchmarks/gpu_bench.py": "--target $lab/target --draft $lab/causal --shape self-test --device cpu "
+    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 4 --out $tmp/out.json",
+    "scripts/engine_compat/corruption_study.py": "--drafts $lab --target $root/assets/target --python $lab/python "
+    "--out $tmp/out.json",
+}
+"""Arguments of each command that work, or would with vLLM, a GPU or more time."""
+EARLIER_RUNS = {
+    "train/sample.py": "samples",
+    "train/distill.py": "causal",
+    "eval/run.py": "report",
+    "eval/tune.py": "tuned",
+}
+"""Folders of the lab that hold a finished run of the command with its BASE arguments."""
+HEADS = {
+    "eagle3": "--draft.family eagle3 --draft.vocab 64 --draft.steps 2 --draft.taps '[0, 1]'",
+    "medusa": "--draft.family medusa --draft.heads 3",
+}
+SECONDS = 60
+MEMORY = 6 * 2**30
+
+
+class TooSlowError(BaseException):
+    """A command did not end: BaseException, so that no `except Exception` takes it for a failed step."""
+
+
+class NetworkAskedError(BaseException):
+    """A command asked for an address on the network."""
+
+
+@dataclass(frozen=True)
+class Lab:
+    folder: Path
+
+    def words(self, text: str, tmp: Path) -> list[str]:
+        """The arguments in `text`, with $lab, $tmp (the case's own folder), $out and $root (the checkout) filled in."""
+        names = {"lab": self.folder, "tmp": tmp, "out": tmp / "out", "root": worlds.ROOT}
+        return [Template(word).substitute(names) for word in shlex.split(text)]
+
+
+def build(folder: Path) -> Lab:
+    """Runs the commands whose results the cases need. Fails if one of their BASE command lines does not work."""
+    world = worlds.build(folder)
+    texts = [text for text in world.texts if len(text) > 4]
+    (folder / "prompts.txt").write_text("\n\n".join(texts[:8]) + "\n")
+    qa = [{"question": f"What is {i}?", "answer": f"It is {i}. #### {i}"} for i in range(500)]
+    (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in qa))
+    (folder / "python").write_text("#!/bin/sh\nexit 1\n")
+    (folder / "python").chmod(0o755)
+    lab = Lab(folder)
+    for command, name in EARLIER_RUNS.items():
+        finish(lab, command, f"--out $lab/{name}")
+    for name, options in HEADS.items():
+        finish(
+            lab, "train/distill.py", f"--draft.init '' {options} --loop.steps 2 --out $lab/{name}"
+        )
+    return lab
+
+
+def finish(lab: Lab, command: str, more: str) -> None:
+    done = call(command, lab.words(f"{BASE[command]} {more}", lab.folder), lab.folder)
+    assert done.code == 0, done.err
+
+
+def call(command: str, argv: Sequence[str], cwd: Path) -> Done:
+    """The command in this process, with limits on time and memory, without a network. An exception that leaves it is
+    exit code 1 with its traceback."""
+    module = importlib.import_module(".".join(Path(command).with_suffix("").parts))
+    (settings,) = inspect.signature(module.main).parameters.values()
+    first = FIRST_ARGUMENT.get(command, "")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch.dict(os.environ, worlds.ENV),
+        mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True),
+        mock.patch.object(socket, "getaddrinfo", _refuse_network),
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        _logging_to(err),
+        _limits(),
+    ):
+        try:
+            run_command(module.main, settings.annotation, module.__doc__, first, argv)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except BaseException:
+            code = 1
+            err.write(traceback.format_exc())
+        finally:
+            PartialState._reset_state()
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def _refuse_network(*address: Any) -> None:
+    raise NetworkAskedError(f"the command asked for {address[:2]}")
+
+
+@contextlib.contextmanager
+def _logging_to(stream: io.StringIO) -> Iterator[None]:
+    """Loggers that write to stderr write to `stream`, as they would in a process of the command's own."""
+    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+    handlers = {
+        handler: handler.stream
+        for logger in loggers
+        for handler in logger.handlers
+        if type(handler) is logging.StreamHandler
+    }
+    for handler in handlers:
+        handler.stream = stream
+    try:
+        yield
+    finally:
+        for handler, before in handlers.items():
+            handler.stream = before
+
+
+@contextlib.contextmanager
+def _limits() -> Iterator[None]:
+    """At most SECONDS, and MEMORY bytes of addresses more than this process has now."""
+
+    def stop(*_: Any) -> None:
+        raise TooSlowError(f"not finished after {SECONDS} seconds")
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, before[1]))
+    handler = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)

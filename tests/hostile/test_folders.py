@@ -1,0 +1,98 @@
+"""Output folders that hold something else, or an input of the run, or are in use: nothing in them is lost."""
+# ruff: noqa: E501 (a case is one row of its table)
+
+from pathlib import Path
+
+import pytest
+
+from decode.common import lock
+from tests.hostile.case import Case, check, difference, params, snapshot
+from tests.hostile.files import copy, folder, link, remove, write
+from tests.hostile.lab import BASE, EARLIER_RUNS, Lab, call
+
+THESIS = write("out/thesis.tex", "\\documentclass{article}", "a thesis")
+DEEPER = write("out/notes/day1.txt", "x", "notes")
+RUNS = tuple(EARLIER_RUNS)
+
+
+def others() -> list[Case]:
+    """An earlier run that is another command's, with and without --overwrite."""
+    found = []
+    for command in RUNS:
+        for other, name in EARLIER_RUNS.items():
+            if other != command:
+                steps = (remove("out"), copy(name, "out"))
+                found.append(Case(command, "", (other, "--out"), steps))
+                found.append(Case(command, "--overwrite false", (other, "--out"), steps))
+    return found
+
+
+FOREIGN = [
+    *(Case(command, "", "thesis.tex", (THESIS,)) for command in RUNS),
+    *(Case(command, "", "day1.txt", (DEEPER,)) for command in RUNS),
+    *(Case(command, "", "photos", (link("out/photos", "/usr"),)) for command in RUNS),
+    *(Case(command, "", "out", (remove("out"), THESIS)) for command in RUNS),
+    *(Case(command, "--overwrite false", "out", (remove("out"), THESIS)) for command in RUNS),
+    *(Case(command, "", "out", (remove("out/run.yaml"),)) for command in RUNS),
+    *(Case(command, "--overwrite false --seed 5", ("seed", "--overwrite"), ()) for command in RUNS),
+    *(Case(command, "", "out", (write("out/run.yaml", "- no settings\n", "run.yaml a list"),)) for command in RUNS),
+    *(Case(command, "", "out", (write("out/run.yaml", b"\xff\xfe", "run.yaml no text"),)) for command in RUNS),
+    *(Case(command, "--out $tmp/one --overwrite true", "one", (folder("one"), write("one/thesis.tex", "x"))) for command in RUNS),
+    *(Case(command, "--out $tmp/..", "out") for command in RUNS),
+    *(Case(command, "--out /", "/") for command in RUNS),
+    *(Case(command, "--out .", "out") for command in RUNS),
+    Case("scripts/export.py", "", "out", (THESIS,)),
+    Case("scripts/publish.py", "", "out", (THESIS,)),
+    Case("scripts/publish.py", "", "out", (write("out/draftsmith.json", "{}"), THESIS)),
+    Case("scripts/publish.py", "--out $tmp/..", "out"),
+    Case("scripts/export.py", "--out $lab/eagle3", "eagle3"),
+    Case("scripts/publish.py", "--out $lab/eagle3/below", "eagle3"),
+    Case("scripts/publish.py", "--draft '' --samples $lab/samples --out $lab/samples", "samples"),
+]  # fmt: skip
+
+SOURCES = "--sources '[{kind: file, path: $tmp/out/prompts.jsonl}]'"
+INPUTS = [
+    Case("train/sample.py", SOURCES, "prompts.jsonl", (copy("prompts.jsonl", "out/prompts.jsonl"),)),
+    Case("train/sample.py", "--draft $tmp/out/draft", "draft", (copy("causal", "out/draft"),)),
+    Case("train/sample.py", "--target $tmp/out/target", "target", (copy("target", "out/target"),)),
+    Case("train/sample.py", "--decontaminate $tmp/out/d.txt", "d.txt", (write("out/d.txt", "abc"),)),
+    Case("train/distill.py", "--data $tmp/out", "out", (remove("out"), copy("samples", "out"))),
+    Case("train/distill.py", "--data $tmp/out/samples", "samples", (copy("samples", "out/samples"),)),
+    Case("train/distill.py", "--draft.init $tmp/out", "out"),
+    Case("train/distill.py", "--draft.init $tmp/out/draft", "draft", (copy("draft", "out/draft"),)),
+    Case("train/distill.py", "--features $tmp/out/features", "features", (folder("out/features"), write("out/features/x.bin", "x"))),
+    Case("train/distill.py", "--target $tmp/out/target", "target", (copy("target", "out/target"),)),
+    Case("eval/run.py", "--methods '[{name: causal, draft: $tmp/out/draft}]'", "draft", (copy("causal", "out/draft"),)),
+    Case("eval/run.py", "--tasks '[{name: own, path: $tmp/out/prompts.txt}]'", "prompts.txt", (copy("prompts.txt", "out/prompts.txt"),)),
+    Case("eval/run.py", "--original $tmp/out/target", "target", (copy("target", "out/target"),)),
+    Case("eval/tune.py", "--methods '[{name: causal, draft: $tmp/out/draft}]'", "draft", (copy("causal", "out/draft"),)),
+    Case("eval/tune.py", "--tasks '[{name: own, path: $tmp/out/prompts.txt}]'", "prompts.txt", (copy("prompts.txt", "out/prompts.txt"),)),
+    Case("eval/advise.py", "--report $tmp/r.json --out $tmp/r.json", "r.json", (copy("report/report.json", "r.json"),)),
+    Case("scripts/readme_table.py", "--report $tmp/r.json --readme $tmp/r.json", "r.json", (copy("report/report.json", "r.json"),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", params(*others(), *FOREIGN, *INPUTS))
+def test_what_is_not_the_runs_own_is_kept(case: Case, lab: Lab, tmp_path: Path) -> None:
+    inner = tmp_path / "inner"  # so that --out .. is a folder of the case's own
+    inner.mkdir()
+    (tmp_path / "outside").write_text("kept")
+    before = snapshot(lab.folder)
+    check(case, lab, inner)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["inner", "outside"]
+    assert difference(before, snapshot(lab.folder)) == []
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_a_folder_in_use_is_refused(command: str, lab: Lab, tmp_path: Path) -> None:
+    """Catches two runs that write into one folder; the message says who holds it."""
+    steps = (remove("out"), copy(EARLIER_RUNS[command], "out"))
+    for step in (folder("out"), *steps):
+        step(lab, tmp_path)
+    with lock.hold(tmp_path / "out" / lock.LOCK_FILE, tmp_path / "out"):
+        before = snapshot(tmp_path)
+        words = lab.words(f"{BASE[command]} --overwrite true", tmp_path)
+        done = call(command, words, tmp_path)
+        assert "another run is using" in done.error()
+        assert "pid" in done.error()
+        assert difference(before, snapshot(tmp_path)) == []
