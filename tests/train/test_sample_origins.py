@@ -275,7 +275,7 @@ def test_everything_dropped_is_counted(world: World, tmp_path: Path, origin: str
         (["--filters.near_duplicates", 0.1], "near_duplicates"),
         (
             ["--origin", "text", "--window", 1, "--sources", "[{kind: stdlib, limit: 1}]"],
-            "window 1",
+            "window is 1",
         ),
         (["--origin", "draft"], "origin"),
     ],

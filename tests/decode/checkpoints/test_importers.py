@@ -578,7 +578,7 @@ def causal(folder: Path, vocab: int) -> str:
 @pytest.mark.parametrize("rows", [4096, 4000])
 def test_hf_has_the_targets_vocabulary_and_tokenizer(rows: int, tmp_path: Path) -> None:
     """Catches a draft that vLLM, SGLang and assistant_model refuse because the target's vocabulary is padded further
-    (Qwen2.5: 151936 and 152064), rows that are not zero, and tokenizer files written anew instead of copied.
+    (Qwen2.5: 151936 and 152064), rows that could be the largest logit, and tokenizer files written anew instead of copied.
     """
     home = causal(tmp_path / "ours", rows)
     out = Path(exported(home, tmp_path / "out", "hf", target=str(ASSETS / "target")))
@@ -587,7 +587,7 @@ def test_hf_has_the_targets_vocabulary_and_tokenizer(rows: int, tmp_path: Path) 
     for a, b in zip(before.parameters(), after.parameters(), strict=True):
         rows_of = a.shape[0]
         assert torch.equal(a, b[:rows_of])
-        assert bool((b[rows_of:] == 0).all())
+        assert torch.allclose(b[rows_of:], a.mean(0).expand(len(b) - rows_of, -1), atol=1e-6)
     for file in (ASSETS / "target").glob("tokenizer*"):
         assert (out / file.name).read_bytes() == file.read_bytes()
     if rows == 4096:
