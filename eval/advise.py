@@ -42,7 +42,7 @@ def main(s: AdviseConfig) -> None:
     """Prints the advice on a report."""
     check_file(s.out, [s.report, s.tuned])
     report = read_report(Path(s.report))
-    tuned = read_tuned(Path(s.tuned)) if s.tuned else None
+    tuned = read_tuned(Path(s.tuned), report) if s.tuned else None
     advice = advise(report, tuned, 1e9 * s.memory_gb or None, s.rows or None, s.length or None)
     text = advice_markdown(advice, target_name(report))
     if s.out:

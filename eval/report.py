@@ -35,7 +35,7 @@ def main(s: ReportConfig) -> None:
     """Renders the report in the folder and prints the path of its HTML page."""
     folder = Path(s.folder)
     report = read_report(folder / "report.json")
-    tuned = read_tuned(Path(s.tuned)) if s.tuned else None
+    tuned = read_tuned(Path(s.tuned), report) if s.tuned else None
     traces: list[TokenTrace] = []
     if (folder / "outputs.jsonl").is_file():
         try:

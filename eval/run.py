@@ -23,12 +23,13 @@ from decode.common.command import run_command
 from decode.common.progress import progress_bars
 from decode.drafts.base import check_request
 from decode.engine.records import DecodeRecord
-from decode.model.loading import load_config, load_target
+from decode.model.loading import load_target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, config
 from eval.benchmark.config import EvalConfig
 from eval.benchmark.journal import open_journal
 from eval.benchmark.methods import Method, build_methods, simulated_alpha
+from eval.checks.target_drift import check_original
 from eval.evaluate import evaluate
 from eval.reporting.render import terminal_table, write_report
 from eval.reporting.token_traces import read_outputs, select_traces
@@ -94,9 +95,9 @@ def check_requests(s: EvalConfig, methods: Sequence[Method]) -> None:
 
 def main(s: EvalConfig) -> None:
     config.check(s)
-    if s.original:
-        load_config(s.original, "original")
     target = load_target(s.target, s.device, s.dtype, s.revision)
+    if s.original:
+        check_original(s.original, target)
     methods = build_methods(s, target)  # every mistake shows before the folder is changed
     baselines.check(s, methods)
     check_requests(s, methods)

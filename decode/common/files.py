@@ -5,8 +5,8 @@ surrogate pairs, values nested deeper than MAX_DEPTH, numbers of thousands of di
 twice and aliases that expand to more than MAX_YAML_NODES values.
 """
 
-import gzip
 import contextlib
+import gzip
 import json
 import os
 import sys

@@ -57,6 +57,10 @@ def open_run(
     """
     path = Path(folder)
     check_folder(path)
+    if settings.overwrite and vars(settings).get("resume"):
+        raise UserError(
+            "overwrite and resume are both true: one replaces the earlier run, the other continues it"
+        )
     _check_command(path, settings, command)
     path.mkdir(parents=True, exist_ok=True)
     with lock.hold(path / lock.LOCK_FILE, folder):

@@ -12,10 +12,25 @@ import torch
 
 from decode.common.errors import UserError
 from decode.engine.engine import decode
-from decode.model.loading import Target
+from decode.model.loading import (
+    Target,
+    load_config,
+    load_tokenizer,
+    tokenizer_fingerprint,
+)
 from decode.verification.sampling import SamplingParams
 from eval.metrics.acceptance import ratio_interval
 from eval.tasks.loading import TaskPrompt
+
+
+def check_original(name: str, target: Target) -> None:
+    """UserError if there is no such model, or if its tokenizer is not the target's."""
+    load_config(name, "original")
+    if tokenizer_fingerprint(load_tokenizer(name)) != target.fingerprint:
+        raise UserError(
+            f"original {name!r} and target {target.name!r} have different tokenizers: name the model that the target "
+            "was trained from"
+        )
 
 
 def measure_target_drift(
@@ -24,13 +39,9 @@ def measure_target_drift(
     """{perplexity_old, perplexity_new, log_perplexity_change, kl, same_top1, tokens, …} on the old target's answers.
 
     All are means over tokens. `log_perplexity_change` has a 95 % bootstrap interval over prompts; kl is KL(old || new)
-    in nats; same_top1 is the share of tokens with the same argmax. rows: prompts decoded in one batch. UserError if the
-    tokenizers differ.
+    in nats; same_top1 is the share of tokens with the same argmax. rows: prompts decoded in one batch. Both have one
+    tokenizer (`check_original`).
     """
-    if old.fingerprint != new.fingerprint:
-        raise UserError(
-            f"{old.name!r} and {new.name!r} have different tokenizers and cannot be compared"
-        )
     prompts = [item.prompt_ids for item in items]
     answers = decode(
         old, None, prompts, rows=rows, max_new_tokens=max_new_tokens, seed=seed, sampling=SamplingParams(1.0)

@@ -41,11 +41,16 @@ def read_report(path: Path) -> Report:
     return with_model_sizes(report)
 
 
-def read_tuned(path: Path) -> Tuned:
-    """The content of a tuned.json of schema 1; UserError for anything else."""
-    return _read_measurements(
-        path, "a tuned.json of eval/tune.py", ["chosen", "cells"], ["predictions"]
+def read_tuned(path: Path, report: Report | None = None) -> Tuned:
+    """The content of a tuned.json of schema 1; UserError for anything else, or if its target is not the report's."""
+    tuned = _read_measurements(
+        path, "a tuned.json of eval/tune.py", ["chosen", "cells"], ["predictions", "target"]
     )
+    both = [tuned] if report is None else [tuned, report]
+    targets = [values["target"] for values in both if isinstance(values["target"], dict)]
+    if len({target["tokenizer"] for target in targets if "tokenizer" in target}) > 1:
+        raise UserError(f"{path} is about another target: give that of the report's target")
+    return tuned
 
 
 def _read_measurements(

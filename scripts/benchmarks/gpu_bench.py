@@ -168,7 +168,8 @@ def build_harness(s: GpuBenchConfig, self_test: bool) -> GpuHarness:
     dtype = find_dtype(s.dtype if device.startswith("cuda") else "float32")
     small = load_target(s.target, "cpu")
     draft = load_draft(s.draft, small, "cpu")
-    assert isinstance(draft, CausalDraft)
+    if not isinstance(draft, CausalDraft):
+        raise UserError(f"draft {s.draft!r} is no language model: give a causal draft")
     prompts = [item.prompt_ids for task in s.tasks for item in load_task_prompts(task, small)]
     reference = decode(small, None, prompts, max_new_tokens=s.max_new_tokens)
     wide = []
@@ -253,10 +254,11 @@ def main(s: GpuBenchConfig) -> None:
     console = Console(stderr=True, width=150)
     self_test = s.shape == "self-test" or not pick_device(s.device).startswith("cuda")
     if self_test:
-        console.print("SELF-TEST on tiny models: no figure below is a measurement of speed")
         s = self_test_config(s)
     COMPILE_OPTIONS["cuda"].update(s.inductor)
     harness = build_harness(s, self_test)
+    if self_test:
+        console.print("SELF-TEST on tiny models: no figure below is a measurement of speed")
     result: dict[str, Any] = {
         "self_test": self_test, "figures": FIGURE_NOTES, "modes": MODES, "settings": to_dict(s),
         "dtype": str(harness.target.decoder.model.dtype).removeprefix("torch."), "argv": sys.argv,

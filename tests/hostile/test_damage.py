@@ -236,7 +236,15 @@ READERS = {
 PAGE = write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n")
 FEW = ("list", "deep", "schema only", "methods text")
 
+OTHER_TARGET = change_json(
+    "tuned.json",
+    lambda x: x | {"target": {"name": "other", "tokenizer": "0" * 16}},
+    "of another target",
+)
+
 CHECKPOINTS = [
+    Case("eval/advise.py", "--tuned $tmp/tuned.json", "target", (copy("tuned/tuned.json", "tuned.json"), OTHER_TARGET)),
+    Case("eval/report.py", "--tuned $tmp/tuned.json", "target", (copy("report"), copy("tuned/tuned.json", "tuned.json"), OTHER_TARGET)),
     Case("train/distill.py", "--overwrite false --resume true --loop.steps 6", "checkpoint", (truncate("out/checkpoints/*/model.safetensors"), truncate("out/checkpoints/step-000004/model.safetensors"))),
     Case("train/distill.py", "--overwrite false --resume true --loop.steps 6", "contents.json", (write("out/checkpoints/step-000002/contents.json", "[]"), write("out/checkpoints/step-000004/contents.json", "[]"))),
     Case("train/distill.py", "--overwrite false --resume true --loop.steps 6 --target $lab/stranger", "tokenizer"),

@@ -1,6 +1,7 @@
 """Output folders that hold something else, or an input of the run, or are in use: nothing in them is lost."""
 # ruff: noqa: E501 (a case is one row of its table)
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def others() -> list[Case]:
             if other != command:
                 steps = (remove("out"), copy(name, "out"))
                 found.append(Case(command, "", (other, "--out"), steps))
-                found.append(Case(command, "--overwrite false", (other, "--out"), steps))
+                found.append(Case(command, "--overwrite false", (other, "--out"), steps, slow=True))
     return found
 
 
@@ -72,7 +73,13 @@ INPUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", params(*others(), *FOREIGN, *INPUTS))
+def cases() -> list[Case]:
+    """All of them; eval/tune.py opens its folder as eval/run.py does."""
+    found = [*others(), *FOREIGN, *INPUTS]
+    return [replace(case, slow=case.slow or case.command == "eval/tune.py") for case in found]
+
+
+@pytest.mark.parametrize("case", params(*cases()))
 def test_what_is_not_the_runs_own_is_kept(case: Case, lab: Lab, tmp_path: Path) -> None:
     inner = tmp_path / "inner"  # so that --out .. is a folder of the case's own
     inner.mkdir()

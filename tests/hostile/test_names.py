@@ -94,7 +94,33 @@ NAMES = [
 ]  # fmt: skip
 """(command, arguments, what the message names)."""
 
+MISMATCHED = [
+    ("train/sample.py", "--draft $lab/stranger", ("stranger", "tokenizer")),
+    ("train/sample.py", "--draft $lab/medusa --k 9", "k"),
+    ("train/distill.py", "--draft.init $lab/stranger", ("stranger", "tokenizer")),
+    ("train/distill.py", "--target $lab/stranger", "tokenizer"),
+    ("train/distill.py", "--target $lab/stranger --draft.init '' --draft.layers '[0]'", ("samples", "tokenizer")),
+    ("train/distill.py", "--draft.init '' --draft.family medusa --draft.heads 2 --check.k 9 --loop.eval_every 1", "k"),
+    ("train/distill.py", "--overwrite true --resume true", ("overwrite", "resume")),
+    ("eval/run.py", "--methods '[{name: causal, draft: $lab/stranger}]'", ("stranger", "tokenizer")),
+    ("eval/run.py", "--target $lab/stranger", ("causal", "tokenizer")),
+    ("eval/run.py", "--original $lab/stranger", ("stranger", "tokenizer")),
+    ("eval/run.py", "--methods '[{name: causal, draft: $lab/causal, k: 600}]'", "k"),
+    ("eval/tune.py", "--methods '[{name: causal, draft: $lab/stranger}]'", ("stranger", "tokenizer")),
+    ("eval/tune.py", "--ks '[1, 2, 600]'", "ks"),
+    ("decode/generate.py", "--draft $lab/stranger", ("stranger", "tokenizer")),
+    ("decode/generate.py", "--k 600", "k"),
+    ("scripts/export.py", "--draft $lab/causal --format hf --target $lab/stranger", "tokenizer"),
+    ("scripts/publish.py", "--draft $lab/causal --report $lab/report/report.json --tuned $lab/report/report.json", "tuned"),
+    ("scripts/benchmarks/decoder_bench.py", "--draft $lab/stranger", ("stranger", "tokenizer")),
+    ("scripts/benchmarks/decoder_bench.py", "--draft $lab/medusa", "medusa"),
+    ("scripts/benchmarks/gpu_bench.py", "--draft $lab/medusa", "medusa"),
+    ("scripts/experiments/compare_losses.py", "--init $lab/stranger", ("stranger", "tokenizer")),
+    ("scripts/experiments/compare_trainers.py", "--draft $lab/stranger", ("stranger", "tokenizer")),
+]  # fmt: skip
+"""The same of things that are there, but do not go together."""
 
-@pytest.mark.parametrize("case", params(*(Case(*words) for words in NAMES)))
+
+@pytest.mark.parametrize("case", params(*(Case(*words) for words in [*NAMES, *MISMATCHED])))
 def test_an_unknown_name_is_refused(case: Case, lab: Lab, tmp_path: Path) -> None:
     check(case, lab, tmp_path)
