@@ -157,10 +157,12 @@ def stop_children() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, Terminated):
-        children = psutil.Process().children(recursive=True)
-        for child in children:
-            child.terminate()
-        psutil.wait_procs(children)
+        workers = {worker.pid for worker in multiprocessing.active_children()}
+        below = psutil.Process().children(recursive=True)
+        trainings = [process for process in below if process.ppid() in workers]
+        for process in below:
+            process.terminate()
+        psutil.wait_procs(trainings)  # not for multiprocessing's tracker, which no signal ends
         raise
 
 
