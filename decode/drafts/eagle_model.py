@@ -23,6 +23,16 @@ AttendFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's for inputs of any dtype: under autocast a bf16 input is normed in fp32, as its weight is.
+
+    With two dtypes torch warns and leaves its fused kernel.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class EagleAttention(nn.Module):
     """Llama's attention on inputs of width `width_in`."""
 
@@ -93,10 +103,10 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.normed_residual: bool = config.to_dict().get("norm_before_residual") or False
-        self.input_layernorm = nn.RMSNorm(width, eps)
-        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.input_layernorm = RMSNorm(width, eps)
+        self.hidden_norm = RMSNorm(width, eps)
         self.self_attn = EagleAttention(config, 2 * width)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = GatedMLP(config)
 
     def forward(
@@ -140,16 +150,16 @@ class Eagle3Model(nn.Module):
         tapped, eps = len(taps.layers), config.rms_norm_eps
         self.fc = nn.Linear(tapped * target_width, width, bias=False)
         self.input_norm = (
-            nn.RMSNorm(tapped * target_width, eps) if flags.get("norm_before_fc") else None
+            RMSNorm(tapped * target_width, eps) if flags.get("norm_before_fc") else None
         )
         self.fc_norm = (
-            nn.ModuleList(nn.RMSNorm(target_width, eps) for _ in range(tapped))
+            nn.ModuleList(RMSNorm(target_width, eps) for _ in range(tapped))
             if flags.get("fc_norm")
             else None
         )
         self.normed_output: bool = flags.get("norm_output") or False
         self.layers = nn.ModuleList([Eagle3Layer(config)])
-        self.norm = nn.RMSNorm(width, config.rms_norm_eps)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, size, bias=False)
         own_embedding = own_embedding or width != target_width
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if own_embedding else None
@@ -207,7 +217,7 @@ class Eagle1Layer(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.self_attn = EagleAttention(config, config.hidden_size)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
     def keys_values(self, x: torch.Tensor, rotary: CosSin) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,17 +42,21 @@ class TeacherOutput:
 
 
 class LiveTeacher:
-    """The frozen target, run on every batch.
-
-    `head` turns rows [N, P] of `TeacherOutput.head_inputs`, here hidden states after the final norm, into logits
-    [N, V].
-    """
+    """The frozen target, run on every batch."""
 
     def __init__(self, target: Target, taps: HiddenStateSpec):
         self.model = target.decoder.model
         self.taps = HiddenStateSpec(taps.layers, final=True)
-        self.head = LMHead(self.model)
+        self.lm_head = LMHead(self.model)
         self.hidden: int = self.model.get_output_embeddings().weight.shape[1]
+
+    def head(self, rows: Tensor) -> Tensor:
+        """Logits [N, V] of rows [N, P] of `TeacherOutput.head_inputs`, here hidden states after the final norm.
+
+        They are the target's own also where a draft trains under autocast, which would round them to bf16.
+        """
+        with torch.autocast(rows.device.type, enabled=False):
+            return self.lm_head(rows)
 
     @torch.no_grad()
     def get_output(self, batch: Batch) -> TeacherOutput:
