@@ -51,6 +51,8 @@ class Proposal:
     tokens: torch.Tensor  # [B, N]
     q: torch.Tensor | None
     tree: TokenTree | None = None
+    finite: torch.Tensor | None = None
+    """[B] bool: the draft's logits were numbers; None: it has none. NaN would be accepted as any token."""
 
 
 class Draft:

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from decode.drafts.base import DraftContext, Proposal, TokenTree
 from decode.model.kv_cache import TreeNodes
 from decode.model.runner import ModelRunner
-from decode.verification.sampling import warp
+from decode.verification.sampling import has_finite_logits, warp
 from decode.verification.tree import (
     DynamicTree,
     StaticTree,
@@ -96,11 +97,20 @@ def draft_tokens(
     request: DraftContext,
 ) -> Proposal:
     """A proposal that continues the last committed token, after which the draft's logits are [B, V]."""
+    finite = [has_finite_logits(logits[:, None])]
+
+    def checked_step(*inputs: Any) -> torch.Tensor:
+        found = step(*inputs)
+        finite.append(has_finite_logits(found))
+        return found
+
     if plan is None:
-        return draft_chain(step, logits, length, k, request)
-    if isinstance(plan, StaticTreePlan):
-        return draft_static_tree(step, logits, length, plan)
-    return draft_dynamic_tree(step, logits, length, k, plan)
+        proposal = draft_chain(checked_step, logits, length, k, request)
+    elif isinstance(plan, StaticTreePlan):
+        proposal = draft_static_tree(checked_step, logits, length, plan)
+    else:
+        proposal = draft_dynamic_tree(checked_step, logits, length, k, plan)
+    return Proposal(proposal.tokens, proposal.q, proposal.tree, torch.stack(finite).all(0))
 
 
 def draft_chain(

@@ -59,7 +59,7 @@ class RecordingDraft(DraftWrapper):
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         proposal = self.inner.propose(history, length, k)
         q = None if proposal.q is None else proposal.q.clone()
-        self.proposals.append(Proposal(proposal.tokens.clone(), q, proposal.tree))
+        self.proposals.append(Proposal(proposal.tokens.clone(), q, proposal.tree, proposal.finite))
         return proposal
 
 
@@ -101,6 +101,7 @@ class CrossDeviceDraft(DraftWrapper):
             proposal.tokens.to(self.target_device),
             None if proposal.q is None else proposal.q.to(self.target_device),
             None if proposal.tree is None else self._to_target_device(proposal.tree),
+            None if proposal.finite is None else proposal.finite.to(self.target_device),
         )
 
     def _to_target_device(self, tree: TokenTree) -> TokenTree:

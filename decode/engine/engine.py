@@ -28,7 +28,13 @@ from decode.engine.round import (
 from decode.model.kv_cache import SlotMapping
 from decode.model.loading import Target
 from decode.verification.registry import find_rule
-from decode.verification.sampling import CounterRNG, Sampler, SamplingParams, warp
+from decode.verification.sampling import (
+    CounterRNG,
+    Sampler,
+    SamplingParams,
+    has_finite_logits,
+    warp,
+)
 
 BUCKET = 128
 """Eager buffers hold a multiple of this many slots a row and grow with the rows; attention reads as many of them as the
@@ -93,7 +99,7 @@ class SpeculativeEngine:
         `rows` prompts are decoded at once (default: all), and a row that is done takes the next one. `seeds` gives
         each prompt its own random numbers, so that its text does not depend on its batch. `choose` replaces
         all random choices (tests enumerate them; it needs a row for each prompt). UserError for an empty
-        prompt or one that leaves no room in the target's context.
+        prompt or one that leaves no room in the target's context, and for logits of target or draft that are NaN.
         """
         target, draft, device = self.target, self.draft, self.device
         context = target.decoder.context
@@ -119,7 +125,8 @@ class SpeculativeEngine:
                 new = {row: queue.popleft() for row in free[: len(queue)]}
                 first = self._prefill_prompts(state, prompts, new, seeds, choose).tolist()
                 seconds = synchronized_time(device) - start
-                for (row, request), token in zip(new.items(), first, strict=True):
+                for (row, request), (token, finite) in zip(new.items(), first, strict=True):
+                    self._check_finite(request, bool(finite), True)
                     requests[row] = request
                     tokens = request.append([token], target.eos)
                     if draft is not None:
@@ -183,7 +190,10 @@ class SpeculativeEngine:
         seeds: list[int],
         choose: Sampler | None,
     ) -> torch.Tensor:
-        """Prefills the prompts of `new` requests into their rows, beside running rows. Returns first tokens [b]."""
+        """Prefills the prompts of `new` requests into their rows, beside running rows.
+
+        Returns [b, 2]: the first tokens, and 1 where the logits were numbers.
+        """
         device = self.device
         texts = [prompts[request.prompt] for request in new.values()]
         row = torch.tensor(list(new), device=device)
@@ -205,7 +215,7 @@ class SpeculativeEngine:
             self.draft.prefill(row, tokens, length, features)
         limit = torch.tensor([request.limit for request in new.values()], device=device)
         state.reset_rows(row, tokens, length, first, limit, self.target.eos_ids)
-        return first
+        return torch.stack([first, has_finite_logits(logits[:, None]).long()], 1)
 
     def _launch_round(
         self, state: BatchState, config: StepConfig, phases: PhaseTimes | None
@@ -253,6 +263,7 @@ class SpeculativeEngine:
         for at, (request, row) in enumerate(zip(requests, rows, strict=True)):
             if request is None or request.finished:
                 continue
+            self._check_finite(request, row.target_finite, row.draft_finite)
             tokens = request.append(row.tokens, self.target.eos)
             if self.draft is not None:
                 self.draft.on_commit(at, tokens)
@@ -269,6 +280,16 @@ class SpeculativeEngine:
                 )
             )
         return records
+
+    def _check_finite(self, request: ActiveRequest, target: bool, draft: bool) -> None:
+        """UserError if the logits of the target or of the draft were no numbers: any token would pass for its text."""
+        if target and draft:
+            return
+        name = "the draft" if target else f"target {self.target.name!r}"
+        raise UserError(
+            f"{name} gives NaN or infinite logits after {request.length} tokens of prompt {request.prompt}: its "
+            "weights are damaged, or its dtype is too narrow (float16 overflows where bfloat16 and float32 do not)"
+        )
 
 
 def speculate(

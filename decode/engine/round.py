@@ -10,7 +10,7 @@ from decode.engine.compile import compile_function
 from decode.model.loading import Target
 from decode.verification.registry import DraftedTokens, find_rule
 from decode.verification.rules import NO_DRAFT, VerificationResult
-from decode.verification.sampling import Sampler, SamplingParams
+from decode.verification.sampling import Sampler, SamplingParams, has_finite_logits
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def run_round(
     compiled: bool = False,
     phases: PhaseTimes | None = None,
 ) -> torch.Tensor:
-    """Runs one round on `state` and returns its results [B, 4 + levels + N], which `read_results` decodes."""
+    """Runs one round on `state` and returns its results [B, 5 + levels + N], which `read_results` decodes."""
     device = target.decoder.device
     draft_part, target_part = propose, verify_and_commit
     if compiled:
@@ -128,7 +128,7 @@ def propose(draft: Draft | None, state: BatchState, k: int, context: int) -> Pro
     depth = node_depths(proposal)[..., 1:]
     room = (context - state.length).masked_fill(state.done, 0)
     tokens = torch.where(depth <= room[:, None], proposal.tokens, NO_DRAFT)
-    return Proposal(tokens, proposal.q, proposal.tree)
+    return Proposal(tokens, proposal.q, proposal.tree, proposal.finite)
 
 
 def drop_empty_columns(proposal: Proposal, compiled: bool) -> Proposal:
@@ -142,7 +142,8 @@ def drop_empty_columns(proposal: Proposal, compiled: bool) -> Proposal:
     used = int((tokens != NO_DRAFT).sum(1).max())
     if compiled and used > 0:
         return proposal
-    return Proposal(tokens[:, :used], None if q is None else q[:, :used])
+    q = None if q is None else q[:, :used]
+    return Proposal(tokens[:, :used], q, finite=proposal.finite)
 
 
 def verify_and_commit(
@@ -165,7 +166,7 @@ def verify_and_commit(
         if result.path is not None:
             features = features.gather(1, result.path[..., None].expand(-1, -1, features.shape[-1]))
         reader.update_hidden_states(features, (result.accepted + 1).masked_fill(state.done, 0))
-    return commit(state, proposal, result, target.eos_ids)
+    return commit(state, proposal, result, target.eos_ids, has_finite_logits(logits))
 
 
 def node_depths(proposal: Proposal) -> torch.Tensor:
@@ -191,11 +192,16 @@ def verify(proposal: Proposal, logits: torch.Tensor, config: StepConfig) -> Veri
 
 
 def commit(
-    state: BatchState, proposal: Proposal, result: VerificationResult, eos: torch.Tensor
+    state: BatchState,
+    proposal: Proposal,
+    result: VerificationResult,
+    eos: torch.Tensor,
+    finite: torch.Tensor,
 ) -> torch.Tensor:
     """Appends accepted tokens and bonus to the history, updates lengths and ends rows. Returns the round's results.
 
-    A row that is done keeps its length; what is written after it is never read.
+    `finite` [B] tells whether the target's logits were numbers; it is passed on to the results. A row that is done
+    keeps its length; what is written after it is never read.
     """
     tokens, tree = proposal.tokens, proposal.tree
     if tree is None:
@@ -215,7 +221,8 @@ def commit(
     state.done.logical_or_(ended | (length >= state.limit))
     drafted = (tokens != NO_DRAFT).sum(1)
     levels = torch.full_like(drafted, emitted.shape[1] - 1)
-    head = torch.stack([drafted, result.accepted, levels], 1)
+    draft_finite = torch.ones_like(finite) if proposal.finite is None else proposal.finite
+    head = torch.stack([drafted, result.accepted, levels, finite + 2 * draft_finite], 1)
     return torch.cat([head, emitted, tokens], 1)
 
 
@@ -227,6 +234,8 @@ class RowResult:
     accepted: int
     tokens: list[int]  # accepted drafted tokens and the bonus token, not trimmed
     proposed: list[int]
+    target_finite: bool  # the logits were numbers
+    draft_finite: bool
 
 
 def read_results(results: torch.Tensor) -> list[RowResult]:
@@ -237,8 +246,10 @@ def read_results(results: torch.Tensor) -> list[RowResult]:
             accepted=accepted,
             tokens=rest[: accepted + 1],
             proposed=[token for token in rest[levels + 1 :] if token != NO_DRAFT],
+            target_finite=finite % 2 == 1,
+            draft_finite=finite >= 2,
         )
-        for drafted, accepted, levels, *rest in results.tolist()
+        for drafted, accepted, levels, finite, *rest in results.tolist()
     ]
 
 

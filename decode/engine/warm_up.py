@@ -56,5 +56,7 @@ class ForcedDraft(DraftWrapper):
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         proposal = self.inner.propose(history, length, k)
-        tokens = proposal.tokens.clamp_min(0) if self.drafts else proposal.tokens.clamp_max(NO_DRAFT)
-        return Proposal(tokens, proposal.q)
+        tokens = (
+            proposal.tokens.clamp_min(0) if self.drafts else proposal.tokens.clamp_max(NO_DRAFT)
+        )
+        return Proposal(tokens, proposal.q, finite=proposal.finite)

@@ -54,6 +54,11 @@ def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     return probs
 
 
+def has_finite_logits(logits: torch.Tensor) -> torch.Tensor:
+    """[B] bool: logits [B, T, V] give a distribution at each position of the row. -inf makes a token impossible."""
+    return logits.amax(-1).isfinite().all(-1)  # the largest of numbers and NaN is NaN
+
+
 def sample_inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Index [...] at which the running sum of weights [..., n] first exceeds uniform [...] of its total.
 

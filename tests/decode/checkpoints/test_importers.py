@@ -578,7 +578,7 @@ def causal(folder: Path, vocab: int) -> str:
 @pytest.mark.parametrize("rows", [4096, 4000])
 def test_hf_has_the_targets_vocabulary_and_tokenizer(rows: int, tmp_path: Path) -> None:
     """Catches a draft that vLLM, SGLang and assistant_model refuse because the target's vocabulary is padded further
-    (Qwen2.5: 151936 and 152064), rows that could be the largest logit, and tokenizer files written anew instead of copied.
+    (Qwen2.5: 151936 and 152064), rows that could be the largest logit, and tokenizer files written anew.
     """
     home = causal(tmp_path / "ours", rows)
     out = Path(exported(home, tmp_path / "out", "hf", target=str(ASSETS / "target")))

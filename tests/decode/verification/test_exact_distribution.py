@@ -474,10 +474,10 @@ def commit_without_rollback(
     state: engine.BatchState,
     proposal: Proposal,
     verdict: rules.VerificationResult,
-    eos: torch.Tensor,
+    *rest: torch.Tensor,
 ) -> torch.Tensor:
     length = state.length + proposal.tokens.shape[1] + 1
-    report = COMMIT(state, proposal, verdict, eos)
+    report = COMMIT(state, proposal, verdict, *rest)
     state.length.copy_(length)
     return report
 
