@@ -143,7 +143,7 @@ def test_report_has_every_field_for_every_method_task_and_temperature(
             assert "relative to plain" in entry["prediction_missing"]
         else:  # a bound that a loaded machine keeps
             assert entry["prediction_missing"] is None
-            assert 0.6 < entry["predicted_speedup"] / entry["speedup"] < 1.6
+            assert 1 / 3 < entry["predicted_speedup"] / entry["speedup"] < 3
         if entry["task"] == "all":
             assert entry["phase_ms"].keys() == {"draft", "verify", "overhead"}
         if entry["name"] == "plain":
