@@ -20,6 +20,7 @@ from tests.tiny import tiny_model
 from tests.worlds import Done, World, contents
 from train.data import sample_store
 from train.data.manifest import read_manifest
+from train.trainer import loop
 
 COMMAND = "train/distill.py"
 STEPS = 8
@@ -275,7 +276,7 @@ def test_a_draft_cut_from_the_target(
 ) -> None:
     """Bug: the cut keeps other layers, saves a config that does not fit them, or changes the target."""
     out = tmp_path / "out"
-    settings = ["--draft.init", "", "--draft.layers", json.dumps(layers), "--loop.lr", 0]
+    settings = ["--draft.init", "", "--draft.layers", json.dumps(layers), "--loop.lr", 1e-30]
     done = distill(world, data, out, *settings)
     assert done.code == 0, done.err
     draft = AutoModelForCausalLM.from_pretrained(out)
@@ -334,7 +335,7 @@ def test_facts_tell_how_the_draft_was_made(world: World, data: Path, undisturbed
 
 @pytest.mark.parametrize("save_every", [4, 1])
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
-    train: Callable, tmp_path: Path, save_every: int
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every: int
 ) -> None:
     """Bug: a diverged run goes on for hours, or its weights replace the last good ones.
 
@@ -343,8 +344,9 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
     out = tmp_path / "out"
     assert train("--loop.steps", 2).code == 0
     good = contents(out / "checkpoints" / "step-000002")
-    wild = ["--loop.lr", 1e30, "--loop.warmup", 0, "--loop.save_every", save_every]
-    done = train(*wild, "--resume", "true")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "lr_multiplier", lambda step, s: 1e33)
+        done = train("--loop.save_every", save_every, "--resume", "true")
     assert done.code == 2
     assert "the loss is nan at step 4" in done.err.splitlines()[-1]
     assert contents(out / "checkpoints" / "step-000002") == good
@@ -352,9 +354,30 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(
     assert losses_of(out)[-1] < losses_of(out)[0]
 
 
-def test_a_draft_with_nan_weights_stops_at_once(
-    world: World, train: Callable, tmp_path: Path
+@pytest.mark.parametrize("at", [4, STEPS])
+def test_a_step_that_ruins_the_weights_is_not_saved(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
+    """Bug: the loss of a step is computed before its update, so a checkpoint, or the draft itself, is infinite."""
+    out, step_of = tmp_path / "out", loop.train_step
+
+    def ruined(training: Any, s: Any, step: int, *rest: Any) -> Any:
+        result = step_of(training, s, step, *rest)
+        if step + 1 == at:
+            next(training.model.parameters()).data.view(-1)[0] = float("inf")
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", ruined)
+        done = train("--loop.save_every", 2)
+    assert done.code == 2
+    assert f"weights are NaN or infinite after step {at}" in done.err.splitlines()[-1]
+    assert f"the last good checkpoint is {out}/checkpoints/step-00000{at - 2}" in done.err
+    assert not (out / WEIGHTS).exists()
+    assert train("--loop.save_every", 2).code == 0
+
+
+def test_a_draft_with_nan_weights_is_refused(world: World, train: Callable, tmp_path: Path) -> None:
     """Bug: NaN is averaged away or logged as null, and the run goes on."""
     broken = tmp_path / "broken"
     shutil.copytree(world.draft, broken)
@@ -363,7 +386,7 @@ def test_a_draft_with_nan_weights_stops_at_once(
     save_file(weights, broken / WEIGHTS, metadata={"format": "pt"})
     done = train("--draft.init", broken)
     assert done.code == 2
-    assert "the loss is nan at step 1" in done.err.splitlines()[-1]
+    assert "hold NaN or infinity" in done.err.splitlines()[-1]
     assert not (tmp_path / "out" / WEIGHTS).exists()
 
 

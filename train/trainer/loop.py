@@ -158,8 +158,8 @@ def train(
     """Trains from step `state.step` to `s.steps`, updating `state` in place and writing checkpoints to `out`.
 
     `measure` decodes with the current draft and returns τ and α to log. Returns 0, or the number of the signal that
-    ended the training early, after the current step was finished and saved. UserError when the loss or the gradient is
-    not finite (the last good checkpoint is kept) or when memory runs out.
+    ended the training early, after the current step was finished and saved. UserError when the loss, the gradient or
+    a weight is not finite (the last good checkpoint is kept) or when memory runs out.
     """
     accelerator = training.accelerator
     meter = ThroughputMeter(accelerator.device, accelerator.num_processes, training.step_flops)
@@ -176,6 +176,10 @@ def train(
                 state.sums[name] = state.sums.get(name, 0.0) + value
             state.step = done = step + 1
             last = done == s.steps
+            measuring = s.eval_every > 0 and (done % s.eval_every == 0 or last)
+            saving = done % s.save_every == 0 or last or result.stop
+            if measuring or saving:
+                _check_weights(training, done, out)
             if done % s.log_every == 0 or done % s.save_every == 0 or last:
                 means, speed = window_means(state.sums), meter.flush()
                 rate = s.lr * lr_multiplier(step, s)
@@ -184,7 +188,7 @@ def train(
                 tokens = f"{speed['tokens_per_second']:,.0f} tok/s"
                 progress.update(bar, loss=f"loss {means['loss']:.3f}", speed=tokens)
                 state.sums = {}
-            if s.eval_every and (done % s.eval_every == 0 or last):
+            if measuring:
                 measured = measure()
                 tracker.log(done, measured)
                 best = state.measured.get("accept/tau", 0.0)
@@ -193,7 +197,7 @@ def train(
                 if "accept/alpha" in measured:
                     progress.update(bar, alpha=f"α {measured['accept/alpha']:.3f}")
             best_now = s.keep_best and state.measured_at == done
-            if done % s.save_every == 0 or last or result.stop or best_now:
+            if saving or best_now:
                 best = state.measured_at if s.keep_best else 0
                 checkpoint.save(accelerator, out, state, s.keep, best)
             progress.update(bar, completed=done)
@@ -273,9 +277,22 @@ def _check_finite(loss: float, norm: float, step: int, out: Path, main: bool) ->
     what = f"the gradient's norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
     if main and not math.isfinite(loss):
         checkpoint.discard_checkpoint(out, step)
+    raise _diverged(f"{what} at step {step + 1}", out)
+
+
+def _check_weights(training: Training, step: int, out: Path) -> None:
+    """UserError, on all ranks, if step `step` made a weight NaN or infinite: its loss was computed before that."""
+    trained = [p.detach() for p in training.model.parameters() if p.requires_grad]
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in trained]
+    ruined = torch.stack([~weight.isfinite().all() for weight in local]).any()
+    if training.accelerator.reduce(ruined.float(), reduction="sum") > 0:
+        raise _diverged(f"weights are NaN or infinite after step {step}", out)
+
+
+def _diverged(what: str, out: Path) -> UserError:
     latest = checkpoint.latest_checkpoint(out)
-    raise UserError(
-        f"{what} at step {step + 1}: lower loop.lr or raise loop.warmup; "
+    return UserError(
+        f"{what}: lower loop.lr or raise loop.warmup; "
         + (f"the last good checkpoint is {latest}" if latest else "there is no good checkpoint")
     )
 
