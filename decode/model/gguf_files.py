@@ -150,14 +150,17 @@ def _save_model(file: Path, header: dict[str, Any], folder: Path) -> None:
 
 def _save_tokenizer(file: Path, header: dict[str, Any], folder: Path) -> None:
     """Writes the tokenizer. UserError unless it has the ids, special tokens and chat template that the GGUF holds."""
+    byte_level, split = (
+        header.get("tokenizer.ggml.model") == "gpt2",
+        header.get("tokenizer.ggml.pre"),
+    )
+    if byte_level and split not in PRE_TOKENIZERS:
+        raise UserError(
+            f"{file} cuts texts as {split!r} does, which is not one of {', '.join(sorted(PRE_TOKENIZERS))}: "
+            "take the model's original folder instead"
+        )
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    kind, split = header.get("tokenizer.ggml.model"), header.get("tokenizer.ggml.pre")
-    if kind == "gpt2":
-        if split not in PRE_TOKENIZERS:
-            raise UserError(
-                f"{file} cuts texts as {split!r} does, which is not one of {', '.join(sorted(PRE_TOKENIZERS))}: "
-                "take the model's original folder instead"
-            )
+    if byte_level:
         tokenizer.backend_tokenizer.pre_tokenizer = PRE_TOKENIZERS[split]()
     tokens = header["tokenizer.ggml.tokens"]
     if tokenizer.convert_ids_to_tokens(list(range(len(tokens)))) != tokens:

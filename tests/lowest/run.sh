@@ -12,7 +12,6 @@ if [ "$(cat "$venv/installed" 2>/dev/null)" != "$(cat tests/lowest/versions.txt 
 fi
 export TOKENIZERS_PARALLELISM=false
 "$venv/bin/python" -m pytest tests/decode/engine tests/decode/model tests/decode/drafts tests/decode/verification \
-  tests/decode/checkpoints tests/train/families tests/train/test_distill_command.py "$@" \
-  --ignore tests/decode/model/test_gguf_files.py  # the package gguf is no dependency
+  tests/decode/checkpoints tests/train/families tests/train/test_distill_command.py "$@"
 # The generated C++ itself runs: minutes.
 exec "$venv/bin/python" -m pytest -m slow tests/decode/engine/test_compile.py -k real

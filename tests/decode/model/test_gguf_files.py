@@ -80,6 +80,7 @@ def write_gguf(
     writer.add_token_list(tokens)
     writer.add_token_types(special)
     writer.add_token_merges([" ".join(merge) for merge in tokenizer["merges"]])
+    writer.add_bos_token_id(0)
     writer.add_eos_token_id(ENDING)
     writer.add_chat_template(TEMPLATE)
     for name, value in model.state_dict().items():

@@ -226,7 +226,8 @@ def test_a_refusal_ends_every_process_with_one_line(
     elif why == "no such data":
         settings += ["--data", tmp_path / "missing"]
     else:
-        settings += ["--loop.lr", 1e30, "--loop.warmup", 0]
+        settings += ["--loop.lr", 10, "--loop.weight_decay", 100, "--loop.warmup", 0]
+        settings += ["--loop.steps", 40]
     with ranks(*settings) as processes:
         ends = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
@@ -526,7 +527,7 @@ def test_a_published_draft_is_trained_on(world: World, data: Path, tmp_path: Pat
             "--draft.init",
             "me/draft",
             "--loop.lr",
-            0,
+            1e-30,
             "--loop.steps",
             2,
             "--loop.eval_every",
