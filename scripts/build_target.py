@@ -378,7 +378,9 @@ def main(s: BuildTargetConfig) -> None:
     """Trains, evaluates and saves the model; the last line is JSON. UserError while another run uses the folders."""
     longest = max(s.window, s.short_window)
     if s.batch_tokens < longest:
-        raise UserError(f"batch_tokens is {s.batch_tokens}: give at least {longest}, the longer window")
+        raise UserError(
+            f"batch_tokens is {s.batch_tokens}: give at least {longest}, the longer window"
+        )
     target = Path(s.assets) / "target"
     if s.model == "draft" and not (target / "tokenizer.json").is_file():
         raise UserError(f"{target} has no tokenizer.json: build the target first")

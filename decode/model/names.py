@@ -52,7 +52,9 @@ def check_name(name: str, what: str, kind: Kind = "model", revision: str | None 
     if name.strip() == "":
         raise UserError(f"{what} is empty: give a path or a Hub name such as owner/name")
     if "\0" in name or any(len(part.encode()) > LONGEST_PART for part in name.split("/")):
-        raise UserError(f"{what} {name[:40]!r} is no name: give a path, or a Hub name as owner/name")
+        raise UserError(
+            f"{what} {name[:40]!r} is no name: give a path, or a Hub name as owner/name"
+        )
     path = Path(name)
     if not is_local(name, kind):
         _go_offline_without_hub()

@@ -922,7 +922,11 @@ def test_it_goes_on_from_saved_heads(
         ("eagle3", ["--draft.steps", 0], "steps"),
         ("medusa", ["--draft.heads", 0], "heads"),
         ("medusa", ["--check.k", HEADS + 1], "has 3 heads: give k (or a tree) of at most 3"),
-        ("medusa", ["--draft.init", "missing"], "draft 'missing' cannot be fetched: there is no such path"),
+        (
+            "medusa",
+            ["--draft.init", "missing"],
+            "draft 'missing' cannot be fetched: there is no such path",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_makes_no_folder(
