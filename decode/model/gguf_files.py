@@ -150,10 +150,8 @@ def _save_model(file: Path, header: dict[str, Any], folder: Path) -> None:
 
 def _save_tokenizer(file: Path, header: dict[str, Any], folder: Path) -> None:
     """Writes the tokenizer. UserError unless it has the ids, special tokens and chat template that the GGUF holds."""
-    byte_level, split = (
-        header.get("tokenizer.ggml.model") == "gpt2",
-        header.get("tokenizer.ggml.pre"),
-    )
+    byte_level = header.get("tokenizer.ggml.model") == "gpt2"
+    split = str(header.get("tokenizer.ggml.pre"))
     if byte_level and split not in PRE_TOKENIZERS:
         raise UserError(
             f"{file} cuts texts as {split!r} does, which is not one of {', '.join(sorted(PRE_TOKENIZERS))}: "
