@@ -58,7 +58,7 @@ TASK_FILES: list[tuple[str, str, str | bytes]] = [
     ("list.json", "empty list", "[]"),
     ("rows.parquet", "no parquet", b"PAR1 and more"),
     ("rows.jsonl.gz", "no gzip", b"\x1f\x8b and more"),
-    ("rows.jsonl.gz", "cut gzip", gzip.compress(b'{"prompt": "abc"}\n' * 99)[:30]),
+    ("rows.jsonl.gz", "cut gzip", gzip.compress(b'{"prompt": "abc"}\n' * 99, mtime=0)[:30]),
     ("rows.csv", "CSV", "prompt\nabc\n"),
 ]
 ANSWERED: list[tuple[str, str]] = [
