@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Lints, type-checks and tests. With CI=true the tests marked slow run as well.
+# Lints, type-checks and tests. With CI=true the tests marked slow run as well, and the decoder's and some trainings'
+# tests with the lowest versions that pyproject.toml allows (tests/lowest/run.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh dev
@@ -9,6 +10,7 @@ mypy
 # One process per core; all tests of a file run in the same process, so that its tiny models are built once.
 if [ "${CI:-}" = true ]; then
   python -m pytest -n auto --dist loadfile -m "" "$@"
+  bash tests/lowest/run.sh -q
 else
   python -m pytest -n auto --dist loadfile "$@"
 fi
