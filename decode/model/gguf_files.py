@@ -4,12 +4,12 @@ A GGUF keeps quantised weights, the tokenizer and the chat template in one file.
 float32, exactly as the file's quantisation defines them, and `gguf.json`, which says what they were made from.
 """
 
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from huggingface_hub import constants, hf_hub_download, list_repo_files
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from decode.common import damage
 from decode.common.errors import UserError, first_line
 from decode.common.files import write_atomically
 
@@ -92,7 +93,8 @@ def _only_file(files: list[str], name: str) -> str:
 def dequantise(file: Path, source: str) -> Path:
     """The cached folder with the weights of `file` in float32; made now unless it is there. `source` is noted in it."""
     with _errors_named(str(file)):
-        digest = _sha256(file)
+        stat = file.stat()
+        digest = _sha256(file, stat.st_size, stat.st_mtime_ns)
         folder = Path(constants.HF_HOME) / "draftsmith" / "gguf" / digest[:16]
         if (folder / SOURCE_FILE).is_file():
             return folder
@@ -175,9 +177,10 @@ def _save_tokenizer(file: Path, header: dict[str, Any], folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+@cache
+def _sha256(file: Path, size: int, changed: int) -> str:
+    """The checksum of a file of this size that was last changed then: a large one is read once in a process."""
+    return damage.sha256(file)
 
 
 @contextmanager
