@@ -33,6 +33,7 @@ from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from train.sample import reply_seed
 
+COMMAND = "train/write_prompts.py"
 LOG_FILE, PROMPT_FILE = "written.jsonl", "prompts.jsonl"
 OWNED_FILES = (LOG_FILE, PROMPT_FILE)
 MARK = "\ue000"  # a character of private use, which no template holds
@@ -150,7 +151,7 @@ def main(s: WritePromptsConfig) -> None:
     for system in s.systems:
         user_turn(target.tokenizer, system)
     out = Path(s.out)
-    with run_dir.open_run(s.out, s, "train/write_prompts.py", OWNED_FILES):
+    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, [s.target]):
         consequence = "they are written again"
         fields = {"number": int, "finish_reason": str, "text": str}
         done = {entry["number"] for entry in read_log(out / LOG_FILE, fields, consequence)}
