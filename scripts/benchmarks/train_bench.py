@@ -146,9 +146,11 @@ def measure_cell(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any]:
     shape = SIZES[size]
     device = pick_device(s.device)
     target = random_target(shape, device, s.dtype)
-    draft = DraftConfig(family=family, vocab=shape["draft_vocab"])
+    draft = DraftConfig(family=family)
     if family == "causal":
         draft.layers = [0, 1]
+    else:
+        draft.vocab = shape["draft_vocab"]
     rows = random_rows(shape)
     settings = DistillConfig(draft=draft, loss="forward_kl")
     trainee = family_trainer(family).build(FamilyContext(settings, target, rows, device))

@@ -8,6 +8,7 @@ saved beside `digest(ids)`.
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,6 +61,11 @@ def build(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor | Non
 def coverage(ids: Tensor, counts: Tensor) -> float:
     """Share of the counted tokens that the draft can draft: no acceptance on this text exceeds it."""
     return int(counts[ids].sum()) / int(counts.sum())
+
+
+def describe(ids: Tensor, counts: Tensor) -> dict[str, Any]:
+    """What draftsmith.json records of a reduced vocabulary: size, coverage of the counted tokens, digest."""
+    return {"size": len(ids), "coverage": coverage(ids, counts), "digest": digest(ids)}
 
 
 def digest(ids: Tensor) -> str:

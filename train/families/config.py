@@ -38,8 +38,9 @@ class DraftConfig:
     """medusa2: rank of the LoRA adapters with which the target is trained along with its heads."""
     steps: Annotated[int, at_least(1, 64)] = 7
     """eagle3: how many times each slot is run in training (training-time test)."""
-    vocab: CountOrZero = 32000
-    """eagle3: size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target."""
+    vocab: CountOrZero | None = None
+    """causal, eagle3: size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the
+    target; null: all for causal, 32,000 for eagle3."""
     taps: list[CountOrZero] = field(default_factory=list)
     """eagle3: layers whose input hidden states are read; empty: 2, L/2 and L-3 of L layers, which every engine
     assumes."""
@@ -56,3 +57,7 @@ class DraftConfig:
             raise UserError(
                 "draft.lora_rank adapts a draft that is trained already: give draft.init or draft.layers"
             )
+
+    def vocab_size(self, target: int, default: int = 0) -> int:
+        """Tokens of the draft's vocabulary for a target with `target` of them; `default` is meant by null, 0 is all."""
+        return min(target, (default if self.vocab is None else self.vocab) or target)

@@ -49,6 +49,9 @@ from train.losses import divergences
 from train.losses.objective import Criterion
 from train.teacher.live import LiveTeacher, TeacherOutput
 
+DEFAULT_VOCAB = 32_000
+"""Size of an EAGLE-3 draft's vocabulary where draft.vocab does not say it: that of its authors."""
+
 
 class Eagle1(FamilyTrainer):
     """Trains an EAGLE-1 head: one layer that predicts the target's next final hidden state."""
@@ -82,17 +85,13 @@ class Eagle3(FamilyTrainer):
         net, config = init_eagle3(s, target, context.device, context.rows, counts)
         draft = TrainableEagle(context, "eagle3", net, config, s.steps)
         if net.ids is not None:
-            draft.metadata["vocabulary"] = {
-                "size": len(net.ids),
-                "coverage": vocab_mapping.coverage(net.ids.cpu(), counts),
-                "digest": vocab_mapping.digest(net.ids),
-            }
+            draft.metadata["vocabulary"] = vocab_mapping.describe(net.ids.cpu(), counts)
         return draft
 
     def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
         s = with_saved_sizes(s)
         layers = tuple(s.taps) or layouts.default_aux_layers(target_config.num_hidden_layers)
-        size = min(s.vocab or vocab, vocab)
+        size = s.vocab_size(vocab, DEFAULT_VOCAB)
         config = layouts.eagle3_config(target_config, vocab, size, layers, s.width)
         with torch.device("meta"):
             ids = None if size == vocab else torch.arange(size)
@@ -296,7 +295,7 @@ def init_eagle3(
         )
         return eagle.load(s.init, target, device, "float32").net, config
     layers = tuple(s.taps) or layouts.default_aux_layers(depth)
-    ids = vocab_mapping.build(counts, s.vocab or vocab, sorted(target.eos))
+    ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
     size = vocab if ids is None else len(ids)
     config = layouts.eagle3_config(target.decoder.config, vocab, size, layers, s.width)
     net = random_init(Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids))
