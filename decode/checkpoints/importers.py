@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from decode.checkpoints import layouts
+from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.model.names import check_name, load_error
@@ -28,6 +29,7 @@ PICKLE_FILES = ("pytorch_model.bin", "medusa_lm_head.pt")
 DOWNLOAD_PATTERNS = (
     "config.json",
     "draftsmith.json",
+    VOCAB_FILE,
     INDEX_FILE,
     *WEIGHT_FILES,
     "model-*-of-*.safetensors",

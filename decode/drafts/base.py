@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
@@ -122,6 +123,7 @@ MODEL_FILES = (
     "model*.safetensors",
     "model.safetensors.index.json",
     "medusa_lm_head.safetensors",
+    VOCAB_FILE,
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -143,15 +145,17 @@ def read_metadata(path: str) -> dict[str, Any]:
 
 
 def draft_sha256(path: str) -> str | None:
-    """Checksum of the safetensors files and config.json; None for a draft that is not a local folder."""
+    """Checksum of the weights' files, draft_vocab.json if there is one, and config.json; None for a draft that is not a
+    local folder."""
     folder = Path(path)
     shards = sorted(folder.glob("model-*-of-*.safetensors"))
     options = ([folder / "model.safetensors"], shards, [folder / "medusa_lm_head.safetensors"])
     weights = next((files for files in options if files and files[0].is_file()), [])
     if not weights or not (folder / "config.json").is_file():
         return None
+    vocab = [file for file in [folder / VOCAB_FILE] if file.is_file()]
     digest = hashlib.sha256()
-    for file in [*weights, folder / "config.json"]:
+    for file in [*weights, *vocab, folder / "config.json"]:
         with file.open("rb") as content:
             hashlib.file_digest(content, lambda: digest)
     return digest.hexdigest()

@@ -2,7 +2,8 @@
 
 import torch
 
-from decode.drafts.base import Draft, DraftContext, Proposal, check_tokenizer
+from decode.checkpoints import draft_vocab, importers
+from decode.drafts.base import Draft, DraftContext, Proposal, check_tokenizer, read_metadata
 from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens
 from decode.model.kv_cache import SlotMapping
 from decode.model.loading import Target, load_model, load_tokenizer, tokenizer_fingerprint
@@ -55,8 +56,17 @@ class CausalDraft(Draft):
 def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft:
     """A Hugging Face causal LM from a folder or the Hub. UserError unless it has the target's tokenizer.
 
-    Its embedding may be padded to another number of rows than the target's: the runner gives the target's logits.
+    Its embedding may be padded to another number of rows than the target's: the runner gives the target's logits. Of a
+    draft with a reduced vocabulary (decode/checkpoints/draft_vocab.py) only those rows of the LM head are kept and
+    computed, and all other tokens have probability 0.
     """
     check_tokenizer(path, tokenizer_fingerprint(load_tokenizer(path)), target)
     model = load_model(path, "draft", device, dtype)
-    return CausalDraft(ModelRunner(model, target.decoder.vocab_size))
+    ids = load_ids(path, min(target.decoder.vocab_size, len(model.get_output_embeddings().weight)))
+    return CausalDraft(ModelRunner(model, target.decoder.vocab_size, ids))
+
+
+def load_ids(path: str, vocab_size: int) -> torch.Tensor | None:
+    """[Vd]: the tokens that the draft in a folder or on the Hub can draft, among the first `vocab_size`; None: all."""
+    folder = importers.resolve_folder(path)
+    return draft_vocab.read_ids(folder, vocab_size, read_metadata(folder))

@@ -16,7 +16,7 @@ from decode.model.attention import attention_forward, forward_context
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateHooks, HiddenStateSpec, LMHead
 from decode.model.kv_cache import SlotMapping, StaticKVCache, TreeNodes
 from decode.model.loading import DTYPES, Target
-from decode.model.runner import PREFILL_CHUNK
+from decode.model.runner import PREFILL_CHUNK, spread_logits
 from decode.verification.tree import max_depth
 
 
@@ -119,9 +119,7 @@ class EagleDraft(Draft):
         logits = self.net.logits(state)
         if self.net.ids is None:
             return logits
-        full = logits.new_full((*logits.shape[:-1], self.vocab_size), float("-inf"))
-        full[..., self.net.ids] = logits
-        return full
+        return spread_logits(logits, self.net.ids, self.vocab_size)
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:

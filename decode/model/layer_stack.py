@@ -1,4 +1,4 @@
-"""Where the decoder layers of a causal LM are, and models that have only some of them."""
+"""Where the decoder layers of a causal LM are; models with only some of them, or with some rows of the LM head."""
 
 import copy
 from collections.abc import Sequence
@@ -35,15 +35,39 @@ def with_layers(model: Any, layers: Sequence[int]) -> Any:
 
     Models look up a layer's type and its K/V cache by its index: layers keep their indices here.
     """
-    *parents, last = layer_stack_name(model).split(".")
-    shorter = module = _shallow_copy(model)
-    for name in parents:
-        child = _shallow_copy(module._modules[name])
-        module._modules[name] = child
+    name = layer_stack_name(model)
+    stack = model.get_submodule(name)
+    return _with_module(model, name, torch.nn.ModuleList([stack[i] for i in layers]))
+
+
+def with_head_rows(model: Any, ids: torch.Tensor) -> Any:
+    """A copy of `model` that computes only the logits [.., Vd] of the tokens `ids` [Vd], and shares the config and all
+    other weights with it. Its LM head is a copy of these rows: later changes of the model's do not reach it."""
+    head = model.get_output_embeddings()
+    name = next(name for name, module in model.named_modules() if module is head)
+    rows = torch.nn.Linear(
+        head.weight.shape[1],
+        len(ids),
+        head.bias is not None,
+        device="meta",
+        dtype=head.weight.dtype,
+    )
+    rows.weight = torch.nn.Parameter(head.weight.detach()[ids], requires_grad=False)
+    if head.bias is not None:
+        rows.bias = torch.nn.Parameter(head.bias.detach()[ids], requires_grad=False)
+    return _with_module(model, name, rows)
+
+
+def _with_module(model: Any, name: str, replacement: torch.nn.Module) -> Any:
+    """A copy of `model` with `replacement` as the submodule `name`; it shares all others."""
+    *parents, last = name.split(".")
+    copied = module = _shallow_copy(model)
+    for part in parents:
+        child = _shallow_copy(module._modules[part])
+        module._modules[part] = child
         module = child
-    stack = module._modules[last]
-    module._modules[last] = torch.nn.ModuleList([stack[i] for i in layers])
-    return shorter
+    module._modules[last] = replacement
+    return copied
 
 
 def _shallow_copy(module: Any) -> Any:

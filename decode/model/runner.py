@@ -20,7 +20,7 @@ from decode.model.compatibility import (
 )
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
-from decode.model.layer_stack import with_layers
+from decode.model.layer_stack import with_head_rows, with_layers
 
 logging.disable_progress_bar()  # transformers' bars, one per shard, hide the command's own
 
@@ -33,13 +33,17 @@ class ModelRunner:
 
     `vocab_size` is the number of its logits, None: as many as the model has. Models of one tokenizer are padded to
     different sizes: columns that the model lacks are -inf, surplus ones are left out, and a token without a row in its
-    embedding is read as the last row. UserError for a model that cannot be decoded with drafts
-    (decode/model/compatibility.py).
+    embedding is read as the last row. With `ids` [Vd] only the logits of these tokens are computed, by a copy of their
+    rows of the LM head that is made here; all others are -inf. UserError for a model that cannot be decoded with
+    drafts (decode/model/compatibility.py).
     """
 
-    def __init__(self, model: Any, vocab_size: int | None = None):
+    def __init__(self, model: Any, vocab_size: int | None = None, ids: torch.Tensor | None = None):
         check_supported(model)
-        self.model = model.eval()
+        columns: int = model.get_output_embeddings().weight.shape[0]
+        self.ids = None if ids is None else ids.to(model.device)
+        model = model.eval()
+        self.model = model if self.ids is None else with_head_rows(model, self.ids)
         self.model.set_attn_implementation(attention.ATTENTION_NAME)
         use_grouped_experts(self.model)
         check_trial_pass(self.model)
@@ -47,7 +51,6 @@ class ModelRunner:
         self.config = model.config.get_text_config(decoder=True)
         self.device: torch.device = model.device
         self.context: int = context_length(self.config)
-        columns: int = model.get_output_embeddings().weight.shape[0]
         self.vocab_size = columns if vocab_size is None else vocab_size
         self.missing_columns = self.vocab_size - columns  # below 0: surplus ones
         self.embedding_rows: int = model.get_input_embeddings().weight.shape[0]
@@ -157,9 +160,18 @@ class ModelRunner:
             ).logits
         if self.hidden_state_hooks is not None:
             self.features = self.hidden_state_hooks.states()
+        if self.ids is not None:
+            return spread_logits(logits, self.ids, self.vocab_size)
         if self.missing_columns == 0:
             return logits
         return F.pad(logits, (0, self.missing_columns), value=float("-inf"))
+
+
+def spread_logits(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[..., V] from logits [..., Vd] of the tokens `ids` [Vd]: -inf for all others."""
+    full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+    full[..., ids] = logits
+    return full
 
 
 def _select_positions(

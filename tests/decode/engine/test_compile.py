@@ -35,6 +35,9 @@ def make(name: str, target: Target) -> Draft | None:
         "ngram": NgramDraft(),
         "causal": CausalDraft(near),
         "padded": CausalDraft(ModelRunner(tiny_model("llama", vocab_size=VOCAB + 8), VOCAB)),
+        "reduced": CausalDraft(
+            ModelRunner(tiny_model("llama", seed=1), VOCAB, torch.arange(0, VOCAB, 3))
+        ),
         "static": CausalDraft(near, shape=BUSHY),
         "dynamic": CausalDraft(near, shape=DynamicTree(3, 8)),
         "early-exit": EarlyExitDraft(target, 2),
@@ -71,6 +74,7 @@ CASES = [
         "ngram",
         "causal",
         "padded",
+        "reduced",
         "static",
         "dynamic",
         "early-exit",

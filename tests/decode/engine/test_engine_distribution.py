@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode.drafts.base import Draft
+from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
@@ -21,6 +21,7 @@ from tests.decode.verification.test_exact_distribution import PROMPTS, Branches,
 from tests.params import slow_except
 from tests.tiny import noisy, tiny_target
 
+REDUCED = torch.tensor([0, 2])
 SAMPLING, LENGTH = SamplingParams(0.7), 3
 FORKED = tree_from_paths([[0], [1], [0, 0]])
 WALK = 3**4  # a draw at each of the root and three nodes
@@ -41,6 +42,12 @@ def padded(rows: int, **shape: Any) -> Callable[[Target], CausalDraft]:
     return make
 
 
+def reduced(target: Target, **shape: Any) -> CausalDraft:
+    """A draft that can draft two of the three tokens of the target."""
+    model = noisy(target.decoder.model, 0.2)
+    return CausalDraft(ModelRunner(model, ids=REDUCED), **shape)
+
+
 # name: (draft, keywords of decode, branches of a round)
 CASES: dict[str, tuple[Callable[[Target], Draft], dict[str, Any], int]] = {
     "block": (near, {"rule": "block"}, BLOCK),
@@ -51,6 +58,9 @@ CASES: dict[str, tuple[Callable[[Target], Draft], dict[str, Any], int]] = {
     "more rows": (padded(5), {}, BLOCK),
     "fewer rows, block": (padded(2), {"rule": "block"}, BLOCK),
     "more rows, tree": (padded(5, shape=FORKED), {}, WALK),
+    "reduced": (reduced, {}, BLOCK),
+    "reduced, block": (reduced, {"rule": "block"}, BLOCK),
+    "reduced, tree": (lambda t: reduced(t, shape=FORKED), {}, WALK),
 }
 
 
@@ -77,11 +87,27 @@ def distances(name: str, length: int = LENGTH) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, ["block", "fewer rows", "more rows"]))
+@pytest.mark.parametrize(
+    "name", slow_except(CASES, ["block", "fewer rows", "more rows", "reduced"])
+)
 def test_engine_emits_the_targets_law(name: str) -> None:
     """Catches a rule given the wrong laws, paths, K/V or positions by the real loop. Exact: no false alarm."""
     length = 2 if CASES[name][2] == BLOCK else LENGTH
     assert max(distances(name, length)) < 1e-7  # HF norms compute in fp32
+
+
+def test_draft_ids_without_their_map_move_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above is blind if it passes tokens that are numbers within the draft's vocabulary, q being mapped."""
+    propose = CausalDraft.propose
+
+    def unmapped(
+        self: CausalDraft, history: torch.Tensor, length: torch.Tensor, k: int
+    ) -> Proposal:
+        proposal = propose(self, history, length, k)
+        return Proposal(torch.searchsorted(REDUCED, proposal.tokens), proposal.q)
+
+    monkeypatch.setattr(CausalDraft, "propose", unmapped)
+    assert min(distances("reduced", 2)) > 1e-3
 
 
 def test_typical_acceptance_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
