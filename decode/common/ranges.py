@@ -66,6 +66,8 @@ def zero_or(low: float, most: float = LARGEST) -> Range:
 MAX_DRAFT_LENGTH = 1024
 DraftLength = Annotated[int, at_least(1, MAX_DRAFT_LENGTH)]
 """Tokens of a chain, or levels of a tree; the target's context is a further limit, known when it is loaded."""
+MatchLength = Annotated[int, at_least(1, 16)]
+"""Tokens of the text's end that a lookup must find earlier in it."""
 TreeNodes = Annotated[int, at_least(1, MAX_DRAFT_LENGTH)]
 MAX_TREE_WIDTH = 64
 TreeWidth = Annotated[int, at_least(1, MAX_TREE_WIDTH)]

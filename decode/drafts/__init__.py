@@ -9,7 +9,7 @@ eagle          EAGLE-1 and EAGLE-3 heads; eagle_model has their networks
 early_exit     the target's first layers
 ngram          prompt lookup
 suffix         SuffixDecoding; suffix_tree has its data structure
-wrappers       drafts on another device, and drafts whose proposals are recorded
+wrappers       drafts on another device, drafts with a lookup in front, and drafts whose proposals are recorded
 
 May import decode.common, decode.model, decode.verification and decode.checkpoints.
 """

@@ -110,6 +110,17 @@ class Draft:
         """Up to k tokens, or k levels of a tree, after the first `length` [B] ids of history [B, S]."""
         raise NotImplementedError
 
+    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+        """Takes the place of `propose` in a round whose tokens come from elsewhere: later proposals are those that the
+        text gives, as if the draft had been asked.
+
+        Nothing is to be done for a draft whose state is kept by `prefill`, `update_hidden_states` and `on_commit`.
+        """
+
+    def on_replaced(self, k: int) -> None:
+        """After `propose`: the target verifies other tokens, up to k, in some rows. Only a draft that takes the tokens
+        of its last proposal for those of the text has something to do."""
+
 
 def check_request(draft: Draft, k: int, sampling: SamplingParams) -> None:
     """UserError if the draft cannot draft `k` tokens a round under `sampling`; it starts an empty batch to find out."""

@@ -10,6 +10,9 @@ from decode.model.loading import Target, load_model, load_tokenizer, tokenizer_f
 from decode.model.runner import ModelRunner
 from decode.verification.tree import TreeShape, max_depth
 
+MAX_UNREAD = 64
+"""Tokens of skipped rounds after which a draft reads them although no proposal is asked for."""
+
 
 class CausalDraft(Draft):
     """Has its own KV cache, which is rolled back by length like the target's."""
@@ -22,6 +25,7 @@ class CausalDraft(Draft):
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request
         self.plan = build_tree_plan(self.shape, self.decoder.device)
+        self.unread = 0  # committed tokens at most that the KV cache lacks besides the usual ones
         self.decoder.allocate(request.rows, request.size)
 
     def kv_slots(self) -> list[SlotMapping]:
@@ -40,17 +44,32 @@ class CausalDraft(Draft):
         self.decoder.reserve(size)
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
-        """The first step runs all tokens that the round before may have committed and the KV cache may lack, a fixed
-        number.
+        """The first step runs all tokens that the KV cache may lack, a fixed number unless rounds were skipped."""
+        logits = self._read_committed(history, length, k)
+        return draft_tokens(decoder_step(self.decoder), logits, length, k, self.plan, self.request)
 
-        Of a chain these are the last drafted token and the bonus token. The path of a tree lies at scattered slots of
-        the KV cache and is run again as a whole.
+    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+        """Runs nothing: the first step of the next `propose` reads these tokens too. They are read here only when there
+        are MAX_UNREAD of them, because a step computes logits for each of its tokens."""
+        if self.unread >= MAX_UNREAD:
+            self._read_committed(history, length, k)
+        self.unread += k + 1
+
+    def on_replaced(self, k: int) -> None:
+        """The KV cache has the draft's own tokens; of the committed ones two are read again anyway."""
+        self.unread += k - 1
+
+    def _read_committed(self, history: torch.Tensor, length: torch.Tensor, k: int) -> torch.Tensor:
+        """Logits [B, V] after the last committed token. The step runs all tokens that the KV cache may lack.
+
+        After a round that drafted a chain these are the last drafted token and the bonus token. The path of a tree lies
+        at scattered slots of the KV cache and is run again as a whole.
         """
-        count = 2 if self.shape is None else max_depth(self.shape, k) + 1
+        count = self.unread + (2 if self.shape is None else max_depth(self.shape, k) + 1)
+        self.unread = 0
         back = length[:, None] + torch.arange(-count, 0, device=length.device)
         last = history.gather(1, back.clamp_min(0))
-        logits = self.decoder.step(last, length - count)[:, -1]
-        return draft_tokens(decoder_step(self.decoder), logits, length, k, self.plan, self.request)
+        return self.decoder.step(last, length - count)[:, -1]
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft:

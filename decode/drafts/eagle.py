@@ -82,11 +82,7 @@ class EagleDraft(Draft):
         self.state_buffer.update_hidden_states(features, count)
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
-        count = len(self.state_buffer.offsets)
-        back = length[:, None] - count + self.state_buffer.offsets
-        tokens = history.gather(1, back.clamp_min(1))
-        self.kv_cache.slots.set_positions(length - 1 - count, count)
-        state = self._forward(self.net.init_state(self.state_buffer.states), tokens)[:, -1:]
+        state = self._read_committed(history, length)
 
         def step(
             tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
@@ -99,6 +95,18 @@ class EagleDraft(Draft):
             return self._logits(state)
 
         return draft_tokens(step, self._logits(state)[:, 0], length, k, self.plan, self.request)
+
+    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+        """Runs the pairs of the round before, without the LM head: the target's states are kept for one round only."""
+        self._read_committed(history, length)
+
+    def _read_committed(self, history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        """[B, 1, h]: the state after the last committed pair; the KV cache then holds every pair before it."""
+        count = len(self.state_buffer.offsets)
+        back = length[:, None] - count + self.state_buffer.offsets
+        tokens = history.gather(1, back.clamp_min(1))
+        self.kv_cache.slots.set_positions(length - 1 - count, count)
+        return self._forward(self.net.init_state(self.state_buffer.states), tokens)[:, -1:]
 
     def _forward(self, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """States [b, T, h] and tokens [b, T] -> next states, at the positions that were set in the KV cache."""

@@ -18,7 +18,7 @@ from decode.drafts.base import Draft, check_saved_draft, read_metadata
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.ngram import NgramDraft
 from decode.drafts.suffix import SuffixDraft
-from decode.drafts.wrappers import CrossDeviceDraft
+from decode.drafts.wrappers import CrossDeviceDraft, TwoSourceDraft
 from decode.model.loading import Target, find_dtype, pick_device
 from decode.verification.tree import TreeShape
 
@@ -26,6 +26,8 @@ LoadDraft = Callable[[str, Target, str, str], Draft]
 """(folder or Hub name, target, device, dtype) -> draft."""
 CreateDraft = Callable[[Target, int, TreeShape], Draft]
 """(target, number of the target's first layers to use, tree shape or None for chains) -> draft."""
+CreateLookup = Callable[[int], Draft]
+"""(tokens that a match has at least) -> draft without a model, whose chains are empty where it has no such match."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class DraftFamily:
     """The name in settings: `draft.family` in training, a method's name in evaluation where there is no folder."""
     load: LoadDraft | None = None
     create: CreateDraft | None = None
+    create_lookup: CreateLookup | None = None
+    """For a family that copies from the text: it can draft in front of a family with a model (`add_lookup`)."""
     trainer: str = ""
     """"module:Class" of its FamilyTrainer; empty for a family that is not trained. Only train/ imports it."""
     supports_trees: bool = True
@@ -79,8 +83,17 @@ def create_ngram(target: Target, layers: int, shape: TreeShape) -> Draft:
     return NgramDraft()
 
 
+def create_ngram_lookup(min_match: int) -> Draft:
+    """Of several matches those of up to two tokens more are preferred."""
+    return NgramDraft(longest=min_match + 2, shortest=min_match)
+
+
 def create_suffix(target: Target, layers: int, shape: TreeShape) -> Draft:
     return SuffixDraft()
+
+
+def create_suffix_lookup(min_match: int) -> Draft:
+    return SuffixDraft(shortest=min_match)
 
 
 def create_early_exit(target: Target, layers: int, shape: TreeShape) -> Draft:
@@ -141,8 +154,20 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
                 tensorrt_llm="Eagle3",
             ),
         ),
-        DraftFamily("ngram", create=create_ngram, supports_trees=False, has_weights=False),
-        DraftFamily("suffix", create=create_suffix, supports_trees=False, has_weights=False),
+        DraftFamily(
+            "ngram",
+            create=create_ngram,
+            create_lookup=create_ngram_lookup,
+            supports_trees=False,
+            has_weights=False,
+        ),
+        DraftFamily(
+            "suffix",
+            create=create_suffix,
+            create_lookup=create_suffix_lookup,
+            supports_trees=False,
+            has_weights=False,
+        ),
         DraftFamily("early-exit", create=create_early_exit),
     )
 }
@@ -224,6 +249,22 @@ def pick_draft(name: str, target: Target, dtype: str = "float32") -> Draft | Non
         return None
     created = create_draft(name, target)
     return load_draft(name, target, dtype=dtype) if created is None else created
+
+
+def add_lookup(draft: Draft | None, lookup: str, min_match: int, target: Target) -> Draft:
+    """`draft` with the family `lookup` in front, which drafts where its match has at least `min_match` tokens.
+
+    UserError unless `lookup` copies from the text and `draft` does not.
+    """
+    lookups = {f.name: f.create_lookup for f in DRAFT_FAMILIES.values() if f.create_lookup}
+    if lookup not in lookups:
+        raise UserError(f"lookup {lookup!r} is unknown: give {' or '.join(lookups)}")
+    if draft is None or draft.name in lookups:
+        name = "none" if draft is None else draft.name
+        raise UserError(
+            f"draft {name!r} has no model for a lookup in front: give another or no lookup"
+        )
+    return TwoSourceDraft(lookups[lookup](min_match), draft, target.decoder.vocab_size)
 
 
 def draft_family(path: str) -> str:

@@ -32,7 +32,7 @@ class SuffixDraft(Draft):
     prompt or the next batch begins: a repeated prompt is then drafted from its own answer, so measurements that repeat
     prompts must leave it off. Beyond `max_corpus_tokens` the oldest outputs are removed. `nodes` above 0 drafts trees
     of that many nodes. The other settings are those of SuffixTree.speculate; its max_tokens is the engine's k. A match
-    of m tokens leaves depth - m to draft, so with factor 1 a chain has at most depth / 2 tokens.
+    of m tokens, at least `shortest`, leaves depth - m to draft, so with factor 1 a chain has at most depth / 2 tokens.
     """
 
     name = "suffix"
@@ -48,7 +48,9 @@ class SuffixDraft(Draft):
         learn: bool = False,
         max_corpus_tokens: int = 200_000,
         nodes: int = 0,
+        shortest: int = 1,
     ):
+        self.shortest = shortest
         self.factor, self.offset, self.min_probability = factor, offset, min_probability
         self.learn, self.max_corpus_tokens, self.nodes = learn, max_corpus_tokens, nodes
         self._corpus = SuffixTree(depth)
@@ -99,7 +101,7 @@ class SuffixDraft(Draft):
     def _best_match(self, row: _RequestState, limit: int, tree: bool) -> SuffixMatch:
         """The better match of the row's last tokens: in its own text or in the corpus."""
         pattern = row.tree.text(0)[-row.tree.depth :]
-        settings = (limit, self.factor, self.offset, self.min_probability, tree)
+        settings = (limit, self.factor, self.offset, self.min_probability, tree, self.shortest)
         own = row.tree.speculate(pattern, *settings)
         earlier = self._corpus.speculate(pattern, *settings)
         return earlier if earlier.score > own.score else own

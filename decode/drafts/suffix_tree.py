@@ -180,8 +180,9 @@ class SuffixTree:
         offset: float = 0.0,
         min_probability: float = 0.1,
         tree: bool = False,
+        shortest: int = 1,
     ) -> SuffixMatch:
-        """The best continuation of the last m tokens of the pattern, over m = 1 … min(len(pattern), depth) - 1.
+        """The best continuation of the last m tokens of the pattern, over m = shortest … min(len(pattern), depth) - 1.
 
         Each m that occurs gives a match of at most min(max_tokens, floor(m * factor + offset)) tokens, limited by
         `depth`, whose probabilities are at least min_probability: as a chain, always the most frequent child; as a
@@ -192,6 +193,8 @@ class SuffixTree:
         best = SuffixMatch([], [], [], 0.0, 0)
         lengths = []  # (upper bound of its score, length, position)
         for length, position in enumerate(self._suffix_matches(pattern), 1):
+            if length < shortest:
+                continue
             room = math.floor(length * factor + offset + 1e-6)  # 3 * 0.6 + 0.2 < 2
             room = min(room, max_tokens)
             if not tree or isinstance(position, int):  # limited by the depth of the counts

@@ -1,11 +1,15 @@
-"""Drafts that wrap another draft: one that runs on another device than the target, and one that records proposals."""
+"""Drafts that wrap another draft: to record its proposals, to run it on another device than the target, or to ask it
+only where a lookup finds nothing to copy.
+"""
 
 from dataclasses import replace
 
 import torch
 
+from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, TokenTree
 from decode.model.kv_cache import SlotMapping, TreeNodes
+from decode.verification.rules import NO_DRAFT
 
 
 class DraftWrapper(Draft):
@@ -47,6 +51,12 @@ class DraftWrapper(Draft):
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         return self.inner.propose(history, length, k)
+
+    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+        self.inner.skip(history, length, k)
+
+    def on_replaced(self, k: int) -> None:
+        self.inner.on_replaced(k)
 
 
 class RecordingDraft(DraftWrapper):
@@ -104,6 +114,9 @@ class CrossDeviceDraft(DraftWrapper):
             None if proposal.finite is None else proposal.finite.to(self.target_device),
         )
 
+    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+        self.inner.skip(history.to(self.device), length.to(self.device), k)
+
     def _to_target_device(self, tree: TokenTree) -> TokenTree:
         nodes = tree.nodes
         parts = (nodes.index, nodes.depth, nodes.ancestor_mask)
@@ -112,3 +125,76 @@ class CrossDeviceDraft(DraftWrapper):
             TreeNodes(*(x.to(self.target_device) for x in parts)),
             tree.levels,
         )
+
+
+class TwoSourceDraft(DraftWrapper):
+    """Each row's chain is copied by `lookup`, a draft without a model, where it finds a match, else drafted by `inner`.
+
+    The text so far alone decides which, so every token is verified with the distribution that it was drawn from: a
+    copied one was certain, whether or not the vocabulary of `inner` has it. A round in which every row has a match does
+    not ask `inner`; its `skip` keeps its state. A row's random numbers are the same in both kinds of rounds, so that
+    its text does not depend on the other rows.
+
+    The host decides in every round, so the draft's part is never compiled, and CUDA graphs are refused.
+    """
+
+    def __init__(self, lookup: Draft, inner: Draft, vocab_size: int):
+        super().__init__(inner)
+        self.on_host = True
+        self.lookup, self.vocab_size = lookup, vocab_size
+        self.name = f"{inner.name}+{lookup.name}"
+
+    def begin_batch(self, request: DraftContext) -> None:
+        """UserError for trees: a row of a match would have another shape than a row of the model."""
+        if self.shape is not None or self.inner.shape is not None:
+            raise UserError(f"draft {self.name!r} drafts chains only: give it no tree")
+        self.request = request
+        self.lookup.begin_batch(request)
+        self.inner.begin_batch(request)
+
+    def prefill(
+        self,
+        row: torch.Tensor,
+        prompts: torch.Tensor,
+        length: torch.Tensor,
+        features: torch.Tensor | None,
+    ) -> None:
+        self.lookup.prefill(row, prompts, length, None)
+        self.inner.prefill(row, prompts, length, features)
+
+    def on_commit(self, row: int, tokens: list[int]) -> None:
+        self.lookup.on_commit(row, tokens)
+        self.inner.on_commit(row, tokens)
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        copied = self.lookup.propose(history, length, k).tokens
+        found = copied[:, 0] != NO_DRAFT
+        rows, greedy = found.tolist(), self.request.sampling.greedy
+        if all(rows):
+            self.inner.skip(history, length, k)
+            if not greedy:
+                self._discard_draws(length, k)
+            # q and `finite` are given as in other rounds, because compiled code would be made anew without them.
+            q = None if greedy else point_masses(copied, self.vocab_size)
+            return Proposal(copied, q, finite=torch.ones_like(found))
+        drafted = self.inner.propose(history, length, k)
+        if any(rows):
+            self.inner.on_replaced(k)
+        tokens = torch.where(found[:, None], copied, drafted.tokens)
+        if drafted.q is None:
+            return Proposal(tokens, None, finite=drafted.finite)
+        certain = point_masses(copied, self.vocab_size)
+        q = torch.where(found[:, None, None], certain, drafted.q)
+        return Proposal(tokens, q, finite=drafted.finite)
+
+    def _discard_draws(self, length: torch.Tensor, k: int) -> None:
+        """Draws as many random numbers as `inner` does for a chain of k tokens."""
+        certain = torch.ones(len(length), 1, device=length.device)
+        for _ in range(k):
+            self.request.choose(certain)
+
+
+def point_masses(tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[B, K, V] with 1 at each of the tokens [B, K]; what stands at NO_DRAFT is never read."""
+    q = torch.zeros(*tokens.shape, vocab_size, device=tokens.device)
+    return q.scatter_(-1, tokens.clamp_min(0)[..., None], 1.0)

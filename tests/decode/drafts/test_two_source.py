@@ -1,0 +1,491 @@
+"""A lookup in front of a model's draft: the law of mixed batches, the model's state after copied tokens, its cost."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from decode.common.errors import UserError
+from decode.drafts import causal, drafting
+from decode.drafts.base import Draft, Proposal
+from decode.drafts.causal import CausalDraft
+from decode.drafts.eagle import EagleDraft
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.medusa import MedusaDraft
+from decode.drafts.ngram import NgramDraft
+from decode.drafts.registry import add_lookup
+from decode.drafts.suffix import SuffixDraft
+from decode.drafts.wrappers import (
+    CrossDeviceDraft,
+    DraftWrapper,
+    RecordingDraft,
+    TwoSourceDraft,
+    point_masses,
+)
+from decode.engine.engine import SpeculativeEngine, decode
+from decode.engine.records import DecodeRecord, collect_outputs
+from decode.model.loading import Target
+from decode.model.runner import ModelRunner
+from decode.verification.rules import NO_DRAFT
+from decode.verification.sampling import SamplingParams
+from decode.verification.tree import DynamicTree
+from tests.decode.engine.test_compile import graphs  # noqa: F401  a fixture
+from tests.decode.engine.test_engine import texts
+from tests.decode.verification.test_exact_distribution import Branches, own_law, small, tv
+from tests.heads import FAMILIES, random_draft
+from tests.params import slow_except
+from tests.tiny import VOCAB, noisy, reference, tiny_model, tiny_prompts, tiny_target
+
+MODELS = ["causal", "early-exit", *FAMILIES]
+PROMPTS = tiny_prompts(13, 1, 9)
+K, LENGTH = 3, 40
+
+
+def model_draft(name: str, target: Target, noise: float = 0.02) -> Draft:
+    if name == "causal":
+        return CausalDraft(ModelRunner(noisy(target.decoder.model, noise)))
+    return EarlyExitDraft(target, 1) if name == "early-exit" else random_draft(name, target)
+
+
+class Watched(DraftWrapper):
+    """Counts what is asked of `inner`; `states` are the logits of each first step, by the text before it.
+
+    With `never_skip` it is asked in every round, as if it drafted alone.
+    """
+
+    def __init__(self, inner: Draft, never_skip: bool = False):
+        super().__init__(inner)
+        self.never_skip = never_skip
+        self.asked = self.skipped = 0
+        self.states: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        self.asked += 1
+        with first_logits() as seen:
+            proposal = self.inner.propose(history, length, k)
+        for ids, count, logits in zip(history.tolist(), length.tolist(), seen[0], strict=True):
+            self.states[tuple(ids[:count])] = logits.clone()
+        return proposal
+
+    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+        self.skipped += 1
+        if self.never_skip:
+            self.propose(history, length, k)
+        else:
+            self.inner.skip(history, length, k)
+
+
+@contextmanager
+def first_logits() -> Iterator[list[torch.Tensor]]:
+    """[B, V] that each chain drafted within it begins with."""
+    seen: list[torch.Tensor] = []
+    chain = drafting.draft_chain
+
+    def spy(step: Any, logits: torch.Tensor, *rest: Any) -> Proposal:
+        seen.append(logits)
+        return chain(step, logits, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafting, "draft_chain", spy)
+        yield seen
+
+
+class Script(Draft):
+    """A lookup that knows the texts. For `silent` of 16 lengths it finds nothing; at some its second token is wrong."""
+
+    name = "script"
+
+    def __init__(self, outputs: list[DecodeRecord], silent: int = 5):
+        self.known = [[*o.prompt_ids, *o.output_ids] for o in outputs]
+        self.silent = silent
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        rows = []
+        for ids, count in zip(history.tolist(), length.tolist(), strict=True):
+            text = next((x for x in self.known if x[:count] == ids[:count]), [])
+            tokens = text[count : count + k] if count % 16 >= self.silent else []
+            if count % 3 == 0 and len(tokens) > 1:
+                tokens[1] = (tokens[1] + 1) % VOCAB
+            rows.append(tokens + [NO_DRAFT] * (k - len(tokens)))
+        return Proposal(torch.tensor(rows), None)
+
+
+# ---- text ----
+
+
+@pytest.mark.parametrize("lookup", ["ngram", "suffix"])
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_text_is_the_targets(name: str, lookup: str) -> None:
+    """Catches tokens of one source in the row of the other, and states that only one kind of round keeps.
+
+    The random target repeats itself after a while, so that both sources draft.
+    """
+    own = tiny_target(tiny_model("llama"))
+    for prompts in (PROMPTS[:1], PROMPTS):
+        watched = Watched(model_draft(name, own))
+        draft = add_lookup(watched, lookup, 2, own)
+        settings: dict[str, Any] = {"k": K, "max_new_tokens": LENGTH}
+        outputs = decode(own, draft, prompts, **settings)
+        assert texts(outputs) == texts(decode(own, None, prompts, max_new_tokens=LENGTH))
+        assert watched.asked > 0
+        alone = decode(own, model_draft(name, own), prompts, **settings)
+        assert [o.rounds for o in outputs] != [o.rounds for o in alone]
+
+
+@pytest.mark.parametrize(
+    ("lookup", "text", "least", "found"),
+    [
+        (NgramDraft(5, 3), [7, 8, 9, 4, 7, 8, 9], 3, [4, 7]),
+        (NgramDraft(5, 4), [7, 8, 9, 4, 7, 8, 9], 4, []),
+        (SuffixDraft(shortest=3), [7, 8, 9, 4, 7, 8, 9], 3, [4, 7]),
+        (SuffixDraft(shortest=4), [7, 8, 9, 4, 7, 8, 9], 4, []),
+    ],
+)
+def test_a_match_has_at_least_min_match_tokens(
+    lookup: Draft, text: list[int], least: int, found: list[int]
+) -> None:
+    """Catches a threshold off by one in either lookup, and a registry that hands on another one."""
+    own = tiny_target(tiny_model("llama"))
+    built = add_lookup(model_draft("causal", own), lookup.name, least, own)
+    assert isinstance(built, TwoSourceDraft)
+    for draft in (lookup, built.lookup):
+        recorded = RecordingDraft(draft)
+        decode(own, recorded, [text[:-1]], k=2, max_new_tokens=1)
+        # the draft is asked by hand: the target's own next token is not the one of this text
+        draft.on_commit(0, [])
+        history, length = torch.tensor([text + [0] * 4]), torch.tensor([len(text)])
+        if isinstance(draft, SuffixDraft):
+            draft._rows[0] = draft._start_request(0)
+            draft.on_commit(0, text)
+        tokens = draft.propose(history, length, 2).tokens[0].tolist()
+        assert [token for token in tokens if token != NO_DRAFT] == found
+
+
+def test_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches random numbers that rounds without the model leave out: another row decides whether it is asked.
+
+    Without the numbers that are drawn in vain the texts must differ, or the test is blind.
+    """
+    own, seeds = tiny_target(tiny_model("llama", dtype=torch.float64)), [11, 12, 13]
+    sampling = SamplingParams(1.0, top_k=2)
+    settings: dict[str, Any] = {"k": K, "sampling": sampling, "max_new_tokens": LENGTH}
+
+    def alone_and_together() -> tuple[list[DecodeRecord], list[DecodeRecord], Watched]:
+        watched = Watched(model_draft("causal", own))
+        draft = TwoSourceDraft(NgramDraft(2, 1), watched, VOCAB)
+        pairs = zip(PROMPTS, seeds, strict=True)
+        alone = [decode(own, draft, [p], seeds=[seed], **settings)[0] for p, seed in pairs]
+        return alone, decode(own, draft, PROMPTS, seeds=seeds, **settings), watched
+
+    alone, together, watched = alone_and_together()
+    assert min(watched.asked, watched.skipped) > 5
+    assert texts(together) == texts(alone)
+    assert [o.rounds for o in together] == [o.rounds for o in alone]
+    monkeypatch.setattr(TwoSourceDraft, "_discard_draws", lambda *args: None)
+    alone, together, _ = alone_and_together()
+    assert texts(together) != texts(alone)
+
+
+# ---- the model's state ----
+
+WORK = tiny_prompts(7, 1, 3, 21, 2)
+"""More prompts than rows, so that rows are used again."""
+TIGHT = 1e-8
+
+
+def largest_difference(name: str, rows: int, unread: int = causal.MAX_UNREAD) -> float:
+    """How far logits after copied tokens are from those that the text gives.
+
+    Those are the logits of plain forward passes over the whole text; of heads, whose proposals do not depend on what
+    they drafted before (tests/decode/drafts/test_heads_decoding.py), those of the same draft asked in every round.
+    """
+    own = tiny_target(tiny_model("llama", dtype=torch.float64))
+    lookup = Script(decode(own, None, WORK, max_new_tokens=LENGTH))
+    watched, control = (Watched(model_draft(name, own), never) for never in (False, True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causal, "MAX_UNREAD", unread)
+        for each in (watched, control):
+            draft = TwoSourceDraft(lookup, each, VOCAB)
+            outputs = decode(own, draft, WORK, rows=rows, k=K, max_new_tokens=LENGTH)
+            assert {count for o in outputs for _, count in o.rounds} >= {0, 1, K}
+    assert min(watched.asked, watched.skipped) > 5
+    want = control.states
+    if name == "causal":
+        want = whole_text_logits(reference(noisy(own.decoder.model, 0.02)), watched.states)
+    pairs = [(logits, want[text]) for text, logits in watched.states.items()]
+    return max(
+        float((here - there).masked_fill(here == there, 0).abs().max()) for here, there in pairs
+    )
+
+
+@torch.no_grad()
+def whole_text_logits(
+    model: Any, texts: Iterable[tuple[int, ...]]
+) -> dict[tuple[int, ...], torch.Tensor]:
+    return {text: model(torch.tensor([text]), use_cache=False).logits[0, -1] for text in texts}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_state_is_what_the_text_gives(name: str, rows: int) -> None:
+    """Catches K/V that lacks what skipped rounds committed, states of another round, and a row that is filled again
+    while another has tokens to catch up, and the model's own tokens in the K/V of a row that copied others."""
+    assert largest_difference(name, rows) < TIGHT
+
+
+def test_a_long_skip_is_read_in_parts() -> None:
+    """Catches tokens lost where the small LM reads in a round that does not ask it."""
+    assert largest_difference("causal", 1, unread=5) < TIGHT
+    assert largest_difference("causal", 2, unread=5) < TIGHT
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "owner", "method"),
+    [
+        ("causal", 1, CausalDraft, "skip"),
+        ("causal", 2, CausalDraft, "on_replaced"),
+        ("eagle1", 1, EagleDraft, "skip"),
+        ("eagle3", 1, EagleDraft, "skip"),
+    ],
+)
+def test_a_draft_that_does_not_catch_up_is_seen(
+    name: str, rows: int, owner: type[Draft], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above are blind if stale K/V goes unseen."""
+    monkeypatch.setattr(owner, method, getattr(Draft, method))
+    assert largest_difference(name, rows) > 1e-3
+
+
+# ---- cost ----
+
+
+def test_a_skipped_small_lm_runs_no_forward_pass() -> None:
+    """Catches a model that is run although every row copies, one that is run once more to catch up, and one that reads
+    more than it must where nothing was copied."""
+    own = tiny_target(tiny_model("llama"))
+    plain = decode(own, None, PROMPTS[:1], max_new_tokens=LENGTH)
+    for silent in (0, 5, 16):
+        model = model_draft("causal", own)
+        assert isinstance(model, CausalDraft)
+        watched = Watched(model)
+        widths: list[int] = []
+        keep_widths(model.decoder.model, widths)
+        draft = TwoSourceDraft(Script(plain, silent), watched, VOCAB)
+        decode(own, draft, PROMPTS[:1], k=K, max_new_tokens=LENGTH)
+        assert (watched.asked == 0, watched.skipped == 0) == (silent == 0, silent == 16)
+        assert len(widths) == 1 + K * watched.asked  # the prompt's, and K for each proposal
+        if silent == 16:
+            assert widths[1:] == [2, *[1] * (K - 1)] * watched.asked
+
+
+def keep_widths(model: Any, widths: list[int]) -> None:
+    """Appends the number of tokens of each forward pass."""
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+
+
+def test_skipped_heads_run_no_more_than_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches further steps and LM heads of EAGLE, and any head of Medusa, in rounds that copy."""
+    own = tiny_target(tiny_model("llama"))
+    script = Script(decode(own, None, PROMPTS[:1], max_new_tokens=LENGTH), silent=0)
+    for name in ("eagle3", "medusa"):
+        heads = random_draft(name, own)
+        counts = dict.fromkeys(("step", "logits"), 0)
+        for method in counts:
+            if hasattr(heads.net, method):
+                monkeypatch.setattr(heads.net, method, counted(heads.net, method, counts))
+        watched = Watched(heads)
+        draft = TwoSourceDraft(script, watched, VOCAB)
+        decode(own, draft, PROMPTS[:1], k=K, max_new_tokens=LENGTH)
+        assert watched.asked == 0
+        assert counts["logits"] == 0
+        assert counts["step"] == (0 if isinstance(heads, MedusaDraft) else 1 + watched.skipped)
+
+
+def counted(net: Any, method: str, counts: dict[str, int]) -> Callable[..., Any]:
+    real = getattr(net, method)
+
+    def call(*args: Any) -> Any:
+        counts[method] += 1
+        return real(*args)
+
+    return call
+
+
+# ---- law ----
+
+LAW_PROMPTS = [[0, 2, 1], [1]]
+"""Over three tokens the end of the first is always found again, that of the second seldom: mixed batches."""
+SAMPLING = SamplingParams(0.7)
+ROUND = {1: 3 * 2 * 3, 2: 3**2 * 2**2 * 3}
+"""Branches of a round: draws of the model (in vain in rows that copy), verdicts, the bonus token."""
+
+
+class Copier(Draft):
+    """A lookup that always finds something."""
+
+    name = "copier"
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        return Proposal(history.gather(1, length[:, None] - 1).expand(-1, k), None)
+
+
+def fewer_rows(target: Target) -> Draft:
+    """A small LM that does not have the last of the target's three tokens."""
+    model = small(num_hidden_layers=2, vocab_size=2)
+    return CausalDraft(ModelRunner(model, target.decoder.vocab_size))
+
+
+MIXED: dict[str, Callable[[Target], Draft]] = {
+    "causal": lambda target: model_draft("causal", target, 0.2),
+    "fewer rows": fewer_rows,
+    "eagle3": lambda target: random_draft("eagle3", target),
+    "medusa": lambda target: random_draft("medusa", target),
+}
+LACKS = {"fewer rows": 2, "eagle3": 1}
+"""A token that the draft's vocabulary does not have."""
+
+
+def law_distance(
+    draft: Draft, target: Target, k: int, length: int, paths: int, rule: str = "exact"
+) -> float:
+    """TV of what the engine emits from the target's own law, all choices walked."""
+    choose = Branches(len(LAW_PROMPTS), paths)
+    prompts = [prompt for prompt in LAW_PROMPTS for _ in range(paths)]
+    outputs = decode(
+        target, draft, prompts, k=k, sampling=SAMPLING, max_new_tokens=length, choose=choose, rule=rule
+    )  # fmt: skip
+    assert choose.walked == paths
+    text = torch.tensor([o.output_ids for o in outputs]) @ 3 ** torch.arange(length - 1, -1, -1)
+    worst = 0.0
+    for i, prompt in enumerate(LAW_PROMPTS):
+        own = slice(i * paths, (i + 1) * paths)
+        law = torch.zeros(3**length, dtype=torch.float64)
+        law.scatter_add_(0, text[own], choose.weight[own])
+        worst = max(worst, tv(law, own_law(target.decoder.model, prompt, length, SAMPLING)))
+    return worst
+
+
+def mixed(name: str, two_source: type[TwoSourceDraft] = TwoSourceDraft) -> tuple[Target, Draft]:
+    target = tiny_target(small(num_hidden_layers=2))
+    return target, two_source(NgramDraft(2, 1), MIXED[name](target), 3)
+
+
+@pytest.mark.parametrize("size", [(1, 3), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_batches_emit_the_targets_law(name: str, size: tuple[int, int]) -> None:
+    """Catches the model's q for a copied token, a copied token that the model's vocabulary lacks, and a choice of the
+    source that knows more than the text. Exact: no false alarm."""
+    k, length = size
+    target, draft = mixed(name)
+    recorded = RecordingDraft(draft)
+    assert law_distance(recorded, target, k, length, 3 * ROUND[k] ** (length - 1)) < 1e-7
+    tokens, q = recorded.proposals[0].tokens[:, 0], recorded.proposals[0].q
+    assert q is not None
+    certain = q[:, 0].amax(-1) == 1
+    assert 0 < int(certain.sum()) < len(certain)
+    if name in LACKS:
+        assert LACKS[name] in tokens[certain].tolist()
+        assert q[~certain, 0, LACKS[name]].eq(0).all()
+
+
+def test_mixed_batches_keep_the_law_of_blocks() -> None:
+    """Catches a rule that judges a whole chain by distributions that a copied chain does not have."""
+    for name in ("causal", "fewer rows"):
+        target, draft = mixed(name)
+        assert law_distance(draft, target, 2, 2, 3 * ROUND[2], "block") < 1e-7
+
+
+@pytest.mark.parametrize("rule", ["exact", "block"])
+def test_rounds_without_the_model_emit_the_targets_law(rule: str) -> None:
+    """Catches random numbers drawn in vain that move the law. Exact: no false alarm."""
+    target = tiny_target(small(num_hidden_layers=2))
+    draft = TwoSourceDraft(Copier(), Watched(model_draft("causal", target)), 3)
+    assert law_distance(draft, target, 2, 2, 3 * 2**2 * 3, rule) < 1e-7
+    assert isinstance(draft.inner, Watched)
+    assert (draft.inner.asked, draft.inner.skipped) == (0, 1)
+
+
+class ModelsLaw(TwoSourceDraft):
+    """The planted bug: copied tokens are judged by the model's distributions."""
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        recorded = RecordingDraft(self.inner)
+        self.inner = recorded
+        proposal = super().propose(history, length, k)
+        self.inner = recorded.inner
+        return Proposal(proposal.tokens, recorded.proposals[0].q, finite=proposal.finite)
+
+
+class LateChoice(TwoSourceDraft):
+    """The planted bug: a model's token that does not please is replaced by one that is certain."""
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        proposal = super().propose(history, length, k)
+        assert proposal.q is not None
+        other = torch.ones_like(proposal.tokens)
+        unpleasant = (proposal.tokens[:, 0] == 0) & (proposal.q[:, 0].amax(-1) < 1)
+        tokens = torch.where(unpleasant[:, None], other, proposal.tokens)
+        certain = point_masses(other, self.vocab_size)
+        q = torch.where(unpleasant[:, None, None], certain, proposal.q)
+        return Proposal(tokens, q, finite=proposal.finite)
+
+
+@pytest.mark.parametrize("bug", [ModelsLaw, LateChoice])
+def test_a_law_of_the_other_source_is_seen(bug: type[TwoSourceDraft]) -> None:
+    """The tests above are blind if one of these goes unseen."""
+    target, draft = mixed("causal", bug)
+    assert law_distance(draft, target, 1, 3, 3 * ROUND[1] ** 2) > 1e-3
+
+
+# ---- modes, devices, errors ----
+
+
+@pytest.mark.parametrize("mode", slow_except(["greedy", "sampled"], ["sampled"]))
+def test_compiled_rounds_say_the_same(mode: str, graphs: list[int]) -> None:  # noqa: F811
+    """Catches a graph of the target's half for each source: it would be made while decoding is timed."""
+    own = tiny_target(tiny_model("llama"))
+    sampling = SamplingParams() if mode == "greedy" else SamplingParams(1.0, top_k=2)
+    settings: dict[str, Any] = {"max_new_tokens": LENGTH, "seed": 3}
+    watched = Watched(model_draft("causal", own))
+    draft = TwoSourceDraft(NgramDraft(2, 1), watched, VOCAB)
+    want = decode(own, draft, PROMPTS[:1], k=K, sampling=sampling, **settings)
+    assert min(watched.asked, watched.skipped) > 0
+    engine = SpeculativeEngine(own, draft, k=K, sampling=sampling, mode="compiled")
+    got = collect_outputs(PROMPTS[:1], engine.speculate(PROMPTS[:1], **settings))
+    assert texts(got) == texts(want)
+    assert [o.rounds for o in got] == [o.rounds for o in want]
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("name", ["causal", "eagle3"])
+def test_a_model_elsewhere_is_skipped_there(name: str) -> None:
+    """Catches a wrapper that does not hand on that a round was skipped (here both devices are the CPU)."""
+    own, cpu = tiny_target(tiny_model("llama")), torch.device("cpu")
+    script = Script(decode(own, None, PROMPTS, max_new_tokens=LENGTH))
+    rounds = []
+    for draft in (model_draft(name, own), CrossDeviceDraft(model_draft(name, own), cpu, cpu)):
+        two = TwoSourceDraft(script, draft, VOCAB)
+        outputs = decode(own, two, PROMPTS, k=K, max_new_tokens=LENGTH)
+        rounds.append([o.rounds for o in outputs])
+    assert rounds[0] == rounds[1]
+
+
+def test_what_cannot_be_combined_is_refused() -> None:
+    """Catches trees that are silently drafted as chains, and a lookup in front of a lookup."""
+    own = tiny_target(tiny_model("llama"))
+    near = model_draft("causal", own)
+    with pytest.raises(UserError, match="lookup 'causal' is unknown: give ngram or suffix"):
+        add_lookup(near, "causal", 3, own)
+    for draft in (None, NgramDraft()):
+        with pytest.raises(UserError, match="has no model for a lookup in front"):
+            add_lookup(draft, "ngram", 3, own)
+    two = add_lookup(near, "ngram", 3, own)
+    with pytest.raises(UserError, match="mode graph needs"):
+        SpeculativeEngine(own, two, mode="graph")
+    near.shape = DynamicTree(2, 4)
+    with pytest.raises(UserError, match=r"'causal\+ngram' drafts chains only: give it no tree"):
+        decode(own, two, PROMPTS, k=2)
