@@ -2,6 +2,8 @@
 
 decoder_bench.py   command: this decoder beside transformers' own, milliseconds a token
 train_bench.py     command: training throughput of every draft family, and where a step's time goes
+sample_bench.py    command: sampling throughput on a CPU beside transformers' and vLLM's
+sampling_engines.py  the engines that it compares;  vllm_sampler.py  runs in vLLM's environment
 gpu_bench.py       command: everything about speed that needs a GPU, in stages
 gpu_stages.py      its stages;  gpu_harness.py  the models and rounds they time;  gpu_timers.py  clocks and rooflines
 widen_llama.py     enlarges a small Llama to the shape of a large one without changing its probabilities

@@ -1,0 +1,278 @@
+"""Sampling throughput on a CPU: this project's engine beside transformers' and vLLM's, in generated tokens a second.
+
+    python scripts/benchmarks/sample_bench.py                           # bundled target and prompts
+    python scripts/benchmarks/sample_bench.py --target T --prompts outputs/prompts/prompts.jsonl --dtype bfloat16 \\
+      --vllm .venv-vllm --out docs/results/sampling.json
+
+The engines (--engines), all at temperature 1 without top-k or top-p, on the same prompts with the same stop tokens:
+  ours: the engine of train/sample.py, in which a row that is done takes the next prompt
+  generate: transformers' generate on padded batches of prompts that are sorted by length
+  generate_batch: transformers' continuous batching
+  vllm: vLLM's CPU build, compiled as it is by default; skipped where there is none. It runs without the libraries that
+    its manual wants preloaded, as the others do, and its threads are not bound to cores
+
+A token counts if it was generated, up to an answer's first EOS and that included; padding and what is generated behind
+an EOS do not. All engines have --threads threads. They answer all prompts in turn, in reversed order every other time.
+Loading, vLLM's compilation and a short warm-up are not timed, and prefixes are not cached, because every turn has the
+same prompts. The mean lengths of answers, and the shares that ended with EOS, should agree between engines: all sample
+from one distribution. The last line is JSON.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from decode.common import files, provenance
+from decode.common.command import run_command
+from decode.common.errors import UserError
+from decode.common.ranges import Count, CountOrZero, Seed, at_least
+from decode.common.run_dir import check_file
+from decode.model.loading import Target, load_model, load_target
+from eval.benchmark.vllm_client import find_interpreter, has_vllm
+from scripts.benchmarks.sampling_engines import (
+    ContinuousSampler,
+    PaddedSampler,
+    RefillingSampler,
+    SampledAnswers,
+    SamplingEngine,
+    VllmSampler,
+    answer_length,
+)
+from train.data.prompts import encode_prompt, read_prompts
+from train.data.sources import PromptSource
+
+EngineName = Literal["ours", "generate", "generate_batch", "vllm"]
+WARM_UP_TOKENS = 8
+
+
+@dataclass
+class SampleBenchConfig:
+    target: str = "assets/target"
+    """The target model: a folder, a GGUF file or a Hub name."""
+    prompts: str = ""
+    """A file of prompts, such as the prompts.jsonl of train/write_prompts.py; empty: the bundled training prompts."""
+    count: Count = 256
+    """Prompts to answer; where there are fewer, they are answered several times."""
+    max_new_tokens: Count = 256
+    """Tokens of the longest answer. Prompts that leave less room in the target's context are left out."""
+    batches: list[Count] = field(default_factory=lambda: [32, 64])
+    """Numbers of prompts that are decoded at once."""
+    engines: list[EngineName] = field(
+        default_factory=lambda: ["ours", "generate", "generate_batch", "vllm"]
+    )
+    dtype: str = "float32"
+    """float32 or bfloat16."""
+    threads: CountOrZero = 0
+    """Threads of every engine; 0: as many as torch takes by itself."""
+    repeats: Count = 3
+    """Turns of each engine at each batch size."""
+    vllm: str = ""
+    """Virtual environment with vLLM; empty: that of VLLM_PYTHON, else .venv-vllm, if there is one."""
+    vllm_eager: bool = False
+    """Start vLLM without compilation, which takes minutes less."""
+    vllm_cache_gb: Annotated[int, at_least(1, 4096)] = 4
+    """GiB of vLLM's KV cache."""
+    seed: Seed = 0
+    out: str = ""
+    """File for the JSON of the last line; empty: none."""
+
+
+def load_prompt_ids(s: SampleBenchConfig, target: Target) -> list[list[int]]:
+    """Token ids of `s.count` prompts, sorted by length. UserError if none leaves room for its answer."""
+    kind: Literal["file", "bundled"] = "file" if s.prompts else "bundled"
+    source = PromptSource(kind, s.prompts or "all", limit=s.count)
+    encoded = [encode_prompt(target.tokenizer, prompt) for prompt in read_prompts([source], s.seed)]
+    room = target.decoder.context - s.max_new_tokens
+    fitting = [ids for ids in encoded if len(ids) <= room]
+    if not fitting:
+        raise UserError(
+            f"no prompt of {source.path} leaves room for {s.max_new_tokens} tokens in the context of {target.name}, "
+            f"which holds {target.decoder.context}: lower --max_new_tokens"
+        )
+    return sorted((fitting[i % len(fitting)] for i in range(s.count)), key=len)
+
+
+def find_vllm(s: SampleBenchConfig, console: Console) -> str:
+    """The interpreter of vLLM's environment; "" if it is not asked for, or if none is named and none is found.
+
+    UserError if `s.vllm` has no vLLM.
+    """
+    if "vllm" not in s.engines:
+        return ""
+    try:
+        python = find_interpreter(str(Path(s.vllm) / "bin" / "python") if s.vllm else "")
+        missing = "" if has_vllm(python) else f"{python} has no vLLM: install it there"
+    except UserError as error:
+        missing = str(error)
+    if missing and s.vllm:
+        raise UserError(f"--vllm {s.vllm}: {missing}")
+    if missing:
+        console.print(f"vllm is skipped: {missing}")
+    return "" if missing else python
+
+
+def start_engines(
+    s: SampleBenchConfig, target: Target, model: Any, python: str, rows: int, longest: int
+) -> dict[str, SamplingEngine]:
+    """{name: engine} of `s.engines` for batches of `rows`; `model` is the target as transformers loads it.
+
+    `longest` is the number of tokens of the longest prompt with its answer. vLLM is left out if `python` is empty.
+    """
+    eos = sorted(target.eos)
+    engines: dict[str, SamplingEngine] = {}
+    for name in s.engines:
+        if name == "ours":
+            engines[name] = RefillingSampler(target, rows)
+        elif name == "generate":
+            engines[name] = PaddedSampler(model, eos, rows)
+        elif name == "generate_batch":
+            engines[name] = ContinuousSampler(model, eos, rows, longest, s.seed)
+        elif python:
+            job = {
+                "target": str(Path(s.target).resolve()) if Path(s.target).exists() else s.target,
+                "dtype": s.dtype,
+                "rows": rows,
+                "max_model_len": longest,
+                "eos": eos,
+                "eager": s.vllm_eager,
+                "seed": s.seed,
+            }
+            engines[name] = VllmSampler(python, job, torch.get_num_threads(), s.vllm_cache_gb)
+    return engines
+
+
+def count_run(done: SampledAnswers, eos: Collection[int], limit: int) -> dict[str, float]:
+    """What one turn generated: tokens and tokens a second, answers, and those that ended with EOS."""
+    lengths = [answer_length(ids, eos, limit) for ids in done.ids]
+    ended = sum(ids[length - 1] in eos for ids, length in zip(done.ids, lengths, strict=True))
+    return {
+        "tokens": sum(lengths),
+        "seconds": done.seconds,
+        "tokens_per_second": sum(lengths) / done.seconds,
+        "answers": len(lengths),
+        "ended": ended,
+    }
+
+
+def take_turns(
+    s: SampleBenchConfig,
+    engines: Mapping[str, SamplingEngine],
+    prompts: Sequence[list[int]],
+    rows: int,
+    eos: Collection[int],
+    console: Console,
+) -> dict[str, list[dict[str, float]]]:
+    """{engine: a `count_run` for each of its turns}, after a warm-up on the shortest and the longest prompts."""
+    for engine in engines.values():
+        for some in (prompts[:rows], prompts[-rows:]):
+            engine.sample(some, min(s.max_new_tokens, WARM_UP_TOKENS), s.seed)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+    for turn in range(s.repeats):
+        for name in engines if turn % 2 == 0 else reversed(list(engines)):
+            done = engines[name].sample(prompts, s.max_new_tokens, s.seed + 1 + turn)
+            run = count_run(done, eos, s.max_new_tokens)
+            runs[name].append(run)
+            console.print(
+                f"batch {rows}, turn {turn + 1}, {name}: {run['tokens_per_second']:,.0f} tokens/s"
+            )
+    return runs
+
+
+def summarize_runs(
+    rows: int, runs: Mapping[str, Sequence[dict[str, float]]]
+) -> list[dict[str, Any]]:
+    """One cell for each engine: medians and ranges over its turns, and its speed ÷ generate's of the same turn."""
+    cells = []
+    for name, each in runs.items():
+        speeds = [run["tokens_per_second"] for run in each]
+        base = [run["tokens_per_second"] for run in runs.get("generate", [])]
+        ratios = [speed / other for speed, other in zip(speeds, base, strict=False)]
+        answers = sum(run["answers"] for run in each)
+        cells.append(
+            {
+                "engine": name,
+                "batch": rows,
+                "tokens_per_second": statistics.median(speeds),
+                "least": min(speeds),
+                "most": max(speeds),
+                "over_generate": statistics.median(ratios) if ratios else None,
+                "tokens_per_answer": sum(run["tokens"] for run in each) / answers,
+                "ended": sum(run["ended"] for run in each) / answers,
+                "runs": list(each),
+            }
+        )
+    return cells
+
+
+def print_cells(console: Console, cells: Sequence[Mapping[str, Any]]) -> None:
+    """Prints a table with a line for each cell."""
+    table = Table(
+        "batch", "engine", "tokens/s", "range", "× generate", "length", "ended",
+        title="sampling at temperature 1",
+    )  # fmt: skip
+    for cell in cells:
+        ratio = cell["over_generate"]
+        table.add_row(
+            str(cell["batch"]), cell["engine"], f"{cell['tokens_per_second']:,.0f}",
+            f"{cell['least']:,.0f} – {cell['most']:,.0f}", "–" if ratio is None else f"{ratio:.2f}",
+            f"{cell['tokens_per_answer']:.1f}", f"{100 * cell['ended']:.0f} %",
+        )  # fmt: skip
+    console.print(table)
+
+
+def main(s: SampleBenchConfig) -> None:
+    if not s.batches or not s.engines:
+        raise UserError("batches or engines is empty: give at least one of each")
+    check_file(s.out, [s.prompts])
+    console = Console(stderr=True)
+    python = find_vllm(s, console)
+    if s.threads > 0:
+        torch.set_num_threads(s.threads)
+    target = load_target(s.target, "cpu", s.dtype)
+    model = None
+    if {"generate", "generate_batch"} & set(s.engines):  # not ours, whose attention is replaced
+        model = load_model(s.target, "target", "cpu", s.dtype)
+    prompts = load_prompt_ids(s, target)
+    longest = len(prompts[-1]) + s.max_new_tokens
+    cells: list[dict[str, Any]] = []
+    versions: dict[str, str] = {}
+    for rows in s.batches:
+        engines = start_engines(s, target, model, python, rows, longest)
+        try:
+            runs = take_turns(s, engines, prompts, rows, target.eos, console)
+            for each in engines.values():
+                if isinstance(each, VllmSampler):
+                    versions["vllm"] = each.version
+        finally:
+            for engine in engines.values():
+                engine.close()
+        cells += summarize_runs(rows, runs)
+    print_cells(console, cells)
+    made = provenance.collect()
+    made["versions"] |= versions
+    lengths = [len(prompt) for prompt in prompts]
+    result = {
+        "cells": cells,
+        "settings": {name: value for name, value in vars(s).items() if name != "out"},
+        "prompt_tokens": {"median": statistics.median(lengths), "most": lengths[-1]},
+        **made,
+    }
+    line = json.dumps(result)
+    if s.out:
+        files.write_atomically(Path(s.out), line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    run_command(main, SampleBenchConfig, __doc__)
