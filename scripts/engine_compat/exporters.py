@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from decode.checkpoints import importers, layouts
+from decode.checkpoints import draft_vocab, importers, layouts
 from decode.checkpoints.importers import DraftCheckpoint, Tensors
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE, check_tokenizer, draft_sha256
+from decode.drafts.causal import load_ids
 from decode.model.loading import (
     load_config,
     load_model,
@@ -161,8 +162,8 @@ TOKENIZER_FILES = (
 def export_hf(path: str, name: str, out: Path) -> None:
     """Writes a causal draft with the vocabulary size of the target `name`, whose tokenizer files are copied unchanged.
 
-    Rows are added to its embedding and lm_head, or surplus ones are cut off, as training does. UserError for another
-    tokenizer.
+    Rows are added to its embedding and lm_head, or surplus ones are cut off, as training does; a reduced vocabulary
+    stays beside them. UserError for another tokenizer.
     """
     if not name or not Path(name).is_dir():
         raise UserError("hf copies the target's tokenizer files: give --target, a local folder")
@@ -170,7 +171,10 @@ def export_hf(path: str, name: str, out: Path) -> None:
     check_tokenizer(path, tokenizer_fingerprint(load_tokenizer(path)), target)
     model = load_model(path, "draft", "cpu", _config_dtype(path))
     size, wanted = model.get_output_embeddings().weight.shape[0], target.decoder.vocab_size
+    ids = load_ids(path, min(size, wanted))
     out.mkdir(parents=True, exist_ok=True)
+    if ids is not None:
+        draft_vocab.save_ids(out, ids)
     if size == wanted and Path(path).is_dir():
         names = [*MODEL_FILES, *(file.name for file in Path(path).glob("model*.safetensors*"))]
         for file in (Path(path) / name for name in names):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from decode.checkpoints import importers, layouts
+from decode.checkpoints.draft_vocab import VOCAB_FILE, save_ids
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE, draft_sha256
 from decode.drafts.eagle_model import Eagle3Model, llama_config
@@ -214,6 +215,19 @@ def test_numbered_heads_are_good_for_tensorrt(
     assert "old-names" in [line.split(":")[0] for line in said(Path(out), "vllm", target, "0.31.0")]
 
 
+@pytest.mark.parametrize("engine", SERVED["causal"])
+def test_a_reduced_vocabulary_is_read_by_no_engine(
+    engine: str, good: dict[str, Path], tmp_path: Path
+) -> None:
+    """Catches a draft called fit although the engine drafts with rows of the LM head that were not trained."""
+    folder = tmp_path / "draft"
+    shutil.copytree(good["causal"], folder)
+    save_ids(folder, torch.arange(9))
+    [found] = check_draft_files(str(folder), engine, "", target_of("causal", ""))
+    assert (found.rule, found.effect) == ("whole-head", SILENT)
+    assert VOCAB_FILE in found.what
+
+
 def test_rules_have_a_name_and_a_source() -> None:
     """Catches a rule that no maintainer could look up, or two that a report could not tell apart."""
     for name, engine in ENGINES.items():
@@ -234,7 +248,7 @@ def test_every_rule_of_heads_is_tested() -> None:
     }
     # These have tests of their own above.
     elsewhere = {"changed-since-training", "removed", "medusa", "eagle1", "heads"}
-    elsewhere |= {"layout", "layer-name", "taps", "old-names"}
+    elsewhere |= {"layout", "layer-name", "taps", "old-names", "whole-head"}
     for name, engine in ENGINES.items():
         for rule in engine.rules:
             shown_for = [family for family in rule.families if (name, family, rule.name) in shown]

@@ -3,17 +3,20 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from decode.checkpoints import draft_vocab
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, check_tokenizer, read_metadata
-from decode.drafts.causal import CausalDraft
+from decode.drafts.causal import CausalDraft, load_ids
 from decode.model import attention
 from decode.model.config_checks import check_sizes
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
@@ -26,9 +29,11 @@ from decode.model.loading import (
     tokenizer_fingerprint,
 )
 from decode.model.runner import ModelRunner
+from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft, matrix_parameters
 from train.families.config import DraftConfig
+from train.families.head_init import check_against_saved
 from train.families.model_sizes import (
     DraftShape,
     ModelShape,
@@ -46,7 +51,7 @@ from train.teacher.live import TeacherOutput, compute_hidden_states
 class Causal(FamilyTrainer):
     """Trains a small language model: a given one, chosen layers of the target, or one with random weights."""
 
-    settings = frozenset({"init", "layers", "init_config", "lora_rank"})
+    settings = frozenset({"init", "layers", "init_config", "lora_rank", "vocab"})
     description = "a small language model"
     hub_tag = "assisted-generation"
     is_language_model = True
@@ -64,6 +69,9 @@ class Causal(FamilyTrainer):
             config = random_init_config(s.init_config, target_config, vocab)
         model = meta_model(config)
         fields = dict(vars(model_shape(model)))
+        # Of a draft that is yet to be fetched from the Hub, the whole vocabulary is counted.
+        saved = draft_vocab.read_ids(s.init, vocab, {}) if s.init else None
+        fields["vocab"] = s.vocab_size(vocab) if saved is None else len(saved)
         kept = len(s.layers) / fields["layers"] if s.layers else 1.0
         if s.layers:
             body = fields["body_parameters"]
@@ -95,15 +103,16 @@ class CausalShape(DraftShape):
         tokens = load.micro_batch * load.max_tokens
         return scale * tokens * self.layers * layer_activation_bytes(self)
 
-    def logits_bytes(self, target: ModelShape, rows: int) -> int:
-        return rows * 32 * target.vocab
-
     def attention_flops(self, load: StepWorkload) -> float:
         return load.tokens * 6 * load.tokens * self.attention * self.layers
 
 
 class TrainableCausal(TrainableDraft):
-    """A language model in training, perhaps by LoRA adapters alone."""
+    """A language model in training, perhaps by LoRA adapters alone, and perhaps of some of the target's tokens only.
+
+    With such a reduced vocabulary q is that over these tokens wherever the draft speaks: in the loss, in decoding, and
+    in the text that it writes for on-policy training. The saved model is whole, with the ids beside it.
+    """
 
     def __init__(self, context: FamilyContext):
         config, target = context.config.draft, context.target
@@ -114,56 +123,96 @@ class TrainableCausal(TrainableDraft):
             self.adapters = LoraAdapters(self.lm, config.lora_rank, config.init)
         self.tokenizer = target.tokenizer
         self.teacher = context.teacher(None)
-        self.model = CausalTrainer(self.lm, self.teacher.head, context.criterion())
+        ids, self.metadata = init_vocabulary(context)
+        head, criterion = self.teacher.head, context.criterion()
+        self.model: CausalTrainer = CausalTrainer(self.lm, head, criterion, ids)
         self.muon_parameters = matrix_parameters(layer_stack(self.lm))
-        self.metadata = {}
 
     def to_draft(self) -> Draft:
         return CausalDraft(self.language_model())
 
     def language_model(self) -> ModelRunner:
-        return ModelRunner(self.lm)
+        return ModelRunner(self.lm, ids=self.model.ids)
 
     def save(self, folder: Path) -> None:
         if self.adapters is None:
             self.lm.save_pretrained(folder, safe_serialization=True)
         else:
             self.adapters.save(folder)
+        if self.model.ids is not None:
+            draft_vocab.save_ids(folder, self.model.ids)
         self.tokenizer.save_pretrained(folder)
 
 
 class CausalTrainer(nn.Module):
     """The loss of a draft LM against the target's distribution at every supervised position, as a module.
 
-    Both are projected to the vocabulary a few positions at a time, so that no [N, V] of all N positions exists.
+    Both are projected to the vocabulary a few positions at a time, so that no [N, V] of all N positions exists. With
+    `ids` [Vd] the draft is projected to these tokens alone, and q has no mass elsewhere.
     """
 
-    def __init__(self, lm: Any, head: Callable[[Tensor], Tensor], criterion: Criterion):
+    def __init__(
+        self,
+        lm: Any,
+        head: Callable[[Tensor], Tensor],
+        criterion: Criterion,
+        ids: Tensor | None = None,
+    ):
         super().__init__()
         self.lm, self.head, self.criterion = lm, head, criterion
         self.finish = LogitTransform(lm)
+        self.ids: Tensor | None
+        self.register_buffer("ids", ids, persistent=False)
 
     def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         states = compute_hidden_states(self.lm, batch, HiddenStateSpec(final=True))[
             batch.loss_mask
         ]  # [N, H]
-        projection = self.lm.get_output_embeddings()
+        project, ids = self.lm.get_output_embeddings(), self.ids
+        size = divergences.max_chunk_rows(project.weight.shape[0])
+        if ids is not None:
+            bias = None if project.bias is None else project.bias.index_select(0, ids)
+            weight = project.weight.index_select(0, ids)
+            project = partial(F.linear, weight=weight, bias=bias)
 
         def sums(teacher: Tensor, states: Tensor) -> dict[str, Tensor]:
-            target = self.criterion.target_distribution(self.head(teacher))
-            q_logits = self.finish(projection(states))
+            p_logits = self.head(teacher)
+            likeliest = p_logits.argmax(-1)
+            target = self.criterion.target_distribution(p_logits, ids)
+            del p_logits  # as wide as the vocabulary
+            q_logits = self.finish(project(states))
             loss = self.criterion.position_losses(target, q_logits).sum()
             with torch.no_grad():
                 overlap = divergences.acceptance.of(
                     divergences.pair_log_probs(target.log_probs, q_logits)
                 )
-                agree = target.log_probs[0].argmax(-1) == q_logits.argmax(-1)
+                column = q_logits.argmax(-1)
+                agree = (column if ids is None else ids[column]) == likeliest
             return {"loss": loss, "overlap": overlap.sum(), "top1": agree.sum().float()}
 
         inputs = [output.head_inputs[batch.loss_mask], states]
-        return divergences.sums_in_chunks(
-            sums, inputs, divergences.max_chunk_rows(projection.weight.shape[0])
-        )
+        return divergences.sums_in_chunks(sums, inputs, size)
+
+
+def init_vocabulary(context: FamilyContext) -> tuple[Tensor | None, dict[str, Any]]:
+    """(ids [Vd] of the tokens that the draft learns to draft, or None for all; what draftsmith.json records of them).
+
+    The ids are those of the draft in draft.init if it has a reduced vocabulary, else the draft.vocab most frequent
+    tokens, always with those that end a text.
+    """
+    s, target = context.config.draft, context.target
+    vocab = target.decoder.vocab_size
+    ids = load_ids(s.init, vocab) if s.init else None
+    if ids is not None:
+        check_against_saved(s, vocab=len(ids))
+    elif s.vocab_size(vocab) == vocab:
+        return None, {}
+    counts = vocab_mapping.count_tokens(context.rows, vocab)
+    if ids is None:
+        ids = vocab_mapping.build(counts, s.vocab_size(vocab), sorted(target.eos))
+    assert ids is not None  # as it is smaller than the vocabulary
+    facts = {"vocabulary": vocab_mapping.describe(ids, counts)}
+    return ids.to(context.device), facts
 
 
 def build_causal_lm(s: DraftConfig, target: Target, device: str) -> Any:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from decode.checkpoints.draft_vocab import VOCAB_FILE
 from eval.reporting import plots
 from eval.reporting.formatting import (
     NOT_MEASURED,
@@ -249,7 +250,9 @@ def provenance_table(
     draft: Mapping[str, Any], report: Mapping[str, Any] | None, tuned: Mapping[str, Any] | None
 ) -> Table:
     """Checksum of the weights, and commits, versions and hardware of training, report and tuning."""
-    rows = [["draft_sha256 (model.safetensors + config.json)", draft["draft_sha256"]]]
+    reduced = draft["family"] == "causal" and draft.get("vocabulary") is not None
+    files = ["model.safetensors", *([VOCAB_FILE] if reduced else []), "config.json"]
+    rows = [[f"draft_sha256 ({' + '.join(files)})", draft["draft_sha256"]]]
     rows.append(["trained by commit", format_value(draft.get("git") or NOT_RECORDED)])
     rows.append(["trained with", format_value(draft.get("versions") or NOT_RECORDED)])
     if report is None:

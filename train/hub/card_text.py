@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from decode.checkpoints.draft_vocab import VOCAB_FILE
 from eval.reporting.formatting import format_value, format_with_interval
 from eval.reporting.report_data import ReportEntry, setting_title
 from eval.reporting.summary import assisted_generation_lines, lossless_verdict
@@ -146,10 +147,17 @@ def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[
         lines.append(f"Texts up to {facts.config['max_position_embeddings']:,} tokens.")
     vocabulary = facts.draft.get("vocabulary")
     if vocabulary is not None:
+        size = facts.config.get("text_config", facts.config)["vocab_size"]
         lines.append(
-            f"It drafts {vocabulary['size']:,} of {facts.config['vocab_size']:,} tokens, which make up "
-            f"{vocabulary['coverage']:.1%} of its training text; the target's output is not restricted."
+            f"It drafts {vocabulary['size']:,} of {size:,} tokens, which make up {vocabulary['coverage']:.1%} of its "
+            "training text; the target's output is not restricted."
         )
+        if facts.draft["family"] == "causal":
+            lines.append(
+                f"These tokens are in `{VOCAB_FILE}`, which draftsmith's decoder reads. Other engines draft with the "
+                "whole LM head, whose other rows were not trained: they accept other numbers of tokens than measured "
+                "here."
+            )
     chats = [made.get("chat_template_hash", "") for _, made in dataset_manifests(facts.draft)]
     if len(chats) > 0 and set(chats) == {None}:
         lines.append("Trained on plain text, without a chat template.")

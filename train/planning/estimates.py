@@ -92,7 +92,9 @@ def estimate_resources(s: Any, processes: int, mixed: bool) -> tuple[Table, dict
     memory = resources.memory_breakdown(target, draft, load, size, mixed)
     generation = {}
     if s.on_policy.share > 0:
-        generation = resources.generation_memory(s.on_policy, draft, load, s.loop.max_length)
+        generation = resources.generation_memory(
+            s.on_policy, target, draft, load, s.loop.max_length
+        )
         memory["writing beyond a step"] = resources.memory_beyond_step(generation, memory)
     disk = resources.disk_breakdown(target, draft, size, s.loop.keep)
     flops = resources.total_step_flops(target, draft, load)

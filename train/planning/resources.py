@@ -119,11 +119,12 @@ def _target_state_bytes(
 
 
 def generation_memory(
-    s: OnPolicyConfig, draft: ModelShape, load: StepWorkload, max_length: int
+    s: OnPolicyConfig, target: ModelShape, draft: ModelShape, load: StepWorkload, max_length: int
 ) -> dict[str, int]:
     """Bytes on each device while the draft generates rows, weights apart. The target has no K/V cache meanwhile.
 
-    `max_length`: the length to which samples are cut. Weights and activations are in fp32.
+    `max_length`: the length to which samples are cut. Weights and activations are in fp32. Probabilities are those of
+    the target's tokens, also where the draft has a reduced vocabulary.
     """
     rows = min(s.batch_size, rows_per_round(s, load.samples) // load.processes or 1)
     length = min(load.max_tokens + s.max_new_tokens, max_length)
@@ -133,7 +134,7 @@ def generation_memory(
     return {
         "draft's K/V cache": 4 * rows * slots * draft.layers * draft.kv_width,
         "states of the draft": 4 * read * (4 * draft.hidden + 3 * draft.intermediate),
-        "logits and probabilities": 2 * 4 * rows * draft.vocab,
+        "logits and probabilities": 2 * 4 * rows * target.vocab,
     }
 
 

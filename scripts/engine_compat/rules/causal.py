@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from transformers import AutoModelForCausalLM
 
+from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.errors import UserError
 from decode.drafts.base import read_metadata
 from decode.model.loading import load_config, load_tokenizer, tokenizer_fingerprint
@@ -75,8 +76,15 @@ def rope_missing(d: DraftFiles) -> Iterator[str]:
         yield "neither rope_theta nor rope_parameters is set: engines use their default"
 
 
+def whole_head(d: DraftFiles) -> Iterator[str]:
+    """A reduced vocabulary, which only this project's decoder reads."""
+    if has_file(d.path, VOCAB_FILE):
+        yield f"{VOCAB_FILE} is not read: the engine also drafts tokens that were left out in training"
+
+
 RULES = (
     Rule("unknown-tensor", ("causal",), SILENT, "names of the architecture", unknown_tensors),
+    Rule("whole-head", ("causal",), SILENT, "no engine has an option for it", whole_head),
     Rule("rope", ("causal",), SILENT, "config of the architecture", rope_missing),
 )
 """Rules for causal drafts that hold in every engine."""

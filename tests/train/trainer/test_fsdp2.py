@@ -35,6 +35,7 @@ RUN = ["--loop.steps", 4, "--loop.save_every", 2, "--loop.micro_batch", 2, "--ch
 FAMILIES: dict[str, list[object]] = {
     "causal": [],
     "lora": ["--draft.lora_rank", 2],
+    "reduced": ["--draft.vocab", 100],
     "medusa": ["--draft.init", "", "--draft.family", "medusa", "--draft.heads", 2],
     "eagle1": ["--draft.init", "", "--draft.family", "eagle1"],
     "eagle3": ["--draft.init", "", "--draft.family", "eagle3", "--draft.steps", 2]

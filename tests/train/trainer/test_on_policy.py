@@ -359,8 +359,8 @@ def test_a_dry_run_writes_one_round_and_keeps_nothing(
     )
     samples, _ = mixture.load(settings.data, settings.loop.max_length)
     load = estimates.step_workload(samples, settings.loop, 1)
-    _, draft = estimates.model_shapes(settings)
-    needs = resources.generation_memory(settings.on_policy, draft, load, settings.loop.max_length)
+    shapes = estimates.model_shapes(settings)
+    needs = resources.generation_memory(settings.on_policy, *shapes, load, settings.loop.max_length)
     assert (rows, needs["draft's K/V cache"]) == (5, bytes_of)
 
 
