@@ -3,5 +3,6 @@
 Commands: run.py (a report), tune.py (the fastest settings), report.py (a report's pages again), advise.py (whether to
 use speculative decoding). evaluate.py measures what a report holds; results.py forms its elements.
 
-Packages: metrics, tasks <- benchmark <- checks, tuning; reporting over metrics; commands on top. Imports decode only.
+Packages: metrics, tasks <- benchmark <- checks, tuning; metrics <- reporting <- scaling; commands on top.
+Imports decode only.
 """

@@ -114,7 +114,7 @@ def line_chart(
     """SVG of values over x with intervals; the colour of a series is by the index of its name in `names`."""
 
     def draw(axes: Axes) -> None:
-        xs = sorted({point.x for one in series for point in one.points})
+        xs = sorted({point.x for one in series if not one.dashed for point in one.points})
         nudge = 0.0 if xscale == "log" or len(xs) < 2 else DODGE_WIDTH / 2
         for one in series:
             color, marker, line = _series_style(names.index(one.name))

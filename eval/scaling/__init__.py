@@ -1,0 +1,8 @@
+"""How acceptance grows with the amount of training data, and whether more of it is worth its cost.
+
+- power_law: the fit, and what it predicts for twice the data, with intervals.
+- data_curve: the content of data_curve.json, its verdict, sentences and tables.
+- chart: its figures.
+
+scripts/experiments/data_curve.py measures the curve. May import eval.metrics, eval.reporting and decode.
+"""

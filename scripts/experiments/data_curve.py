@@ -1,0 +1,299 @@
+"""How τ and α on held-out prompts grow with the training data, what twice the data would give, and when to stop.
+
+    python scripts/experiments/data_curve.py --config configs/compare/data_curve.yaml
+
+Trains one draft on each of several nested parts of a sampled set (for each seed the parts of another permutation of its
+rows) and decodes the evaluation prompts with it. A saturating power law is fitted to the results
+(eval/scaling/power_law.py) and says what twice the data would give: "stop", "go on" or "not clear", by `worth`.
+
+Each part is read `passes` times, however large it is. With equal steps (`steps`) small parts would be read many times
+more often than large ones and overfit, and the curve would show that. But a few rows make too few steps for the
+learning rate to warm up and the weights to move, so no run has fewer than `least_steps`.
+
+Stopped at any point, the same command goes on; finished points are kept. --out receives data_curve.json, data_curve.md,
+tau.svg, alpha.svg and the drafts. eval/report.py and scripts/publish.py take the JSON as --data_curve. The last line is
+JSON.
+"""
+
+import contextlib
+import json
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import numpy as np
+from rich.console import Console
+
+from decode.common import files, provenance, run_dir
+from decode.common.command import run_command
+from decode.common.errors import UserError
+from decode.common.ranges import (
+    Count,
+    CountOrZero,
+    DraftLength,
+    Seed,
+    Temperature,
+    above,
+    at_least,
+)
+from decode.drafts.base import METADATA_FILE, check_request
+from decode.drafts.registry import DRAFT_FAMILIES, load_draft
+from decode.engine.active_request import check_draft_length
+from decode.model.loading import load_target
+from decode.verification.sampling import SamplingParams
+from eval.metrics.bootstrap import Array
+from eval.reporting.formatting import table_markdown
+from eval.scaling import chart, data_curve
+from eval.scaling.data_curve import TrainedPoint
+from eval.tasks.loading import Task, task_version
+from scripts.experiments import held_out, nested_sets
+from train import distill
+from train.data import batching
+from train.data.sample_store import SampleRow
+from train.distill import DistillConfig
+from train.hub.upload import TrainingPublishConfig
+
+COMMAND = "scripts/experiments/data_curve.py"
+OWNED_FILES = (
+    "data_curve.json",
+    "data_curve.md",
+    "tau.svg",
+    "alpha.svg",
+    "points/*.json",
+    "parts/**",
+    "drafts/**",
+)
+"""Patterns of the files that this command writes into its output folder."""
+
+
+@dataclass
+class DataCurveConfig:
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    """Settings of train/distill.py for every run, whose `data` is the sampled set to divide. Its seed, loop.steps,
+    loop.epochs, loop.eval_every, loop.keep_best, wandb, publish, out, resume, overwrite and dry_run have no effect."""
+    sizes: list[Count] = field(default_factory=list)
+    """Supervised tokens of each part; empty: `points` sizes, geometric, from all tokens ÷ `span` to all tokens."""
+    points: Annotated[int, at_least(2, 100)] = 5
+    """Number of sizes if `sizes` is empty."""
+    span: Annotated[float, above(1, 10**6)] = 100.0
+    """Largest size ÷ smallest one if `sizes` is empty."""
+    seeds: list[Seed] = field(default_factory=lambda: [0, 1])
+    """Trainings of each size. Without a second one the chance of training shows only as scatter around the law."""
+    passes: Annotated[float, above(0, 10**6)] = 3.0
+    """How often each part is read."""
+    least_steps: CountOrZero = 100
+    """Optimiser steps of a run at least, which read small parts more often."""
+    steps: CountOrZero = 0
+    """Optimiser steps of every run, in place of `passes` and `least_steps`; 0: those are used."""
+    tasks: list[Task] = field(
+        default_factory=lambda: [Task("code", limit=16), Task("prose", limit=16), Task("arithmetic", limit=16)]
+    )  # fmt: skip
+    """The held-out prompts; of chats the first turn."""
+    k: DraftLength = 4
+    """Tokens drafted per round."""
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
+    max_new_tokens: Count = 64
+    """Longest answer in evaluation, in tokens."""
+    worth: Annotated[float, at_least(-1, 100)] = 0.02
+    """Relative gain in τ from which on twice the data is worth it."""
+    out: str = "outputs/data_curve"
+    overwrite: bool = False
+    """Delete what an earlier run left in `out`."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One training: on which rows, and for how many steps."""
+
+    size: int
+    seed: int
+    indices: Array
+    tokens: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class CurvePlan:
+    """What `check_and_plan` found."""
+
+    rows: Sequence[SampleRow]
+    """Of the sampled set, cut to the longest sample."""
+    runs: list[PlannedRun]
+    """Small ones first."""
+    target: dict[str, Any]
+    """Its name, revision and tokenizer."""
+
+
+def check_and_plan(s: DataCurveConfig) -> CurvePlan:
+    """All runs. UserError for what would fail only in them, and for an evaluation prompt that is in the data."""
+    for setting in ("seeds", "temperatures", "tasks"):
+        values = list(map(str, vars(s)[setting]))
+        if not values or len(set(values)) < len(values):
+            raise UserError(f"{setting} is empty or names one twice: give at least one, each once")
+    sizes = sorted(s.sizes)
+    if len(set(sizes)) < len(sizes) or len(sizes) == 1:
+        raise UserError(f"sizes is {s.sizes}: give at least two, each once, or none")
+    if not isinstance(s.distill.data, str):
+        raise UserError("distill.data is a list: give one sampled set, which is divided")
+    settings = run_settings(s, 1, 0, s.distill.data, "")
+    settings = replace(settings, features="", overwrite=True)  # nothing is written here
+    accelerator = distill.init_accelerator(settings)
+    if accelerator.num_processes > 1:
+        raise UserError("several processes: start this command with python, in one process")
+    _, parts = distill.load_components(settings, accelerator)
+    target = parts.target
+    check_draft_length(target, s.k)
+    for temperature in s.temperatures:
+        check_request(parts.trainable.to_draft(), s.k, SamplingParams(temperature))
+    tokens = [len(batching.supervised_positions(row)) for row in parts.rows]
+    held_out.check_held_out(held_out.load_prompts(s.tasks, target), parts.rows, s.distill.data)
+    sizes = sizes or nested_sets.geometric_sizes(sum(tokens), s.points, s.span)
+    runs = [
+        PlannedRun(size, seed, indices, int(np.take(tokens, indices).sum()), count_steps(s, len(indices)))
+        for seed in s.seeds
+        for size, indices in zip(sizes, nested_sets.nested_rows(tokens, sizes, seed), strict=True)
+    ]  # fmt: skip
+    about = {"name": target.name, "revision": target.revision, "tokenizer": target.fingerprint}
+    return CurvePlan(parts.rows, sorted(runs, key=lambda run: run.size), about)
+
+
+def count_steps(s: DataCurveConfig, rows: int) -> int:
+    """Optimiser steps of a run on this many rows."""
+    by_passes = math.ceil(s.passes * rows / s.distill.loop.batch_size)
+    return s.steps or max(s.least_steps, by_passes)
+
+
+def run_settings(s: DataCurveConfig, steps: int, seed: int, data: str, out: str) -> DistillConfig:
+    """The settings of train/distill.py for one run."""
+    loop = replace(s.distill.loop, steps=steps, epochs=0.0, eval_every=0, keep_best=False)
+    return replace(
+        s.distill, data=data, loop=loop, seed=seed, out=out, wandb="disabled",
+        publish=TrainingPublishConfig(), resume=False, overwrite=False, dry_run=False,
+    )  # fmt: skip
+
+
+def train_draft(s: DataCurveConfig, plan: CurvePlan, run: PlannedRun) -> Path:
+    """The folder of the run's draft, which is trained there unless it is finished."""
+    out, part = Path(s.out) / "drafts" / run.name, Path(s.out) / "parts" / run.name
+    if not (out / METADATA_FILE).is_file():
+        nested_sets.write_part(part, Path(str(s.distill.data)), plan.rows, run.indices)
+        with contextlib.redirect_stdout(sys.stderr):
+            distill.main(run_settings(s, run.steps, run.seed, str(part), str(out)))
+    return out
+
+
+def measure_draft(s: DataCurveConfig, folder: str) -> dict[str, list[list[int]]]:
+    """What `held_out.count_acceptance` returns of the draft in `folder`."""
+    own = Path(folder) / "target"  # a target that was trained together with its draft
+    name, revision = (str(own), None) if own.is_dir() else (s.distill.target, s.distill.revision)
+    target = load_target(name, "auto", s.distill.target_dtype, revision)
+    prompts = held_out.load_prompts(s.tasks, target)
+    return held_out.count_acceptance(
+        target, load_draft(folder, target), prompts, s.temperatures, s.k, s.max_new_tokens
+    )
+
+
+def measure_point(s: DataCurveConfig, plan: CurvePlan, run: PlannedRun) -> TrainedPoint:
+    """The result of one run, from points/NAME.json if it is there. What only training needs is deleted afterwards."""
+    out = Path(s.out)
+    file = out / "points" / f"{run.name}.json"
+    if not file.is_file():
+        counts = measure_draft(s, str(train_draft(s, plan, run)))
+        point = TrainedPoint(run.size, run.seed, run.tokens, len(run.indices), run.steps, counts)
+        files.write_atomically(file, json.dumps(asdict(point)) + "\n")
+    for folder in (out / "parts" / run.name, out / "drafts" / run.name / "checkpoints"):
+        shutil.rmtree(folder, ignore_errors=True)
+    return read_point(file)
+
+
+def measure_untrained(s: DataCurveConfig) -> TrainedPoint | None:
+    """The draft that training starts from; None if it starts from none."""
+    if not s.distill.draft.init:
+        return None
+    file = Path(s.out) / "points" / "before.json"
+    if not file.is_file():
+        point = TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, s.distill.draft.init))
+        files.write_atomically(file, json.dumps(asdict(point)) + "\n")
+    return read_point(file)
+
+
+def read_point(file: Path) -> TrainedPoint:
+    """A point that was kept. UserError if it is damaged."""
+    keys = tuple(TrainedPoint.__dataclass_fields__)
+    kept = files.read_json_object(file, "a point of this command: delete it", keys)
+    return TrainedPoint(**{key: kept[key] for key in keys})
+
+
+def write_results(s: DataCurveConfig, target: dict[str, Any], curve: dict[str, Any]) -> Path:
+    """Writes data_curve.json, data_curve.md and both figures; returns the path of the first."""
+    loaded = s.distill
+    facts = {
+        "schema": 1,
+        "target": target,
+        "data": loaded.data,
+        "family": DRAFT_FAMILIES[loaded.draft.family].saved_name,
+        "loss": loaded.loss,
+        "tasks": [task_version(task) for task in s.tasks],
+        **{key: vars(s)[key] for key in ("k", "max_new_tokens", "temperatures", "seeds", "worth")},
+        **{key: vars(s)[key] for key in ("passes", "least_steps", "steps")},
+        **curve,
+        **provenance.collect(),
+    }
+    out = Path(s.out)
+    lines = "\n".join(f"- {line}" for line in data_curve.doubling_lines(facts))
+    tables = (data_curve.points_table(facts), data_curve.laws_table(facts))
+    figures = " ".join(f"![{metric}]({metric}.svg)" for metric in data_curve.METRICS)
+    key = f"{chart.marker_line(facts)}; dashed: fitted."
+    parts = ["# Data curve", lines, figures, key, *map(table_markdown, tables)]
+    files.write_atomically(out / "data_curve.md", "\n\n".join(parts) + "\n")
+    for metric in data_curve.METRICS:
+        svg = chart.standalone(chart.curve_panel(facts, metric))
+        files.write_atomically(out / f"{metric}.svg", svg)
+    text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)
+    files.write_atomically(out / "data_curve.json", text + "\n")
+    return out / "data_curve.json"
+
+
+def input_paths(s: DataCurveConfig) -> list[str]:
+    """What the command reads: folders and files, or names on the Hub."""
+    return [*distill.input_paths(s.distill), *(task.path for task in s.tasks)]
+
+
+def main(s: DataCurveConfig) -> None:
+    run_dir.check_folder(Path(s.out))
+    plan = check_and_plan(s)
+    console = Console(stderr=True)
+    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, input_paths(s)):
+        before = measure_untrained(s)
+        points = []
+        for number, run in enumerate(plan.runs, start=1):
+            console.print(
+                f"{number} of {len(plan.runs)}: {run.tokens:,} supervised tokens in {len(run.indices):,} rows, seed "
+                f"{run.seed}, {run.steps:,} steps",
+                highlight=False,
+            )
+            points.append(measure_point(s, plan, run))
+        curve = data_curve.build_curve(points, before, s.temperatures, s.k, s.worth)
+        path = write_results(s, plan.target, curve)
+    print((path.parent / "data_curve.md").read_text(encoding="utf-8"))
+    gains = {
+        f"{f['temperature']:g}": {key: f[key] for key in ("gain", "gain_ci", "verdict")}
+        for f in curve["forecasts"]
+        if f["metric"] == "tau"
+    }
+    print(json.dumps({"curve": str(path), "doubling": gains, "verdict": curve["verdict"]}))
+
+
+if __name__ == "__main__":
+    run_command(main, DataCurveConfig, __doc__)
