@@ -2,6 +2,7 @@
 
     python decode/generate.py --prompt "def read_config(path):" --draft outputs/quickstart/drafts/causal
     python decode/generate.py --prompt "Question: …" --draft ngram --sampling.temperature 1
+    python decode/generate.py --prompt_file question.txt --draft outputs/draft --lookup ngram
 
 Green: drafted and accepted. Red, struck out: drafted and rejected. Blue: sampled from the target, instead of a
 rejected token or as the bonus token after a fully accepted draft (Leviathan et al. 2023, figure 1).
@@ -22,8 +23,8 @@ from rich.text import Text
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_text
-from decode.common.ranges import Count, DraftLength, Seed
-from decode.drafts.registry import pick_draft
+from decode.common.ranges import Count, DraftLength, MatchLength, Seed
+from decode.drafts.registry import add_lookup, pick_draft
 from decode.engine.active_request import check_draft_length
 from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
@@ -48,6 +49,10 @@ class GenerateConfig:
     """Commit, tag or branch of a target on the Hub."""
     draft: str = "ngram"
     """Folder or Hub name of a draft; `ngram`: lookup in the text so far; `none`: plain decoding."""
+    lookup: str = ""
+    """`ngram` or `suffix`: where the text repeats itself, copy from it and do not ask the draft; empty: never."""
+    min_match: MatchLength = 3
+    """Tokens that `lookup` must find again."""
     k: DraftLength = 4
     """Tokens drafted per round."""
     max_new_tokens: Count = 128
@@ -114,6 +119,8 @@ def main(s: GenerateConfig) -> None:
     target = load_target(s.target, s.device, s.dtype, s.revision)
     check_draft_length(target, s.k)
     draft = pick_draft(s.draft, target, dtype=s.dtype)
+    if s.lookup:
+        draft = add_lookup(draft, s.lookup, s.min_match, target)
     ids = encode_prompt(target.tokenizer, s.prompt)
     console = Console()
     output = DecodeRecord(ids)

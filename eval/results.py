@@ -9,7 +9,13 @@ from decode.drafts.base import draft_sha256, is_altered
 from decode.engine.records import DecodeRecord
 from decode.verification.registry import find_rule
 from eval.benchmark.config import EvalConfig
-from eval.benchmark.methods import Method, describe_tree, simulated_alpha, verification_name
+from eval.benchmark.methods import (
+    Method,
+    describe_lookup,
+    describe_tree,
+    simulated_alpha,
+    verification_name,
+)
 from eval.benchmark.timing import FailedPrompt
 from eval.metrics import acceptance
 from eval.metrics.common import ALL_TASKS
@@ -55,6 +61,7 @@ def method_entry(
         "draft": path or None,
         "k": method.k,
         "tree": describe_tree(method.shape),
+        "lookup": describe_lookup(s.methods, method.name),
         "temperature": temperature,
         "top_k": s.top_k,
         "top_p": s.top_p,

@@ -99,7 +99,7 @@ def tune(
         "schema": SCHEMA,
         "target": {"name": context.target.name, "tokenizer": context.target.fingerprint},
         "tasks": [loading.task_version(task) for task in s.tasks],
-        "drafts": draft_checksums(s.methods),
+        "drafts": draft_checksums([m for m in s.methods if not m.lookup]),
         **provenance.collect(),
         "seed": s.seed,
         "bandwidth": journal.get_or_measure(

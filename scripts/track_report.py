@@ -17,7 +17,7 @@ from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.run_dir import RUN_FILE
 from decode.drafts.base import METADATA_FILE
-from eval.reporting.report_data import read_report
+from eval.reporting.report_data import draft_entries, read_report
 from train.distill import DistillConfig
 from train.trainer.tracking import Tracker
 
@@ -36,7 +36,7 @@ def main(s: TrackReportConfig) -> None:
     report = read_report(folder / "report.json")
     what = "the metadata of a draft of train/distill.py"
     checksum = read_json_object(run / METADATA_FILE, what, ("draft_sha256",))["draft_sha256"]
-    entries = [m for m in report["methods"] if m["draft_sha256"] == checksum and m["task"] == "all"]
+    entries = [m for m in draft_entries(report, checksum) if m["task"] == "all"]
     if len(entries) == 0:
         raise UserError(
             f"{folder} measures other weights than those in {run}: run eval/run.py on it"

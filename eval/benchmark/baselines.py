@@ -116,7 +116,7 @@ def _supported_methods(
         return [None]
     if engine == "hf-assisted":
         return [m for m in methods if isinstance(m.draft, CausalDraft) and m.shape is None]
-    paths = {m.name: m.draft for m in s.methods if m.draft and not m.alpha}
+    paths = {m.name: m.draft for m in s.methods if m.draft and not m.alpha and not m.lookup}
     local = [m for m in methods if (Path(paths.get(m.name, "")) / "config.json").is_file()]
     return [None, *(m for m in local if m.draft is not None and m.shape is None)]
 

@@ -9,6 +9,7 @@ from decode.common.ranges import (
     Count,
     CountOrZero,
     DraftLength,
+    MatchLength,
     Seed,
     Share,
     Temperature,
@@ -51,8 +52,12 @@ class MethodConfig:
     """Tokens, or levels of a tree, drafted per round; 0 takes the setting `k`."""
     layers: CountOrZero = 0
     """early-exit: number of the target's first layers that draft."""
+    lookup: str = ""
+    """`ngram` or `suffix`: where the text repeats itself, copy from it and do not ask the draft; empty: never."""
+    min_match: MatchLength = 3
+    """Tokens that `lookup` must find again."""
     tree: TreeConfig = field(default_factory=TreeConfig)
-    """For drafts that can propose trees, such as causal ones and early-exit."""
+    """For drafts that can propose trees, such as causal ones and early-exit, without `lookup`."""
     rule: str = "exact"
     """Verification rule: exact and block are lossless, typical (Medusa's) is lossy and marked so in the report."""
     alpha: list[Share] = field(default_factory=list)
@@ -182,7 +187,11 @@ def check(s: EvalConfig) -> None:
             raise UserError(
                 f"method {m.name!r} simulates acceptance, which needs temperature 0: set --temperatures '[0.0]'"
             )
-        if m.alpha and (m.tree.nodes > 0 or m.rule != "exact" or s.mode == "graph"):
+        if m.alpha and (m.tree.nodes > 0 or m.lookup or m.rule != "exact" or s.mode == "graph"):
             raise UserError(
-                f"method {m.name!r} simulates chains: give it no tree and no rule, and no mode graph"
+                f"method {m.name!r} simulates chains: give it no tree, no lookup and no rule, and no mode graph"
+            )
+        if m.lookup and s.mode == "graph":
+            raise UserError(
+                f"method {m.name!r}: in mode graph the host cannot ask a lookup: choose eager or compiled"
             )

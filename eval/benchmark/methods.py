@@ -6,7 +6,13 @@ from typing import Any
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, draft_sha256
-from decode.drafts.registry import DRAFT_FAMILIES, create_draft, find_family, load_draft
+from decode.drafts.registry import (
+    DRAFT_FAMILIES,
+    add_lookup,
+    create_draft,
+    find_family,
+    load_draft,
+)
 from decode.drafts.wrappers import CrossDeviceDraft
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import Target
@@ -80,7 +86,12 @@ def draft_depth(m: MethodConfig, k: int) -> int:
 
 
 def build_draft(m: MethodConfig, target: Target, dtype: str) -> Draft:
-    """The draft that the settings name."""
+    """The draft that the settings name, with a lookup in front if they name one."""
+    draft = _build_draft_alone(m, target, dtype)
+    return add_lookup(draft, m.lookup, m.min_match, target) if m.lookup else draft
+
+
+def _build_draft_alone(m: MethodConfig, target: Target, dtype: str) -> Draft:
     shape = tree_shape(m.tree)
     if m.alpha:
         cost = load_draft(m.draft, target, m.device or None, dtype) if m.draft else None
@@ -102,9 +113,9 @@ def follows_tree_shape(m: MethodConfig, draft: Draft) -> bool:
 
 
 def drafts_trees(m: MethodConfig) -> bool:
-    """Whether drafts of the method's family can propose trees."""
+    """Whether the method's drafts can propose trees: those of its family, without a lookup in front."""
     family = find_family(m.draft) if m.draft else DRAFT_FAMILIES[m.name]
-    return family.supports_trees
+    return family.supports_trees and not m.lookup
 
 
 def fit_simulated_drafts(
@@ -138,6 +149,12 @@ def verification_name(method: Method, temperature: float) -> str:
     if method.shape is not None:
         return "tree"
     return "greedy" if temperature == 0 else "chain"
+
+
+def describe_lookup(methods: Sequence[MethodConfig], name: str) -> dict[str, Any] | None:
+    """{name, min_match} of the lookup in front of this method's draft; None: it has none."""
+    m = next((m for m in methods if m.name == name and m.lookup), None)
+    return None if m is None else {"name": m.lookup, "min_match": m.min_match}
 
 
 def describe_tree(shape: TreeShape) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """Reads report.json and tuned.json (schema 1), and groups the entries of a report by task and setting."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,11 @@ def real_draft_entries(section: ReportSection) -> list[ReportEntry]:
 def fastest_entry(section: ReportSection) -> ReportEntry | None:
     """The fastest real draft of a section; None if no speed-up was measured."""
     return next(iter(real_draft_entries(section)), None)
+
+
+def draft_entries(report: Mapping[str, Any], sha256: str | None) -> list[ReportEntry]:
+    """The entries that measure the draft with this checksum, and not a lookup together with it."""
+    return [m for m in report["methods"] if m["draft_sha256"] == sha256 and m.get("lookup") is None]
 
 
 def measured_settings(entries: Sequence[ReportEntry]) -> list[tuple[float, int]]:

@@ -281,6 +281,9 @@ def _setup_table(methods: Sequence[ReportEntry]) -> Table:
         shown = {**m, "draft_sha256": (m["draft_sha256"] or "")[:12] + altered or None}
         if paths := (m["tree"] or {}).get("paths"):
             shown["tree"] = f"fixed, {len(paths)} nodes"
+        if lookup := m.get("lookup"):
+            own = m["draft"] or m["name"]
+            shown["draft"] = f"{own}, after {lookup['name']} from {lookup['min_match']} tokens on"
         row = [format_value(shown[field]) for field in fields]
         if row not in rows:
             rows.append(row)

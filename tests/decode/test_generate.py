@@ -7,8 +7,12 @@ import pytest
 
 from decode import generate
 from decode.common.errors import UserError
+from decode.drafts.base import Draft
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.registry import pick_draft
 from decode.engine.records import DecodeRecord, RoundRecord
 from decode.generate import GenerateConfig, styled_spans, summary_line
+from decode.model.loading import Target
 from tests.tiny import tiny_model, tiny_target
 
 
@@ -56,6 +60,11 @@ def test_two_prompts_are_an_error(tmp_path: Path) -> None:
         generate.main(GenerateConfig(prompt="given", prompt_file=str(file)))
 
 
+def pick(name: str, target: Target, dtype: str) -> Draft | None:
+    """As in the command, and `exit` for the target's first layer."""
+    return EarlyExitDraft(target, 1) if name == "exit" else pick_draft(name, target, dtype)
+
+
 def test_outside_a_terminal_the_text_is_that_of_the_target(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,10 +85,13 @@ def test_outside_a_terminal_the_text_is_that_of_the_target(
     target = replace(tiny_target(tiny_model("llama")), tokenizer=Words())
     monkeypatch.setattr(generate, "load_target", lambda *args: target)
     texts = []
-    for draft in ("none", "ngram"):
-        settings = GenerateConfig(prompt="3 4 3 4 3", draft=draft, max_new_tokens=40)
+    monkeypatch.setattr(generate, "pick_draft", pick)
+    for draft, lookup in (("none", ""), ("ngram", ""), ("exit", "ngram"), ("exit", "suffix")):
+        settings = GenerateConfig(
+            prompt="3 4 3 4 3", draft=draft, lookup=lookup, min_match=2, max_new_tokens=40
+        )
         generate.main(settings)
         texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
+    assert len(set(texts)) == 1
     assert len(texts[0].split()) == 5 + 40
     assert "\x1b" not in texts[0]

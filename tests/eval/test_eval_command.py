@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from decode.drafts.base import draft_sha256
 from decode.drafts.ngram import NgramDraft
 from decode.model.loading import Target, load_model, load_target
 from decode.verification import registry
 from eval.checks import greedy_equivalence
+from eval.reporting.report_data import draft_entries
 from eval.results import count_tokens_after_eos
 from tests import worlds
 from tests.worlds import CONTEXT, Done, World, contents
@@ -30,7 +32,7 @@ FIELDS = {
 }  # fmt: skip
 ADDED = {
     "domain", "finish", "tokens_after_eos", "failed", "quality", "simulated", "mean_output_tokens", "histogram",
-    "draft_altered",
+    "draft_altered", "lookup",
     "prefill", "decode",
 }  # fmt: skip
 INNER = {
@@ -560,6 +562,27 @@ def test_simulated_acceptance_says_that_it_is(
     assert entry["lossless"]["greedy_identical"] is None
 
 
+def test_a_lookup_before_a_draft_is_a_method_of_its_own(
+    world: World, evaluate: Callable, tmp_path: Path
+) -> None:
+    """Bug: the lookup is dropped, its tokens are not the target's, or its numbers pass for those of the draft alone."""
+    alone = {"name": "causal", "draft": str(world.draft)}
+    both = {**alone, "name": "causal+ngram", "lookup": "ngram", "min_match": 1}
+    done = evaluate("--methods", json.dumps([alone, both]), "--max_new_tokens", 24)
+    assert done.code == 0, done.err
+    report = report_of(tmp_path / "out")
+    entries = {m["name"]: m for m in report["methods"] if m["task"] == "all"}
+    assert entries["causal+ngram"]["lookup"] == {"name": "ngram", "min_match": 1}
+    assert entries["causal"]["lookup"] is entries["plain"]["lookup"] is None
+    assert entries["causal+ngram"]["lossless"]["greedy_identical"] is True
+    counts = [entries[name]["counts"] for name in ("causal", "causal+ngram")]
+    assert counts[0] != counts[1]
+    sha = entries["causal+ngram"]["draft_sha256"]
+    assert sha == entries["causal"]["draft_sha256"] == draft_sha256(str(world.draft))
+    assert {m["name"] for m in draft_entries(report, sha)} == {"causal"}
+    assert "after ngram from 1 tokens on" in (tmp_path / "out" / "report.md").read_text()
+
+
 @pytest.mark.slow
 def test_quality_stands_beside_plain(world: World, evaluate: Callable, tmp_path: Path) -> None:
     """Bug: a task with references has no score, or the arms of a lossless method differ in greedy score."""
@@ -641,6 +664,17 @@ def test_an_unknown_setting_ends_the_process_with_2(world: World, tmp_path: Path
         (["--methods", "[{name: simulated}]"], "alpha"),
         (["--methods", "[{name: simulated, alpha: [1.5]}]"], "alpha"),
         (["--methods", "[{name: s, alpha: [0.5]}]", "--temperatures", "[1.0]"], "temperature"),
+        (["--methods", "[{name: s, alpha: [0.5], lookup: ngram}]"], "no lookup"),
+        (["--methods", "[{name: ngram, lookup: suffix}]"], "no model for a lookup"),
+        (["--methods", "[{name: early-exit, layers: 1, lookup: n-gram}]"], "ngram or suffix"),
+        (
+            ["--methods", "[{name: early-exit, layers: 1, lookup: ngram, min_match: 0}]"],
+            "min_match",
+        ),
+        (
+            ["--methods", "[{name: early-exit, layers: 1, lookup: ngram, tree: {nodes: 4}}]"],
+            "no tree",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_makes_no_folder(

@@ -9,7 +9,7 @@ from typing import Any
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from eval.reporting.formatting import format_value, format_with_interval
-from eval.reporting.report_data import ReportEntry, setting_title
+from eval.reporting.report_data import ReportEntry, draft_entries, setting_title
 from eval.reporting.summary import assisted_generation_lines, lossless_verdict
 from eval.tuning.selection import fastest_chains
 from train.families.registry import family_trainer
@@ -37,9 +37,8 @@ class CardInputs:
 
     @property
     def own_entries(self) -> list[ReportEntry]:
-        """The report's entries that were measured with exactly these weights."""
-        entries = [] if self.report is None else self.report["methods"]
-        return [m for m in entries if m["draft_sha256"] == self.draft["draft_sha256"]]
+        """The report's entries that were measured with exactly these weights, without a lookup in front."""
+        return [] if self.report is None else draft_entries(self.report, self.draft["draft_sha256"])
 
     @property
     def tuned_chains(self) -> list[ReportEntry]:

@@ -21,6 +21,7 @@ from decode.common.run_dir import RUN_FILE, replace_folder
 from decode.common.secret_patterns import redact
 from decode.drafts.base import METADATA_FILE, MODEL_FILES, check_saved_tokenizer, draft_sha256
 from decode.drafts.registry import saved_families
+from eval.reporting.report_data import draft_entries
 from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.hub import dataset_card, model_card, redaction, serving_configs
 from train.hub.card_tables import card_images
@@ -200,7 +201,7 @@ def check_tuned(tuned: Mapping[str, Any], sha: str) -> None:
 
 def check_report(report: Mapping[str, Any], sha: str) -> None:
     """UserError if the report is of another draft, or if its greedy outputs differ from the target's own."""
-    entries = [m for m in report["methods"] if m["draft_sha256"] == sha]
+    entries = draft_entries(report, sha)
     if len(entries) == 0:
         others = sorted({_short(m["draft_sha256"]) for m in report["methods"] if m["draft_sha256"]})
         raise UserError(

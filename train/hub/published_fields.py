@@ -183,6 +183,7 @@ ENTRY = {
     "draft_altered": flag,
     "prediction_missing": sentence,
     "tree": TREE,
+    "lookup": {"name": word, "min_match": number},
     **GROUP,
     "domain": name,
     **numbers(

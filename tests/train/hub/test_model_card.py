@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ def rendered(known: CardInputs, labels: HubLabels = HubLabels()) -> str:  # noqa
     return str(
         model_card.render(known, job, source, serving_configs.build_serving_configs(job), labels)
     )
+
+
+def test_numbers_with_a_lookup_are_not_those_of_the_draft(tmp_path: Path) -> None:
+    """Catches a K to serve, or a speed-up on the card, of a method in which the draft was seldom asked."""
+    known = facts(tmp_path / "d")
+    assert known.report is not None
+    own = known.own_entries
+    lookup = {"name": "ngram", "min_match": 3}
+    faster = [m | {"name": "both", "k": 9, "speedup": 9.0, "lookup": lookup} for m in own]
+    more = replace(known, report={**known.report, "methods": [*known.report["methods"], *faster]})
+    assert more.own_entries == own
+    assert rendered(more) == rendered(known)
 
 
 def values(content: Any) -> Iterator[Any]:
