@@ -19,7 +19,7 @@ from decode.model.compatibility import rope_configs
 
 WEIGHTS_FILE = "model.safetensors"
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Variants of EAGLE-3 in config.json, all false in drafts that are trained here."""
+"""Norms that variants of EAGLE-3 add, by their names in config.json; EAGLE-3 itself has none of them."""
 
 
 def medusa_config(target: Any, heads: int, layers: int, vocab: int) -> dict[str, Any]:
@@ -97,14 +97,22 @@ def eagle1_config(target: Any, vocab: int) -> dict[str, Any]:
 
 
 def eagle3_config(
-    target: Any, vocab: int, draft_vocab: int, layers: tuple[int, ...], width: int = 0
+    target: Any,
+    vocab: int,
+    draft_vocab: int,
+    layers: tuple[int, ...],
+    width: int = 0,
+    norms: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """config.json of an EAGLE-3 draft that reads the hidden states entering `layers` (capture ids)."""
+    """config.json of an EAGLE-3 draft that reads the hidden states entering `layers` (capture ids).
+
+    `norms` are those of NORM_FLAGS that it has.
+    """
     config = eagle_config(target, vocab, width) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": draft_vocab,
         # Engines have different defaults for them.
-        **dict.fromkeys(NORM_FLAGS, False),
+        **{name: name in norms for name in NORM_FLAGS},
     }
     default = target.num_hidden_layers >= 7 and layers == default_aux_layers(
         target.num_hidden_layers
@@ -162,6 +170,11 @@ def output_to_capture(ids: Sequence[int]) -> tuple[int, ...]:
     if any(i < 0 for i in ids):
         raise UserError(f"layers {list(ids)}: count them from 0, never from the end")
     return tuple(i + 1 for i in ids)
+
+
+def saved_norms(config: Mapping[str, Any]) -> list[str]:
+    """The names of NORM_FLAGS that this config.json sets."""
+    return [name for name in NORM_FLAGS if config.get(name)]
 
 
 def aux_layers(config: Mapping[str, Any], count: int) -> tuple[int, ...]:

@@ -154,10 +154,11 @@ def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
     else:
         layouts.check_config(path, config, {"target_hidden_size": hidden})
         for flag in layouts.NORM_FLAGS:
-            # No draft trained here sets a flag, and most flags add no tensor whose absence would be noticed.
-            if config[flag] and facts:
+            # most flags add no tensor whose absence would be noticed
+            trained = flag in facts.get("norms", [])
+            if facts and config[flag] != trained:
                 raise UserError(
-                    f"draft {path!r} has {flag} true, but was trained here without: get the files again"
+                    f"draft {path!r} has {flag} {config[flag]} and was trained with {trained}: get the files again"
                 )
         taps = HiddenStateSpec(layouts.aux_layers(config, target.decoder.config.num_hidden_layers))
         HiddenStateHooks(target.decoder.model, taps).remove()  # UserError for layers it has not

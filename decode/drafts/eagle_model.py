@@ -130,7 +130,7 @@ class Eagle3Model(nn.Module):
 
     `ids` [Vd] are the target's token ids that the head predicts, None for all; they are saved as the offsets d2t. A
     model narrower than its target has its own embedding; others read the target's unless `own_embedding`. Four flags
-    in the config of published drafts, all false in ours, add norms: `norm_before_residual` (Eagle3Layer),
+    in config.json, all false by default, add norms: `norm_before_residual` (Eagle3Layer),
     `norm_before_fc` (one norm of all three states), `fc_norm` (one norm of each), `norm_output` (of the state that goes
     to the next step).
     """

@@ -1,7 +1,7 @@
 """The settings of the draft to train: its family, where its weights come from, and what each family needs besides."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, at_least
@@ -46,6 +46,11 @@ class DraftConfig:
     assumes."""
     width: Annotated[int, at_least(0, 65_536)] = 0
     """eagle3: hidden size; 0: the target's."""
+    norms: list[Literal["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]] = (
+        field(default_factory=list)
+    )
+    """eagle3: norms added to the published network, by their names in config.json: fc_norm and norm_output are those of
+    EAGLE-3.1. vLLM and SGLang read them."""
 
     def __post_init__(self) -> None:
         trained = [family.name for family in DRAFT_FAMILIES.values() if family.trainer]
@@ -53,6 +58,8 @@ class DraftConfig:
             raise UserError(
                 f"draft.family {self.family!r} is not known: choose one of {', '.join(trained)}"
             )
+        if {"norm_before_fc", "fc_norm"} <= set(self.norms):
+            raise UserError("draft.norms: norm_before_fc and fc_norm exclude each other: give one")
         if self.lora_rank and self.init_config:
             raise UserError(
                 "draft.lora_rank adapts a draft that is trained already: give draft.init or draft.layers"

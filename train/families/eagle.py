@@ -75,7 +75,7 @@ class Eagle1(FamilyTrainer):
 class Eagle3(FamilyTrainer):
     """Trains an EAGLE-3 head: one layer on fused hidden states of three layers, by training-time test."""
 
-    settings = frozenset({"init", "steps", "vocab", "taps", "width"})
+    settings = frozenset({"init", "steps", "vocab", "taps", "width", "norms"})
     description = "an EAGLE-3 head"
     hub_tag = "eagle3"
 
@@ -84,6 +84,7 @@ class Eagle3(FamilyTrainer):
         counts = vocab_mapping.count_tokens(context.rows, target.decoder.vocab_size)
         net, config = init_eagle3(s, target, context.device, context.rows, counts)
         draft = TrainableEagle(context, "eagle3", net, config, s.steps)
+        draft.metadata["norms"] = layouts.saved_norms(config)
         if net.ids is not None:
             draft.metadata["vocabulary"] = vocab_mapping.describe(net.ids.cpu(), counts)
         return draft
@@ -92,7 +93,7 @@ class Eagle3(FamilyTrainer):
         s = with_saved_sizes(s)
         layers = tuple(s.taps) or layouts.default_aux_layers(target_config.num_hidden_layers)
         size = s.vocab_size(vocab, DEFAULT_VOCAB)
-        config = layouts.eagle3_config(target_config, vocab, size, layers, s.width)
+        config = layouts.eagle3_config(target_config, vocab, size, layers, s.width, s.norms)
         with torch.device("meta"):
             ids = None if size == vocab else torch.arange(size)
             net = Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids)
@@ -291,17 +292,22 @@ def init_eagle3(
         config = load_saved_config(s, "eagle3")
         size, taps = config["draft_vocab_size"], list(layouts.aux_layers(config, depth))
         check_against_saved(
-            s, vocab=0 if size == vocab else size, width=config["hidden_size"], taps=taps
+            s,
+            vocab=0 if size == vocab else size,
+            width=config["hidden_size"],
+            taps=taps,
+            norms=layouts.saved_norms(config),
         )
         return eagle.load(s.init, target, device, "float32").net, config
     layers = tuple(s.taps) or layouts.default_aux_layers(depth)
     ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
     size = vocab if ids is None else len(ids)
-    config = layouts.eagle3_config(target.decoder.config, vocab, size, layers, s.width)
+    config = layouts.eagle3_config(target.decoder.config, vocab, size, layers, s.width, s.norms)
     net = random_init(Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids))
     start = target.decoder.model.get_output_embeddings().weight.detach().cpu()
     with torch.no_grad():
-        net.fc.weight /= _hidden_state_rms(target, net.taps, rows)
+        if net.fc_norm is None and net.input_norm is None:
+            net.fc.weight /= _hidden_state_rms(target, net.taps, rows)
         if start.shape[1] == config["hidden_size"]:
             net.lm_head.weight.copy_(start if ids is None else start[ids])
     return net.to(device), config

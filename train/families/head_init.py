@@ -37,6 +37,7 @@ def with_saved_sizes(s: DraftConfig) -> DraftConfig:
         "vocab": config.get("draft_vocab_size"),
         "width": config.get("hidden_size"),
         "taps": list(config.get("eagle_aux_hidden_state_layer_ids") or []),
+        "norms": layouts.saved_norms(config),
     }
     return replace(s, **{name: size for name, size in sizes.items() if size is not None})
 

@@ -123,6 +123,7 @@ TRAINING = {
         "init": place,
         "init_config": Names(option),
         **lists("layers taps"),
+        "norms": [word],
         **numbers("lora_rank heads head_layers target_lora_rank steps vocab width"),
     },
     "loss": word,
@@ -163,6 +164,7 @@ def draft_schema(facts: Mapping[str, Any]) -> dict[str, Any]:
         "measured_in_training": Names(number),
         "cost": numbers("wall_seconds tokens"),
         "vocabulary": {**numbers("size coverage"), "digest": digest},
+        "norms": [word],
         **PROVENANCE,
         "draft_sha256": digest,
         "exported_from": digest,
@@ -310,6 +312,35 @@ TUNED = {
     ],
 }
 """tuned.json of eval/tune.py."""
+CURVE_POINT = {
+    **numbers("temperature size tokens rows steps tau alpha"),
+    **lists("tau_ci alpha_ci tau_seeds alpha_seeds"),
+}
+DATA_CURVE = {
+    "schema": number,
+    "target": TARGET,
+    "data": place,
+    "family": word,
+    "loss": word,
+    "tasks": [name],
+    **numbers("k max_new_tokens worth passes least_steps steps"),
+    **lists("temperatures seeds"),
+    "points": [CURVE_POINT],
+    "before": [CURVE_POINT],
+    "forecasts": [
+        {
+            "metric": word,
+            "law": numbers("largest level slope exponent"),
+            **numbers("temperature limit at_double gain"),
+            **lists("exponent_ci at_double_ci gain_ci"),
+            "identified": flag,
+            "verdict": name,
+        }
+    ],
+    "verdict": name,
+    **PROVENANCE,
+}
+"""data_curve.json of scripts/experiments/data_curve.py."""
 SIDE = {**numbers("rounds drafted accepted"), "by_position": NUMBERS}
 DISAGREEMENT = {"task": name, "id": prompt_id, "gap": number}
 REFEREE = {

@@ -257,10 +257,12 @@ def wrong_sglang_aux_layers(d: DraftFiles) -> Iterator[str]:
 
 
 def changed_norm_flags(d: DraftFiles) -> Iterator[str]:
-    """Norm flags, which are always off in heads trained here."""
+    """Norm flags other than those that draftsmith.json says a head was trained with."""
     for name in layouts.NORM_FLAGS if d.trained_here else ():
-        if norm_flag(d, name):
-            yield f"{name} is true{'' if d.config.get(name) else ' by default'}, and was false in training"
+        found, trained = norm_flag(d, name), name in d.facts.get("norms", [])
+        if found != trained:
+            by_default = "" if d.config.get(name) is not None else " by default"
+            yield f"{name} is {found}{by_default}, and was {trained} in training".lower()
 
 
 def norm_before_residual(d: DraftFiles) -> Iterator[str]:

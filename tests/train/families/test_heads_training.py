@@ -56,6 +56,12 @@ DRAFTS: dict[str, DraftConfig] = {
     "eagle3": DraftConfig("eagle3", steps=STEPS, vocab=60, taps=TAPS),
     "whole": DraftConfig("eagle3", steps=STEPS, vocab=0, taps=TAPS),
     "narrow": DraftConfig("eagle3", steps=STEPS, vocab=0, taps=TAPS, width=16),
+    "normed": DraftConfig(
+        "eagle3", steps=STEPS, vocab=60, taps=TAPS, norms=["fc_norm", "norm_output"]
+    ),
+    "normed first": DraftConfig(
+        "eagle3", steps=STEPS, vocab=0, taps=TAPS, norms=["norm_before_residual", "norm_before_fc"]
+    ),
 }
 """`eagle3` has a reduced vocabulary, `narrow` an embedding of its own."""
 EAGLES3 = ["eagle3", "narrow"]
@@ -676,7 +682,11 @@ def test_eagle3_starts_with_rows_of_the_targets_head(tied: bool) -> None:
 def directory(folder: Path, trainee: TrainableDraft, own: Target) -> str:
     """The draft directory as train/distill.py leaves it, but for most of its facts."""
     trainee.save(folder)
-    facts = {"family": trainee.to_draft().name, "tokenizer_hash": own.fingerprint}
+    facts = {
+        "family": trainee.to_draft().name,
+        "tokenizer_hash": own.fingerprint,
+        **trainee.metadata,
+    }
     (folder / METADATA_FILE).write_text(json.dumps(facts))
     return str(folder)
 
@@ -691,6 +701,20 @@ def test_a_saved_draft_says_what_the_trained_one_said(
     path = directory(tmp_path / "draft", world.trainee, world.own)
     monkeypatch.setattr(world.trainee, "to_draft", lambda: load_draft(path, world.own))
     assert torch.equal(decoder_laws(world, steps_of(family)), laws)
+
+
+@pytest.mark.parametrize(("family", "flag"), [("normed", "norm_output"), ("whole", "norm_output")])
+def test_norms_other_than_those_of_training_are_refused(
+    family: str, flag: str, tmp_path: Path
+) -> None:
+    """Catches a flag that was changed after training, which adds no tensor and makes another function."""
+    world = world_of(family)
+    path = directory(tmp_path / "draft", world.trainee, world.own)
+    file = tmp_path / "draft" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {flag: not config[flag]}))
+    with pytest.raises(UserError, match=f"has {flag} {not config[flag]} and was trained"):
+        load_draft(path, world.own)
 
 
 # ---- the command ----
@@ -920,6 +944,8 @@ def test_it_goes_on_from_saved_heads(
         ("eagle3", ["--draft.vocab", -1], "vocab"),
         ("eagle3", ["--draft.width", -8], "width"),
         ("eagle3", ["--draft.steps", 0], "steps"),
+        ("eagle3", ["--draft.norms", "[fc_norm, norm_before_fc]"], "exclude each other"),
+        ("eagle3", ["--draft.norms", "[norm]"], "norms"),
         ("medusa", ["--draft.heads", 0], "heads"),
         ("medusa", ["--check.k", HEADS + 1], "has 3 heads: give k (or a tree) of at most 3"),
         (
@@ -964,6 +990,7 @@ def test_saved_drafts_of_other_kinds_are_no_heads_to_go_on_from(
         ("eagle3", "vocab", 0, "100"),
         ("eagle3", "width", 16, "32"),
         ("eagle3", "taps", "[0, 2]", "[0, 1, 2]"),
+        ("eagle3", "norms", "['fc_norm']", "[]"),
     ],
 )
 def test_settings_that_contradict_the_saved_heads_are_refused(
