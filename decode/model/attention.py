@@ -163,9 +163,7 @@ def _masked_attention(
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
     """packed [B, Hkv, groups * T, D] over key and value [B, Hkv, S, D] where `mask` -> [B, Hkv, groups * T, Dv]."""
-    # torch's fused kernel for bf16 on a CPU takes twice as long as the two products, unless these have to copy the keys
-    slow_kernel = key.dtype == torch.bfloat16 and key.device.type == "cpu" and key.is_contiguous()
-    if softcap is None and s_aux is None and not slow_kernel:
+    if softcap is None and s_aux is None:
         return F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     rows, kv_heads, queries, width = packed.shape
     scores = (packed @ key.transpose(-1, -2)) * (scaling if scaling is not None else width**-0.5)
