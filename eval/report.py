@@ -2,6 +2,7 @@
 
     python eval/report.py outputs/quickstart/report
     python eval/report.py DIR --tuned outputs/tune/tuned.json  # adds the plots of a tuning run
+    python eval/report.py DIR --data_curve outputs/data_curve/data_curve.json  # and of acceptance by training data
 
 Every result has its number of prompts and its 95 % interval; what was not measured is a dash or left out.
 """
@@ -18,9 +19,12 @@ from rich.console import Console
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.model.loading import load_tokenizer
+from eval.reporting.plots import ReportChart
 from eval.reporting.render import write_report
 from eval.reporting.report_data import read_report, read_tuned, target_name
 from eval.reporting.token_traces import TokenTrace, read_outputs, select_traces
+from eval.scaling.chart import curve_chart
+from eval.scaling.data_curve import read_data_curve
 
 
 @dataclass
@@ -29,6 +33,8 @@ class ReportConfig:
     """Output folder of eval/run.py; may be given first, without --folder."""
     tuned: str = ""
     """A tuned.json of eval/tune.py on the same target: adds its plots and tuned settings."""
+    data_curve: str = ""
+    """A data_curve.json of scripts/experiments/data_curve.py on the same target: adds its plots."""
 
 
 def main(s: ReportConfig) -> None:
@@ -36,6 +42,11 @@ def main(s: ReportConfig) -> None:
     folder = Path(s.folder)
     report = read_report(folder / "report.json")
     tuned = read_tuned(Path(s.tuned), report) if s.tuned else None
+    charts: list[ReportChart] = []
+    if s.data_curve:
+        target = report["target"]
+        tokenizer = target.get("tokenizer", "") if isinstance(target, dict) else ""
+        charts.append(curve_chart(read_data_curve(s.data_curve, tokenizer)))
     traces: list[TokenTrace] = []
     if (folder / "outputs.jsonl").is_file():
         try:
@@ -44,7 +55,7 @@ def main(s: ReportConfig) -> None:
             Console(stderr=True).print(f"report without token traces: {error}", highlight=False)
         else:
             traces = select_traces(report, read_outputs(folder / "outputs.jsonl"), tokenizer)
-    write_report(report, folder, traces, tuned)
+    write_report(report, folder, traces, tuned, charts)
     sys.stdout.write(f"{folder / 'report.html'}\n")
 
 

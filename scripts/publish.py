@@ -30,6 +30,7 @@ from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.run_dir import check_inputs_outside
 from decode.drafts.base import read_metadata
+from eval.scaling.data_curve import read_data_curve
 from scripts.engine_compat.checker import check_draft_files
 from train.hub import publish, upload
 from train.hub.upload import HubLabels
@@ -53,6 +54,8 @@ class PublishConfig:
     """Greedy result of scripts/referee.py --out: the draft in vLLM."""
     tuned: str = ""
     """tuned.json of eval/tune.py on this draft: the serving files and the card use its draft length."""
+    data_curve: str = ""
+    """data_curve.json of scripts/experiments/data_curve.py: the card shows what more data of this kind would give."""
     samples: str = ""
     """Folder of a sampled set, instead of a draft."""
     target: str = ""
@@ -77,7 +80,7 @@ def main(s: PublishConfig) -> None:
     if s.push:
         upload.check_upload_possible(s.repo)
     out = Path(s.out or f"outputs/publish/{s.repo.rpartition('/')[2]}")
-    check_inputs_outside(out, [s.report, s.referee, s.tuned])
+    check_inputs_outside(out, [s.report, s.referee, s.tuned, s.data_curve])
     if s.samples:
         folder = publish.build_dataset_folder(Path(s.samples), s.repo, s.labels, out, s.target)
     else:
@@ -89,10 +92,12 @@ def main(s: PublishConfig) -> None:
                 (s.tuned, "tuned.json of eval/tune.py", ("drafts",), ("chosen", "cells")),
             )
         )
+        curve = read_data_curve(s.data_curve) if s.data_curve else None
         draft = Path(s.draft)
-        publish.check_draft(draft, report, referee, tuned)  # before the engines' rules are checked
+        # before the engines' rules are checked
+        publish.check_draft(draft, report, referee, tuned, curve)
         folder = publish.build_draft_folder(
-            draft, report, referee, s.repo, s.labels, out, check_engines(s.draft), tuned
+            draft, report, referee, s.repo, s.labels, out, check_engines(s.draft), tuned, curve
         )
     print_folder(folder)
     try:

@@ -22,6 +22,7 @@ from eval.reporting.formatting import (
     format_with_interval,
     table_markdown,
 )
+from eval.reporting.plots import ReportChart
 from eval.reporting.report_data import (
     Report,
     Tuned,
@@ -68,14 +69,18 @@ def write_report(
     folder: Path,
     traces: Sequence[TokenTrace] = (),
     tuned: Tuned | None = None,
+    charts: Sequence[ReportChart] = (),
 ) -> None:
-    """Writes report.json, report.md and report.html into `folder`. ValueError for NaN or infinity in the report."""
+    """Writes report.json, report.md and report.html into `folder`. ValueError for NaN or infinity in the report.
+
+    traces, tuned, charts: as in `render_html`.
+    """
     report = with_model_sizes(report)
     text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "report.json", text + "\n")
     write_atomically(folder / "report.md", render_markdown(report))
-    write_atomically(folder / "report.html", render_html(report, traces, tuned))
+    write_atomically(folder / "report.html", render_html(report, traces, tuned, charts))
 
 
 def render_markdown(report: Report) -> str:
@@ -91,11 +96,14 @@ def render_markdown(report: Report) -> str:
 
 
 def render_html(
-    report: Report, traces: Sequence[TokenTrace] = (), tuned: Tuned | None = None
+    report: Report,
+    traces: Sequence[TokenTrace] = (),
+    tuned: Tuned | None = None,
+    charts: Sequence[ReportChart] = (),
 ) -> str:
     """The report as one HTML page that needs no other file and no script.
 
-    tuned: a tuning run on the same target; adds its table and plots.
+    tuned: a tuning run on the same target; adds its table and plots. charts: further figures, behind the report's own.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -111,7 +119,7 @@ def render_html(
         verdicts=summary_lines(report),
         lossless=f"{lossless_verdict(report)} {distribution_verdict(report)}".strip(),
         broken=is_output_changed(report),
-        charts=build_charts(report, tuned),
+        charts=[*build_charts(report, tuned), *charts],
         traces=traces,
         tables=[table for table in tables if not table.detail],
         details=[table for table in tables if table.detail],

@@ -4,7 +4,7 @@
 worth more, by the whole interval; "not clear": neither, or the measurements allow no interval.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,15 +110,22 @@ def read_data_curve(path: str | Path, tokenizer: str = "") -> dict[str, Any]:
         raise UserError(f"{path} is not {WHAT} of schema 1: make it again with this version")
     for name, wanted in (("points", POINT_KEYS), ("forecasts", FORECAST_KEYS)):
         for number, entry in enumerate(curve[name]):
-            missing = sorted(wanted - entry.keys())
-            if not missing and name == "forecasts":
-                missing = sorted(LAW_KEYS - dict(entry["law"] or {}).keys())
-            if missing:
-                raise UserError(f"{path} is not {WHAT}: {name}[{number}] has no {missing[0]!r}")
-    theirs = dict(curve["target"] or {}).get("tokenizer")
-    if tokenizer and theirs != tokenizer:
+            _check_keys(path, f"{name}[{number}]", entry, wanted)
+            if name == "forecasts":
+                _check_keys(path, f"{name}[{number}].law", entry["law"], LAW_KEYS)
+    _check_keys(path, "target", curve["target"], {"name", "tokenizer"})
+    if not curve["points"]:
+        raise UserError(f"{path} is not {WHAT}: it has no points")
+    if tokenizer and curve["target"]["tokenizer"] != tokenizer:
         raise UserError(f"{path} is about another target: give that of this target")
     return curve
+
+
+def _check_keys(path: str | Path, name: str, entry: Any, wanted: Set[str]) -> None:
+    """UserError unless `entry` is an object with these keys."""
+    missing = sorted(wanted - entry.keys()) if isinstance(entry, dict) else sorted(wanted)
+    if missing:
+        raise UserError(f"{path} is not {WHAT}: {name} has no {missing[0]!r}")
 
 
 def law_of(forecast: Mapping[str, Any]) -> power_law.PowerLaw:

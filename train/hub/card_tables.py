@@ -22,6 +22,7 @@ from eval.reporting.report_data import (
     setting_title,
     unique_names,
 )
+from eval.scaling import chart
 
 NOT_RECORDED = "not recorded"
 COST_LABELS = {"wall_seconds": "wall time, s", "tokens": "tokens trained on"}
@@ -145,6 +146,15 @@ def card_images(own: Sequence[ReportEntry], k: int) -> list[CardImage]:
                 CardImage(f"speedup-{name}", "Speed-up by task", recolor(svg), marker_legend(tasks))
             )
     return found
+
+
+def data_curve_images(curve: Mapping[str, Any] | None) -> list[CardImage]:
+    """τ over the training data; [] without a data curve."""
+    if curve is None:
+        return []
+    svg = recolor(chart.curve_panel(curve, "tau"))
+    key = f"{chart.marker_line(curve)}, dashed: fitted"
+    return [CardImage("data-curve.svg", chart.CAPTION, svg, key)]
 
 
 def alpha_points(entry: ReportEntry) -> list[plots.Point]:

@@ -11,6 +11,7 @@ from decode.checkpoints.draft_vocab import VOCAB_FILE
 from eval.reporting.formatting import format_value, format_with_interval
 from eval.reporting.report_data import ReportEntry, draft_entries, setting_title
 from eval.reporting.summary import assisted_generation_lines, lossless_verdict
+from eval.scaling.data_curve import doubling_lines
 from eval.tuning.selection import fastest_chains
 from train.families.registry import family_trainer
 from train.hub.card_tables import NOT_RECORDED, dataset_manifests, slowdown_lines
@@ -34,6 +35,8 @@ class CardInputs:
     """{engine: findings of its rules} for each engine that was checked."""
     tuned: Mapping[str, Any] | None = None
     """Those of tuned.json of eval/tune.py."""
+    data_curve: Mapping[str, Any] | None = None
+    """Those of data_curve.json of scripts/experiments/data_curve.py."""
 
     @property
     def own_entries(self) -> list[ReportEntry]:
@@ -183,12 +186,23 @@ def tuning_note(facts: CardInputs) -> str:
     return f"Tuned on {device}, prompts of {tasks}."
 
 
+def data_curve_note(facts: CardInputs) -> str:
+    """How acceptance grew with the training data, and what twice as much would give; "" without a data curve."""
+    curve = facts.data_curve
+    if curve is None:
+        return ""
+    made = f"Drafts of this family were trained on parts of {curve.get('data') or NOT_RECORDED}"
+    tasks = ", ".join(curve.get("tasks") or []) or NOT_RECORDED
+    return f"{made} and decoded prompts of {tasks}. {' '.join(doubling_lines(curve))}"
+
+
 def source_files(facts: CardInputs) -> str:
     """The card's sources besides draftsmith.json, as the end of a sentence."""
     measured = {
         "report.json": facts.report,
         "referee.json": facts.referee,
         "tuned.json": facts.tuned,
+        "data_curve.json": facts.data_curve,
     }
     names = [f"`{name}`" for name, content in measured.items() if content is not None]
     return (f", {', '.join(names)}" if names else "") + (

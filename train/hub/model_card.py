@@ -18,6 +18,7 @@ from train.hub.card_tables import (
     acceptance_tables,
     card_images,
     cost_table,
+    data_curve_images,
     data_table,
     provenance_table,
     speed_tables,
@@ -39,7 +40,7 @@ def render(
     labels: HubLabels,
 ) -> ModelCard:
     """The card. `k_source` says where K comes from; the images must be saved as images/NAME beside it."""
-    images = card_images(facts.own_entries, job.k)
+    images = [*card_images(facts.own_entries, job.k), *data_curve_images(facts.data_curve)]
     fields = {
         "title": job.repo.rpartition("/")[2],
         "summary": card_text.summary(facts, job),
@@ -57,11 +58,12 @@ def render(
             kind: "; ".join(
                 dict.fromkeys(f"{i.caption}: {i.key}." for i in images if i.name.startswith(kind))
             )
-            for kind in ("acceptance", "speedup")
+            for kind in ("acceptance", "speedup", "data-curve")
         },
         "training": training_table(facts.draft),
         "cost": cost_table(facts.draft),
         "data": data_table(facts.draft),
+        "data_curve": card_text.data_curve_note(facts),
         "limits": card_text.limitations(facts, job, labels),
         "provenance": provenance_table(facts.draft, facts.report, facts.tuned),
         "definitions": [f"**{word}**: {DEFINITIONS[word]}" for word in DEFINED_TERMS],

@@ -24,9 +24,9 @@ from decode.drafts.registry import saved_families
 from eval.reporting.report_data import draft_entries
 from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.hub import dataset_card, model_card, redaction, serving_configs
-from train.hub.card_tables import card_images
+from train.hub.card_tables import card_images, data_curve_images
 from train.hub.card_text import CardInputs
-from train.hub.published_fields import REFEREE, REPORT, TUNED, draft_schema
+from train.hub.published_fields import DATA_CURVE, REFEREE, REPORT, TUNED, draft_schema
 from train.hub.upload import (
     MARKER_FILES,
     HubLabels,
@@ -43,7 +43,8 @@ SAVED_NAME = re.compile(r"(?!model.*safetensors$)[\w.]+|model(?:-\d{5}-of-\d{5})
 OWNED_FILES = (
     *MODEL_FILES,
     *(f"target/{name}" for name in MODEL_FILES),
-    *(METADATA_FILE, RUN_FILE, "report.json", "referee.json", "tuned.json", "README.md"),
+    *(METADATA_FILE, RUN_FILE, "README.md"),
+    *("report.json", "referee.json", "tuned.json", "data_curve.json"),
     *("serving/**", "images/*.svg", "shards/*.parquet", MANIFEST_FILE),
     *(".cache/**", ".gitattributes"),  # written by an upload
 )
@@ -59,14 +60,17 @@ def build_draft_folder(
     out: Path,
     checks: Mapping[str, Sequence[str]] | None = None,
     tuned: Mapping[str, Any] | None = None,
+    data_curve: Mapping[str, Any] | None = None,
 ) -> PublishFolder:
     """Writes `out` and replaces an earlier one. UserError if report, referee's result or `tuned` are of other weights.
 
-    `checks` is {engine: findings of its rules} of each engine that was checked, `tuned` is tuned.json of eval/tune.py.
+    `checks` is {engine: findings of its rules} of each engine that was checked, `tuned` is tuned.json of eval/tune.py,
+    `data_curve` is data_curve.json of scripts/experiments/data_curve.py.
     """
     check_repo_id(repo)
     check_output_folder(out, draft)
-    recorded, config = check_draft(draft, report, referee, tuned), layouts.read_config(str(draft))
+    recorded = check_draft(draft, report, referee, tuned, data_curve)
+    config = layouts.read_config(str(draft))
     original = recorded.get("original_target") or recorded["target"]
     name = labels.base_model or ("" if Path(original["name"]).exists() else original["name"])
     labels = HubLabels(name if is_repo_id(name) else "", labels.license, labels.dataset)
@@ -84,6 +88,7 @@ def build_draft_folder(
         redaction.select(referee, REFEREE, "referee.json", known),
         redaction.strip_local_paths(checks or {}),
         redaction.select(tuned, TUNED, "tuned.json", known),
+        redaction.select(data_curve, DATA_CURVE, "data_curve.json", known),
     )
     k, source = serving_configs.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
     layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
@@ -99,6 +104,7 @@ def build_draft_folder(
             "report.json": inputs.report,
             "referee.json": inputs.referee,
             "tuned.json": inputs.tuned,
+            "data_curve.json": inputs.data_curve,
         }
         for file, content in measured.items():
             if content is not None:
@@ -107,7 +113,7 @@ def build_draft_folder(
         for engine_config in configs:
             for file, text in engine_config.files.items():
                 _write(staging / "serving" / file, text)
-        for image in card_images(inputs.own_entries, k):
+        for image in (*card_images(inputs.own_entries, k), *data_curve_images(inputs.data_curve)):
             _write(staging / "images" / image.name, image.svg)
         model_card.render(inputs, job, source, configs, labels).save(staging / "README.md")
         redaction.check_folder(staging, known)
@@ -139,10 +145,12 @@ def check_draft(
     report: Mapping[str, Any] | None,
     referee: Mapping[str, Any] | None,
     tuned: Mapping[str, Any] | None = None,
+    data_curve: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """draftsmith.json of a draft that may be published.
 
-    UserError if its files were changed after training, if a measurement is of other weights, or not lossless.
+    UserError if its files were changed after training, if a measurement is of other weights, or not lossless, and for a
+    data curve of another target or family.
     """
     if not (draft / METADATA_FILE).is_file():
         raise UserError(
@@ -186,7 +194,18 @@ def check_draft(
         )
     if tuned is not None:
         check_tuned(tuned, sha)
+    if data_curve is not None:
+        check_data_curve(data_curve, facts)
     return facts
+
+
+def check_data_curve(curve: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """UserError if the curve is of drafts of another family or for another target than the draft's."""
+    ours = facts["family"], facts.get("tokenizer_hash")
+    if ours != (curve["family"], curve["target"]["tokenizer"]):
+        raise UserError(
+            f"the data curve is not of family {ours[0]} and tokenizer {ours[1]}, as the draft: give one of such drafts"
+        )
 
 
 def check_tuned(tuned: Mapping[str, Any], sha: str) -> None:

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from eval.reporting import render, report_data, summary
 from eval.reporting.formatting import format_identical
-from tests import drafts, worlds
+from eval.scaling.chart import curve_chart
+from tests import curves, drafts, worlds
 
 
 def entry(name: str, task: str, speedup: float | None, **changes: Any) -> dict[str, Any]:
@@ -365,6 +366,14 @@ def test_every_measurement_has_its_figure(report: dict[str, Any]) -> None:
     assert "2.25" in render.render_markdown(report)  # the variance
 
 
+def test_a_data_curve_is_the_last_figure(report: dict[str, Any]) -> None:
+    curve = curves.curve(lambda n: 2.4 - 8 * n**-0.7)
+    page = render.render_html(report, charts=[curve_chart(curve)])
+    assert captions(page) == [*captions(render.render_html(report)), "Acceptance by training data"]
+    assert "doubling 60,000 supervised tokens gives" in page
+    assert "thousand supervised tokens" in page
+
+
 def test_checks_stand_in_the_report(report: dict[str, Any]) -> None:
     """Catches failed prompts, failed distribution tests and simulated drafts that the page does not show."""
     assert not summary.is_output_changed(report)
@@ -474,5 +483,9 @@ def test_report_is_rendered_again(report: dict[str, Any], tmp_path: Path) -> Non
     done = worlds.call("eval/report.py", tmp_path)
     assert done.code == 0, done.err
     assert "1.92× [1.82, 2.02]" in (tmp_path / "report.html").read_text()
+    (tmp_path / "curve.json").write_text(json.dumps(curves.curve(lambda n: 2.4 - 8 * n**-0.7)))
+    done = worlds.call("eval/report.py", tmp_path, "--data_curve", tmp_path / "curve.json")
+    assert done.code == 0, done.err
+    assert "doubling 60,000 supervised tokens" in (tmp_path / "report.html").read_text()
     (tmp_path / "report.json").write_text("[]")
     assert "is not a report" in worlds.call("eval/report.py", tmp_path).error()

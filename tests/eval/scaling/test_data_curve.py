@@ -147,8 +147,10 @@ def test_a_file_without_one_of_its_fields(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"schema": 2}, "schema 1"),
-        ({"target": {"tokenizer": "0123"}}, "about another target"),
-        ({"target": None}, "about another target"),
+        ({"target": {"name": "x", "tokenizer": "0123"}}, "about another target"),
+        ({"target": {"name": "x"}}, "target has no 'tokenizer'"),
+        ({"target": "x"}, "target has no 'name'"),
+        ({"points": []}, "it has no points"),
         ({"points": 3}, "'points' is no list of objects"),
         ({"forecasts": [{}]}, "forecasts\\[0\\] has no"),
     ],

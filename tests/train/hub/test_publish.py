@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -21,7 +22,7 @@ from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import load_target
-from tests import drafts, heads, hub, worlds
+from tests import curves, drafts, heads, hub, worlds
 from tests.hub import Hub
 from tests.worlds import Done, World
 from train.data import sample_store
@@ -200,6 +201,47 @@ def test_settings_of_another_draft_are_refused(
     path.write_text(json.dumps({k: v for k, v in tuned.items() if v is not None}))
     done = worlds.call(COMMAND, "--draft", folder, "--tuned", path, "--repo", "me/x")
     assert message in done.error()
+
+
+def test_the_card_shows_what_more_data_would_give(tmp_path: Path) -> None:
+    folder = drafts.draft(tmp_path / "d")
+    path = tmp_path / "curve.json"
+    path.write_text(json.dumps(curves.curve(lambda n: 1 + 0.2 * np.log(n / 300))))
+    out = tmp_path / "out"
+    words = ("--draft", folder, "--repo", "me/x", "--out", out)
+    done = worlds.call(COMMAND, *words, "--data_curve", path)
+    assert done.code == 0, done.err
+    assert {"data_curve.json", "images/data-curve.svg"} <= files_of(out)
+    card = (out / "README.md").read_text()
+    assert card.count("](images/data-curve.svg)") == 1
+    assert "on parts of outputs/samples and decoded prompts of code@1. T = 0: doubling" in card
+    assert ": go on (worth it from +2.0 %)." in card
+    assert "● temperature 0, ■ temperature 1, ▲ twice the data, predicted, dashed: fitted" in card
+    assert "`data_curve.json`" in card
+    assert "currentColor" not in (out / "images" / "data-curve.svg").read_text()
+    assert worlds.call(COMMAND, *words).code == 0  # without one: the folder is replaced
+    assert "data-curve" not in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "medusa"}, "is not of family eagle3 and tokenizer 33c2eb365440cc00"),
+        ({"target": {"name": "x", "tokenizer": "0" * 16}}, "is not of family eagle3 and tokenizer"),
+        ({"target": None}, "target has no 'name'"),
+        ({"points": None}, "is not data_curve.json of scripts/experiments/data_curve.py"),
+        ({"points": []}, "has no points"),
+        ({"worth": "much"}, "data_curve.json: worth is not a number"),
+    ],
+)
+def test_data_curves_of_other_drafts_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder, path = drafts.draft(tmp_path / "d"), tmp_path / "curve.json"
+    path.write_text(json.dumps(curves.curve(lambda n: 2.4 - 8 * n**-0.4) | changes))
+    words = ("--draft", folder, "--repo", "me/x", "--out", tmp_path / "out")
+    assert message in worlds.call(COMMAND, *words, "--data_curve", path).error()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_draft_may_be_lossy_by_choice(tmp_path: Path) -> None:

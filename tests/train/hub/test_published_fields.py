@@ -15,14 +15,14 @@ from transformers import AutoTokenizer
 from decode.common.errors import UserError
 from decode.common.files import read_json
 from decode.drafts.base import METADATA_FILE
-from tests import drafts
+from tests import curves, drafts
 from tests.planted_secrets import MARKED, SECRETS, secret_part
 from tests.worlds import ROOT
 from train.data import sample_store
 from train.data.manifest import Manifest, write_manifest
 from train.distill import DistillConfig
 from train.hub import publish, published_fields, redaction, upload
-from train.hub.published_fields import MANIFEST, REFEREE, REPORT, TUNED, draft_schema
+from train.hub.published_fields import DATA_CURVE, MANIFEST, REFEREE, REPORT, TUNED, draft_schema
 from train.hub.redaction import Names
 from train.hub.upload import HubLabels
 
@@ -32,6 +32,7 @@ SCHEMAS = {
     "report.json": REPORT,
     "tuned.json": TUNED,
     "referee.json": REFEREE,
+    "data_curve.json": DATA_CURVE,
     "manifest.json": MANIFEST,
 }
 LEFT_OUT = ("features", "wandb", "project", "publish", "out", "resume", "overwrite", "dry_run")
@@ -156,6 +157,12 @@ def test_real_reports_are_published_whole(file: str, schema: Any, missing: set[s
     assert set(lost(report, redaction.select(report, schema, file))) == missing
 
 
+def test_data_curves_are_published_whole() -> None:
+    """Catches a field that the command writes and publishing forgets."""
+    curve = curves.curve(lambda n: 2.4 - 8 * n**-0.4)
+    assert set(lost(curve, redaction.select(curve, DATA_CURVE, "x"))) == {"argv"}
+
+
 def lost(before: Any, after: Any) -> Iterator[str]:
     """Names of the fields that are in `before` alone."""
     if isinstance(before, dict):
@@ -214,6 +221,7 @@ def test_unknown_fields_reach_no_file(tmp_path: Path) -> None:
     result = publish.build_draft_folder(
         folder, report, drafts.referee(sha) | extra, "me/x", HubLabels(), tmp_path / "out",
         tuned=drafts.tuned(sha, {"all": 3}) | extra | {"refused": extra},
+        data_curve=curves.curve(lambda n: 2.4 - 8 * n**-0.4) | extra,
     )  # fmt: skip
     shown = " ".join(map(str, result.left_out))
     for path in result.path.rglob("*"):
