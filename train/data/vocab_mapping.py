@@ -1,9 +1,9 @@
 """The reduced vocabulary of a draft: which of the target's tokens it can draft.
 
-`ids` [Vd], rising, are the target's ids of draft tokens 0 .. Vd-1. A checkpoint holds them as every engine reads them:
+`ids` [Vd], rising, are the target's ids of draft tokens 0 .. Vd-1. EAGLE-3 heads hold them as every engine reads them:
 `d2t` [Vd], an offset (target id = draft id + d2t[draft id], never an index), and `t2d` [V], True for tokens in the
-reduced vocabulary. A draft with the full vocabulary has neither. The mapping belongs to one tokenizer, whose hash is
-saved beside `digest(ids)`.
+reduced vocabulary. A small language model has them in a file (decode/checkpoints/draft_vocab.py). A draft with the full
+vocabulary has none of these. The mapping belongs to one tokenizer, whose hash is saved beside `digest(ids)`.
 """
 
 import hashlib

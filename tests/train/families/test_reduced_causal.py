@@ -188,6 +188,15 @@ def test_the_whole_vocabulary_is_the_default(world: World, target: Target, tmp_p
         assert not (tmp_path / VOCAB_FILE).exists()
 
 
+def test_which_families_read_the_setting() -> None:
+    """Catches a size that is ignored without a word, or said to be ignored where it counts."""
+    for family, unused in (("causal", []), ("eagle3", []), ("medusa", ["vocab"])):
+        s = DraftConfig(family=family, vocab=SIZE)
+        assert family_trainer(family).unused_settings(s) == unused
+    assert DraftConfig().vocab_size(268) == DraftConfig(vocab=0).vocab_size(268, 40) == 268
+    assert DraftConfig().vocab_size(268, 40) == 40
+
+
 def test_the_estimate_counts_the_rows_that_are_computed(
     world: World, target: Target, tmp_path: Path
 ) -> None:
