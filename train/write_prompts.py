@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -26,7 +26,7 @@ from decode.common.damage import read_log
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.progress import progress_bars
-from decode.common.ranges import Count, Seed
+from decode.common.ranges import Count, Seed, at_least
 from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
 from decode.model.loading import Target, load_target
@@ -47,7 +47,7 @@ class WritePromptsConfig:
     """Commit, tag or branch of a Hub target."""
     systems: list[str] = field(default_factory=lambda: [""])
     """System messages, which steer what is asked; each gets an equal share. Empty: the template's own."""
-    count: Count = 1000
+    count: Annotated[int, at_least(1, 10_000_000)] = 1000
     """Prompts to write. Those that are cut off, empty or written twice are dropped afterwards."""
     sampling: SamplingParams = field(
         default_factory=lambda: SamplingParams(temperature=1.0, top_p=0.95)
@@ -72,7 +72,8 @@ class WritePromptsConfig:
 def user_turn(tokenizer: Any, system: str) -> tuple[list[int], int]:
     """(ids up to where the user's words begin, the id that ends the user's turn).
 
-    UserError if the tokenizer has no chat template, or one that ends a user's turn with plain text.
+    UserError if the tokenizer has no chat template, or one that begins a user's turn with nothing or ends it with plain
+    text.
     """
     if tokenizer.chat_template is None:
         raise UserError(
@@ -81,14 +82,33 @@ def user_turn(tokenizer: Any, system: str) -> tuple[list[int], int]:
     messages = [{"role": "system", "content": system}] if system else []
     ids = encode_prompt(tokenizer, [*messages, {"role": "user", "content": MARK}])
     text = tokenizer.decode(ids)
-    before, found, after = text.partition(MARK)
+    before, found, after = text.rpartition(MARK)
     ending = tokenizer(after, add_special_tokens=False)["input_ids"]
     if not found or not ending or ending[0] not in tokenizer.all_special_ids:
         raise UserError(
             "the target's chat template does not end a user's turn with a special token: write prompts with another "
             "model"
         )
-    return tokenizer(before, add_special_tokens=False)["input_ids"], ending[0]
+    beginning = tokenizer(before, add_special_tokens=False)["input_ids"]
+    if not beginning:
+        raise UserError(
+            "the target's chat template puts nothing before the user's words: write prompts with another model"
+        )
+    return beginning, ending[0]
+
+
+def user_turns(s: WritePromptsConfig, target: Target) -> list[tuple[list[int], int]]:
+    """`user_turn` of each system message. UserError for one that leaves no room in the target's context."""
+    turns = []
+    for number, system in enumerate(s.systems):
+        ids, end = user_turn(target.tokenizer, system)
+        if len(ids) >= target.decoder.context:
+            raise UserError(
+                f"systems[{number}] makes a beginning of {len(ids)} tokens, and the target's context holds "
+                f"{target.decoder.context}: shorten it"
+            )
+        turns.append((ids, end))
+    return turns
 
 
 def prompt_id(s: WritePromptsConfig, number: int) -> str:
@@ -96,9 +116,19 @@ def prompt_id(s: WritePromptsConfig, number: int) -> str:
     return f"system{number % len(s.systems)}-{number // len(s.systems)}"
 
 
-def write_prompts(s: WritePromptsConfig, target: Target, todo: Sequence[int], log: Path) -> None:
-    """Writes the prompts with the numbers `todo`, and appends each to the log as soon as it is finished."""
-    turns = [user_turn(target.tokenizer, system) for system in s.systems]
+def write_prompts(
+    s: WritePromptsConfig,
+    target: Target,
+    turns: Sequence[tuple[list[int], int]],
+    todo: Sequence[int],
+    log: Path,
+) -> None:
+    """Writes the prompts with the numbers `todo`, and appends each to the log as soon as it is finished.
+
+    `turns` are those of `user_turns`.
+    """
+    if not todo:
+        return
     target = replace(target, eos=target.eos | {end for _, end in turns})
     written: dict[int, list[int]] = {}
     tokens, start = 0, time.perf_counter()
@@ -130,11 +160,15 @@ def write_prompts(s: WritePromptsConfig, target: Target, todo: Sequence[int], lo
 
 
 def whole_prompts(s: WritePromptsConfig, entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The prompts that ended by themselves, in the order of their numbers, without empty and repeated ones."""
+    """The prompts that ended by themselves, in the order of their numbers, without empty and repeated ones.
+
+    Of entries with the same number the first one counts, and of entries with other numbers than the run's none.
+    """
     seen, prompts = {""}, []
-    for entry in sorted(entries, key=lambda entry: entry["number"]):
-        number, text = entry["number"], entry["text"]
-        if number >= s.count or entry["finish_reason"] != "eos" or text in seen:
+    by_number = {entry["number"]: entry for entry in reversed(entries)}
+    for number in sorted(by_number.keys() & set(range(s.count))):
+        entry, text = by_number[number], by_number[number]["text"]
+        if entry["finish_reason"] != "eos" or text in seen:
             continue
         seen.add(text)
         system = s.systems[number % len(s.systems)]
@@ -148,16 +182,20 @@ def main(s: WritePromptsConfig) -> None:
     if not s.systems:
         raise UserError("systems is empty: give a system message, or [''] for the template's own")
     target = load_target(s.target, s.device, s.dtype, s.revision)
-    for system in s.systems:
-        user_turn(target.tokenizer, system)
+    turns = user_turns(s, target)
     out = Path(s.out)
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, [s.target]):
         consequence = "they are written again"
         fields = {"number": int, "finish_reason": str, "text": str}
         done = {entry["number"] for entry in read_log(out / LOG_FILE, fields, consequence)}
         todo = [number for number in range(s.count) if number not in done]
-        write_prompts(s, target, todo, out / LOG_FILE)
+        write_prompts(s, target, turns, todo, out / LOG_FILE)
         prompts = whole_prompts(s, read_log(out / LOG_FILE, fields, consequence))
+        if not prompts:
+            raise UserError(
+                f"each of the {s.count} prompts is empty or was cut off: raise --max_new_tokens and add --overwrite "
+                "true, or write prompts with another model"
+            )
         lines = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
         write_atomically(out / PROMPT_FILE, lines)
     Console(stderr=True).print(

@@ -12,6 +12,7 @@ import logging
 import os
 import resource
 import shlex
+import shutil
 import signal
 import socket
 import traceback
@@ -40,6 +41,8 @@ FIRST_ARGUMENT = {
 BASE = {
     "train/sample.py": "--target $lab/target --sources '[{kind: file, path: $lab/prompts.jsonl, limit: 12}]' "
     "--max_new_tokens 6 --shard_rows 4 --device cpu --out $out",
+    "train/write_prompts.py": '--target $lab/chat --systems \'["", "Be odd."]\' --count 12 --max_new_tokens 24 '
+    "--batch_size 4 --device cpu --out $out",
     "train/distill.py": "--target $lab/target --data $lab/samples --draft.init $lab/draft --loop.steps 4 "
     "--loop.batch_size 2 --loop.micro_batch 2 --loop.save_every 2 --loop.eval_every 0 --loop.max_length 64 "
     "--check.prompts 1 --check.max_new_tokens 4 --wandb disabled --out $out",
@@ -66,11 +69,16 @@ BASE = {
     "--drafts $tmp/drafts --out $tmp/losses.json",
     "scripts/experiments/compare_trainers.py": "--target $lab/target --draft $lab/draft --data $lab/samples "
     "--arms '[ours]' --rounds 1 --warm 1 --steps 1 --batch_size 2 --features $tmp/features --out $tmp/out.json",
+    "scripts/experiments/data_curve.py": "--distill.target $lab/target --distill.data $lab/samples "
+    "--distill.draft.init $lab/draft --distill.loop.batch_size 2 --distill.loop.micro_batch 2 --sizes '[5, 20]' "
+    "--seeds '[0]' --steps 1 --k 2 --tasks '[{name: code, limit: 2}]' --max_new_tokens 4 --out $out",
     "scripts/experiments/reference_eagle3.py": "--target $lab/target --data $lab/samples --features $tmp/features "
     "--draft.vocab 64 --draft.steps 2 --draft.taps '[0, 1]' --steps 1 --batch_size 2 --seeds '[0]' --max_new_tokens 4 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --out $tmp/out.json",
     "scripts/benchmarks/decoder_bench.py": "--target $lab/target --draft $lab/causal --compiled false "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 4 --device cpu --out $tmp/out.json",
+    "scripts/benchmarks/sample_bench.py": "--target $lab/target --prompts $lab/prompts.jsonl --batches '[2]' "
+    "--engines '[ours, generate]' --count 4 --max_new_tokens 4 --repeats 1 --threads 1 --out $tmp/out.json",
     "scripts/benchmarks/train_bench.py": "--sizes '[12x256]' --families '[medusa]' --device cpu --out $tmp/out.json",
     "scripts/benchmarks/gpu_bench.py": "--target $lab/target --draft $lab/causal --shape self-test --device cpu "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 4 --out $tmp/out.json",
@@ -80,11 +88,17 @@ BASE = {
 """Arguments of each command that work, or would with vLLM, a GPU or more time."""
 EARLIER_RUNS = {
     "train/sample.py": "samples",
+    "train/write_prompts.py": "written",
     "train/distill.py": "causal",
     "eval/run.py": "report",
     "eval/tune.py": "tuned",
 }
 """Folders of the lab that hold a finished run of the command with its BASE arguments."""
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<1>{{ m['role'] }}:{{ m['content'] }}<2>{% endfor %}"
+    "{% if add_generation_prompt %}<1>assistant:{% endif %}"
+)
+"""Of $lab/chat, which is $lab/target as a chat model."""
 HEADS = {
     "eagle3": "--draft.family eagle3 --draft.vocab 64 --draft.steps 2 --draft.taps '[0, 1]'",
     "medusa": "--draft.family medusa --draft.heads 3",
@@ -114,6 +128,8 @@ class Lab:
 def build(folder: Path) -> Lab:
     """Runs the commands whose results the cases need. Fails if one of their BASE command lines does not work."""
     world = worlds.build(folder)
+    shutil.copytree(world.target, folder / "chat")
+    (folder / "chat" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     texts = [text for text in world.texts if len(text) > 4]
     (folder / "prompts.txt").write_text("\n\n".join(texts[:8]) + "\n")
     qa = [{"question": f"What is {i}?", "answer": f"It is {i}. #### {i}"} for i in range(500)]

@@ -12,11 +12,13 @@ QUICK = {
     "eval/report.py": (copy("report"),),
     "eval/advise.py": (),
     "decode/generate.py": (),
+    "scripts/benchmarks/sample_bench.py": (),
     "scripts/export.py": (),
     "scripts/publish.py": (),
     "scripts/check_draft.py": (),
     "scripts/readme_table.py": (write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),),
     "scripts/track_report.py": (copy("causal"),),
+    "scripts/experiments/data_curve.py": (),
 }
 """Commands, besides those whose results make the lab, that need neither minutes nor another machine."""
 

@@ -29,6 +29,11 @@ from tests.hostile.lab import BASE, Lab, call
 WEIGHTS = "model.safetensors"
 DEEP = "[" * 100_000 + "]" * 100_000
 DIGITS = "9" * 5000
+OTHER_NUMBERS = b"".join(
+    json.dumps({"number": number, "finish_reason": "eos", "text": f"no {number}"}).encode() + b"\n"
+    for number in (-1, 0, 99)
+)
+"""Lines of a log of prompts: two whose number was not asked for, and one whose number it has already."""
 
 
 def first_as_nan(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -322,3 +327,37 @@ def test_a_changed_draft_is_said(
     assert done.code == 0, done.err
     lines = [line for line in done.err.splitlines() if line.startswith("warning: ")]
     assert any("draftsmith.json" in line for line in lines), done.err
+
+
+LOGS: list[tuple[Prepare, bool]] = [
+    (truncate("out/written.jsonl"), False),
+    (empty("out/written.jsonl"), False),
+    (remove("out/written.jsonl"), False),
+    (remove("out/prompts.jsonl"), False),
+    (change_bytes("out/written.jsonl", lambda data: b"\xff" + data[1:], "no UTF-8"), True),
+    (change_bytes("out/written.jsonl", lambda data: DEEP.encode() + b"\n" + data, "deep"), True),
+    (change_bytes("out/written.jsonl", lambda data: b'{"number": "0"}\n' + data, "other fields"), True),
+    (change_bytes("out/written.jsonl", lambda data: data + OTHER_NUMBERS, "other numbers"), False),
+]  # fmt: skip
+"""What happens to the log of train/write_prompts.py, and whether a warning names it."""
+
+
+@pytest.mark.parametrize(("damage", "warns"), LOGS, ids=[damage.__name__ for damage, _ in LOGS])
+def test_damaged_prompts_are_written_again(
+    damage: Prepare, warns: bool, lab: Lab, tmp_path: Path
+) -> None:
+    """Catches prompts that a damaged log loses, changes or adds; the log as it was is kept."""
+    copy("written", "out")(lab, tmp_path)
+    damage(lab, tmp_path)
+    log = tmp_path / "out" / "written.jsonl"
+    before = log.read_bytes() if log.exists() else b""
+    words = lab.words(f"{BASE['train/write_prompts.py']} --resume true", tmp_path)
+    done = call("train/write_prompts.py", words, tmp_path)
+    assert done.code == 0, done.err
+    wanted = (lab.folder / "written" / "prompts.jsonl").read_bytes()
+    assert (tmp_path / "out" / "prompts.jsonl").read_bytes() == wanted
+    assert wanted.count(b"\n") > 1
+    said = [line for line in done.err.splitlines() if line.startswith("warning: ")]
+    assert [str(log) in line for line in said] == [True] * warns
+    kept = log.with_name("written.jsonl.damaged")
+    assert (kept.read_bytes() if warns else kept.exists()) == (before if warns else False)

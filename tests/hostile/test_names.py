@@ -8,7 +8,7 @@ import pytest
 from tests.hostile.case import Case, check, params
 from tests.hostile.lab import Lab
 
-RUNS_A_MODEL = ("train/sample.py", "eval/run.py", "eval/tune.py")
+RUNS_A_MODEL = ("train/sample.py", "train/write_prompts.py", "eval/run.py", "eval/tune.py")
 DEVICES = ("tpu", "cuda:9", "cuda:-1", "cpu:x", "gpu", "''", "cuda:99999999999999999999", "meta")
 
 NAMES = [
@@ -74,10 +74,17 @@ NAMES = [
     ("scripts/experiments/compare_trainers.py", "--arms '[nonsense]'", "arms"),
     ("scripts/experiments/compare_trainers.py", "--arms '[]'", "arms"),
     ("scripts/experiments/compare_trainers.py", "--dtype int8", "float32"),
+    ("scripts/experiments/data_curve.py", "--distill.loss nonsense", "loss"),
+    ("scripts/experiments/data_curve.py", "--distill.draft.family nonsense", "nonsense"),
+    ("scripts/experiments/data_curve.py", "--tasks '[{name: nonsense}]'", ("nonsense", "path")),
+    ("scripts/experiments/data_curve.py", "--tasks '[]'", "tasks"),
     ("scripts/experiments/reference_eagle3.py", "--loss nonsense", "nonsense"),
     ("scripts/experiments/reference_eagle3.py", "--draft.family medusa", "family"),
     ("scripts/benchmarks/decoder_bench.py", "--device tpu", "device"),
     ("scripts/benchmarks/decoder_bench.py", "--dtype int8", "float32"),
+    ("scripts/benchmarks/sample_bench.py", "--dtype int8", "float32"),
+    ("scripts/benchmarks/sample_bench.py", "--engines '[nonsense]'", "engines"),
+    ("scripts/benchmarks/sample_bench.py", "--engines '[]'", "engines"),
     ("scripts/benchmarks/train_bench.py", "--sizes '[huge]'", "huge"),
     ("scripts/benchmarks/train_bench.py", "--families '[nonsense]'", "nonsense"),
     ("scripts/benchmarks/train_bench.py", "--sizes '[]'", "sizes"),
@@ -96,6 +103,8 @@ NAMES = [
 
 MISMATCHED = [
     ("train/sample.py", "--draft $lab/stranger", ("stranger", "tokenizer")),
+    ("train/write_prompts.py", "--target $lab/target", "chat template"),
+    ("train/write_prompts.py", "--overwrite true --resume true", ("overwrite", "resume")),
     ("train/sample.py", "--draft $lab/medusa --k 9", "k"),
     ("train/distill.py", "--draft.init $lab/stranger", ("stranger", "tokenizer")),
     ("train/distill.py", "--target $lab/stranger", "tokenizer"),
@@ -117,6 +126,11 @@ MISMATCHED = [
     ("scripts/benchmarks/gpu_bench.py", "--draft $lab/medusa", "medusa"),
     ("scripts/experiments/compare_losses.py", "--init $lab/stranger", ("stranger", "tokenizer")),
     ("scripts/experiments/compare_trainers.py", "--draft $lab/stranger", ("stranger", "tokenizer")),
+    ("scripts/experiments/data_curve.py", "--distill.draft.init $lab/stranger", ("stranger", "tokenizer")),
+    ("scripts/experiments/data_curve.py", "--distill.target $lab/stranger", "tokenizer"),
+    ("scripts/experiments/data_curve.py", "--tasks '[{name: own, path: $lab/prompts.txt}]'", "held out"),
+    ("scripts/experiments/data_curve.py", "--distill.data '[{path: $lab/samples}]'", "distill.data"),
+    ("scripts/experiments/data_curve.py", "--distill.draft.init '' --distill.draft.family medusa --distill.draft.heads 1", "k"),
 ]  # fmt: skip
 """The same of things that are there, but do not go together."""
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.case import Case, check, params
-from tests.hostile.files import copy, folder, link, mode, write
+from tests.hostile.files import copy, folder, link, mode, remove, write
 from tests.hostile.lab import Lab
 
 TARGETS = {
     "train/sample.py": "target",
+    "train/write_prompts.py": "target",
     "train/distill.py": "target",
     "eval/run.py": "target",
     "eval/tune.py": "target",
@@ -21,9 +22,11 @@ TARGETS = {
     "scripts/check_draft.py": "target",
     "scripts/experiments/compare_losses.py": "target",
     "scripts/experiments/compare_trainers.py": "target",
+    "scripts/experiments/data_curve.py": "distill.target",
     "scripts/experiments/reference_eagle3.py": "target",
     "scripts/benchmarks/decoder_bench.py": "target",
     "scripts/benchmarks/gpu_bench.py": "target",
+    "scripts/benchmarks/sample_bench.py": "target",
 }
 MISSING = (
     *((command, f"--{name} ./gone") for command, name in TARGETS.items()),
@@ -51,6 +54,7 @@ MISSING = (
     ("eval/tune.py", "--tasks '[{name: own, path: ./gone.txt}]'"),
     ("eval/report.py", "--folder ./gone"),
     ("eval/report.py", "--folder $lab/report --tuned ./gone.json"),
+    ("eval/report.py", "--folder $lab/report --data_curve ./gone.json"),
     ("eval/advise.py", "--report ./gone.json"),
     ("eval/advise.py", "--tuned ./gone.json"),
     ("decode/generate.py", "--prompt '' --prompt_file gone.txt"),
@@ -62,6 +66,7 @@ MISSING = (
     ("scripts/publish.py", "--report ./gone.json"),
     ("scripts/publish.py", "--referee ./gone.json"),
     ("scripts/publish.py", "--tuned ./gone.json"),
+    ("scripts/publish.py", "--data_curve ./gone.json"),
     ("scripts/check_draft.py", "--draft ./gone"),
     ("scripts/build_target.py", "--gsm8k ./gone.jsonl"),
     ("scripts/readme_table.py", "--readme ./gone.md"),
@@ -75,9 +80,14 @@ MISSING = (
     ("scripts/experiments/compare_losses.py", "--init ./gone"),
     ("scripts/experiments/compare_trainers.py", "--draft ./gone"),
     ("scripts/experiments/compare_trainers.py", "--data ./gone"),
+    ("scripts/experiments/data_curve.py", "--distill.data ./gone"),
+    ("scripts/experiments/data_curve.py", "--distill.draft.init ./gone"),
+    ("scripts/experiments/data_curve.py", "--tasks '[{name: own, path: ./gone.jsonl}]'"),
     ("scripts/experiments/reference_eagle3.py", "--data ./gone"),
     ("scripts/benchmarks/decoder_bench.py", "--draft ./gone"),
     ("scripts/benchmarks/gpu_bench.py", "--draft ./gone"),
+    ("scripts/benchmarks/sample_bench.py", "--prompts ./gone.jsonl"),
+    ("scripts/benchmarks/sample_bench.py", "--engines '[vllm]' --vllm ./gone"),
     ("scripts/engine_compat/corruption_study.py", "--drafts ./gone"),
 )  # fmt: skip
 """Nothing is called `gone`, and its message says so without asking the network."""
@@ -97,6 +107,11 @@ KINDS = [
     Case("train/sample.py", "--out $tmp/page.md/below --overwrite false", "page.md", (write("page.md", PAGE),)),
     Case("train/sample.py", "--out $tmp/link --overwrite false", "link", (link("link", "gone/deep"),)),
     Case("train/sample.py", "--out /proc/none --overwrite false", "/proc"),
+    Case("train/write_prompts.py", "--target $lab/prompts.txt", "prompts.txt"),
+    Case("train/write_prompts.py", "--target $tmp/empty", "empty", (folder("empty"),)),
+    Case("train/write_prompts.py", "--out $tmp/page.md --overwrite false", "page.md", (write("page.md", PAGE),)),
+    Case("train/write_prompts.py", "--overwrite false --resume true", "written.jsonl", (remove("out/written.jsonl"), folder("out/written.jsonl"))),
+    Case("train/write_prompts.py", "--overwrite false --resume true", "prompts.jsonl", (remove("out/prompts.jsonl"), folder("out/prompts.jsonl"))),
     Case("train/distill.py", "--data $lab/prompts.jsonl", "prompts.jsonl"),
     Case("train/distill.py", "--data $lab/target", "target"),
     Case("train/distill.py", "--data $tmp/empty", "empty", (folder("empty"),)),
@@ -143,6 +158,12 @@ KINDS = [
     Case("scripts/publish.py", "--report $lab/report/report.json", "report"),
     Case("scripts/publish.py", "--tuned $lab/report/report.json", "report.json"),
     Case("scripts/publish.py", "--referee $lab/report/report.json", "report.json"),
+    Case("scripts/publish.py", "--data_curve $lab/report/report.json", "report.json"),
+    Case("eval/report.py", "--data_curve $lab/tuned/tuned.json", "tuned.json", (copy("report"),)),
+    Case("scripts/experiments/data_curve.py", "--out $tmp/page.md", "page.md", (write("page.md", PAGE),)),
+    Case("scripts/experiments/data_curve.py", "--out /proc/none", "/proc"),
+    Case("scripts/experiments/data_curve.py", "--distill.data $lab/target", "target"),
+    Case("scripts/experiments/data_curve.py", "--distill.draft.init $lab/medusa", "medusa"),
     Case("scripts/check_draft.py", "--draft $lab/samples", "samples"),
     Case("scripts/check_draft.py", "--draft $lab/prompts.txt", "prompts.txt"),
     Case("scripts/readme_table.py", "--readme $lab/target", "target"),
@@ -162,6 +183,9 @@ KINDS = [
     Case("scripts/experiments/compare_losses.py", "--out $lab/report", "report"),
     Case("scripts/experiments/compare_trainers.py", "--out $lab/report", "report"),
     Case("scripts/benchmarks/train_bench.py", "--out $lab/report", "report"),
+    Case("scripts/benchmarks/sample_bench.py", "--out $lab/report", "report"),
+    Case("scripts/benchmarks/sample_bench.py", "--prompts $tmp/a.jsonl --out $tmp/a.jsonl", "a.jsonl", (copy("prompts.jsonl", "a.jsonl"),)),
+    Case("scripts/benchmarks/sample_bench.py", "--prompts $lab/gsm8k.csv", "gsm8k.csv"),
     Case("scripts/benchmarks/decoder_bench.py", "--out $lab/report --race false --predict false", "report"),
     Case("scripts/referee.py", "--out $lab/report", "report"),
     Case("scripts/engine_compat/corruption_study.py", "--out $lab/report", "report"),

@@ -48,6 +48,11 @@ CONFIGS: list[tuple[str, str, str | bytes, str]] = [
     ("train/sample.py", "python tag", "k: !!python/object/apply:os.getpid []\n", "c.yaml"),
     ("train/sample.py", "two documents", "k: 3\n---\nk: 5\n", "c.yaml"),
     ("train/sample.py", "merge key", "a: &a {top_k: 3}\nsampling: {<<: *a}\n", "a"),
+    ("train/write_prompts.py", "systems is a number", "systems: 3\n", "systems"),
+    ("train/write_prompts.py", "systems is a text", "systems: Be odd.\n", "systems"),
+    ("train/write_prompts.py", "systems holds null", "systems: [null]\n", "systems"),
+    ("train/write_prompts.py", "systems holds a list", "systems: [[a]]\n", "systems"),
+    ("train/write_prompts.py", "a setting of sample.py", "sources: []\n", "sources"),
     ("train/distill.py", "loop is a list", "loop: [1, 2]\n", "loop"),
     ("train/distill.py", "loop is null", "loop: null\n", "loop"),
     ("train/distill.py", "steps is null", "loop: {steps: null}\n", "steps"),
@@ -76,6 +81,9 @@ CONFIGS: list[tuple[str, str, str | bytes, str]] = [
     ("scripts/publish.py", "labels is a text", "labels: mit\n", "labels"),
     ("scripts/export.py", "unknown key", "formats: flat\n", "format"),
     ("scripts/experiments/compare_losses.py", "sources is a list", "sources: [a]\n", "sources"),
+    ("scripts/experiments/data_curve.py", "distill is a list", "distill: [a]\n", "distill"),
+    ("scripts/experiments/data_curve.py", "unknown nested", "distill: {lr: 1}\n", "lr"),
+    ("scripts/experiments/data_curve.py", "a setting of distill.py", "loop: {lr: 1}\n", "loop"),
 ]  # fmt: skip
 """(command, what is wrong, the YAML file, what the message names)."""
 
@@ -93,6 +101,11 @@ WORDS = [
     ("train/sample.py", "--config", "config"),
     ("train/sample.py", "--out ''", "out"),
     ("train/sample.py", "--target ''", "target"),
+    ("train/write_prompts.py", "--systems '[]'", "systems"),
+    ("train/write_prompts.py", "--systems ''", "systems"),
+    ("train/write_prompts.py", "--out ''", "out"),
+    ("train/write_prompts.py", "--target ''", "target"),
+    ("train/write_prompts.py", "--revision main", "revision"),
     ("train/distill.py", "--out ''", "out"),
     ("train/distill.py", "--data ''", "train/sample.py"),
     ("train/distill.py", "--target ''", "target"),
@@ -141,6 +154,8 @@ WORDS = [
     ("scripts/check_draft.py", "--engine ''", "engine"),
     ("scripts/check_draft.py", "--draft ''", "draft"),
     ("scripts/referee.py", "--control true", "temperature"),
+    ("scripts/experiments/data_curve.py", "--out ''", "out"),
+    ("scripts/experiments/data_curve.py", "--distill.draft.init ''", "draft"),
     ("eval/report.py", "--folder ''", "report.json"),
     ("eval/advise.py", "--report ''", "file"),
 ]  # fmt: skip

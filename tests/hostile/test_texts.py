@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.case import Case, check, params
-from tests.hostile.files import write
+from tests.hostile.case import Case, Prepare, check, params
+from tests.hostile.files import copy, write
 from tests.hostile.lab import BASE, Lab, call
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -73,6 +73,14 @@ PROMPT_FILES: list[tuple[str, str | bytes]] = [
     ("too long", LONG),
     ("only a mark", b"\xef\xbb\xbf"),
 ]
+REFUSES = "{% if messages|length > 1 %}{{ raise_exception('no systems here') }}{% endif %}<1>{{ messages[0]['content'] }}<2>"
+
+
+def template(text: str, name: str = "") -> Prepare:
+    """Gives tmp/chat another chat template."""
+    return write("chat/chat_template.jinja", text, name or f"template {text[:30]}")
+
+
 OTHER = [
     Case("decode/generate.py", "--prompt '' ", "prompt"),
     Case("decode/generate.py", f"--prompt {LONG}", ("600", "512")),
@@ -85,7 +93,18 @@ OTHER = [
     Case("train/sample.py", "--filters.max_prompt 1", "filters"),
     Case("train/sample.py", "--filters.min_prompt 9 --filters.max_prompt 5", ("min_prompt", "max_prompt")),
     Case("train/sample.py", "--sources '[{kind: file, path: $tmp/c.jsonl}]'", "chat template", (write("c.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', "a chat"),)),
+    Case("train/write_prompts.py", f"--systems '[abc, {LONG}]'", ("systems[1]", "512")),
+    Case("train/write_prompts.py", "--systems '[a\udc80b]'", "--systems"),
+    Case("train/write_prompts.py", "--systems '[\"a\\ud800b\"]'", "--systems"),
+    Case("train/write_prompts.py", "--target $tmp/chat", "special token", (copy("chat"), template("{{ messages[-1]['content'] }} ###"))),
+    Case("train/write_prompts.py", "--target $tmp/chat", "special token", (copy("chat"), template("<1>user:<2>", "without content"))),
+    Case("train/write_prompts.py", "--target $tmp/chat", "user's words", (copy("chat"), template("{{ messages[-1]['content'] }}<2>", "nothing before"))),
+    Case("train/write_prompts.py", "--target $tmp/chat", "template", (copy("chat"), template("{% for x in %}"))),
+    Case("train/write_prompts.py", "--target $tmp/chat", "no systems", (copy("chat"), template(REFUSES))),
     Case("train/distill.py", "--loop.max_length 1", "max_length"),
+    Case("scripts/benchmarks/sample_bench.py", "--prompts $tmp/a.jsonl", "512", (write("a.jsonl", json.dumps({"prompt": LONG}) + "\n", "all too long"),)),
+    Case("scripts/benchmarks/sample_bench.py", "--prompts $tmp/a.jsonl", "a.jsonl", (write("a.jsonl", "3\n", "number"),)),
+    Case("scripts/benchmarks/sample_bench.py", "--prompts $tmp/c.jsonl", "chat template", (write("c.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', "a chat"),)),
 ]  # fmt: skip
 
 

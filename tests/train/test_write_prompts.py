@@ -108,3 +108,19 @@ def test_a_larger_count_keeps_what_is_written(target: str, tmp_path: Path) -> No
     before = (tmp_path / "out" / PROMPT_FILE).read_text().splitlines()
     write_prompts.main(replace(small, count=12, resume=True))
     assert (tmp_path / "out" / PROMPT_FILE).read_text().splitlines()[: len(before)] == before
+
+
+def test_a_run_without_a_whole_prompt_says_so(target: str, tmp_path: Path) -> None:
+    """Catches an empty prompts.jsonl, which train/sample.py would refuse, at the end of a run that succeeded."""
+    with pytest.raises(UserError, match=r"is empty or was cut off: raise --max_new_tokens"):
+        write_prompts.main(replace(settings(target, tmp_path / "out"), max_new_tokens=1))
+    assert not (tmp_path / "out" / PROMPT_FILE).exists()
+
+
+def test_a_finished_run_can_be_started_again(target: str, tmp_path: Path) -> None:
+    """Catches a second start that fails because nothing is left to do."""
+    once = settings(target, tmp_path / "out")
+    write_prompts.main(once)
+    before = (tmp_path / "out" / PROMPT_FILE).read_text()
+    write_prompts.main(once)
+    assert (tmp_path / "out" / PROMPT_FILE).read_text() == before
