@@ -20,9 +20,12 @@ from decode.common.files import read_json_object, write_atomically
 VOCAB_FILE = "draft_vocab.json"
 
 
-def save_ids(folder: Path, ids: torch.Tensor) -> None:
-    """Writes the ids [Vd] into the draft's folder."""
-    write_atomically(folder / VOCAB_FILE, json.dumps({"ids": ids.tolist()}) + "\n")
+def save_ids(folder: Path, ids: torch.Tensor | None) -> None:
+    """Writes the ids [Vd] into the draft's folder; None, a whole vocabulary: removes those of an earlier run."""
+    if ids is None:
+        (folder / VOCAB_FILE).unlink(missing_ok=True)
+    else:
+        write_atomically(folder / VOCAB_FILE, json.dumps({"ids": ids.tolist()}) + "\n")
 
 
 def read_ids(folder: str, vocab_size: int, facts: Mapping[str, Any]) -> torch.Tensor | None:

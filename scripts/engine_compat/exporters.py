@@ -173,8 +173,7 @@ def export_hf(path: str, name: str, out: Path) -> None:
     size, wanted = model.get_output_embeddings().weight.shape[0], target.decoder.vocab_size
     ids = load_ids(path, min(size, wanted))
     out.mkdir(parents=True, exist_ok=True)
-    if ids is not None:
-        draft_vocab.save_ids(out, ids)
+    draft_vocab.save_ids(out, ids)
     if size == wanted and Path(path).is_dir():
         names = [*MODEL_FILES, *(file.name for file in Path(path).glob("model*.safetensors*"))]
         for file in (Path(path) / name for name in names):

@@ -139,8 +139,7 @@ class TrainableCausal(TrainableDraft):
             self.lm.save_pretrained(folder, safe_serialization=True)
         else:
             self.adapters.save(folder)
-        if self.model.ids is not None:
-            draft_vocab.save_ids(folder, self.model.ids)
+        draft_vocab.save_ids(folder, self.model.ids)
         self.tokenizer.save_pretrained(folder)
 
 

@@ -316,13 +316,18 @@ def test_a_dry_run_writes_nothing(train: Callable[..., Done], tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_new_run_over_it_leaves_no_ids(train: Callable[..., Done], tmp_path: Path) -> None:
-    """Catches the ids of an earlier run beside a draft of the whole vocabulary."""
+@pytest.mark.parametrize("how", [["--overwrite"], ["--resume"]])
+def test_a_draft_of_all_tokens_has_no_ids_of_an_earlier_run(
+    how: list[str], train: Callable[..., Done], target: Target, tmp_path: Path
+) -> None:
+    """Catches a draft of the whole vocabulary that decodes as the reduced one that lay there."""
     assert train("--draft.vocab", SIZE, "--loop.steps", 1).code == 0
     assert (tmp_path / "out" / VOCAB_FILE).exists()
-    done = train("--loop.steps", 1, "--overwrite", "true")
+    done = train("--loop.steps", 2, *how, "true")
     assert done.code == 0, done.err
     assert not (tmp_path / "out" / VOCAB_FILE).exists()
+    assert "vocabulary" not in facts_of(tmp_path / "out")
+    load_draft(str(tmp_path / "out"), target)
 
 
 # ---- on from the folder ----
