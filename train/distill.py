@@ -77,6 +77,9 @@ class DistillConfig:
     """Commit, tag or branch of a target on the Hub."""
     data: DataSpec = "outputs/samples"
     """A sampled set from train/sample.py, or several mixed: [{path: one, weight: 3}, {path: other, weight: 1}]."""
+    supervise: mixture.Supervised = "answers"
+    """answers: the draft learns the target's distribution where the target wrote; all: also where it read the prompt,
+    which gives more labels from the same pass of the target."""
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     loss: Literal[
@@ -116,7 +119,9 @@ class DistillConfig:
 
 def load_rows(s: DistillConfig, target: Target) -> tuple[mixture.Mixture, int]:
     """(samples that fit, how many were dropped). UserError for samples of another tokenizer."""
-    return mixture.load(s.data, max_sample_length(s, target), target.fingerprint, target.name)
+    return mixture.load(
+        s.data, max_sample_length(s, target), target.fingerprint, target.name, s.supervise
+    )
 
 
 def max_sample_length(s: DistillConfig, target: Target) -> int:

@@ -18,7 +18,7 @@ from decode.model.loading import Target, load_target
 from tests import worlds
 from tests.tiny import tiny_model
 from tests.worlds import Done, World, contents
-from train.data import sample_store
+from train.data import batching, sample_store
 from train.data.manifest import read_manifest
 from train.trainer import loop
 
@@ -328,6 +328,19 @@ def test_facts_tell_how_the_draft_was_made(world: World, data: Path, undisturbed
     files = [undisturbed / WEIGHTS, undisturbed / "config.json"]
     own = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     assert facts["draft_sha256"] == own
+
+
+def test_prompts_are_learned_where_asked_for(world: World, data: Path, tmp_path: Path) -> None:
+    """Bug: the setting is ignored, or the first token of a text, which nothing predicts, is a label."""
+    rows = sample_store.read_shards(data)
+    taken = [rows[i] for step in range(2) for i in batching.step_indices(len(rows), 8, 0, step)]
+    every, answers = tmp_path / "all", tmp_path / "answers"
+    for out, supervise in ((every, "all"), (answers, "answers")):
+        done = distill(world, data, out, "--loop.steps", 2, "--supervise", supervise)
+        assert done.code == 0, done.err
+    learned = sum(len(row["input_ids"]) - 1 for row in taken)
+    assert facts_of(every)["cost"]["tokens"] == learned
+    assert facts_of(answers)["cost"]["tokens"] == batching.supervised_token_count(taken) < learned
 
 
 # ---- bad input destroys nothing ----

@@ -167,6 +167,11 @@ def truncate_row(row: SampleRow, max_length: int) -> SampleRow:
     return {**row, "input_ids": row["input_ids"][:max_length], "loss_spans": spans}
 
 
+def supervise_whole_row(row: SampleRow) -> SampleRow:
+    """The row with all its tokens as labels: the target has a distribution where it reads a prompt too."""
+    return {**row, "loss_spans": [[0, len(row["input_ids"])]]}
+
+
 @functools.lru_cache(maxsize=32)  # a batch may reach into two epochs of each source
 def _permutation(n: int, seed: int, epoch: int, source: int) -> np.ndarray:
     order = np.random.default_rng([seed, epoch, source]).permutation(n)

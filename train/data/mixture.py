@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, overload
+from typing import Annotated, Any, Literal, overload
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from decode.common.errors import UserError
 from decode.common.ranges import above
 from train.data import batching
 from train.data.manifest import MANIFEST_FILE, load_set
-from train.data.sample_store import SampleRow
+from train.data.sample_store import SampleRow, Subset
 
 
 @dataclass
@@ -26,6 +26,7 @@ class MixturePart:
     """Its share of the training rows, relative to the weights of the other sets."""
 
 
+Supervised = Literal["answers", "all"]
 DataSpec = str | list[MixturePart]
 """The folder of one sampled set, or several with weights."""
 
@@ -95,11 +96,16 @@ class Mixture(Sequence[SampleRow]):
 
 
 def load(
-    data: DataSpec, max_length: int, tokenizer: str = "", target: str = ""
+    data: DataSpec,
+    max_length: int,
+    tokenizer: str = "",
+    target: str = "",
+    supervise: Supervised = "answers",
 ) -> tuple[Mixture, int]:
     """(the mixture with rows cut to `max_length` tokens, number of rows dropped because no label was left).
 
-    `tokenizer` is the fingerprint of the tokenizer of `target`. UserError for a set made with another tokenizer, and as
+    With `supervise` all, the tokens of prompts are labels too. `tokenizer` is the fingerprint of the tokenizer of
+    `target`. UserError for a set made with another tokenizer, and as
     in `load_set`.
     """
     parts = mixture_parts(data)
@@ -112,6 +118,8 @@ def load(
                 f"{manifest.target}), but {target} has {tokenizer}: sample this target"
             )
         rows, rows_dropped = batching.truncate_rows(whole, max_length)
+        if supervise == "all":
+            rows = Subset(rows, range(len(rows)), batching.supervise_whole_row)
         sources.append(rows)
         dropped += rows_dropped
     return Mixture(sources, [part.weight for part in parts]), dropped

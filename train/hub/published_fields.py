@@ -117,6 +117,7 @@ TRAINING = {
     "target": place,
     "revision": revision,
     "data": place,
+    "supervise": word,
     "on_policy": {**numbers("share every max_new_tokens batch_size"), "sampling": SAMPLING},
     "draft": {
         "family": word,

@@ -108,6 +108,17 @@ def test_two_answers_to_one_prompt_stay_two(tmp_path: Path) -> None:
     assert [row["id"] for row in load(paths[0], 99)[0]] == ["same0", "same1", "same2"]
 
 
+def test_whole_rows_are_labels_only_where_asked_for(tmp_path: Path) -> None:
+    """Bug: labels go beyond a row that was cut, or the rows on disk get other labels for the next run."""
+    path = written(tmp_path / "set", "a", 2)
+    whole, dropped = load(path, 3, supervise="all")
+    assert [(list(row["input_ids"]), row["loss_spans"]) for row in whole] == [
+        ([1, 2, 3], [[0, 3]])
+    ] * 2
+    assert dropped == 0
+    assert [row["loss_spans"] for row in load(path, 99)[0]] == [[[2, 4]]] * 2
+
+
 def test_every_set_must_have_the_target_s_tokenizer(tmp_path: Path) -> None:
     """Bug: only the first folder is looked at, and a second one teaches other tokens."""
     good = written(tmp_path / "good", "a", 2)
