@@ -1,4 +1,4 @@
-"""Speed and memory, measured: of decoding (decoder_bench), of training (train_bench), and on a GPU (gpu_bench).
+"""Speed and memory, measured: of decoding, of sampling, of training, and on a GPU.
 
 decoder_bench.py   command: this decoder beside transformers' own, milliseconds a token
 train_bench.py     command: training throughput of every draft family, and where a step's time goes

@@ -1,5 +1,6 @@
 """scripts/benchmarks/sample_bench.py: all engines sample the same law on the same prompts, and only text is counted."""
 
+import ast
 import json
 import os
 import shutil
@@ -273,6 +274,17 @@ def test_what_vllm_says_reaches_the_user(
     """Catches a vLLM that is short of cache or has other threads, and a failure that is lost or waited for."""
     with pytest.raises(UserError, match=says):
         VllmSampler(stand_in(tmp_path, ready, answer), JOB, 2, 1).sample([[5]], 1, 0)
+
+
+def test_the_worker_imports_nothing_of_ours() -> None:
+    """Catches a worker that needs packages which vLLM's environment does not have."""
+    tree = ast.parse(sampling_engines.WORKER_SCRIPT.read_text())
+    modules = {name.name for x in ast.walk(tree) if isinstance(x, ast.Import) for name in x.names}
+    modules |= {x.module or "" for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names) == {
+        "torch",
+        "vllm",
+    }
 
 
 @pytest.mark.slow
