@@ -183,6 +183,12 @@ NUMBERS = {
         ("batches", "'[]' '[0]'"),
         ("predict_limit", "-1"),
     ],
+    "scripts/experiments/task_prompts.py": [
+        ("math_count", "-1"),
+        ("code_count", "-1 x"),
+        ("article_count", "-1"),
+        ("seed", "-1"),
+    ],
     "scripts/benchmarks/sample_bench.py": [
         ("count", "0"),
         ("max_new_tokens", "0 1000"),

@@ -83,6 +83,8 @@ MISSING = (
     ("scripts/experiments/data_curve.py", "--distill.data ./gone"),
     ("scripts/experiments/data_curve.py", "--distill.draft.init ./gone"),
     ("scripts/experiments/data_curve.py", "--tasks '[{name: own, path: ./gone.jsonl}]'"),
+    ("scripts/experiments/task_prompts.py", "--math ./gone.jsonl"),
+    ("scripts/experiments/task_prompts.py", "--articles ./gone"),
     ("scripts/experiments/reference_eagle3.py", "--data ./gone"),
     ("scripts/benchmarks/decoder_bench.py", "--draft ./gone"),
     ("scripts/benchmarks/gpu_bench.py", "--draft ./gone"),
