@@ -143,12 +143,12 @@ def doubling_lines(curve: DataCurve) -> list[str]:
         ci = f["gain_ci"]
         interval = (
             "no interval: too few sizes or prompts" if ci is None else
-            f"95 % interval {100 * ci[0]:+.1f} % to {100 * ci[1]:+.1f} %"
+            f"95 % interval {100 * ci[0]:+z.1f} % to {100 * ci[1]:+z.1f} %"
         )  # fmt: skip
-        gain = NOT_MEASURED if f["gain"] is None else f"{100 * f['gain']:+.1f} %"
+        gain = NOT_MEASURED if f["gain"] is None else f"{100 * f['gain']:+z.1f} %"
         lines.append(
             f"T = {f['temperature']:g}: doubling {law.largest:,.0f} supervised tokens gives {gain} τ ({interval}): "
-            f"{f['verdict']} (worth it from {100 * curve['worth']:+.1f} %)."
+            f"{f['verdict']} (worth it from {100 * curve['worth']:+z.1f} %)."
         )
     return lines
 
@@ -193,7 +193,7 @@ def laws_table(curve: DataCurve) -> Table:
         law = law_of(f)
         ratio, c = f"n ÷ {law.largest:,.0f}", f"{law.exponent:.2f}"
         grown = f"ln({ratio})" if law.exponent == 0 else f"(1 − ({ratio})^−{c}) ÷ {c}"
-        formula = f"{law.level:.3f} {law.slope:+.4f} · {grown}"
+        formula = f"{law.level:.3f} {law.slope:+z.4f} · {grown}"
         limit = "not identified" if f["limit"] is None else format_number(f["limit"], 3)
         exponent = format_with_interval(law.exponent, f["exponent_ci"], 2)
         name = {"tau": "τ", "alpha": "α"}[f["metric"]]

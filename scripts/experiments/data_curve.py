@@ -157,7 +157,8 @@ def check_and_plan(s: DataCurveConfig) -> CurvePlan:
     for temperature in s.temperatures:
         check_request(parts.trainable.to_draft(), s.k, SamplingParams(temperature))
     tokens = [len(batching.supervised_positions(row)) for row in parts.rows]
-    held_out.check_held_out(held_out.load_prompts(s.tasks, target), parts.rows, s.distill.data)
+    rows, _ = distill.load_rows(replace(settings, supervise="answers"), target)  # as they are
+    held_out.check_held_out(held_out.load_prompts(s.tasks, target), rows, s.distill.data)
     sizes = sizes or nested_sets.geometric_sizes(sum(tokens), s.points, s.span)
     runs = [
         PlannedRun(size, seed, indices, int(np.take(tokens, indices).sum()), count_steps(s, len(indices)))
@@ -165,7 +166,7 @@ def check_and_plan(s: DataCurveConfig) -> CurvePlan:
         for size, indices in zip(sizes, nested_sets.nested_rows(tokens, sizes, seed), strict=True)
     ]  # fmt: skip
     about = {"name": target.name, "revision": target.revision, "tokenizer": target.fingerprint}
-    return CurvePlan(parts.rows, sorted(runs, key=lambda run: run.size), about)
+    return CurvePlan(rows, sorted(runs, key=lambda run: run.size), about)
 
 
 def count_steps(s: DataCurveConfig, rows: int) -> int:

@@ -154,7 +154,6 @@ WORDS = [
     ("scripts/check_draft.py", "--engine ''", "engine"),
     ("scripts/check_draft.py", "--draft ''", "draft"),
     ("scripts/referee.py", "--control true", "temperature"),
-    ("scripts/experiments/data_curve.py", "--out ''", "out"),
     ("scripts/experiments/data_curve.py", "--distill.draft.init ''", "draft"),
     ("eval/report.py", "--folder ''", "report.json"),
     ("eval/advise.py", "--report ''", "file"),

@@ -216,6 +216,9 @@ def test_heads_run_too(world: worlds.World, data: Path, tmp_path: Path) -> None:
         "--sizes", f"[20, {sum(tokens_of(data))}]", "--seeds", "[0]", "--steps", 2, "--temperatures", "[0.0]",
         "--tasks", "[{name: code, limit: 2}]", "--max_new_tokens", 4, "--out", tmp_path / "out",
     ]  # fmt: skip
+    whole = [*command, "--distill.supervise", "all", "--k", 2]
+    own = json.dumps([{"name": "own", "path": str(world.prompts)}])
+    assert "give tasks that are held out" in worlds.call(*map(str, whole), "--tasks", own).error()
     assert "heads" in worlds.call(*map(str, command)).error()
     assert not (tmp_path / "out").exists()
     done = worlds.call(*map(str, command), "--k", 2)
@@ -223,3 +226,6 @@ def test_heads_run_too(world: worlds.World, data: Path, tmp_path: Path) -> None:
     curve = json.loads((tmp_path / "out" / "data_curve.json").read_text())
     assert (curve["before"], curve["family"], curve["verdict"]) == ([], "medusa", "not clear")
     assert [p["steps"] for p in curve["points"]] == [2, 2]
+    assert worlds.call(*map(str, whole), "--overwrite", "true").code == 0
+    more = json.loads((tmp_path / "out" / "data_curve.json").read_text())
+    assert [p["rows"] for p in more["points"]] < [p["rows"] for p in curve["points"]]

@@ -97,6 +97,7 @@ def test_tables_show_what_was_measured_and_what_was_not() -> None:
     assert laws[0][4] == "2.400"
     flat = curves.curve(lambda n: 2.0 + 0 * n)
     assert data_curve.laws_table(flat).rows[0][4] == "not identified"
+    assert "-0.0" not in str([data_curve.doubling_lines(flat), data_curve.laws_table(flat)])
 
 
 def test_figures_draw_the_points_the_law_and_the_prediction() -> None:
