@@ -913,14 +913,7 @@ def test_it_goes_on_from_saved_heads(
     What is not given is that of the saved draft.
     """
     init = ["--draft.init", made(family), "--loop.lr", 1e-30]
-    other = [
-        "--draft.vocab",
-        32000,
-        "--draft.taps",
-        "[]",
-        "--draft.heads",
-        4,
-    ]  # as good as not given
+    other = ["--draft.taps", "[]", "--draft.heads", 4]  # as good as not given
     done = distill(family, *init, *other)
     assert done.code == 0, done.err
     before, after = load_file(made(family) / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
