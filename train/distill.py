@@ -26,7 +26,6 @@ from rich.console import Console
 from decode.common import provenance
 from decode.common.cli import to_dict
 from decode.common.command import run_command, stop
-from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, Seed
 from decode.drafts.base import METADATA_FILE, MODEL_FILES, check_request, check_saved_draft
 from decode.model.loading import Target, load_target
@@ -325,8 +324,9 @@ def distill(
         tracker.finish()
 
 
-def run(s: DistillConfig, accelerator: Accelerator) -> None:
-    """The command between the start and the end of the process group."""
+@collective.process_group()
+def main(s: DistillConfig) -> None:
+    accelerator = init_accelerator(s)
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     estimated: dict[str, float] = {}
     for name in family_trainer(s.draft.family).unused_settings(s.draft):
@@ -342,19 +342,9 @@ def run(s: DistillConfig, accelerator: Accelerator) -> None:
         if accelerator.is_main_process:
             print(json.dumps({"dry_run": True, "estimated": estimated, "measured": measured}))
     else:
-        opened = collective.open_run(accelerator, s.out, s, COMMAND, OWNED_FILES, input_paths(s))
-        with opened as resumed:
+        run = collective.open_run(accelerator, s.out, s, COMMAND, OWNED_FILES, input_paths(s))
+        with run as resumed:
             distill(s, accelerator, parts, console, resumed)
-
-
-def main(s: DistillConfig) -> None:
-    accelerator = init_accelerator(s)
-    try:
-        run(s, accelerator)
-    except UserError:  # raised by all processes together
-        accelerator.end_training()
-        raise
-    accelerator.end_training()  # without this, threads of the process group may abort an ending process
 
 
 if __name__ == "__main__":

@@ -317,6 +317,7 @@ def count_answers(
     }
 
 
+@collective.process_group()
 def main(s: SampleConfig) -> None:
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     target, draft = None, None
@@ -358,7 +359,6 @@ def main(s: SampleConfig) -> None:
                 f"{counts['answered']} answered, {counts['failed']} failed (too long for the context), "
                 f"{counts['answers_too_short']} with too short an answer: {s.out}"
             )
-    state.destroy_process_group()
 
 
 if __name__ == "__main__":

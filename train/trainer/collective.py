@@ -1,4 +1,4 @@
-"""Collectives over ranks: raising one rank's UserError on all, broadcasting a value, opening an output folder."""
+"""Collectives over ranks: raising one rank's UserError on all, ending together, a value for all, an output folder."""
 
 import contextlib
 import sys
@@ -37,6 +37,21 @@ def raise_on_all_ranks(accelerator: Accelerator | PartialState) -> Iterator[None
         raise UserError(messages[0])
     if messages:
         sys.exit(2)
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Ends the process group behind the block, and where all ranks leave it together: the main one with a UserError,
+    the others with exit code 2. Without this, threads of the group may abort a process that ends.
+    """
+    try:
+        yield
+    except SingleRankError:
+        raise
+    except (UserError, SystemExit):
+        PartialState().destroy_process_group()
+        raise
+    PartialState().destroy_process_group()
 
 
 def broadcast(value: Any) -> Any:
