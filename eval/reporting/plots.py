@@ -100,6 +100,11 @@ def axis_limits(points: Iterable[Point], *others: float) -> tuple[float, float]:
     return low - margin, high + margin
 
 
+def recolor(svg: str) -> str:
+    """`svg` in a grey that is visible on light and dark pages: an image cannot use the page's text colour."""
+    return svg.replace("currentColor", TEXT_COLOR)
+
+
 def line_chart(
     series: Sequence[ChartSeries],
     names: Sequence[str],

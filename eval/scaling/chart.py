@@ -3,7 +3,6 @@
 import numpy as np
 
 from eval.reporting.plots import (
-    TEXT_COLOR,
     ChartSeries,
     Point,
     ReportChart,
@@ -62,11 +61,6 @@ def marker_line(curve: DataCurve) -> str:
     """What each marker stands for, as text."""
     entries = legend_entries(series_names(curve))
     return ", ".join(f"{glyph} {name}" for glyph, _, name in entries)
-
-
-def standalone(svg: str) -> str:
-    """`svg` for a file of its own, in a grey that is visible on light and dark pages."""
-    return svg.replace("currentColor", TEXT_COLOR) + ("" if svg.endswith("\n") else "\n")
 
 
 def _thousands(tokens: float) -> float:

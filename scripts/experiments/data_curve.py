@@ -49,6 +49,7 @@ from decode.engine.active_request import check_draft_length
 from decode.model.loading import load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics.bootstrap import Array
+from eval.reporting import plots
 from eval.reporting.formatting import table_markdown
 from eval.scaling import chart, data_curve
 from eval.scaling.data_curve import TrainedPoint
@@ -259,8 +260,8 @@ def write_results(s: DataCurveConfig, target: dict[str, Any], curve: dict[str, A
     parts = ["# Data curve", lines, figures, key, *map(table_markdown, tables)]
     files.write_atomically(out / "data_curve.md", "\n\n".join(parts) + "\n")
     for metric in data_curve.METRICS:
-        svg = chart.standalone(chart.curve_panel(facts, metric))
-        files.write_atomically(out / f"{metric}.svg", svg)
+        svg = plots.recolor(chart.curve_panel(facts, metric)).rstrip("\n")
+        files.write_atomically(out / f"{metric}.svg", svg + "\n")
     text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)
     files.write_atomically(out / "data_curve.json", text + "\n")
     return out / "data_curve.json"

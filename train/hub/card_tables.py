@@ -128,7 +128,7 @@ def card_images(own: Sequence[ReportEntry], k: int) -> list[CardImage]:
                 CardImage(
                     f"acceptance-{name}",
                     "Acceptance by position",
-                    recolor(svg),
+                    plots.recolor(svg),
                     marker_legend(tasks),
                 )
             )
@@ -143,7 +143,9 @@ def card_images(own: Sequence[ReportEntry], k: int) -> list[CardImage]:
                 points, rows, tasks, title, "× plain decoding (dashed)", width, 1.0
             )
             found.append(
-                CardImage(f"speedup-{name}", "Speed-up by task", recolor(svg), marker_legend(tasks))
+                CardImage(
+                    f"speedup-{name}", "Speed-up by task", plots.recolor(svg), marker_legend(tasks)
+                )
             )
     return found
 
@@ -152,7 +154,7 @@ def data_curve_images(curve: Mapping[str, Any] | None) -> list[CardImage]:
     """τ over the training data; [] without a data curve."""
     if curve is None:
         return []
-    svg = recolor(chart.curve_panel(curve, "tau"))
+    svg = plots.recolor(chart.curve_panel(curve, "tau"))
     key = f"{chart.marker_line(curve)}, dashed: fitted"
     return [CardImage("data-curve.svg", chart.CAPTION, svg, key)]
 
@@ -161,11 +163,6 @@ def alpha_points(entry: ReportEntry) -> list[plots.Point]:
     """α_i with its interval, for the positions that were reached."""
     pairs = zip(entry["alpha_by_position"], entry["alpha_by_position_ci"], strict=True)
     return [plots.Point(i, a, ci) for i, (a, ci) in enumerate(pairs, start=1) if a is not None]
-
-
-def recolor(svg: str) -> str:
-    """`svg` in a grey that is visible on light and dark pages: an image cannot use the page's text colour."""
-    return svg.replace("currentColor", plots.TEXT_COLOR)
 
 
 def marker_legend(tasks: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from decode.common.errors import UserError
 from eval.metrics.bootstrap import ratio_interval
+from eval.reporting import plots
 from eval.scaling import chart, data_curve
 from eval.scaling.data_curve import GO_ON, NOT_CLEAR, STOP, TrainedPoint, build_curve
 from tests import curves
@@ -113,7 +114,7 @@ def test_figures_draw_the_points_the_law_and_the_prediction() -> None:
         panel.count("</text>") < 25 for panel in drawn.panels
     )  # not one for each fitted point
     assert "currentColor" in drawn.panels[0]
-    assert "currentColor" not in chart.standalone(drawn.panels[0])
+    assert "currentColor" not in plots.recolor(drawn.panels[0])
     assert all(line in drawn.note for line in data_curve.doubling_lines(found))
 
 
