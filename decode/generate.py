@@ -134,9 +134,8 @@ def main(s: GenerateConfig) -> None:
         max_new_tokens=s.max_new_tokens,
         seed=s.seed,
     ):
-        if (
-            not output.output_ids
-        ):  # not before the first token: nothing is printed of what is refused
+        # not before the first token: nothing is printed of what is refused
+        if not output.output_ids:
             console.print(Text(s.prompt), end="", soft_wrap=True, highlight=False)
         add_record(output, record)
         # Without colour, as in a file, rejected tokens would look like text.

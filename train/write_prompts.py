@@ -166,7 +166,7 @@ def whole_prompts(s: WritePromptsConfig, entries: Sequence[dict[str, Any]]) -> l
     """
     seen, prompts = {""}, []
     by_number = {entry["number"]: entry for entry in reversed(entries)}
-    for number in sorted(by_number.keys() & set(range(s.count))):
+    for number in sorted(n for n in by_number if 0 <= n < s.count):
         entry, text = by_number[number], by_number[number]["text"]
         if entry["finish_reason"] != "eos" or text in seen:
             continue

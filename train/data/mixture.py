@@ -105,8 +105,7 @@ def load(
     """(the mixture with rows cut to `max_length` tokens, number of rows dropped because no label was left).
 
     With `supervise` all, the tokens of prompts are labels too. `tokenizer` is the fingerprint of the tokenizer of
-    `target`. UserError for a set made with another tokenizer, and as
-    in `load_set`.
+    `target`. UserError for a set made with another tokenizer, and as in `load_set`.
     """
     parts = mixture_parts(data)
     sources, dropped = [], 0
