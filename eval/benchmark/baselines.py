@@ -1,4 +1,4 @@
-"""Other engines on the same prompts: transformers' generate, its assisted generation, and vLLM.
+"""Other engines on the same prompts: transformers' generate, its assisted generation and prompt lookup, and vLLM.
 
 Each decodes one prompt at a time, prompt ids in, ids out, ended at the same EOS, limit and stop strings.
 
@@ -20,6 +20,7 @@ import transformers
 
 from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
+from decode.drafts.ngram import NgramDraft
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
@@ -34,8 +35,10 @@ from eval.metrics.common import ALL_TASKS, MS_PER_SECOND, ratio_or_none
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import trim_at_stop
 
-UNASSISTED_ENGINE = {"hf-assisted": "hf", "vllm": "vllm"}
+UNASSISTED_ENGINE = {"hf-assisted": "hf", "hf-lookup": "hf", "vllm": "vllm"}
 """{engine: the engine to compare it with, which is the same one without a draft}."""
+DRAFT_BEFORE_PREFILL = ("hf-assisted", "hf-lookup")
+"""Engines whose first pass reads the prompt and verifies drafts too, so that it counts as a round."""
 
 
 def engine_label(engine: str, method: Method | None) -> str:
@@ -48,6 +51,8 @@ def check(s: EvalConfig, methods: Sequence[Method]) -> None:
     wanted = requested_engines(s)
     if "hf-assisted" in wanted and not _supported_methods("hf-assisted", methods, s):
         raise UserError("compare hf-assisted: give a method whose draft is a causal LM, no tree")
+    if "hf-lookup" in wanted and not _supported_methods("hf-lookup", methods, s):
+        raise UserError("compare hf-lookup: give the method ngram, whose k it takes")
     if "vllm" in wanted and not vllm_client.has_vllm(s.vllm_python):
         raise UserError(
             f"compare vllm: {s.vllm_python!r} has no vLLM: install it there or drop vllm from --compare"
@@ -116,6 +121,8 @@ def _supported_methods(
         return [None]
     if engine == "hf-assisted":
         return [m for m in methods if isinstance(m.draft, CausalDraft) and m.shape is None]
+    if engine == "hf-lookup":
+        return [m for m in methods if isinstance(m.draft, NgramDraft)]
     paths = {m.name: m.draft for m in s.methods if m.draft and not m.alpha and not m.lookup}
     local = [m for m in methods if (Path(paths.get(m.name, "")) / "config.json").is_file()]
     return [None, *(m for m in local if m.draft is not None and m.shape is None)]
@@ -177,7 +184,7 @@ def _engine_entries(
         plain = [ours[items[i].task, items[i].id] for i in done]
         rounds = [answers[i]["rounds"] for i in done]
         seconds, tokens = sum(x for x, _ in own), sum(n for _, n in own)
-        prefilled = 0 if engine == "hf-assisted" else len(done)
+        prefilled = 0 if engine in DRAFT_BEFORE_PREFILL else len(done)
         beside = [(r.seconds, r.output_tokens) for r in plain]
         pairs = list(zip(beside, own, strict=True)) if s.batch_size == 1 else []
         undrafted = [

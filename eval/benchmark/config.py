@@ -23,7 +23,7 @@ from decode.verification.registry import find_rule
 from eval.tasks.dataset_specs import load_dataset_specs
 from eval.tasks.loading import Task
 
-ENGINES = ("hf", "hf-assisted", "vllm")
+ENGINES = ("hf", "hf-assisted", "hf-lookup", "vllm")
 
 
 @dataclass
@@ -110,7 +110,7 @@ class EvalConfig:
     """Pairs of methods whose acceptance to compare."""
     compare: str = ""
     """Other engines on the same prompts, separated by commas: hf (transformers' generate), hf-assisted (its assisted
-    generation, with each causal draft), vllm."""
+    generation, with each causal draft), hf-lookup (its prompt lookup, for each method ngram), vllm."""
     vllm_python: str = ""
     """Interpreter of an environment that has vLLM."""
     check_law: CountOrZero = 0

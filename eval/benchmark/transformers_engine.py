@@ -1,4 +1,4 @@
-"""transformers' generate and its assisted generation, timed prompt by prompt on the same target weights."""
+"""transformers' generate, its assisted generation and prompt lookup, timed prompt by prompt on the same target weights."""
 
 import time
 from typing import Any
@@ -8,6 +8,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from decode.common.errors import first_line
 from decode.drafts.causal import CausalDraft
+from decode.drafts.ngram import NgramDraft
 from decode.model.loading import Target, load_model
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig
@@ -18,7 +19,7 @@ from eval.tasks.stop_strings import length_at_stop, trim_at_stop
 
 
 class TransformersEngine:
-    """transformers' generate, assisted by the method's draft if a method is given."""
+    """transformers' generate, assisted by the method's draft, or by its prompt lookup for the method ngram."""
 
     def __init__(
         self,
@@ -33,7 +34,8 @@ class TransformersEngine:
         self.assistant: dict[str, Any] = {}
         self.passes = 0
         """Forward passes of the target for the current prompt."""
-        if method is not None:
+        self.lookup = method.k if method is not None and isinstance(method.draft, NgramDraft) else 0
+        if method is not None and not self.lookup:
             assert isinstance(method.draft, CausalDraft)
             path = next(m.draft for m in s.methods if m.name == method.name)
             assistant = load_model(path, "draft", str(model.device), s.dtype)
@@ -70,6 +72,7 @@ class TransformersEngine:
             "max_new_tokens": min(self.s.max_new_tokens, room),
             "eos_token_id": sorted(self.target.eos) or None,
             "pad_token_id": 0,
+            "prompt_lookup_num_tokens": self.lookup or None,
         }
         if not self.sampling.greedy:
             settings |= {

@@ -495,12 +495,12 @@ def test_a_rule_from_outside_is_accepted_and_labelled(
 @pytest.mark.slow
 def test_other_engines_on_the_same_prompts(evaluate: Callable, three: Path, tmp_path: Path) -> None:
     """Bug: another engine gets other prompts, stops elsewhere, or is timed on other tokens than it is credited with."""
-    done = evaluate("--tasks", tasks_of(three), "--compare", "hf,hf-assisted")
+    done = evaluate("--tasks", tasks_of(three), "--compare", "hf,hf-assisted,hf-lookup")
     assert done.code == 0, done.err
     found = {(e["engine"], e["name"], e["task"]): e for e in report_of(tmp_path / "out")["engines"]}
     assert found.keys() == {
         (engine, name, task)
-        for engine, name in (("hf", "plain"), ("hf-assisted", "causal-base"))
+        for engine, name in (("hf", "plain"), ("hf-assisted", "causal-base"), ("hf-lookup", "ngram"))
         for task in ("all", "three")
     }
     plain = next(m for m in report_of(tmp_path / "out")["methods"] if m["name"] == "plain")
@@ -509,10 +509,11 @@ def test_other_engines_on_the_same_prompts(evaluate: Callable, three: Path, tmp_
         assert entry["output_tokens"] == plain["counts"]["output_tokens"]
         assert entry["speedup"] == pytest.approx(plain["ms_per_token"] / entry["ms_per_token"])
         assert entry["speedup_ci"][0] <= entry["speedup"] <= entry["speedup_ci"][1]
-    alone, helped = found["hf", "plain", "all"], found["hf-assisted", "causal-base", "all"]
+    alone = found["hf", "plain", "all"]
     assert (alone["tau"], alone["gain"]) == (1.0, None)
-    assert helped["tau"] > 1.0
-    assert helped["gain"] == pytest.approx(alone["ms_per_token"] / helped["ms_per_token"])
+    for helped in (found["hf-assisted", "causal-base", "all"], found["hf-lookup", "ngram", "all"]):
+        assert helped["tau"] > 1.0
+        assert helped["gain"] == pytest.approx(alone["ms_per_token"] / helped["ms_per_token"])
     line = "transformers with assistant_model = causal-base (K = 3, temperature 0): "
     assert line in (tmp_path / "out" / "report.md").read_text()
 
@@ -524,7 +525,7 @@ def test_other_engines_leave_ours_alone(
     """Bug: between our methods an engine's seed, hook or cache changes what ours sample."""
     sampled = ["--tasks", tasks_of(three), "--temperatures", "[1.0]"]
     assert evaluate(*sampled, "--out", tmp_path / "alone").code == 0
-    assert evaluate(*sampled, "--compare", "hf,hf-assisted").code == 0
+    assert evaluate(*sampled, "--compare", "hf,hf-assisted,hf-lookup").code == 0
     texts = [
         [(x["id"], x["method"], x["output_ids"], x["rounds"]) for x in lines_of(tmp_path / out)]
         for out in ("alone", "out")
@@ -660,6 +661,7 @@ def test_an_unknown_setting_ends_the_process_with_2(world: World, tmp_path: Path
         (["--compare", "vllm"], "vllm_python"),
         (["--compare", "vllm", "--vllm_python", "no/such/python"], "no/such/python"),
         (["--compare", "hf-assisted", "--methods", "[{name: ngram}]"], "causal"),
+        (["--compare", "hf-lookup", "--methods", "[{name: suffix}]"], "ngram"),
         (["--check_law", "100"], "temperature"),
         (["--methods", "[{name: simulated}]"], "alpha"),
         (["--methods", "[{name: simulated, alpha: [1.5]}]"], "alpha"),
