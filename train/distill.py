@@ -1,6 +1,6 @@
 """Distills a draft: trains it on the target's samples against the target's distributions.
 
-    accelerate launch train/distill.py --config configs/quickstart/causal.yaml
+    accelerate launch train/distill.py --config configs/bundled/causal.yaml
     accelerate launch train/distill.py --target T --data outputs/samples --draft.init small-lm --out DIR
 
 Killed at any moment, the same command resumes from its last checkpoint and ends with exactly the weights that an
@@ -9,7 +9,6 @@ undisturbed run gives. The draft's folder in --out decodes with eval/run.py and 
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -120,7 +119,7 @@ class DistillConfig:
 def load_rows(s: DistillConfig, target: Target) -> tuple[mixture.Mixture, int]:
     """(samples that fit, how many were dropped). UserError for samples of another tokenizer."""
     return mixture.load(
-        s.data, max_sample_length(s, target), target.fingerprint, target.name, s.supervise
+        s.data, max_sample_length(s, target), target.fingerprint, target.name, s.supervise, s.seed
     )
 
 
@@ -152,14 +151,12 @@ def init_accelerator(s: DistillConfig) -> Accelerator:
     return accelerator
 
 
-def build_draft(
-    s: DistillConfig, target: Target, rows: Sequence[sample_store.SampleRow]
-) -> TrainableDraft:
+def build_draft(s: DistillConfig, target: Target, rows: mixture.Mixture) -> TrainableDraft:
     """The draft in training. UserError, before any step, if training could not measure it with these settings."""
     folder = None
     if s.features and not s.dry_run:
         folder = FeatureFolder(Path(s.features), s.features_top, s.loop.max_length)
-    context = FamilyContext(s, target, rows, str(target.decoder.device), folder)
+    context = FamilyContext(s, target, rows, str(target.decoder.device), folder, rows.whole)
     trainable = family_trainer(s.draft.family).build(context)
     if s.loop.eval_every > 0 and not s.dry_run:
         check_request(trainable.to_draft(), s.check.k, SamplingParams())

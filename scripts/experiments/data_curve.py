@@ -8,7 +8,8 @@ rows) and decodes the evaluation prompts with it. A saturating power law is fitt
 
 Each part is read `passes` times, however large it is. With equal steps (`steps`) small parts would be read many times
 more often than large ones and overfit, and the curve would show that. But a few rows make too few steps for the
-learning rate to warm up and the weights to move, so no run has fewer than `least_steps`.
+learning rate to warm up and the weights to move, so no run has fewer than `least_steps`. All runs share the stored
+features of the whole set (--distill.features).
 
 Stopped at any point, the same command goes on; finished points are kept. --out receives data_curve.json, data_curve.md,
 tau.svg, alpha.svg and the drafts. eval/report.py and scripts/publish.py take the JSON as --data_curve. The last line is
@@ -20,7 +21,6 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,7 +48,6 @@ from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import load_target
 from decode.verification.sampling import SamplingParams
-from eval.metrics.bootstrap import Array
 from eval.reporting import plots
 from eval.reporting.formatting import table_markdown
 from eval.scaling import chart, data_curve
@@ -57,7 +56,7 @@ from eval.tasks.loading import Task, task_version
 from scripts.experiments import held_out, nested_sets
 from train import distill
 from train.data import batching
-from train.data.sample_store import SampleRow
+from train.data.mixture import MixturePart
 from train.distill import DistillConfig
 from train.hub.upload import TrainingPublishConfig
 
@@ -68,7 +67,6 @@ OWNED_FILES = (
     "tau.svg",
     "alpha.svg",
     "points/*.json",
-    "parts/**",
     "drafts/**",
 )
 """Patterns of the files that this command writes into its output folder."""
@@ -111,11 +109,11 @@ class DataCurveConfig:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training: on which rows, and for how many steps."""
+    """One training: on how many rows, which have how many supervised tokens, and for how many steps."""
 
     size: int
     seed: int
-    indices: Array
+    rows: int
     tokens: int
     steps: int
 
@@ -128,8 +126,6 @@ class PlannedRun:
 class CurvePlan:
     """What `check_and_plan` found."""
 
-    rows: Sequence[SampleRow]
-    """Of the sampled set, cut to the longest sample."""
     runs: list[PlannedRun]
     """Small ones first."""
     target: dict[str, Any]
@@ -147,7 +143,7 @@ def check_and_plan(s: DataCurveConfig) -> CurvePlan:
         raise UserError(f"sizes is {s.sizes}: give at least two, each once, or none")
     if not isinstance(s.distill.data, str):
         raise UserError("distill.data is a list: give one sampled set, which is divided")
-    settings = run_settings(s, 1, 0, s.distill.data, "")
+    settings = run_settings(s, 1, 0, 0, "")
     settings = replace(settings, features="", overwrite=True)  # nothing is written here
     accelerator = distill.init_accelerator(settings)
     if accelerator.num_processes > 1:
@@ -162,12 +158,12 @@ def check_and_plan(s: DataCurveConfig) -> CurvePlan:
     held_out.check_held_out(held_out.load_prompts(s.tasks, target), rows, s.distill.data)
     sizes = sizes or nested_sets.geometric_sizes(sum(tokens), s.points, s.span)
     runs = [
-        PlannedRun(size, seed, indices, int(np.take(tokens, indices).sum()), count_steps(s, len(indices)))
+        PlannedRun(size, seed, len(part), int(np.take(tokens, part).sum()), count_steps(s, len(part)))
         for seed in s.seeds
-        for size, indices in zip(sizes, nested_sets.nested_rows(tokens, sizes, seed), strict=True)
+        for size, part in zip(sizes, nested_sets.nested_rows(tokens, sizes, seed), strict=True)
     ]  # fmt: skip
     about = {"name": target.name, "revision": target.revision, "tokenizer": target.fingerprint}
-    return CurvePlan(rows, sorted(runs, key=lambda run: run.size), about)
+    return CurvePlan(sorted(runs, key=lambda run: run.size), about)
 
 
 def count_steps(s: DataCurveConfig, rows: int) -> int:
@@ -176,8 +172,9 @@ def count_steps(s: DataCurveConfig, rows: int) -> int:
     return s.steps or max(s.least_steps, by_passes)
 
 
-def run_settings(s: DataCurveConfig, steps: int, seed: int, data: str, out: str) -> DistillConfig:
-    """The settings of train/distill.py for one run."""
+def run_settings(s: DataCurveConfig, steps: int, seed: int, rows: int, out: str) -> DistillConfig:
+    """The settings of train/distill.py for one run on this many rows; 0: all."""
+    data = [MixturePart(str(s.distill.data), limit=rows)]
     loop = replace(s.distill.loop, steps=steps, epochs=0.0, eval_every=0, keep_best=False)
     return replace(
         s.distill, data=data, loop=loop, seed=seed, out=out, wandb="disabled",
@@ -187,11 +184,10 @@ def run_settings(s: DataCurveConfig, steps: int, seed: int, data: str, out: str)
 
 def train_draft(s: DataCurveConfig, plan: CurvePlan, run: PlannedRun) -> Path:
     """The folder of the run's draft, which is trained there unless it is finished."""
-    out, part = Path(s.out) / "drafts" / run.name, Path(s.out) / "parts" / run.name
+    out = Path(s.out) / "drafts" / run.name
     if not (out / METADATA_FILE).is_file():
-        nested_sets.write_part(part, Path(str(s.distill.data)), plan.rows, run.indices)
         with contextlib.redirect_stdout(sys.stderr):
-            distill.main(run_settings(s, run.steps, run.seed, str(part), str(out)))
+            distill.main(run_settings(s, run.steps, run.seed, run.rows, str(out)))
     return out
 
 
@@ -212,10 +208,9 @@ def measure_point(s: DataCurveConfig, plan: CurvePlan, run: PlannedRun) -> Train
     file = out / "points" / f"{run.name}.json"
     if not file.is_file():
         counts = measure_draft(s, str(train_draft(s, plan, run)))
-        point = TrainedPoint(run.size, run.seed, run.tokens, len(run.indices), run.steps, counts)
+        point = TrainedPoint(run.size, run.seed, run.tokens, run.rows, run.steps, counts)
         files.write_atomically(file, json.dumps(asdict(point)) + "\n")
-    for folder in (out / "parts" / run.name, out / "drafts" / run.name / "checkpoints"):
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(out / "drafts" / run.name / "checkpoints", ignore_errors=True)
     return read_point(file)
 
 
@@ -281,7 +276,7 @@ def main(s: DataCurveConfig) -> None:
         points = []
         for number, run in enumerate(plan.runs, start=1):
             console.print(
-                f"{number} of {len(plan.runs)}: {run.tokens:,} supervised tokens in {len(run.indices):,} rows, seed "
+                f"{number} of {len(plan.runs)}: {run.tokens:,} supervised tokens in {run.rows:,} rows, seed "
                 f"{run.seed}, {run.steps:,} steps",
                 highlight=False,
             )

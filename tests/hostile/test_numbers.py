@@ -246,6 +246,7 @@ NESTED = (
     ("train/distill.py", "data", "[{path: $lab/samples, weight: -1}]", "weight"),
     ("train/distill.py", "data", "[{path: $lab/samples, weight: .nan}]", "weight"),
     ("train/distill.py", "data", "[{path: $lab/samples, weight: .inf}]", "weight"),
+    ("train/distill.py", "data", "[{path: $lab/samples, limit: -1}]", "limit"),
     ("train/distill.py", "data", "[]", "data"),
     ("train/distill.py", "draft.layers", "[99] --draft.init ''", "layers"),
     ("train/distill.py", "draft.layers", "[-1] --draft.init ''", "layers"),

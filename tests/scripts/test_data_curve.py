@@ -14,8 +14,7 @@ from scripts.experiments import data_curve, held_out, nested_sets
 from tests import worlds
 from tests.test_stopped_commands import on_call
 from train import distill
-from train.data import batching, mixture, sample_store
-from train.data.manifest import read_manifest
+from train.data import batching, mixture
 from train.distill import DistillConfig
 from train.trainer.loop import LoopConfig
 
@@ -74,20 +73,16 @@ def test_default_sizes_span_two_decades() -> None:
     assert nested_sets.geometric_sizes(60_000, 5, 100) == [600, 1897, 6000, 18974, 60_000]
 
 
-def test_a_part_is_a_sampled_set(data: Path, tmp_path: Path) -> None:
-    """Catches rows that were changed on the way, and a half-written part that passes for a whole one."""
-    rows, _ = mixture.load(str(data), 512)
-    part = tmp_path / "part"
-    sample_store.write_shard(part, [rows[7]], "000000")  # left by a kill
-    nested_sets.write_part(part, data, rows, np.array([0, 2, 5]))
-    kept, dropped = mixture.load(str(part), 512)
-    assert dropped == 0
-    for index, row in zip((0, 2, 5), kept, strict=True):
-        assert row["id"] == rows[index]["id"]
-        assert list(row["input_ids"]) == list(rows[index]["input_ids"])
-        assert row["loss_spans"] == rows[index]["loss_spans"]
-    assert read_manifest(part).tokenizer_hash == read_manifest(data).tokenizer_hash
-    assert read_manifest(part).counts == {"asked": 3, "answered": 3}
+def test_a_run_trains_on_the_rows_of_its_part(data: Path) -> None:
+    """Catches a limit that takes other rows than the ones whose tokens the curve counts."""
+    tokens = tokens_of(data)
+    s = data_curve.DataCurveConfig(distill=DistillConfig(data=str(data)))
+    sizes = [sum(tokens) // 8, sum(tokens) // 2, sum(tokens)]
+    for seed in (0, 3):
+        for part in nested_sets.nested_rows(tokens, sizes, seed):
+            settings = data_curve.run_settings(s, 1, seed, len(part), "")
+            rows, _ = mixture.load(settings.data, 512, seed=settings.seed)
+            assert [row["id"] for row in rows] == [rows.whole[int(i)]["id"] for i in part]
 
 
 def test_steps_follow_from_passes_with_a_floor() -> None:
@@ -119,7 +114,7 @@ def words(world: worlds.World, data: Path, out: Path) -> list[object]:
     sizes = [sum(tokens) // 12, sum(tokens) // 4, sum(tokens)]
     return [
         COMMAND, "--distill.target", world.target, "--distill.data", data, "--distill.draft.init", world.draft,
-        "--distill.loop.batch_size", 4, "--distill.loop.micro_batch", 4, "--distill.loop.warmup", 0,
+        "--distill.loop.batch_size", 4, "--distill.loop.micro_batch", 4, "--distill.loop.warmup", 0, "--distill.features", out.parent / f"{out.name}-features",
         "--sizes", json.dumps(sizes), "--seeds", "[0, 1]", "--passes", 1, "--least_steps", 2, "--k", 2,
         "--tasks", "[{name: code, limit: 2}, {name: prose, limit: 1}]", "--max_new_tokens", 6, "--out", out,
     ]  # fmt: skip
@@ -154,7 +149,6 @@ def test_a_stopped_curve_goes_on(world: worlds.World, data: Path, tmp_path: Path
     for text in ("T = 0: doubling", "T = 1: doubling", "| before training |", ", predicted |"):
         assert text in done.out
         assert text in (out / "data_curve.md").read_text()
-    assert list((out / "parts").iterdir()) == []
     assert list(out.glob("drafts/*/checkpoints")) == []
     finished = state(out)
     assert worlds.call(*map(str, command)).code == 0  # only written again

@@ -1,16 +1,17 @@
 """Several sampled sets mixed by weight; the rows of a step are a function of seed and step alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from decode.common import files
 from decode.common.errors import UserError
-from decode.common.ranges import above
+from decode.common.ranges import CountOrZero, above
 from train.data import batching
 from train.data.manifest import MANIFEST_FILE, load_set
 from train.data.sample_store import SampleRow, Subset
@@ -24,6 +25,9 @@ class MixturePart:
     """Folder of the sampled set."""
     weight: Annotated[float, above(0)] = 1.0
     """Its share of the training rows, relative to the weights of the other sets."""
+    limit: CountOrZero = 0
+    """Rows to take from it, chosen by the seed of the training; 0: all. The rows of a lower limit are among those of a
+    higher one, and runs with different limits share stored features."""
 
 
 Supervised = Literal["answers", "all"]
@@ -64,8 +68,15 @@ class Mixture(Sequence[SampleRow]):
     their source, so that answers to one prompt in two sources keep different ids.
     """
 
-    def __init__(self, sources: Sequence[Sequence[SampleRow]], weights: Sequence[float]):
+    def __init__(
+        self,
+        sources: Sequence[Sequence[SampleRow]],
+        weights: Sequence[float],
+        whole: "Mixture | None" = None,
+    ):
         self.sources = sources
+        self.whole = whole or self
+        """With all rows of the sets where these are limited: those whose features are stored."""
         self.shares = [Fraction(str(weight)) for weight in weights]
         self.offsets = np.cumsum([0, *map(len, sources)])  # index of each source's first row
 
@@ -101,35 +112,50 @@ def load(
     tokenizer: str = "",
     target: str = "",
     supervise: Supervised = "answers",
+    seed: int = 0,
 ) -> tuple[Mixture, int]:
     """(the mixture with rows cut to `max_length` tokens, number of rows dropped because no label was left).
 
-    With `supervise` all, the tokens of prompts are labels too. `tokenizer` is the fingerprint of the tokenizer of
-    `target`. UserError for a set made with another tokenizer, and as in `load_set`.
+    With `supervise` all, the tokens of prompts are labels too. `seed` chooses the rows of a part with a limit.
+    `tokenizer` is the fingerprint of the tokenizer of `target`. UserError for a set made with another tokenizer, and as
+    in `load_set`.
     """
     parts = mixture_parts(data)
-    sources, dropped = [], 0
+    weights = [part.weight for part in parts]
+    sources: list[Sequence[SampleRow]] = []
+    dropped = 0
     for part in parts:
-        manifest, whole = load_set(Path(part.path))
+        manifest, stored = load_set(Path(part.path))
         if tokenizer and manifest.tokenizer_hash != tokenizer:
             raise UserError(
                 f"samples in {part.path} were made with tokenizer {manifest.tokenizer_hash} (target "
                 f"{manifest.target}), but {target} has {tokenizer}: sample this target"
             )
-        rows, rows_dropped = batching.truncate_rows(whole, max_length)
+        rows, rows_dropped = batching.truncate_rows(stored, max_length)
         if supervise == "all":
             rows = Subset(rows, range(len(rows)), batching.supervise_whole_row)
         sources.append(rows)
         dropped += rows_dropped
-    return Mixture(sources, [part.weight for part in parts]), dropped
+    whole = Mixture(sources, weights)
+    if not any(part.limit for part in parts):
+        return whole, dropped
+    limited = [
+        Subset(
+            rows, np.sort(shuffled(len(rows), seed)[: part.limit or None]).tolist(), lambda row: row
+        )
+        for part, rows in zip(parts, sources, strict=True)
+    ]
+    return Mixture(limited, weights, whole), dropped
+
+
+def shuffled(count: int, seed: int) -> NDArray[np.int64]:
+    """The indices of `count` rows in the order in which a limit takes them."""
+    return np.random.default_rng(seed).permutation(count)
 
 
 def data_manifests(data: DataSpec) -> Any:
-    """The manifest of one folder without its list of shards, or [{path, weight, manifest}, …] of several."""
+    """The manifest of one folder without its list of shards, or [{path, weight, limit, manifest}, …] of several."""
     if isinstance(data, str):
         content = files.read_json(Path(data) / MANIFEST_FILE)
         return {name: value for name, value in content.items() if name != "shards"}
-    return [
-        {"path": part.path, "weight": part.weight, "manifest": data_manifests(part.path)}
-        for part in mixture_parts(data)
-    ]
+    return [{**asdict(part), "manifest": data_manifests(part.path)} for part in mixture_parts(data)]

@@ -44,10 +44,12 @@ class FamilyContext:
     device: str = "cpu"
     feature_folder: FeatureFolder | None = None
     """Where the target's hidden states and distributions are stored; None: the live target is the teacher."""
+    stored_rows: Sequence[SampleRow] | None = None
+    """The rows of that folder, if `rows` are only some of them."""
 
     def teacher(self, taps: HiddenStateSpec | None) -> LiveTeacher | CachedTeacher:
         """The teacher, which gives the hidden states of `taps` and the target's distribution; None: only the latter."""
-        return make_teacher(self.feature_folder, self.target, taps, self.rows)
+        return make_teacher(self.feature_folder, self.target, taps, self.stored_rows or self.rows)
 
     def criterion(self) -> Criterion:
         """The loss at each position."""

@@ -152,7 +152,7 @@ def draft_schema(facts: Mapping[str, Any]) -> dict[str, Any]:
     training: dict[str, Any] = TRAINING
     mixture: Any = MANIFEST
     if isinstance(facts.get("data_manifest"), list):
-        part = {"path": place, "weight": number}
+        part = {"path": place, "weight": number, "limit": number}
         training, mixture = {**TRAINING, "data": [part]}, [{**part, "manifest": MANIFEST}]
     return {
         "family": word,

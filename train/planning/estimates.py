@@ -87,7 +87,7 @@ def estimate_resources(s: Any, processes: int, mixed: bool) -> tuple[Table, dict
     """(table of estimates for the settings of train/distill.py, its sums by name); `mixed`: the draft is in bf16."""
     text = load_config(s.target, "target", s.revision).get_text_config(decoder=True)
     max_length = min(s.loop.max_length, compatibility.context_length(text))
-    rows, _ = mixture.load(s.data, max_length, supervise=s.supervise)
+    rows, _ = mixture.load(s.data, max_length, supervise=s.supervise, seed=s.seed)
     load, size = step_workload(rows, s.loop, processes), find_dtype(s.target_dtype).itemsize
     target, draft = model_shapes(s)
     memory = resources.memory_breakdown(target, draft, load, size, mixed)

@@ -108,6 +108,31 @@ def test_two_answers_to_one_prompt_stay_two(tmp_path: Path) -> None:
     assert [row["id"] for row in load(paths[0], 99)[0]] == ["same0", "same1", "same2"]
 
 
+def test_a_limit_takes_some_rows_of_a_set(tmp_path: Path) -> None:
+    """Bug: the first rows instead of random ones, others at every start, or fewer rows than before in a larger part."""
+    path, other = written(tmp_path / "one", "a", 40), written(tmp_path / "two", "b", 5)
+
+    def ids(limit: int, seed: int) -> list[str]:
+        return [row["id"] for row in load([MixturePart(path, limit=limit)], 99, seed=seed)[0]]
+
+    whole = [f"a{i}" for i in range(40)]
+    few, more = ids(8, 0), ids(20, 0)
+    assert (len(few), len(more)) == (8, 20)
+    assert set(few) < set(more) < set(whole)
+    assert few == ids(8, 0) != ids(8, 1)
+    assert few != whole[:8]
+    assert ids(0, 0) == ids(40, 0) == ids(99, 0) == whole
+    mixed, _ = load([MixturePart(path, limit=8), MixturePart(other, 2)], 99)
+    assert [row["id"] for row in mixed] == [f"0/{name}" for name in few] + [
+        f"1/b{i}" for i in range(5)
+    ]
+    taken = {row["id"] for step in range(8) for row in mixed.global_batch(3, 0, step)}
+    assert taken == {row["id"] for row in mixed}
+    assert [row["id"] for row in mixed.whole] == [f"0/{x}" for x in whole] + [
+        f"1/b{i}" for i in range(5)
+    ]
+
+
 def test_whole_rows_are_labels_only_where_asked_for(tmp_path: Path) -> None:
     """Bug: labels go beyond a row that was cut, or the rows on disk get other labels for the next run."""
     path = written(tmp_path / "set", "a", 2)
