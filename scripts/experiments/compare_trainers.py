@@ -61,7 +61,7 @@ class CompareTrainersConfig:
     target: str = "assets/target"
     draft: str = "assets/draft"
     """The small LM to train."""
-    data: str = "outputs/reproduce/samples"
+    data: str = "outputs/compare/samples"
     """A sampled set from train/sample.py."""
     arms: list[TrainerName] = field(default_factory=lambda: ["ours", "trainer", "gkd"])  # type: ignore[arg-type]
     rounds: Count = 3

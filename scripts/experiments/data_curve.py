@@ -134,10 +134,7 @@ class CurvePlan:
 
 def check_and_plan(s: DataCurveConfig) -> CurvePlan:
     """All runs. UserError for what would fail only in them, and for an evaluation prompt that is in the data."""
-    for setting in ("seeds", "temperatures", "tasks"):
-        values = list(map(str, vars(s)[setting]))
-        if not values or len(set(values)) < len(values):
-            raise UserError(f"{setting} is empty or names one twice: give at least one, each once")
+    held_out.check_lists(s, ("seeds", "temperatures", "tasks"))
     sizes = sorted(s.sizes)
     if len(set(sizes)) < len(sizes) or len(sizes) == 1:
         raise UserError(f"sizes is {s.sizes}: give at least two, each once, or none")

@@ -17,6 +17,14 @@ BATCH = 16
 """Prompts that are decoded together."""
 
 
+def check_lists(settings: object, names: Sequence[str]) -> None:
+    """UserError for a list among these settings that is empty or names one thing twice."""
+    for name in names:
+        values = list(map(str, vars(settings)[name]))
+        if not values or len(set(values)) < len(values):
+            raise UserError(f"{name} is empty or names one twice: give at least one, each once")
+
+
 def load_prompts(tasks: Sequence[Task], target: Target) -> list[TaskPrompt]:
     """The prompts of all tasks, without those that are too long. UserError if none is left."""
     found = [item for task in tasks for item in load_task_prompts(task, target)]

@@ -1,82 +1,86 @@
-"""The common EAGLE-3 training recipe beside this project's: same samples, steps, initial weights and schedule.
+"""The common EAGLE-3 training recipe beside this project's: same samples, rows of each step, schedule and steps.
 
-    python scripts/experiments/reference_eagle3.py --data outputs/reproduce/samples --out usual_eagle3.json
+    python scripts/experiments/reference_eagle3.py --config configs/smollm2/reference_eagle3.yaml
 
-"usual": the loss mask marks the tokens of a reply and not the positions that predict them, so that the first draft of
-every reply is never trained; the loss is the soft cross-entropy against the target's distribution renormalised on the
-draft's vocabulary; positions whose most likely token is not in that vocabulary are left out. Positions that the mask
-would train beyond a reply's end are left out as well, in its favour.
-"ours": every position at which decoding drafts, with --loss.
-Several seeds each; τ is measured by decoding the bundled evaluation prompts.
+"usual", as public trainers have it: AdamW alone; labels in replies only; the mask marks the tokens of a reply and not
+the positions that predict them, so that the first draft of every reply is never trained; the loss is the soft
+cross-entropy against the target's distribution renormalised on the draft's vocabulary; positions whose most likely
+token is not in that vocabulary are left out. Positions that the mask would train beyond a reply's end are left out as
+well, in its favour.
+"ours": the settings `distill`.
+
+Several seeds each; τ is measured by decoding prompts that nobody trained on. Stopped at any point, the same command
+goes on. --out receives reference_eagle3.json and the drafts; the last line is JSON.
 """
 
+import contextlib
 import json
-import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import numpy as np
 import torch
+from accelerate import Accelerator
 from rich.console import Console
-from rich.status import Status
 from rich.table import Table
 from torch import Tensor
 
-from decode.common import files, provenance
+from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.common.ranges import Count, CountOrZero, DraftLength, LearningRate, Seed
-from decode.common.run_dir import check_file
-from decode.drafts.eagle import EagleDraft
-from decode.engine.engine import decode
-from decode.engine.records import DecodeRecord
-from decode.model.loading import Target, load_target
+from decode.common.ranges import Count, DraftLength, LearningRate, Seed, Temperature
+from decode.drafts.base import METADATA_FILE, check_request
+from decode.drafts.registry import load_draft
+from decode.model.loading import load_target
 from decode.verification.sampling import SamplingParams
-from eval.metrics import acceptance
-from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
-from train.data import batching
-from train.data.manifest import load_set
-from train.data.sample_store import SampleRow
-from train.distill import DistillConfig
-from train.families import config
+from eval.metrics.bootstrap import paired_ratio_interval
+from eval.reporting.formatting import format_with_interval
+from eval.tasks.loading import Task
+from scripts.experiments import held_out
+from train import distill
+from train.distill import DistillConfig, RunComponents
 from train.families.alignment import AlignedIndices, Alignment
-from train.families.base import FamilyContext
+from train.families.config import DraftConfig
 from train.families.eagle import EagleTrainer, TrainableEagle
-from train.families.registry import family_trainer
+from train.hub.upload import TrainingPublishConfig
 from train.losses import divergences
-from train.teacher.cached import CachedTeacher, FeatureFolder
-from train.trainer.loop import LoopConfig, build_optimizers, lr_multiplier
+from train.losses.objective import DivergenceConfig
+from train.trainer import collective
+from train.trainer.acceptance_eval import AcceptanceEval
+
+COMMAND = "scripts/experiments/reference_eagle3.py"
+OWNED_FILES = ("reference_eagle3.json", "points/*.json", "drafts/**")
+Recipe = Literal["usual", "ours"]
+RECIPES: tuple[Recipe, ...] = ("usual", "ours")
 
 
 @dataclass
 class ReferenceEagle3Config:
-    target: str = "assets/target"
-    data: str = "outputs/reproduce/samples"
-    features: str = "outputs/reproduce/features"
-    """Folder of the target's hidden states, filled if they are missing."""
-    loss: str = "lk_lambda"
-    """Divergence of "ours"."""
-    draft: config.DraftConfig = field(
-        default_factory=lambda: config.DraftConfig(family="eagle3", vocab=2048, steps=4)
-    )
-    steps: Count = 100
-    batch_size: Count = 16
-    micro_batch: Count = 4
-    lr: LearningRate = 2e-3
-    warmup: CountOrZero = 10
+    distill: DistillConfig = field(
+        default_factory=lambda: DistillConfig(draft=DraftConfig(family="eagle3", vocab=2048, steps=4))
+    )  # fmt: skip
+    """Our recipe: settings of train/distill.py. Its seed, loop.eval_every, loop.keep_best, wandb, publish, out, resume,
+    overwrite and dry_run have no effect."""
+    usual_lr: LearningRate = 1e-3
+    """Peak learning rate of the usual recipe, whose batches, steps and draft are those of `distill`."""
     seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])
     tasks: list[Task] = field(
         default_factory=lambda: [Task("code", limit=8), Task("prose", limit=8), Task("arithmetic", limit=8)]
     )  # fmt: skip
+    """The held-out prompts; of chats the first turn."""
     k: DraftLength = 4
+    """Tokens drafted per round."""
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     max_new_tokens: Count = 48
-    out: str = ""
-    """File for the JSON of the last line; empty: none."""
+    """Longest answer in evaluation, in tokens."""
+    out: str = "outputs/reference_eagle3"
+    overwrite: bool = False
+    """Delete what an earlier run left in `out`."""
 
 
 class UnshiftedAlignment(Alignment):
@@ -101,119 +105,136 @@ class ReferenceEagleTrainer(EagleTrainer):
         return valid & divergences.argmax_in_vocabulary(p_logits, self.net.ids)[:, None]
 
 
-def train_draft(
-    s: ReferenceEagle3Config,
-    target: Target,
-    rows: Sequence[SampleRow],
-    recipe: str,
-    seed: int,
-    status: Status,
-) -> EagleDraft:
-    """An EAGLE-3 draft after `steps` steps of recipe "usual" or "ours"; shows the loss in `status`."""
-    torch.manual_seed(seed)
-    loss: Any = "soft_ce" if recipe == "usual" else s.loss
-    settings = DistillConfig(draft=s.draft, loss=loss)
-    folder = FeatureFolder(Path(s.features), 64, target.decoder.context)
-    context = FamilyContext(settings, target, rows, "cpu", folder)
-    trainee = family_trainer("eagle3").build(context)
-    assert isinstance(trainee, TrainableEagle)
-    assert isinstance(trainee.teacher, CachedTeacher)
-    trainee.teacher.fill_store(Console(stderr=True), 0, 1, lambda: None)
-    if recipe == "usual":
-        trainee.model = ReferenceEagleTrainer(
-            trainee.net,
-            trainee.teacher.head,
-            target.decoder.model.get_input_embeddings().weight.detach(),
-            context.criterion(),
-            settings.weights,
-            s.draft.steps,
-        )
-    model = trainee.model
-    loop = LoopConfig(steps=s.steps, warmup=s.warmup, lr=s.lr)
-    (optimizer,) = build_optimizers(model, [], [], loop)
-    for step in range(s.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = s.lr * lr_multiplier(step, loop)
-        chosen = [rows[i] for i in batching.step_indices(len(rows), s.batch_size, seed, step)]
-        chosen.sort(key=lambda row: len(row["input_ids"]))
-        tokens = batching.supervised_token_count(chosen)
-        total = 0.0
-        for at in range(0, len(chosen), s.micro_batch):
-            micro_batch = batching.collate(chosen[at : at + s.micro_batch], pad_id=0)
-            sums = trainee.loss(model, micro_batch)
-            (sums["loss"] / tokens).backward()
-            total += float(sums["loss"].detach()) / tokens
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        status.update(f"{recipe} seed {seed} step {step + 1}/{s.steps} loss {total:.3f}")
-    draft = trainee.to_draft()
-    assert isinstance(draft, EagleDraft)
-    return draft
-
-
-def decode_samples(
-    s: ReferenceEagle3Config,
-    target: Target,
-    draft: EagleDraft,
-    items: list[TaskPrompt],
-    temperature: float,
-) -> list[DecodeRecord]:
-    """A record of each prompt, decoded with chains of `s.k` drafts."""
-    prompts = [item.prompt_ids for item in items]
-    return decode(
-        target, draft, prompts, k=s.k, rows=8, max_new_tokens=s.max_new_tokens,
-        sampling=SamplingParams(temperature), seed=0,
+def run_settings(s: ReferenceEagle3Config, recipe: Recipe, seed: int, out: str) -> DistillConfig:
+    """The settings of train/distill.py for one run."""
+    settings = replace(
+        s.distill, seed=seed, out=out, loop=replace(s.distill.loop, eval_every=0, keep_best=False),
+        wandb="disabled", publish=TrainingPublishConfig(), resume=False, overwrite=False, dry_run=False,
+    )  # fmt: skip
+    if recipe == "ours":
+        return settings
+    return replace(
+        settings, loss="soft_ce", divergence=DivergenceConfig(), supervise="answers",
+        loop=replace(settings.loop, lr=s.usual_lr, muon_lr=0.0),
     )  # fmt: skip
 
 
+def load_components(
+    s: DistillConfig, recipe: Recipe, ours: DistillConfig, accelerator: Accelerator
+) -> tuple[DistillConfig, RunComponents]:
+    """Those of `distill.load_components`, with the trainer of the recipe; both recipes read the features of `ours`."""
+    target = load_target(s.target, str(accelerator.device), s.target_dtype, s.revision)
+    rows, dropped = distill.load_rows(s, target)
+    rows.whole = distill.load_rows(replace(s, supervise=ours.supervise), target)[0].whole
+    s = replace(s, loop=s.loop.resolve_epochs(len(rows)))
+    trainable = distill.build_draft(s, target, rows)
+    assert isinstance(trainable, TrainableEagle)
+    if recipe == "usual":
+        trained = trainable.model
+        assert isinstance(trained, EagleTrainer)
+        trainable.model = ReferenceEagleTrainer(
+            trained.net, trained.head, trained.embedding, trained.criterion, trained.weights, trained.steps
+        )  # fmt: skip
+    evaluation = AcceptanceEval(s.check, target, s.seed)
+    return s, RunComponents(target, rows, dropped, trainable, evaluation)
+
+
+def train_draft(s: ReferenceEagle3Config, recipe: Recipe, seed: int, console: Console) -> str:
+    """The folder of the run's draft, which is trained there unless it is finished."""
+    out = str(Path(s.out) / "drafts" / f"{recipe}-{seed}")
+    if not (Path(out) / METADATA_FILE).is_file():
+        settings = run_settings(s, recipe, seed, out)
+        accelerator = distill.init_accelerator(settings)
+        settings, parts = load_components(settings, recipe, s.distill, accelerator)
+        inputs = distill.input_paths(settings)
+        run = collective.open_run(
+            accelerator, out, settings, distill.COMMAND, distill.OWNED_FILES, inputs
+        )
+        with run as resumed, contextlib.redirect_stdout(sys.stderr):
+            distill.distill(settings, accelerator, parts, console, resumed)
+    return out
+
+
+def measure(
+    s: ReferenceEagle3Config, recipe: Recipe, seed: int, console: Console
+) -> dict[str, list[list[int]]]:
+    """What `held_out.count_acceptance` returns of the run's draft, from points/NAME.json if it is there."""
+    file = Path(s.out) / "points" / f"{recipe}-{seed}.json"
+    if not file.is_file():
+        folder = train_draft(s, recipe, seed, console)
+        target = load_target(s.distill.target, "auto", s.distill.target_dtype, s.distill.revision)
+        prompts = held_out.load_prompts(s.tasks, target)
+        counts = held_out.count_acceptance(
+            target, load_draft(folder, target), prompts, s.temperatures, s.k, s.max_new_tokens
+        )
+        files.write_atomically(file, json.dumps(counts) + "\n")
+    return files.read_json_object(file, "a measurement of this command: delete it")
+
+
+def check(s: ReferenceEagle3Config) -> None:
+    """UserError for what would fail only after the first training."""
+    if s.distill.draft.family != "eagle3":
+        raise UserError(f"distill.draft.family is {s.distill.draft.family}: set it to eagle3")
+    held_out.check_lists(s, ("seeds", "temperatures", "tasks"))
+    settings = replace(run_settings(s, "ours", 0, ""), features="", overwrite=True)
+    accelerator = distill.init_accelerator(settings)
+    if accelerator.num_processes > 1:
+        raise UserError("several processes: start this command with python, in one process")
+    _, parts = distill.load_components(settings, accelerator)
+    for temperature in s.temperatures:
+        check_request(parts.trainable.to_draft(), s.k, SamplingParams(temperature))
+    rows, _ = distill.load_rows(replace(settings, supervise="answers"), parts.target)
+    prompts = held_out.load_prompts(s.tasks, parts.target)
+    held_out.check_held_out(prompts, rows, str(s.distill.data))
+
+
+def compare(
+    counts: dict[Recipe, list[dict[str, list[list[int]]]]], temperature: str
+) -> dict[str, Any]:
+    """τ of each recipe and seed, their ratios, and the ratio of all seeds together with an interval over prompts."""
+    by_seed = {
+        recipe: np.array([found[temperature] for found in counts[recipe]])[..., :2]
+        for recipe in RECIPES
+    }  # [seeds, prompts, (emitted, rounds)]
+    tau = {name: (x.sum(1)[:, 0] / x.sum(1)[:, 1]).tolist() for name, x in by_seed.items()}
+    ours, usual = (by_seed[name].sum(0).T for name in ("ours", "usual"))
+    ratio = float(ours[0].sum() / ours[1].sum() / (usual[0].sum() / usual[1].sum()))
+    return {
+        "temperature": float(temperature),
+        "tau": tau,
+        "ratios": [a / b for a, b in zip(tau["ours"], tau["usual"], strict=True)],
+        "ratio": ratio,
+        "ratio_ci": paired_ratio_interval(ours[0], ours[1], usual[0], usual[1], 0),
+    }
+
+
 def main(s: ReferenceEagle3Config) -> None:
-    check_file(s.out)
-    if s.loss not in divergences.LOSSES:
-        known = ", ".join(divergences.LOSSES)
-        raise UserError(f"loss: no divergence {s.loss!r}; there are {known}")
-    if s.draft.family != "eagle3" or not s.seeds:
-        raise UserError("set draft.family to eagle3, and give at least one of seeds")
+    run_dir.check_folder(Path(s.out))
+    check(s)
     console = Console(stderr=True)
-    target = load_target(s.target, "cpu")
-    rows, _ = batching.truncate_rows(load_set(Path(s.data))[1], target.decoder.context)
-    items = [item for task in s.tasks for item in load_task_prompts(task, target)]
-    cells: list[dict[str, Any]] = []
-    for seed in s.seeds:
-        for recipe in ("usual", "ours"):
-            with console.status("") as status:
-                draft = train_draft(s, target, rows, recipe, seed, status)
-            for temperature in (0.0, 1.0):
-                found = decode_samples(s, target, draft, items, temperature)
-                cells.append(
-                    {
-                        "recipe": recipe, "seed": seed, "temperature": temperature,
-                        "tau": acceptance.tau(found), "alpha": acceptance.alpha(found, s.k),
-                        "alpha_by_position": acceptance.alpha_by_position(found, s.k),
-                    }
-                )  # fmt: skip
-                console.print(cells[-1])
-    table = Table("T", "usual τ", "ours τ", "ours ÷ usual, by seed")
-    ratios = {}
-    for temperature in (0.0, 1.0):
-        tau = {
-            recipe: [
-                c["tau"] for c in cells if c["recipe"] == recipe and c["temperature"] == temperature
-            ]
-            for recipe in ("usual", "ours")
-        }
-        ratios[f"{temperature:g}"] = [a / b for a, b in zip(tau["ours"], tau["usual"], strict=True)]
+    inputs = [*distill.input_paths(s.distill), *(task.path for task in s.tasks)]
+    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, inputs):
+        counts: dict[Recipe, list[dict[str, list[list[int]]]]] = {"usual": [], "ours": []}
+        for seed in s.seeds:
+            for recipe in counts:
+                console.print(f"{recipe}, seed {seed}", highlight=False)
+                counts[recipe].append(measure(s, recipe, seed, console))
+        results = [compare(counts, str(temperature)) for temperature in s.temperatures]
+        path = Path(s.out) / "reference_eagle3.json"
+        facts = {"results": results, "seeds": s.seeds, "k": s.k, **provenance.collect()}
+        files.write_atomically(path, json.dumps(facts, indent=1) + "\n")
+    table = Table("T", "usual τ", "ours τ", "ours ÷ usual [95 %]", "by seed")
+    for x in results:
         table.add_row(
-            f"{temperature:g}",
-            *(f"{statistics.fmean(tau[recipe]):.3f}" for recipe in ("usual", "ours")),
-            ", ".join(f"{r:.3f}" for r in ratios[f"{temperature:g}"]),
+            f"{x['temperature']:g}",
+            *(f"{np.mean(x['tau'][recipe]):.3f}" for recipe in RECIPES),
+            format_with_interval(x["ratio"], x["ratio_ci"], 3),
+            ", ".join(f"{ratio:.3f}" for ratio in x["ratios"]),
         )
     console.print(table)
-    result = {"cells": cells, "ratios": ratios, "samples": len(rows), "steps": s.steps}
-    line = json.dumps(result | provenance.collect())
-    if s.out:
-        files.write_atomically(Path(s.out), line + "\n")
-    print(line)
+    print(
+        json.dumps({"result": str(path), "ratios": {x["temperature"]: x["ratio"] for x in results}})
+    )
 
 
 if __name__ == "__main__":

@@ -74,9 +74,9 @@ BASE = {
     "--seeds '[0]' --steps 1 --k 2 --tasks '[{name: code, limit: 2}]' --max_new_tokens 4 --out $out",
     "scripts/experiments/task_prompts.py": "--math $lab/gsm8k.jsonl --math_count 2 --code_count 2 "
     "--article_count 2 --out $out",
-    "scripts/experiments/reference_eagle3.py": "--target $lab/target --data $lab/samples --features $tmp/features "
-    "--draft.vocab 64 --draft.steps 2 --draft.taps '[0, 1]' --steps 1 --batch_size 2 --seeds '[0]' --max_new_tokens 4 "
-    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --out $tmp/out.json",
+    "scripts/experiments/reference_eagle3.py": "--distill.target $lab/target --distill.data $lab/samples "
+    "--distill.draft.vocab 64 --distill.draft.steps 2 --distill.draft.taps '[0, 1]' --distill.loop.steps 1 "
+    "--distill.loop.batch_size 2 --seeds '[0]' --max_new_tokens 4 --tasks '[{name: code, limit: 2}]' --k 2 --out $out",
     "scripts/benchmarks/decoder_bench.py": "--target $lab/target --draft $lab/causal --compiled false "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 4 --device cpu --out $tmp/out.json",
     "scripts/benchmarks/sample_bench.py": "--target $lab/target --prompts $lab/prompts.jsonl --batches '[2]' "

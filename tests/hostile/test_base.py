@@ -19,6 +19,7 @@ QUICK = {
     "scripts/readme_table.py": (write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),),
     "scripts/track_report.py": (copy("causal"),),
     "scripts/experiments/data_curve.py": (),
+    "scripts/experiments/reference_eagle3.py": (),
     "scripts/experiments/task_prompts.py": (),
 }
 """Commands, besides those whose results make the lab, that need neither minutes nor another machine."""

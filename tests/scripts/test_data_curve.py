@@ -114,7 +114,8 @@ def words(world: worlds.World, data: Path, out: Path) -> list[object]:
     sizes = [sum(tokens) // 12, sum(tokens) // 4, sum(tokens)]
     return [
         COMMAND, "--distill.target", world.target, "--distill.data", data, "--distill.draft.init", world.draft,
-        "--distill.loop.batch_size", 4, "--distill.loop.micro_batch", 4, "--distill.loop.warmup", 0, "--distill.features", out.parent / f"{out.name}-features",
+        "--distill.loop.batch_size", 4, "--distill.loop.micro_batch", 4, "--distill.loop.warmup", 0,
+        "--distill.features", out.parent / f"{out.name}-features",
         "--sizes", json.dumps(sizes), "--seeds", "[0, 1]", "--passes", 1, "--least_steps", 2, "--k", 2,
         "--tasks", "[{name: code, limit: 2}, {name: prose, limit: 1}]", "--max_new_tokens", 6, "--out", out,
     ]  # fmt: skip
