@@ -1,6 +1,6 @@
 """Continues one prompt and prints the text, each token coloured by where it came from.
 
-    python decode/generate.py --prompt "def read_config(path):" --draft outputs/quickstart/drafts/causal
+    python decode/generate.py --prompt "def read_config(path):" --draft outputs/bundled/drafts/causal
     python decode/generate.py --prompt "Question: …" --draft ngram --sampling.temperature 1
     python decode/generate.py --prompt_file question.txt --draft outputs/draft --lookup ngram
 

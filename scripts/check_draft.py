@@ -1,6 +1,6 @@
 """Checks a draft's files against the rules of a serving engine, without that engine.
 
-    python scripts/check_draft.py outputs/quickstart/drafts/eagle3 --engine vllm --target assets/target
+    python scripts/check_draft.py outputs/bundled/drafts/eagle3 --engine vllm --target assets/target
 
 Each finding says what the engine does: `refused` is an error at the start or at the first request; `silent` serves
 another function than was trained, with few tokens accepted; `ignored` is harmless. Exit code 1 for the first two. The

@@ -1,6 +1,6 @@
 """Writes a draft in another layout: for another engine or trainer, or in ours from one that was published elsewhere.
 
-    python scripts/export.py outputs/quickstart/drafts/eagle3 --format speculators --target ORG/MODEL --out exported
+    python scripts/export.py outputs/bundled/drafts/eagle3 --format speculators --target ORG/MODEL --out exported
 
 flat           EAGLE-3, EAGLE-1 and Medusa as they are saved here: vLLM, SGLang, TensorRT-LLM (Medusa: vLLM up to 0.32)
 speculators    EAGLE-3 with the nested config that `vllm serve DRAFT` reads and the speculators library trains

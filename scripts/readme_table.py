@@ -12,16 +12,19 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import yaml
+
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_text, write_atomically
+from eval.metrics.common import ALL_TASKS
 from eval.reporting.formatting import format_number, format_with_interval
 from eval.reporting.report_data import read_report
 
 
 @dataclass
 class ReadmeTableConfig:
-    report: str = "docs/results/reproduce.json"
+    report: str = "docs/results/smollm2.json"
     """A report.json of eval/run.py."""
     name: str = "table"
     """Replaces the block between <!-- NAME: begin --> and <!-- NAME: end -->."""
@@ -30,27 +33,53 @@ class ReadmeTableConfig:
 
 
 def render_table(report: dict[str, Any]) -> str:
-    """A Markdown table with a row for each method and temperature over all tasks, and a line on how it was measured."""
+    """A Markdown table with a row for each method and engine at each temperature, and a line on how it was measured.
+
+    Columns: pooled τ, α and tokens/s, the speed-up on each task if there are several, and on all of them together.
+    """
+    tasks = list(dict.fromkeys(m["task"] for m in report["methods"] if m["task"] != ALL_TASKS))
+    shown = tasks if len(tasks) > 1 else []
     lines = [
-        "| T | method | τ | α | tokens/s | speed-up [95 %] |",
-        "|---|---|---|---|---|---|",
+        "".join(f"| {name} " for name in ["T", "method", "τ", "α", "tokens/s", *shown])
+        + "| speed-up [95 %] |",
+        "|---" * (6 + len(shown)) + "|",
     ]
-    pooled = [m for m in report["methods"] if m["task"] == "all"]
-    for m in sorted(pooled, key=lambda m: (m["temperature"], m["speedup"])):
-        alpha = format_with_interval(m["alpha"], m["alpha_ci"], 3) if m["name"] != "plain" else "–"
-        lines.append(
-            f"| {m['temperature']:g} | {m['name']} | {format_number(m['tau'], 2)} | {alpha} | "
-            f"{format_number(m['tokens_per_second'], 0)} | "
-            f"{format_with_interval(m['speedup'], m['speedup_ci'], 2, '×')} |"
-        )
+    entries = [*report["methods"], *map(engine_entry, report.get("engines") or [])]
+    pooled = [m for m in entries if m["task"] == ALL_TASKS]
+    by_task = {(m["name"], m["temperature"], m["task"]): m for m in entries}
+    for m in sorted(pooled, key=lambda m: (m["temperature"], m["speedup"] or 0)):
+        speedups = [by_task[m["name"], m["temperature"], task]["speedup"] for task in shown]
+        cells = [
+            f"{m['temperature']:g}",
+            m["name"],
+            format_number(m["tau"], 2),
+            "–" if m["alpha"] is None else format_with_interval(m["alpha"], m["alpha_ci"], 3),
+            format_number(m["tokens_per_second"], 0),
+            *(f"{format_number(speedup, 2)}×" for speedup in speedups),
+            format_with_interval(m["speedup"], m["speedup_ci"], 2, "×"),
+        ]
+        lines.append("".join(f"| {cell} " for cell in cells) + "|")
     hardware = report["hardware"]
-    prompts = pooled[0]["prompts"]
+    settings = yaml.safe_load(report["settings"])
     lines += [
         "",
-        f"{prompts} prompts, K = {max(m['k'] for m in pooled)}, batch 1, fp32, eager; {hardware['device']}, "
+        f"{pooled[0]['prompts']} prompts, answers of up to {settings['max_new_tokens']} tokens, K = "
+        f"{max(m['k'] for m in pooled)}, batch 1, {settings['dtype']}, {settings['mode']}; {hardware['device']}, "
         f"{hardware['threads']} threads; {comparison_text(report)}",
     ]
     return "\n".join(lines)
+
+
+def engine_entry(e: dict[str, Any]) -> dict[str, Any]:
+    """An element of the report's `engines` with the fields of its `methods` that the table shows."""
+    names = {
+        "hf": "transformers",
+        "hf-assisted": "transformers, assisted by",
+        "hf-lookup": "transformers, prompt lookup",
+    }
+    engine = names.get(e["engine"], e["engine"])
+    name = engine if e["name"] == "plain" or e["engine"] == "hf-lookup" else f"{engine} {e['name']}"
+    return {**e, "name": f"*{name}*", "alpha": None}
 
 
 def comparison_text(report: dict[str, Any]) -> str:

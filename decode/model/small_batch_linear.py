@@ -1,5 +1,6 @@
-"""A linear layer for inputs of few rows on a CPU, as in every verification, that uses all threads."""
+"""A linear layer for inputs of few rows on a CPU, as in every step of decoding, that uses all threads."""
 
+import math
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ MAX_ROWS = 32
 
 
 class SmallBatchLinear(torch.nn.Linear):
-    """A linear layer that computes x Wᵀ as (W xᵀ)ᵀ for 2 to MAX_ROWS rows while a ModelRunner's forward runs.
+    """A linear layer that divides its outputs among threads for 1 to MAX_ROWS rows, while a step of decoding runs.
 
-    The math library splits a product among threads along the rows of its first factor: with W first these are the
-    outputs, with x first only few rows. Compiled code uses its own products. Training uses the usual ones, whether or
-    not the model has decoded in between.
+    The math library splits a product among threads along the rows of its first factor, so x Wᵀ of several rows is
+    computed as (W xᵀ)ᵀ. It multiplies one row with a single thread, so W is cut into one matrix for each thread.
+    Compiled code uses its own products. Training uses the usual ones, whether or not the model has decoded in between.
     """
 
     def __init__(self, linear: torch.nn.Linear):
@@ -26,14 +27,26 @@ class SmallBatchLinear(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N], equal to that of torch.nn.Linear but for rounding."""
         rows = x.numel() // x.shape[-1]
-        if CONTEXT.slots is None or not 2 <= rows <= MAX_ROWS or torch.compiler.is_compiling():
+        if CONTEXT.slots is None or not 1 <= rows <= MAX_ROWS or torch.compiler.is_compiling():
             return super().forward(x)
+        if rows == 1:
+            return self._multiply_one_row(x)
         columns = x.reshape(rows, -1).t()
         if self.bias is None:
             out = torch.mm(self.weight, columns)
         else:
             out = torch.addmm(self.bias[:, None], self.weight, columns)
         return out.t().contiguous().view(*x.shape[:-1], -1)
+
+    def _multiply_one_row(self, x: torch.Tensor) -> torch.Tensor:
+        width, outputs = self.weight.shape[1], self.weight.shape[0]
+        parts = math.gcd(outputs, torch.get_num_threads())
+        if parts == 1:
+            return super().forward(x)
+        pieces = self.weight.view(parts, -1, width).transpose(1, 2)
+        out = torch.bmm(x.reshape(1, 1, width).expand(parts, 1, width), pieces)
+        out = out.view(*x.shape[:-1], outputs)
+        return out if self.bias is None else out + self.bias
 
 
 def patch_linear_layers(model: Any) -> None:

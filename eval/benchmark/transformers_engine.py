@@ -1,4 +1,4 @@
-"""transformers' generate, its assisted generation and prompt lookup, timed prompt by prompt on the same target weights."""
+"""transformers' generate, its assisted generation and prompt lookup, on the same target, prompt by prompt."""
 
 import time
 from typing import Any

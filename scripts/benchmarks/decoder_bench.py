@@ -46,8 +46,8 @@ from eval.tuning.sweep import rounds_only
 @dataclass
 class DecoderBenchConfig:
     target: str = "assets/target"
-    draft: str = "outputs/quickstart/drafts/causal"
-    """Directory of a causal draft; scripts/quickstart.sh trains the default one."""
+    draft: str = "outputs/bundled/drafts/causal"
+    """Directory of a causal draft; scripts/quickstart.sh --bundled trains the default one."""
     tasks: list[Task] = field(
         default_factory=lambda: [Task("code", limit=4), Task("prose", limit=4), Task("arithmetic", limit=4)]
     )  # fmt: skip
@@ -261,7 +261,7 @@ def compare_decoders(
 def main(s: DecoderBenchConfig) -> None:
     if not (Path(s.draft) / "config.json").is_file():
         raise UserError(
-            f"no draft at {s.draft!r}: run bash scripts/quickstart.sh or give --draft assets/draft"
+            f"no draft at {s.draft!r}: run bash scripts/quickstart.sh --bundled or give --draft assets/draft"
         )
     if s.race and not s.batches:
         raise UserError("batches is empty: give at least one batch size, or --race false")

@@ -83,8 +83,8 @@ FIGURE_NOTES = {
 @dataclass
 class GpuBenchConfig:
     target: str = "assets/target"
-    draft: str = "outputs/quickstart/drafts/causal"
-    """A causal draft for it; scripts/quickstart.sh trains the default one, assets/draft is not distilled."""
+    draft: str = "outputs/bundled/drafts/causal"
+    """A causal draft for it; scripts/quickstart.sh --bundled trains the default one, assets/draft is not distilled."""
     shape: str = "llama-3.1-8b"
     """Shape of the widened target: llama-3.1-8b, llama-3.2-3b or self-test."""
     draft_shape: str = "llama-3.2-1b"
@@ -240,7 +240,7 @@ def main(s: GpuBenchConfig) -> None:
         raise UserError(f"no stage {unknown[0]!r}; there are {', '.join(STAGES)}")
     if not (Path(s.draft) / "config.json").is_file():
         raise UserError(
-            f"no draft at {s.draft!r}: run bash scripts/quickstart.sh or give --draft assets/draft"
+            f"no draft at {s.draft!r}: run bash scripts/quickstart.sh --bundled or give --draft assets/draft"
         )
     if s.k not in s.ks:
         raise UserError(f"k {s.k} must be one of ks {s.ks}")

@@ -500,7 +500,11 @@ def test_other_engines_on_the_same_prompts(evaluate: Callable, three: Path, tmp_
     found = {(e["engine"], e["name"], e["task"]): e for e in report_of(tmp_path / "out")["engines"]}
     assert found.keys() == {
         (engine, name, task)
-        for engine, name in (("hf", "plain"), ("hf-assisted", "causal-base"), ("hf-lookup", "ngram"))
+        for engine, name in (
+            ("hf", "plain"),
+            ("hf-assisted", "causal-base"),
+            ("hf-lookup", "ngram"),
+        )
         for task in ("all", "three")
     }
     plain = next(m for m in report_of(tmp_path / "out")["methods"] if m["name"] == "plain")

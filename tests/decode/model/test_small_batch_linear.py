@@ -16,7 +16,9 @@ SLOTS = SlotMapping(1, 8, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("shape", [(1,), (2,), (1, 5), (3, 4), (MAX_ROWS,), (MAX_ROWS + 1,)])
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (1, 1), (2,), (1, 5), (3, 4), (MAX_ROWS,), (MAX_ROWS + 1,)]
+)
 def test_products_are_those_of_a_linear_layer(shape: tuple[int, ...], bias: bool) -> None:
     """Catches a lost bias, rows in another order, and a shape that the next layer cannot view."""
     torch.manual_seed(0)

@@ -1,0 +1,61 @@
+"""The README's table: which numbers stand in which row and column."""
+
+from typing import Any
+
+from scripts import readme_table
+
+
+def entry(name: str, task: str, speedup: float, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name, "task": task, "temperature": 0.0, "k": 3, "prompts": 8, "tau": 1.0 + speedup, "alpha": 0.5,
+        "alpha_ci": [0.4, 0.6], "tokens_per_second": 10 * speedup, "speedup": speedup, "speedup_ci": [speedup, speedup],
+        "lossless": {"identical": 8, "ties": [], "prompts": 8}, **more,
+    }  # fmt: skip
+
+
+def make_report(tasks: list[str]) -> dict[str, Any]:
+    """A method and two engines; the speed-up of each element is a number of its own."""
+    names = {"all": 0.5, **{task: float(i + 1) for i, task in enumerate(tasks)}}
+    return {
+        "settings": "max_new_tokens: 96\ndtype: float32\nmode: eager\n",
+        "hardware": {"device": "a CPU", "threads": 2},
+        "comparisons": [],
+        "methods": [entry("eagle3", task, 1 + x) for task, x in names.items()],
+        "engines": [
+            *(entry("plain", task, 0.5 + x, engine="hf") for task, x in names.items()),
+            *(entry("ngram", task, 0.75 + x, engine="hf-lookup") for task, x in names.items()),
+        ],
+    }
+
+
+def rows_of(report: dict[str, Any]) -> list[list[str]]:
+    lines = [line for line in readme_table.render_table(report).splitlines() if line[:1] == "|"]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_each_speedup_stands_under_its_task() -> None:
+    """Bug: a task's speed-up in another task's column, an engine's in a method's row, or rows out of order."""
+    head, _, *rows = rows_of(make_report(["math", "code"]))
+    assert head == ["T", "method", "τ", "α", "tokens/s", "math", "code", "speed-up [95 %]"]
+    shown = [(row[1], *row[5:]) for row in rows]
+    assert shown == [
+        ("*transformers*", "1.50×", "2.50×", "1.00× [1.00, 1.00]"),
+        ("*transformers, prompt lookup*", "1.75×", "2.75×", "1.25× [1.25, 1.25]"),
+        ("eagle3", "2.00×", "3.00×", "1.50× [1.50, 1.50]"),
+    ]
+    assert [row[3] for row in rows] == ["–", "–", "0.500 [0.400, 0.600]"]
+
+
+def test_one_task_needs_no_column_of_its_own() -> None:
+    """Bug: the only task's speed-up is shown twice."""
+    head, *_ = rows_of(make_report(["math"]))
+    assert head == ["T", "method", "τ", "α", "tokens/s", "speed-up [95 %]"]
+
+
+def test_the_line_below_says_how_it_was_measured() -> None:
+    """Bug: the answer length, K or the number of equal outputs of another run."""
+    last = readme_table.render_table(make_report(["math"])).splitlines()[-1]
+    assert last == (
+        "8 prompts, answers of up to 96 tokens, K = 3, batch 1, float32, eager; a CPU, 2 threads; greedy outputs equal "
+        "to transformers' `generate`: 8 of 8 (ties 0, failures 0)."
+    )

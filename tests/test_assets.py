@@ -1,0 +1,33 @@
+"""The EAGLE-3 head that ships for SmolLM2-135M-Instruct: what a stranger gets is what was measured."""
+
+import json
+
+from decode.drafts.base import draft_sha256, read_metadata
+from scripts.engine_compat.checker import check_draft_files
+from tests import worlds
+from train.hub import redaction
+
+HEAD = worlds.ROOT / "assets" / "eagle3-smollm2"
+
+
+def test_the_shipped_head_is_the_measured_one() -> None:
+    """Bug: weights or metadata of another run in the folder, or a table in the README of another head."""
+    saved = draft_sha256(str(HEAD))
+    assert saved == read_metadata(str(HEAD))["draft_sha256"]
+    report = json.loads((worlds.ROOT / "docs/results/smollm2.json").read_text())
+    heads = [m for m in report["methods"] if m["name"].startswith("eagle3")]
+    assert heads
+    assert {m["draft_sha256"] for m in heads} == {saved}
+
+
+def test_the_shipped_head_may_be_published() -> None:
+    """Bug: a secret, a local path, a pickle, or a folder that no longer fits into the repository."""
+    redaction.check_folder(HEAD)
+    assert sum(path.stat().st_size for path in HEAD.rglob("*") if path.is_file()) < 25e6
+
+
+def test_engines_would_load_the_shipped_head() -> None:
+    """Bug: names, sizes or the vocabulary's map in another form than engines read."""
+    for engine in ("vllm", "sglang"):
+        findings = check_draft_files(str(HEAD), engine)
+        assert findings == [], engine
