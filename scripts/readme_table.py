@@ -5,6 +5,7 @@ python scripts/readme_table.py --name heads --report docs/results/compare_heads.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,19 @@ def render_table(report: dict[str, Any]) -> str:
     settings = yaml.safe_load(report["settings"])
     lines += [
         "",
-        f"{pooled[0]['prompts']} prompts, answers of up to {settings['max_new_tokens']} tokens, K = "
-        f"{max(m['k'] for m in pooled)}, batch 1, {settings['dtype']}, {settings['mode']}; {hardware['device']}, "
+        f"{pooled[0]['prompts']} prompts, answers of up to {settings['max_new_tokens']} tokens, "
+        f"{draft_lengths(pooled)}, batch 1, {settings['dtype']}, {settings['mode']}; {hardware['device']}, "
         f"{hardware['threads']} threads; {comparison_text(report)}",
     ]
     return "\n".join(lines)
+
+
+def draft_lengths(entries: Sequence[dict[str, Any]]) -> str:
+    """`K = 3`, or, where methods differ, `K = 3 (ngram), 2 (eagle3)`."""
+    k = {m["name"].strip("*"): m["k"] for m in entries if m["k"] > 0}
+    if len(set(k.values())) == 1:
+        return f"K = {next(iter(k.values()))}"
+    return "K = " + ", ".join(f"{length} ({name})" for name, length in k.items())
 
 
 def engine_entry(e: dict[str, Any]) -> dict[str, Any]:

@@ -43,11 +43,8 @@ from decode.common.ranges import (
     above,
     at_least,
 )
-from decode.drafts.base import METADATA_FILE, check_request
-from decode.drafts.registry import DRAFT_FAMILIES, load_draft
-from decode.engine.active_request import check_draft_length
-from decode.model.loading import load_target
-from decode.verification.sampling import SamplingParams
+from decode.drafts.base import METADATA_FILE
+from decode.drafts.registry import DRAFT_FAMILIES
 from eval.reporting import plots
 from eval.reporting.formatting import table_markdown
 from eval.scaling import chart, data_curve
@@ -134,25 +131,14 @@ class CurvePlan:
 
 def check_and_plan(s: DataCurveConfig) -> CurvePlan:
     """All runs. UserError for what would fail only in them, and for an evaluation prompt that is in the data."""
-    held_out.check_lists(s, ("seeds", "temperatures", "tasks"))
     sizes = sorted(s.sizes)
     if len(set(sizes)) < len(sizes) or len(sizes) == 1:
         raise UserError(f"sizes is {s.sizes}: give at least two, each once, or none")
     if not isinstance(s.distill.data, str):
         raise UserError("distill.data is a list: give one sampled set, which is divided")
-    settings = run_settings(s, 1, 0, 0, "")
-    settings = replace(settings, features="", overwrite=True)  # nothing is written here
-    accelerator = distill.init_accelerator(settings)
-    if accelerator.num_processes > 1:
-        raise UserError("several processes: start this command with python, in one process")
-    _, parts = distill.load_components(settings, accelerator)
+    parts = held_out.check_comparison(s, run_settings(s, 1, 0, 0, ""))
     target = parts.target
-    check_draft_length(target, s.k)
-    for temperature in s.temperatures:
-        check_request(parts.trainable.to_draft(), s.k, SamplingParams(temperature))
     tokens = [len(batching.supervised_positions(row)) for row in parts.rows]
-    rows, _ = distill.load_rows(replace(settings, supervise="answers"), target)  # as they are
-    held_out.check_held_out(held_out.load_prompts(s.tasks, target), rows, s.distill.data)
     sizes = sizes or nested_sets.geometric_sizes(sum(tokens), s.points, s.span)
     runs = [
         PlannedRun(size, seed, len(part), int(np.take(tokens, part).sum()), count_steps(s, len(part)))
@@ -179,7 +165,7 @@ def run_settings(s: DataCurveConfig, steps: int, seed: int, rows: int, out: str)
     )  # fmt: skip
 
 
-def train_draft(s: DataCurveConfig, plan: CurvePlan, run: PlannedRun) -> Path:
+def train_draft(s: DataCurveConfig, run: PlannedRun) -> Path:
     """The folder of the run's draft, which is trained there unless it is finished."""
     out = Path(s.out) / "drafts" / run.name
     if not (out / METADATA_FILE).is_file():
@@ -188,23 +174,12 @@ def train_draft(s: DataCurveConfig, plan: CurvePlan, run: PlannedRun) -> Path:
     return out
 
 
-def measure_draft(s: DataCurveConfig, folder: str) -> dict[str, list[list[int]]]:
-    """What `held_out.count_acceptance` returns of the draft in `folder`."""
-    own = Path(folder) / "target"  # a target that was trained together with its draft
-    name, revision = (str(own), None) if own.is_dir() else (s.distill.target, s.distill.revision)
-    target = load_target(name, "auto", s.distill.target_dtype, revision)
-    prompts = held_out.load_prompts(s.tasks, target)
-    return held_out.count_acceptance(
-        target, load_draft(folder, target), prompts, s.temperatures, s.k, s.max_new_tokens
-    )
-
-
-def measure_point(s: DataCurveConfig, plan: CurvePlan, run: PlannedRun) -> TrainedPoint:
+def measure_point(s: DataCurveConfig, run: PlannedRun) -> TrainedPoint:
     """The result of one run, from points/NAME.json if it is there. What only training needs is deleted afterwards."""
     out = Path(s.out)
     file = out / "points" / f"{run.name}.json"
     if not file.is_file():
-        counts = measure_draft(s, str(train_draft(s, plan, run)))
+        counts = held_out.measure_draft(s, str(train_draft(s, run)))
         point = TrainedPoint(run.size, run.seed, run.tokens, run.rows, run.steps, counts)
         files.write_atomically(file, json.dumps(asdict(point)) + "\n")
     shutil.rmtree(out / "drafts" / run.name / "checkpoints", ignore_errors=True)
@@ -217,7 +192,7 @@ def measure_untrained(s: DataCurveConfig) -> TrainedPoint | None:
         return None
     file = Path(s.out) / "points" / "before.json"
     if not file.is_file():
-        point = TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, s.distill.draft.init))
+        point = TrainedPoint(0, 0, 0, 0, 0, held_out.measure_draft(s, s.distill.draft.init))
         files.write_atomically(file, json.dumps(asdict(point)) + "\n")
     return read_point(file)
 
@@ -259,16 +234,11 @@ def write_results(s: DataCurveConfig, target: dict[str, Any], curve: dict[str, A
     return out / "data_curve.json"
 
 
-def input_paths(s: DataCurveConfig) -> list[str]:
-    """What the command reads: folders and files, or names on the Hub."""
-    return [*distill.input_paths(s.distill), *(task.path for task in s.tasks)]
-
-
 def main(s: DataCurveConfig) -> None:
     run_dir.check_folder(Path(s.out))
     plan = check_and_plan(s)
     console = Console(stderr=True)
-    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, input_paths(s)):
+    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, held_out.input_paths(s)):
         before = measure_untrained(s)
         points = []
         for number, run in enumerate(plan.runs, start=1):
@@ -277,7 +247,7 @@ def main(s: DataCurveConfig) -> None:
                 f"{run.seed}, {run.steps:,} steps",
                 highlight=False,
             )
-            points.append(measure_point(s, plan, run))
+            points.append(measure_point(s, run))
         curve = data_curve.build_curve(points, before, s.temperatures, s.k, s.worth)
         path = write_results(s, plan.target, curve)
     print((path.parent / "data_curve.md").read_text(encoding="utf-8"))

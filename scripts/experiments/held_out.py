@@ -1,28 +1,75 @@
 """The evaluation prompts of a comparison of trainings, and what a draft does to each of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from decode.common.errors import UserError
-from decode.drafts.base import Draft
+from decode.drafts.base import Draft, check_request
+from decode.drafts.registry import load_draft
+from decode.engine.active_request import check_draft_length
 from decode.engine.engine import decode
-from decode.model.loading import Target
+from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics import acceptance
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
+from train import distill
 from train.data.sample_store import SampleRow
+from train.distill import DistillConfig, RunComponents
 
 BATCH = 16
 """Prompts that are decoded together."""
 
 
-def check_lists(settings: object, names: Sequence[str]) -> None:
-    """UserError for a list among these settings that is empty or names one thing twice."""
-    for name in names:
-        values = list(map(str, vars(settings)[name]))
+class Comparison(Protocol):
+    """The settings of a comparison of trainings that this module reads."""
+
+    distill: DistillConfig
+    seeds: list[int]
+    tasks: list[Task]
+    k: int
+    temperatures: list[float]
+    max_new_tokens: int
+
+
+def check_comparison(s: Comparison, run: DistillConfig) -> RunComponents:
+    """The parts of a training with the settings `run`, which reads no features and writes nothing.
+
+    UserError for what would fail only after a training, and for an evaluation prompt that is in the data.
+    """
+    for name in ("seeds", "temperatures", "tasks"):
+        values = list(map(str, vars(s)[name]))
         if not values or len(set(values)) < len(values):
             raise UserError(f"{name} is empty or names one twice: give at least one, each once")
+    run = replace(run, features="", overwrite=True)
+    accelerator = distill.init_accelerator(run)
+    if accelerator.num_processes > 1:
+        raise UserError("several processes: start this command with python, in one process")
+    _, parts = distill.load_components(run, accelerator)
+    check_draft_length(parts.target, s.k)
+    for temperature in s.temperatures:
+        check_request(parts.trainable.to_draft(), s.k, SamplingParams(temperature))
+    rows, _ = distill.load_rows(replace(run, supervise="answers"), parts.target)  # as they are
+    check_held_out(load_prompts(s.tasks, parts.target), rows, str(s.distill.data))
+    return parts
+
+
+def input_paths(s: Comparison) -> list[str]:
+    """What the command reads: folders and files, or names on the Hub."""
+    return [*distill.input_paths(s.distill), *(task.path for task in s.tasks)]
+
+
+def measure_draft(s: Comparison, folder: str) -> dict[str, list[list[int]]]:
+    """What `count_acceptance` returns of the draft in `folder`."""
+    own = Path(folder) / "target"  # a target that was trained together with its draft
+    name, revision = (str(own), None) if own.is_dir() else (s.distill.target, s.distill.revision)
+    target = load_target(name, "auto", s.distill.target_dtype, revision)
+    prompts = load_prompts(s.tasks, target)
+    draft = load_draft(folder, target)
+    return count_acceptance(target, draft, prompts, s.temperatures, s.k, s.max_new_tokens)
 
 
 def load_prompts(tasks: Sequence[Task], target: Target) -> list[TaskPrompt]:

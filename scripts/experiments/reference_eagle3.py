@@ -34,10 +34,8 @@ from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, DraftLength, LearningRate, Seed, Temperature
-from decode.drafts.base import METADATA_FILE, check_request
-from decode.drafts.registry import load_draft
+from decode.drafts.base import METADATA_FILE
 from decode.model.loading import load_target
-from decode.verification.sampling import SamplingParams
 from eval.metrics.bootstrap import paired_ratio_interval
 from eval.reporting.formatting import format_with_interval
 from eval.tasks.loading import Task
@@ -162,11 +160,7 @@ def measure(
     file = Path(s.out) / "points" / f"{recipe}-{seed}.json"
     if not file.is_file():
         folder = train_draft(s, recipe, seed, console)
-        target = load_target(s.distill.target, "auto", s.distill.target_dtype, s.distill.revision)
-        prompts = held_out.load_prompts(s.tasks, target)
-        counts = held_out.count_acceptance(
-            target, load_draft(folder, target), prompts, s.temperatures, s.k, s.max_new_tokens
-        )
+        counts = held_out.measure_draft(s, folder)
         files.write_atomically(file, json.dumps(counts) + "\n")
     return files.read_json_object(file, "a measurement of this command: delete it")
 
@@ -175,17 +169,7 @@ def check(s: ReferenceEagle3Config) -> None:
     """UserError for what would fail only after the first training."""
     if s.distill.draft.family != "eagle3":
         raise UserError(f"distill.draft.family is {s.distill.draft.family}: set it to eagle3")
-    held_out.check_lists(s, ("seeds", "temperatures", "tasks"))
-    settings = replace(run_settings(s, "ours", 0, ""), features="", overwrite=True)
-    accelerator = distill.init_accelerator(settings)
-    if accelerator.num_processes > 1:
-        raise UserError("several processes: start this command with python, in one process")
-    _, parts = distill.load_components(settings, accelerator)
-    for temperature in s.temperatures:
-        check_request(parts.trainable.to_draft(), s.k, SamplingParams(temperature))
-    rows, _ = distill.load_rows(replace(settings, supervise="answers"), parts.target)
-    prompts = held_out.load_prompts(s.tasks, parts.target)
-    held_out.check_held_out(prompts, rows, str(s.distill.data))
+    held_out.check_comparison(s, run_settings(s, "ours", 0, ""))
 
 
 def compare(
@@ -212,8 +196,7 @@ def main(s: ReferenceEagle3Config) -> None:
     run_dir.check_folder(Path(s.out))
     check(s)
     console = Console(stderr=True)
-    inputs = [*distill.input_paths(s.distill), *(task.path for task in s.tasks)]
-    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, inputs):
+    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, held_out.input_paths(s)):
         counts: dict[Recipe, list[dict[str, list[list[int]]]]] = {"usual": [], "ours": []}
         for seed in s.seeds:
             for recipe in counts:

@@ -22,7 +22,7 @@ def make_report(tasks: list[str]) -> dict[str, Any]:
         "comparisons": [],
         "methods": [entry("eagle3", task, 1 + x) for task, x in names.items()],
         "engines": [
-            *(entry("plain", task, 0.5 + x, engine="hf") for task, x in names.items()),
+            *(entry("plain", task, 0.5 + x, engine="hf", k=0) for task, x in names.items()),
             *(entry("ngram", task, 0.75 + x, engine="hf-lookup") for task, x in names.items()),
         ],
     }
@@ -50,6 +50,15 @@ def test_one_task_needs_no_column_of_its_own() -> None:
     """Bug: the only task's speed-up is shown twice."""
     head, *_ = rows_of(make_report(["math"]))
     assert head == ["T", "method", "τ", "α", "tokens/s", "speed-up [95 %]"]
+
+
+def test_each_method_has_its_own_draft_length() -> None:
+    """Bug: the longest K stands for all methods."""
+    report = make_report(["math"])
+    for m in report["methods"]:
+        m["k"] = 2
+    last = readme_table.render_table(report).splitlines()[-1]
+    assert ", K = 2 (eagle3), 3 (transformers, prompt lookup), batch 1" in last
 
 
 def test_the_line_below_says_how_it_was_measured() -> None:
