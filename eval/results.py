@@ -77,6 +77,7 @@ def method_entry(
         "draft_altered": is_altered(path, sha256),
         "mode": s.mode,
         "dtype": s.dtype,
+        "draft_dtype": next((m.dtype for m in s.methods if m.name == method.name), "") or s.dtype,
         "verification": verification_name(method, temperature),
         "lossy": not find_rule(method.rule).lossless,
         "simulated": simulated_alpha(method),

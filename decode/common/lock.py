@@ -46,7 +46,7 @@ def _acquire(file: Path, what: str | Path, wait: bool) -> IO[str]:
         except OSError:  # no flock here
             if _may_live(_holder(opened)):
                 raise _in_use(file, what, _holder(opened)) from None
-        if file.exists() and os.path.samestat(os.fstat(opened.fileno()), file.stat()):
+        if _is_still(file, opened):
             break
         opened.close()  # its holder deleted the file after it was opened here
     opened.truncate(0)
@@ -54,6 +54,14 @@ def _acquire(file: Path, what: str | Path, wait: bool) -> IO[str]:
     json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": since}, opened)
     opened.flush()
     return opened
+
+
+def _is_still(file: Path, opened: IO[str]) -> bool:
+    """Whether `file` is the one that was opened; others may delete it at any time."""
+    try:
+        return os.path.samestat(os.fstat(opened.fileno()), file.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _holder(opened: IO[str]) -> dict[str, Any]:

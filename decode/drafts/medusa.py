@@ -13,6 +13,7 @@ from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec
 from decode.model.kv_cache import TreeNodes
 from decode.model.loading import DTYPES, Target
+from decode.model.packed_linear import patch_linear_layers
 from decode.verification.tree import max_depth
 
 
@@ -62,6 +63,7 @@ class MedusaDraft(Draft):
 
     def __init__(self, net: MedusaModel, target: Target, name: str = "medusa"):
         self.net, self.name, self.taps = net.eval(), name, net.taps
+        patch_linear_layers(net)
         self.width = target.decoder.config.hidden_size
         self.allocated_rows = 0
 

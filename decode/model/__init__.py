@@ -11,7 +11,7 @@
 - split_kv_attention: its Triton kernel for long buffers on a GPU
 - layer_stack: where the decoder layers of a model are, and models of some of its layers
 - hidden_states: hidden states captured during a forward, and the LM head as a function
-- small_batch_linear: a faster linear layer for few rows on a CPU
+- packed_linear: linear layers whose weights are packed for a CPU's fast kernels
 
 It imports decode.common only.
 """

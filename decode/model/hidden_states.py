@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from decode.common.errors import UserError
 from decode.model.layer_stack import layer_stack
+from decode.model.packed_linear import patch_linear_layers
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,20 @@ class LMHead:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ):
-        projection = model.get_output_embeddings()
-        self.weight = projection.weight.detach().to(device, dtype)
-        self.bias = None if projection.bias is None else projection.bias.detach().to(device, dtype)
+        # A layer of its own: hooks on the model's would take this for a forward of the model.
+        own = model.get_output_embeddings()
+        rows, width = own.weight.shape
+        linear = torch.nn.Linear(width, rows, own.bias is not None, device="meta")
+        for name in ("weight", "bias") if own.bias is not None else ("weight",):
+            value = getattr(own, name).detach().to(device, dtype)
+            setattr(linear, name, torch.nn.Parameter(value, requires_grad=False))
+        self.layers = torch.nn.ModuleList([linear])
+        patch_linear_layers(self.layers)
         self.transform = LogitTransform(model)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        # Not through the module: hooks on it would take this for a forward of the model.
-        return self.transform(F.linear(states.to(self.weight.dtype), self.weight, self.bias))
+        linear = self.layers[0]
+        return self.transform(linear(states.to(linear.weight.dtype)))
 
 
 class HiddenStateBuffer:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers.utils import logging
 
 from decode.common.errors import UserError
-from decode.model import attention, small_batch_linear
+from decode.model import attention, packed_linear
 from decode.model.compatibility import (
     check_supported,
     check_trial_pass,
@@ -47,7 +47,7 @@ class ModelRunner:
         self.model.set_attn_implementation(attention.ATTENTION_NAME)
         use_grouped_experts(self.model)
         check_trial_pass(self.model)
-        small_batch_linear.patch_linear_layers(self.model)
+        packed_linear.patch_linear_layers(self.model)
         self.config = model.config.get_text_config(decoder=True)
         self.device: torch.device = model.device
         self.context: int = context_length(self.config)

@@ -48,6 +48,8 @@ class MethodConfig:
     """Folder or Hub name of a saved draft."""
     device: str = ""
     """Device of the draft, such as cpu or cuda:1; empty: the target's."""
+    dtype: str = ""
+    """Number type of the draft, such as bfloat16; empty: the target's. It changes what is drafted, never the output."""
     k: Annotated[int, at_least(0, MAX_DRAFT_LENGTH)] = 0
     """Tokens, or levels of a tree, drafted per round; 0 takes the setting `k`."""
     layers: CountOrZero = 0

@@ -94,10 +94,14 @@ def build_draft(m: MethodConfig, target: Target, dtype: str) -> Draft:
 def _build_draft_alone(m: MethodConfig, target: Target, dtype: str) -> Draft:
     shape = tree_shape(m.tree)
     if m.alpha:
-        cost = load_draft(m.draft, target, m.device or None, dtype) if m.draft else None
+        cost = load_draft(m.draft, target, m.device or None, m.dtype or dtype) if m.draft else None
         return SimulatedDraft(m.alpha, target.decoder.vocab_size, cost)
     if m.draft:
-        return load_draft(m.draft, target, m.device or None, dtype, shape)
+        return load_draft(m.draft, target, m.device or None, m.dtype or dtype, shape)
+    if m.dtype:
+        raise UserError(
+            f"method {m.name!r} has no `draft` whose dtype could be {m.dtype!r}: leave `dtype` out"
+        )
     draft = create_draft(m.name, target, m.layers, shape)
     if draft is not None:
         return draft

@@ -37,8 +37,8 @@ class TransformersEngine:
         self.lookup = method.k if method is not None and isinstance(method.draft, NgramDraft) else 0
         if method is not None and not self.lookup:
             assert isinstance(method.draft, CausalDraft)
-            path = next(m.draft for m in s.methods if m.name == method.name)
-            assistant = load_model(path, "draft", str(model.device), s.dtype)
+            own = next(m for m in s.methods if m.name == method.name)
+            assistant = load_model(own.draft, "draft", str(model.device), own.dtype or s.dtype)
             config = assistant.generation_config
             config.num_assistant_tokens = method.k
             config.num_assistant_tokens_schedule = "constant"

@@ -281,6 +281,8 @@ def _setup_table(methods: Sequence[ReportEntry]) -> Table:
         shown = {**m, "draft_sha256": (m["draft_sha256"] or "")[:12] + altered or None}
         if paths := (m["tree"] or {}).get("paths"):
             shown["tree"] = f"fixed, {len(paths)} nodes"
+        if m.get("draft_dtype", m["dtype"]) != m["dtype"]:
+            shown["dtype"] = f"{m['dtype']}, draft {m['draft_dtype']}"
         if lookup := m.get("lookup"):
             own = m["draft"] or m["name"]
             shown["draft"] = f"{own}, after {lookup['name']} from {lookup['min_match']} tokens on"

@@ -32,7 +32,7 @@ FIELDS = {
 }  # fmt: skip
 ADDED = {
     "domain", "finish", "tokens_after_eos", "failed", "quality", "simulated", "mean_output_tokens", "histogram",
-    "draft_altered", "lookup",
+    "draft_altered", "draft_dtype", "lookup",
     "prefill", "decode",
 }  # fmt: skip
 INNER = {
@@ -573,19 +573,26 @@ def test_a_lookup_before_a_draft_is_a_method_of_its_own(
     """Bug: the lookup is dropped, its tokens are not the target's, or its numbers pass for those of the draft alone."""
     alone = {"name": "causal", "draft": str(world.draft)}
     both = {**alone, "name": "causal+ngram", "lookup": "ngram", "min_match": 1}
+    both["dtype"] = "bfloat16"
     done = evaluate("--methods", json.dumps([alone, both]), "--max_new_tokens", 24)
     assert done.code == 0, done.err
     report = report_of(tmp_path / "out")
     entries = {m["name"]: m for m in report["methods"] if m["task"] == "all"}
     assert entries["causal+ngram"]["lookup"] == {"name": "ngram", "min_match": 1}
     assert entries["causal"]["lookup"] is entries["plain"]["lookup"] is None
+    assert [entries[n]["draft_dtype"] for n in ("causal", "causal+ngram")] == [
+        "float32",
+        "bfloat16",
+    ]
     assert entries["causal+ngram"]["lossless"]["greedy_identical"] is True
     counts = [entries[name]["counts"] for name in ("causal", "causal+ngram")]
     assert counts[0] != counts[1]
     sha = entries["causal+ngram"]["draft_sha256"]
     assert sha == entries["causal"]["draft_sha256"] == draft_sha256(str(world.draft))
     assert {m["name"] for m in draft_entries(report, sha)} == {"causal"}
-    assert "after ngram from 1 tokens on" in (tmp_path / "out" / "report.md").read_text()
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "after ngram from 1 tokens on" in text
+    assert "float32, draft bfloat16" in text
 
 
 @pytest.mark.slow
@@ -672,6 +679,8 @@ def test_an_unknown_setting_ends_the_process_with_2(world: World, tmp_path: Path
         (["--methods", "[{name: s, alpha: [0.5]}]", "--temperatures", "[1.0]"], "temperature"),
         (["--methods", "[{name: s, alpha: [0.5], lookup: ngram}]"], "no lookup"),
         (["--methods", "[{name: ngram, lookup: suffix}]"], "no model for a lookup"),
+        (["--methods", "[{name: ngram, dtype: bfloat16}]"], "dtype"),
+        (["--methods", "[{name: causal, draft: x, dtype: fp8}]"], "fp8"),
         (["--methods", "[{name: early-exit, layers: 1, lookup: n-gram}]"], "ngram or suffix"),
         (
             ["--methods", "[{name: early-exit, layers: 1, lookup: ngram, min_match: 0}]"],
