@@ -273,7 +273,7 @@ def missing_parts(family: DraftFamily, configs: list[dict[str, Any]]) -> list[st
     unknown = getattr(trainer, "settings", frozenset()) - {f.name for f in fields(DraftConfig)}
     missing += [f"setting {name}" for name in sorted(unknown)]
     config = tiny_model("llama", num_hidden_layers=8).config
-    s = DraftConfig(family.name, layers=[0] if family.name == "causal" else [])
+    s = DraftConfig(family.name, layers=[0] if family.name in ("causal", "pard") else [])
     try:
         shape = trainer.draft_shape(s, config, config.vocab_size)
         load = StepWorkload(1, 8, 8, 8, 8, 1)
@@ -344,5 +344,5 @@ def test_bad_names_are_refused() -> None:
         register_family(BIGRAM)
     with pytest.raises(UserError, match="load"):
         register_family(DraftFamily("nothing"))
-    with pytest.raises(UserError, match="choose one of causal, medusa"):
+    with pytest.raises(UserError, match="choose one of causal, pard, medusa"):
         DraftConfig("eagle4")

@@ -15,6 +15,7 @@ from decode.checkpoints import importers
 from decode.common.errors import UserError
 from decode.drafts import causal, eagle, medusa
 from decode.drafts.base import Draft, check_saved_draft, read_metadata
+from decode.drafts.blocks import pard
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.ngram import NgramDraft
 from decode.drafts.suffix import SuffixDraft
@@ -115,6 +116,16 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
                 tensorrt_llm="DraftTarget",
                 tensorrt_llm_options=("disable_overlap_scheduler: true",),
                 transformers=True,
+            ),
+        ),
+        DraftFamily(
+            "pard",
+            load=pard.load,
+            trainer="train.families.blocks.pard:Pard",
+            engines=EngineMethods(
+                vllm="draft_model",
+                vllm_options={"parallel_drafting": True},
+                vllm_versions="0.32, in its runner V1",
             ),
         ),
         DraftFamily(
@@ -272,5 +283,6 @@ def draft_family(path: str) -> str:
     folder = importers.resolve_folder(path)
     family = read_metadata(folder).get("family")
     if family is None and (Path(folder) / "config.json").is_file():
-        return importers.detect_family(importers.tensor_files(folder))
+        family = importers.detect_family(importers.tensor_files(folder))
+        return "pard" if family == "causal" and pard.is_pard(folder) else family
     return family or "causal"  # its loader reports what is missing

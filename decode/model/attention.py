@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ class ForwardContext:
     """
 
     slots: SlotMapping | None = None
-    documents: "DocumentMask | None" = None
+    mask: "TrainingMask | None" = None
     split_kv: bool = False
 
 
@@ -59,6 +59,13 @@ def forward_context(slots: SlotMapping) -> Iterator[None]:
         CONTEXT.slots = None
 
 
+class TrainingMask(Protocol):
+    """Which of the T positions of a training batch attend to which."""
+
+    def mask(self, window: int | None, groups: int) -> torch.Tensor:
+        """[B, 1, groups * T, T] bool, True = attend, within a layer's sliding window (None: it has none)."""
+
+
 class DocumentMask:
     """Masks for texts packed into one line of a training batch: a token attends to earlier ones of its own text."""
 
@@ -82,11 +89,18 @@ def packed_documents(numbers: torch.Tensor | None) -> Iterator[None]:
 
     None: each line of the batch is one text.
     """
-    CONTEXT.documents = None if numbers is None else DocumentMask(numbers)
+    with masked_by(None if numbers is None else DocumentMask(numbers)):
+        yield
+
+
+@contextmanager
+def masked_by(mask: TrainingMask | None) -> Iterator[None]:
+    """While the block runs, attention outside `forward_context` is masked by `mask`; None: it is causal."""
+    CONTEXT.mask = mask
     try:
         yield
     finally:
-        CONTEXT.documents = None
+        CONTEXT.mask = None
 
 
 def _causal_mask(count: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -111,8 +125,8 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, T, D], key [B, Hkv, S, D] and value [B, Hkv, S, Dv] -> ([B, T, H, Dv], None).
 
-    Outside `forward_context` (training) attention is causal over the given keys, and within `packed_documents` over
-    those of the same text: no token attends to right padding after it.
+    Outside `forward_context` (training) attention is causal over the given keys, or as `masked_by` says: no token
+    attends to right padding after it.
     UserError for an attention mask: none is built for this attention name, so the model made one of its own, which
     would be ignored.
     """
@@ -121,12 +135,12 @@ def attention_forward(
             f"{type(module).__name__} masks its attention by itself, and that mask would be lost"
         )
     slots = CONTEXT.slots
-    documents = None if slots is not None else CONTEXT.documents
+    given = None if slots is not None else CONTEXT.mask
     rows, heads, count, width = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
     plain = softcap is None and s_aux is None
-    causal = documents is None and (slots is None or slots.is_prefill)
+    causal = given is None and (slots is None or slots.is_prefill)
     if causal and plain and (sliding_window is None or sliding_window >= count):
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
@@ -142,8 +156,8 @@ def attention_forward(
             packed, key, value, metadata, scale, softcap, s_aux
         )
     else:
-        if documents is not None:
-            mask = documents.mask(sliding_window, groups)
+        if given is not None:
+            mask = given.mask(sliding_window, groups)
         elif slots is None or slots.is_prefill:
             mask = _causal_mask(count, sliding_window, query.device).repeat(groups, 1)[None, None]
         else:

@@ -95,13 +95,13 @@ class LMHead:
         for name in ("weight", "bias") if own.bias is not None else ("weight",):
             value = getattr(own, name).detach().to(device, dtype)
             setattr(linear, name, torch.nn.Parameter(value, requires_grad=False))
-        self.layers = torch.nn.ModuleList([linear])
-        patch_linear_layers(self.layers)
+        holder = torch.nn.ModuleDict({"head": linear})
+        patch_linear_layers(holder)
+        self.linear: torch.nn.Linear = holder["head"]  # type: ignore[assignment]
         self.transform = LogitTransform(model)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        linear = self.layers[0]
-        return self.transform(linear(states.to(linear.weight.dtype)))
+        return self.transform(self.linear(states.to(self.linear.weight.dtype)))
 
 
 class HiddenStateBuffer:

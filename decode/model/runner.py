@@ -117,14 +117,19 @@ class ModelRunner:
         return logits
 
     def step(
-        self, tokens: torch.Tensor, base: torch.Tensor, nodes: TreeNodes | None = None
+        self,
+        tokens: torch.Tensor,
+        base: torch.Tensor,
+        nodes: TreeNodes | None = None,
+        last: int = 0,
     ) -> torch.Tensor:
         """Logits [B, T, V] of tokens [B, T] that come after the first `base` [B] slots of each row.
 
-        The tokens are a chain, or the given nodes of a token tree.
+        The tokens are a chain, or the given nodes of a token tree. With `last` only as many tokens at the end get
+        logits.
         """
         self.cache.slots.set_positions(base, tokens.shape[1], nodes=nodes)
-        return self._forward(tokens)
+        return self._forward(tokens, last)[:, -last:]
 
     def compact_kv_cache(self, base: torch.Tensor, path: torch.Tensor) -> None:
         """Moves the K/V of the accepted nodes `path` [B, P] of a tree with its root at slot `base` [B] to its front."""
@@ -146,7 +151,7 @@ class ModelRunner:
         shorter.model = with_layers(self.model, range(count))
         return shorter
 
-    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _forward(self, tokens: torch.Tensor, last: int = 0) -> torch.Tensor:
         # Drafted tokens beyond the context get its last position; whether they are accepted is never used.
         position = self.cache.slots.position.clamp_max(self.context - 1)
         if self.vocab_size > self.embedding_rows:
@@ -157,6 +162,7 @@ class ModelRunner:
                 position_ids=position,
                 past_key_values=self.cache,
                 use_cache=True,
+                **({"logits_to_keep": last} if last else {}),
             ).logits
         if self.hidden_state_hooks is not None:
             self.features = self.hidden_state_hooks.states()

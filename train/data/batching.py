@@ -35,6 +35,7 @@ class Batch:
     documents: Tensor | None = (
         None  # [B, T] int64, number of the row that each token belongs to; None: unpacked
     )
+    draw: int = 0  # number of the step, which seeds what a family draws anew for each row
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`."""

@@ -124,22 +124,28 @@ class TrainableCausal(TrainableDraft):
         self.tokenizer = target.tokenizer
         self.teacher = context.teacher(None)
         ids, self.metadata = init_vocabulary(context)
-        head, criterion = self.teacher.head, context.criterion()
-        self.model: CausalTrainer = CausalTrainer(self.lm, head, criterion, ids)
+        self.ids = ids
+        self.model = self.make_trainer(context, self.teacher.head, ids)
         self.muon_parameters = matrix_parameters(layer_stack(self.lm))
+
+    def make_trainer(
+        self, context: FamilyContext, head: Callable[[Tensor], Tensor], ids: Tensor | None
+    ) -> nn.Module:
+        """The module that computes the loss; `head` gives the target's logits of the teacher's rows."""
+        return CausalTrainer(self.lm, head, context.criterion(), ids)
 
     def to_draft(self) -> Draft:
         return CausalDraft(self.language_model())
 
     def language_model(self) -> ModelRunner:
-        return ModelRunner(self.lm, ids=self.model.ids)
+        return ModelRunner(self.lm, ids=self.ids)
 
     def save(self, folder: Path) -> None:
         if self.adapters is None:
             self.lm.save_pretrained(folder, safe_serialization=True)
         else:
             self.adapters.save(folder)
-        draft_vocab.save_ids(folder, self.model.ids)
+        draft_vocab.save_ids(folder, self.ids)
         self.tokenizer.save_pretrained(folder)
 
 
@@ -226,7 +232,7 @@ def build_causal_lm(s: DraftConfig, target: Target, device: str) -> Any:
     if s.init_config:
         return random_init(s.init_config, target).to(device)
     family = read_metadata(s.init).get("family", "causal")
-    if family != "causal":
+    if family not in ("causal", s.family):
         raise UserError(
             f"draft.init {s.init!r} holds heads of family {family!r}: set draft.family to that, or give a small LM"
         )

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from decode.common.errors import UserError
-from decode.common.ranges import CountOrZero, at_least
+from decode.common.ranges import CountOrZero, Share, at_least
 from decode.drafts.registry import DRAFT_FAMILIES
 
 
@@ -18,18 +18,18 @@ class DraftConfig:
     }
 
     family: str = "causal"
-    """causal: a small language model. medusa, eagle1 and eagle3: heads on the target's hidden states. medusa2: Medusa
-    heads trained together with the target."""
+    """causal: a small language model; pard: one that drafts a block in one pass. medusa, eagle1, eagle3: heads on the
+    target's hidden states. medusa2: Medusa heads trained together with the target."""
     init: str = ""
-    """causal: folder or Hub name of a small language model with the target's tokenizer. Heads: folder of a draft whose
-    training to continue."""
+    """causal, pard: folder or Hub name of a small language model with the target's tokenizer. Heads: folder of a draft
+    whose training to continue."""
     layers: list[CountOrZero] = field(default_factory=list)
-    """causal, instead of init: layers of the target that become the draft, such as [0, 11]."""
+    """causal, pard, instead of init: layers of the target that become the draft, such as [0, 11]."""
     init_config: dict[str, Any] = field(default_factory=dict)
-    """causal, instead of init: random weights, with these changes to the target's config, such as {hidden_size: 512,
-    num_hidden_layers: 4}."""
+    """causal, pard, instead of init: random weights, with these changes to the target's config, such as {hidden_size:
+    512, num_hidden_layers: 4}."""
     lora_rank: Annotated[int, at_least(0, 4096)] = 0
-    """causal: rank of LoRA adapters on all linear layers, which alone are trained; 0: all weights are trained."""
+    """causal, pard: rank of LoRA adapters on all linear layers, which alone are trained; 0: all weights are trained."""
     heads: Annotated[int, at_least(1, 64)] = 4
     """medusa: number of heads, which is the number of tokens drafted at once."""
     head_layers: Annotated[int, at_least(0, 64)] = 1
@@ -39,8 +39,8 @@ class DraftConfig:
     steps: Annotated[int, at_least(1, 64)] = 7
     """eagle3: how many times each slot is run in training (training-time test)."""
     vocab: CountOrZero | None = None
-    """causal, eagle3: size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the
-    target; null: all for causal, 32,000 for eagle3."""
+    """causal, pard, eagle3: size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of
+    the target; null: 32,000 for eagle3, else all."""
     taps: list[CountOrZero] = field(default_factory=list)
     """eagle3: layers whose input hidden states are read; empty: 2, L/2 and L-3 of L layers, which every engine
     assumes."""
@@ -51,6 +51,15 @@ class DraftConfig:
     )
     """eagle3: norms added to the published network, by their names in config.json: fc_norm and norm_output are those of
     EAGLE-3.1. vLLM and SGLang read them."""
+
+    block: Annotated[int, at_least(1, 64)] = 8
+    """pard: tokens drafted in one pass."""
+    retention: Share = 0.7
+    """pard: share of the anchors of one depth that are trained at the next one too (conditional drop)."""
+    min_retention: Share = 0.2
+    """pard: share of a text's positions that are trained at every depth at least."""
+    mask_token: CountOrZero | None = None
+    """pard: id of the token that stands for one not drafted yet; null: the one that answers have least often."""
 
     def __post_init__(self) -> None:
         trained = [family.name for family in DRAFT_FAMILIES.values() if family.trainer]

@@ -223,7 +223,7 @@ def train_step(
     tokens = batching.supervised_token_count(rows)
     rank_rows = batching.rank_slice(accelerator.process_index, world, rows)
     waited = time.perf_counter() - began
-    sums = _accumulate_gradients(training, rank_rows, s.micro_batch, world / tokens, s.pack)
+    sums = _accumulate_gradients(training, rank_rows, s, world / tokens, step)
     norm = accelerator.clip_grad_norm_(training.model.parameters(), s.clip)
     received = stop is not None and stop.received > 0
     values = _reduce_metrics(accelerator, {**sums, "stop": float(received)}, norm)
@@ -298,7 +298,7 @@ def _diverged(what: str, out: Path) -> UserError:
 
 
 def _accumulate_gradients(
-    training: Training, rows: Sequence[SampleRow], micro_batch: int, scale: float, pack: bool
+    training: Training, rows: Sequence[SampleRow], s: LoopConfig, scale: float, step: int
 ) -> dict[str, torch.Tensor]:
     """Runs forward and backward of every micro-batch; returns this rank's detached sums.
 
@@ -309,10 +309,11 @@ def _accumulate_gradients(
     rows = sorted(
         rows, key=lambda row: len(row["input_ids"])
     )  # rows of similar length need the least padding
-    make_batch = batching.pack if pack else batching.collate
-    for at in range(0, len(rows), micro_batch):
-        batch = make_batch(rows[at : at + micro_batch], pad_id=0).to(accelerator.device)
-        last = at + micro_batch >= len(rows)
+    make_batch = batching.pack if s.pack else batching.collate
+    for at in range(0, len(rows), s.micro_batch):
+        batch = make_batch(rows[at : at + s.micro_batch], pad_id=0).to(accelerator.device)
+        batch.draw = step
+        last = at + s.micro_batch >= len(rows)
         # ranks exchange gradients once a step, with the last micro-batch
         accelerator.sync_gradients = last  # DeepSpeed updates the weights where this is set
         with contextlib.nullcontext() if last else accelerator.no_sync(model):

@@ -28,6 +28,7 @@ K, LENGTH, TAPS = 3, 1 + 6 * 4, [0, 1, 2]
 """The first token comes with the prompt; a perfect draft gives the rest in 6 rounds of 4."""
 DRAFTS: dict[str, DraftConfig] = {
     "causal": DraftConfig(layers=[0]),
+    "pard": DraftConfig("pard", layers=[0], block=K, retention=1.0),
     "medusa": DraftConfig("medusa", heads=K),
     "eagle1": DraftConfig("eagle1"),
     "eagle3": DraftConfig("eagle3", steps=K, vocab=60, taps=TAPS),
@@ -89,6 +90,7 @@ def test_the_conversation_is_varied() -> None:
     [
         "causal",
         "medusa",
+        "pard",
         pytest.param("eagle1", marks=slow),
         pytest.param("eagle3", marks=slow),
         pytest.param("whole", marks=slow),

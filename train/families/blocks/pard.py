@@ -1,0 +1,149 @@
+"""PARD in training: a small language model learns to read mask tokens (An et al., arXiv 2504.18583)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from decode.common.errors import UserError
+from decode.drafts.base import Draft
+from decode.drafts.blocks.pard import MASK_FIELD, PardDraft
+from decode.model import attention
+from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LogitTransform
+from decode.model.runner import logits_only_at
+from train.data import vocab_mapping
+from train.data.batching import Batch
+from train.families.base import FamilyContext, TrainableDraft
+from train.families.blocks.block_loss import BlockLoss
+from train.families.blocks.slots import BlockMask, BlockSlots, Retention, draw_depths
+from train.families.causal import Causal, CausalShape, TrainableCausal
+from train.families.config import DraftConfig
+from train.families.model_sizes import DraftShape, StepWorkload
+from train.teacher.live import TeacherOutput
+
+
+class Pard(Causal):
+    """Trains a small language model to draft a block in one pass, from the same weights as a causal draft."""
+
+    settings = Causal.settings | {"block", "retention", "min_retention", "mask_token"}
+    description = "a small language model that drafts in parallel (PARD)"
+    hub_tag = "pard"
+    decodes_alone = False
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        return TrainablePard(context)
+
+    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
+        counts = Retention(s.retention, s.min_retention).counts(1000, s.block)
+        fields = vars(super().draft_shape(s, target_config, vocab))
+        return PardShape(**fields, slots_per_token=sum(counts) / 1000)
+
+
+@dataclass(frozen=True)
+class PardShape(CausalShape):
+    """Sizes of a PARD draft in training: all its layers are passed by `slots_per_token` slots for every token."""
+
+    slots_per_token: float = 1.0
+
+    def activation_bytes(self, target: Any, load: StepWorkload, scale: int) -> int:
+        return int(self.slots_per_token * super().activation_bytes(target, load, scale))
+
+    def attention_flops(self, load: StepWorkload) -> float:
+        return self.slots_per_token**2 * super().attention_flops(load)
+
+
+class TrainablePard(TrainableCausal):
+    """A PARD draft in training; its config.json names the mask token."""
+
+    def make_trainer(
+        self, context: FamilyContext, head: Callable[[Tensor], Tensor], ids: Tensor | None
+    ) -> nn.Module:
+        s = context.config.draft
+        self.mask_token = choose_mask_token(s, self.lm, context)
+        setattr(self.lm.config, MASK_FIELD, self.mask_token)
+        self.lm.config.spd_type = "pard"
+        return PardTrainer(self.lm, self.mask_token, context, head, ids)
+
+    def to_draft(self) -> Draft:
+        return PardDraft(self.language_model(), self.mask_token)
+
+
+class PardTrainer(nn.Module):
+    """The loss of the blocks of a batch: one pass over the text and the masks of all its blocks."""
+
+    def __init__(
+        self,
+        lm: Any,
+        mask_token: int,
+        context: FamilyContext,
+        head: Callable[[Tensor], Tensor],
+        ids: Tensor | None,
+    ):
+        super().__init__()
+        s = context.config.draft
+        self.lm, self.mask_token, self.block = lm, mask_token, s.block
+        self.retention = Retention(s.retention, s.min_retention)
+        self.finish = LogitTransform(lm)
+        self.ids: Tensor | None
+        self.register_buffer("ids", ids, persistent=False)
+        vocab = lm.get_output_embeddings().weight.shape[0]
+        self.loss = BlockLoss(
+            context.criterion(), context.config.weights, head, self.project, ids, s.block, vocab
+        )
+
+    def project(self, states: Tensor) -> Tensor:
+        """Logits [N, Vd] of final hidden states [N, H]."""
+        head, ids = self.lm.get_output_embeddings(), self.ids
+        if ids is None:
+            return self.finish(head(states))
+        bias = None if head.bias is None else head.bias[ids]
+        return self.finish(F.linear(states, head.weight[ids], bias))
+
+    def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
+        depths = draw_depths(batch, self.block, self.retention)
+        slots = BlockSlots(batch, depths, self.block)
+        masks = torch.full_like(slots.anchor, self.mask_token)
+        hooks = HiddenStateHooks(self.lm, HiddenStateSpec(final=True))
+        try:
+            with (
+                logits_only_at(self.lm, lambda hidden: hidden[:, :0]),
+                attention.masked_by(BlockMask(slots)),
+            ):
+                self.lm(
+                    input_ids=torch.cat([batch.input_ids, masks], 1),
+                    position_ids=slots.positions,
+                    use_cache=False,
+                )
+            states = hooks.states()
+        finally:
+            hooks.remove()
+        line, column, anchor, depth = slots.supervised
+        row = anchor + depth
+        block = line * depths.shape[1] + anchor
+        teacher, label = output.head_inputs[line, row], batch.input_ids[line, row + 1]
+        return self.loss(teacher, states[line, column], label, block, depth)
+
+
+def choose_mask_token(s: DraftConfig, lm: Any, context: FamilyContext) -> int:
+    """draft.mask_token; that of the PARD draft in draft.init; else the token that answers have least often.
+
+    Of several the last one, so that a row of the embedding that no token uses comes first. UserError for an id outside
+    the vocabulary or one that the draft continues with another.
+    """
+    size = lm.get_input_embeddings().weight.shape[0]
+    saved = getattr(lm.config, MASK_FIELD, None)
+    if s.mask_token is not None and not 0 <= s.mask_token < size:
+        raise UserError(f"draft.mask_token {s.mask_token}: name a token of 0 … {size - 1}")
+    if saved is not None:
+        if s.mask_token not in (None, saved):
+            raise UserError(
+                f"draft.mask_token is {s.mask_token}, and the draft in draft.init has {saved}: leave it out"
+            )
+        return int(saved)
+    if s.mask_token is not None:
+        return s.mask_token
+    counts = vocab_mapping.count_tokens(context.rows, size)
+    return size - 1 - int(counts.flip(0).argmin())

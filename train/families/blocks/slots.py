@@ -1,0 +1,116 @@
+"""The slots of a batch of block drafts: anchors, depths, and which slot attends to which.
+
+A block has an anchor a, the last token that is known, and depths 0, 1, …: the slot at depth d stands at position a + d
+and predicts token a + d + 1. Depth 0 reads the anchor itself, deeper slots a mask token. Training all depths at every
+position would cost K times the text; conditional drop (COD, An et al. 2504.18583) trains depth d at a share
+max(r^d, least) of the anchors, always a subset of those of depth d - 1, whose keys a slot needs.
+"""
+
+import math
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from train.data.batching import Batch
+from train.families.alignment import target_run_length
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How many anchors keep a depth: the share max(ratio^depth, least) of a row's supervised positions."""
+
+    ratio: float
+    least: float
+
+    def counts(self, anchors: int, depths: int) -> list[int]:
+        """Anchors that are trained at each depth, of `anchors` at depth 0."""
+        shares = [max(self.ratio**d, self.least) if d else 1.0 for d in range(depths)]
+        return [math.ceil(anchors * share) for share in shares]
+
+
+def draw_depths(batch: Batch, depths: int, retention: Retention) -> Tensor:
+    """[B, T] int64: at how many depths each position is trained as an anchor; 0: it is none.
+
+    Position a is an anchor if the target wrote token a + 1, and is trained at depth d only if it wrote all tokens up to
+    a + d + 1. Which anchors keep a depth is a function of the row's id and `batch.draw`: packing, the number of
+    processes and a resumed run change nothing.
+    """
+    written = target_run_length(batch.loss_mask, batch.documents)
+    drawn = torch.zeros(written.shape, dtype=torch.int64)
+    anchors = (written > 0).cpu()
+    numbers = None if batch.documents is None else batch.documents.cpu()
+    for i, (line, _) in enumerate(batch.starts):
+        own = anchors[line] if numbers is None else anchors[line] & (numbers[line] == i)
+        places = own.nonzero()[:, 0]
+        seed = zlib.crc32(f"{batch.ids[i]}:{batch.draw}".encode())
+        order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
+        kept = torch.zeros(len(places), dtype=torch.int64)
+        for count in retention.counts(len(places), depths):
+            kept[:count] += 1
+        drawn[line, places[order]] = kept
+    return torch.minimum(drawn.to(written.device), written)
+
+
+class BlockSlots:
+    """The slots of one batch: depth 0 at every token, then `count` columns of deeper slots.
+
+    Rows with fewer deeper slots than others are filled up with ones that are not `valid`.
+    """
+
+    def __init__(self, batch: Batch, depths: Tensor, size: int):
+        """`depths` [B, T] as `draw_depths` returns it, for blocks of `size` depths."""
+        self.batch, self.depths = batch, depths
+        deeper = depths[..., None] > torch.arange(1, size, device=depths.device)  # [B, T, size - 1]
+        flat = deeper.flatten(1)
+        count = max(1, int(flat.sum(1).max()))
+        index = (~flat).long().argsort(dim=1, stable=True)[:, :count]
+        self.anchor = index // max(1, size - 1)  # [B, M] index of the token in its line
+        self.depth = index % max(1, size - 1) + 1  # [B, M] from 1 on
+        self.valid = flat.gather(1, index)  # [B, M]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[B, T + M]: position of each slot in its text."""
+        rows = len(self.depths)
+        real = self.batch.positions().expand(rows, -1)
+        return torch.cat([real, real.gather(1, self.anchor) + self.depth], 1)
+
+    @cached_property
+    def supervised(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(line, column, anchor, depth), each [N]: all trained slots, `column` among the T + M of a line."""
+        line, token = (self.depths > 0).nonzero(as_tuple=True)
+        deep_line, deep = self.valid.nonzero(as_tuple=True)
+        length = self.depths.shape[1]
+        return (
+            torch.cat([line, deep_line]),
+            torch.cat([token, deep + length]),
+            torch.cat([token, self.anchor[deep_line, deep]]),
+            torch.cat([torch.zeros_like(token), self.depth[deep_line, deep]]),
+        )
+
+
+class BlockMask:
+    """Which of T + M slots each of them attends to: the tokens up to its anchor, and its own block up to itself."""
+
+    def __init__(self, slots: BlockSlots):
+        length = slots.depths.shape[1]
+        tokens = torch.arange(length, device=slots.anchor.device).expand(len(slots.depths), -1)
+        anchor = torch.cat([tokens, slots.anchor], 1)  # [B, T + M]
+        visible = anchor[..., None] >= tokens[:, None]
+        if (numbers := slots.batch.documents) is not None:
+            visible &= numbers.gather(1, anchor)[..., None] == numbers[:, None]
+        depth = torch.cat([torch.zeros_like(tokens), slots.depth], 1)
+        own = anchor[..., None] == slots.anchor[:, None]
+        own &= depth[..., None] >= slots.depth[:, None]
+        self.visible = torch.cat([visible, own], 2)  # [B, T + M, T + M]
+        self.positions = slots.positions
+
+    def mask(self, window: int | None, groups: int) -> Tensor:
+        """[B, 1, groups * (T + M), T + M] bool, True = attend; within `window` positions."""
+        allow = self.visible
+        if window is not None:
+            allow = allow & (self.positions[..., None] - self.positions[:, None] < window)
+        return allow.repeat(1, groups, 1)[:, None]
