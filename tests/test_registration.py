@@ -318,12 +318,12 @@ def test_missing_parts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert missing_parts(family, distill_configs()) == ["trainer"]
     family = replace(BIGRAM, load=None, trainer=f"{__name__}:Unfinished")
     monkeypatch.setitem(DRAFT_FAMILIES, "bigram", family)
-    parts = ["loader", "description", "hub_tag", "setting depth", "sizes"]
+    parts = ["loader", "description", "hub_tag", "setting levels", "sizes"]
     assert missing_parts(family, distill_configs()) == [*parts, *forgotten]
 
 
 class Unfinished(FamilyTrainer):
-    settings = frozenset({"depth"})
+    settings = frozenset({"levels"})
 
 
 def test_every_setting_is_read_by_a_family() -> None:

@@ -81,13 +81,17 @@ def resolve_folder(name: str) -> str:
 
 
 def detect_family(names: Iterable[str]) -> str:
-    """The family with tensors of these names: medusa, eagle1, eagle3, or causal for all others.
+    """The family with tensors of these names: medusa, eagle1, eagle3, dflash, dspark, or causal for all others.
 
-    UserError for P-EAGLE and DFlash, which are not supported.
+    UserError for P-EAGLE, which is not supported.
     """
-    names = set(names)
-    if "mask_hidden" in names or "hidden_norm.weight" in names:
-        raise UserError("the tensors are those of P-EAGLE or DFlash, which are not supported")
+    names = {name.removeprefix("model.") for name in names}
+    if "mask_hidden" in names:
+        raise UserError("the tensors are those of P-EAGLE, which is not supported")
+    if "markov_head.markov_w1.weight" in names:
+        return "dspark"
+    if "hidden_norm.weight" in names:
+        return "dflash"
     if any(re.fullmatch(r"(model\.)?(layers\.0|midlayer)\.hidden_norm\.weight", n) for n in names):
         return "eagle3"
     if any(canonical_medusa_name(name) for name in names):
@@ -165,6 +169,10 @@ def read_checkpoint(path: str) -> DraftCheckpoint:
     try:
         if family == "medusa":
             return DraftCheckpoint(family, *_canonical_medusa(config, tensors))
+        if family in ("dflash", "dspark"):
+            return DraftCheckpoint(
+                family, _dflash_config(config), _canonical_dflash_tensors(tensors)
+            )
         if family == "eagle1":
             return DraftCheckpoint(
                 family, _eagle1_config(config), _canonical_eagle_tensors(tensors)
@@ -242,6 +250,45 @@ def _check_single_layer(config: Mapping[str, Any]) -> None:
         raise UserError(
             f"EAGLE with a layer of type {config['model_type']!r}: only Llama's is supported"
         )
+
+
+# ---- DFlash ----
+
+
+def _dflash_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat config with sizes, capture ids and the mask token where our module looks for them."""
+    flat = dict(config)
+    if "transformer_layer_config" in config:
+        flat = {**config, **config["transformer_layer_config"]}
+        flat["draft_vocab_size"] = config.get("draft_vocab_size")
+    nested = dict(flat.get("dflash_config") or {})
+    if nested.get("causal") or flat.get("is_causal"):
+        raise UserError(
+            "a DFlash draft with causal blocks (JetSpec): only bidirectional ones are supported"
+        )
+    if "sliding_attention" in (flat.get("layer_types") or []):
+        raise UserError("a DFlash draft with sliding layers: only full attention is supported")
+    outputs = nested.get("target_layer_ids") or flat.get("target_layer_ids") or ()
+    layers = flat.get("eagle_aux_hidden_state_layer_ids") or flat.get("aux_hidden_state_layer_ids")
+    if "mask_token_id" not in nested:
+        nested["mask_token_id"] = flat["mask_token_id"]
+    return flat | {
+        "dflash_config": nested,
+        "block_size": int(flat.get("block_size") or nested["block_size"]),
+        "eagle_aux_hidden_state_layer_ids": list(layers or layouts.output_to_capture(outputs)),
+        "draft_vocab_size": flat.get("draft_vocab_size") or flat["vocab_size"],
+        "target_hidden_size": flat.get("target_hidden_size") or flat["hidden_size"],
+    }
+
+
+def _canonical_dflash_tensors(tensors: Tensors) -> Tensors:
+    """The tensors without copies of the target's embedding and buffers that can be computed."""
+    renamed = {name.removeprefix("model."): value for name, value in tensors.items()}
+    return {
+        name: value
+        for name, value in renamed.items()
+        if "rotary_emb." not in name and not name.startswith(("verifier_", "embed_tokens."))
+    }
 
 
 # ---- Medusa ----

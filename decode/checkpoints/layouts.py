@@ -18,6 +18,7 @@ from decode.common.files import read_json_object
 from decode.model.compatibility import rope_configs
 
 WEIGHTS_FILE = "model.safetensors"
+EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Norms that variants of EAGLE-3 add, by their names in config.json; EAGLE-3 itself has none of them."""
 
@@ -109,7 +110,7 @@ def eagle3_config(
     `norms` are those of NORM_FLAGS that it has.
     """
     config = eagle_config(target, vocab, width) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [EAGLE3_ARCHITECTURE],
         "draft_vocab_size": draft_vocab,
         # Engines have different defaults for them.
         **{name: name in norms for name in NORM_FLAGS},
@@ -118,6 +119,45 @@ def eagle3_config(
         target.num_hidden_layers
     )
     return config if default else config | aux_layer_fields(layers)
+
+
+def dflash_config(
+    target: Any,
+    vocab: int,
+    draft_vocab: int,
+    layers: Sequence[int],
+    depth: int,
+    block_size: int,
+    mask_token: int,
+    markov_rank: int = 0,
+) -> dict[str, Any]:
+    """config.json of a DFlash draft of `depth` layers that reads the states entering `layers` (capture ids).
+
+    With `markov_rank` it is DSpark. Causality is written out: vLLM takes layers for causal where a config is silent.
+    """
+    config = eagle_config(target, vocab) | {
+        "architectures": ["DSparkDraftModel" if markov_rank else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": depth,
+        "num_target_layers": target.num_hidden_layers,
+        "draft_vocab_size": draft_vocab,
+        "block_size": block_size,
+        "dflash_config": {
+            "mask_token_id": mask_token,
+            "target_layer_ids": list(capture_to_output(layers)),
+            "causal": False,
+        },
+        "eagle_aux_hidden_state_layer_ids": list(layers),
+    }
+    if not markov_rank:
+        return config
+    return config | {
+        "markov_rank": markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "sample_from_anchor": True,
+    }
 
 
 def aux_layer_fields(layers: Sequence[int] | None) -> dict[str, Any]:
@@ -195,7 +235,7 @@ def save_heads(
     """
     name = str(dtype).removeprefix("torch.")
     tensors = {key: value.detach().to("cpu", dtype) for key, value in net.state_dict().items()}
-    if "draft_vocab_size" in config:
+    if EAGLE3_ARCHITECTURE in config["architectures"]:
         tensors = to_midlayer(tensors)
     if ids is not None:
         ids = ids.cpu()

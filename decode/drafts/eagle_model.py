@@ -298,7 +298,9 @@ def llama_config(fields: dict[str, Any]) -> LlamaConfig:
 
     UserError for one that makes no model.
     """
-    rest = {k: v for k, v in fields.items() if k not in ("rope_theta", "rope_scaling")}
+    rest = {
+        k: v for k, v in fields.items() if k not in ("rope_theta", "rope_scaling", "model_type")
+    }
     if "rope_parameters" not in rest:
         scaling = fields.get("rope_scaling") or {}
         kind = scaling.get("rope_type") or scaling.get("type") or "default"

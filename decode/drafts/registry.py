@@ -15,7 +15,7 @@ from decode.checkpoints import importers
 from decode.common.errors import UserError
 from decode.drafts import causal, eagle, medusa
 from decode.drafts.base import Draft, check_saved_draft, read_metadata
-from decode.drafts.blocks import pard
+from decode.drafts.blocks import dflash, pard
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.ngram import NgramDraft
 from decode.drafts.suffix import SuffixDraft
@@ -164,6 +164,18 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
                 sglang="EAGLE3",
                 tensorrt_llm="Eagle3",
             ),
+        ),
+        DraftFamily(
+            "dflash",
+            load=dflash.load,
+            trainer="train.families.blocks.dflash:DFlash",
+            engines=EngineMethods(vllm="dflash", sglang="DFLASH"),
+        ),
+        DraftFamily(
+            "dspark",
+            load=dflash.load,
+            trainer="train.families.blocks.dflash:DSpark",
+            engines=EngineMethods(vllm="dspark", sglang="DSPARK"),
         ),
         DraftFamily(
             "ngram",

@@ -307,13 +307,13 @@ def init_eagle3(
     start = target.decoder.model.get_output_embeddings().weight.detach().cpu()
     with torch.no_grad():
         if net.fc_norm is None and net.input_norm is None:
-            net.fc.weight /= _hidden_state_rms(target, net.taps, rows)
+            net.fc.weight /= hidden_state_rms(target, net.taps, rows)
         if start.shape[1] == config["hidden_size"]:
             net.lm_head.weight.copy_(start if ids is None else start[ids])
     return net.to(device), config
 
 
-def _hidden_state_rms(target: Target, taps: HiddenStateSpec, rows: Sequence[SampleRow]) -> float:
+def hidden_state_rms(target: Target, taps: HiddenStateSpec, rows: Sequence[SampleRow]) -> float:
     """Root mean square of the tapped hidden states over the first samples.
 
     Hidden states inside a target are large, 10 and more, and grow with depth. A new layer that adds numbers of size 1

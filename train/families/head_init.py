@@ -38,8 +38,17 @@ def with_saved_sizes(s: DraftConfig) -> DraftConfig:
         "width": config.get("hidden_size"),
         "taps": list(config.get("eagle_aux_hidden_state_layer_ids") or []),
         "norms": layouts.saved_norms(config),
+        "depth": config.get("num_hidden_layers"),
+        "block": block_of(config),
+        "markov_rank": config.get("markov_rank"),
     }
     return replace(s, **{name: size for name, size in sizes.items() if size is not None})
+
+
+def block_of(config: Config) -> int | None:
+    """Tokens that a saved DFlash or DSpark draft proposes in one pass; None for other drafts."""
+    size = config.get("block_size")
+    return None if size is None else size - (0 if config.get("markov_rank") else 1)
 
 
 def check_against_saved(s: DraftConfig, **saved: Any) -> None:

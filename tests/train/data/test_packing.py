@@ -37,6 +37,8 @@ from train.teacher.live import compute_hidden_states
 FAMILY = {
     "causal": DraftConfig("causal", layers=[0, 1]),
     "pard": DraftConfig("pard", layers=[0, 1], block=STEPS),
+    "dflash": DraftConfig("dflash", block=STEPS, vocab=60, taps=[1, 2], anchors=0.6),
+    "dspark": DraftConfig("dspark", block=STEPS, vocab=0, taps=[1, 2], markov_rank=8),
     "medusa2": DraftConfig("medusa2", heads=STEPS, target_lora_rank=2),
     **DRAFTS,
 }
@@ -124,7 +126,7 @@ def test_packed_samples_teach_the_same(
     assert_same(learned(trainee, batching.pack(SAMPLES, 0)), whole)
 
 
-@pytest.mark.parametrize("family", ["causal", "pard", "medusa", "eagle3"])
+@pytest.mark.parametrize("family", ["causal", "pard", "dflash", "medusa", "eagle3"])
 @pytest.mark.parametrize("arch", FEW)
 def test_packed_samples_teach_the_same_whatever_the_target(family: str, arch: str) -> None:
     """Catches windows, sinks and learned positions that are not kept to a sample in backward."""
@@ -144,7 +146,7 @@ def test_a_test_without_seams_would_be_seen(family: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("top", [0, 8])
-@pytest.mark.parametrize("family", ["causal", "pard", "medusa", "eagle3"])
+@pytest.mark.parametrize("family", ["causal", "pard", "dflash", "medusa", "eagle3"])
 def test_packed_samples_read_their_own_states_from_disk(
     family: str, top: int, tmp_path: Path
 ) -> None:

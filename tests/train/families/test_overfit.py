@@ -29,6 +29,8 @@ K, LENGTH, TAPS = 3, 1 + 6 * 4, [0, 1, 2]
 DRAFTS: dict[str, DraftConfig] = {
     "causal": DraftConfig(layers=[0]),
     "pard": DraftConfig("pard", layers=[0], block=K, retention=1.0),
+    "dflash": DraftConfig("dflash", block=K, vocab=60, taps=[1, 2], anchors=1.0),
+    "dspark": DraftConfig("dspark", block=K, vocab=0, taps=[1, 2], anchors=1.0, markov_rank=8),
     "medusa": DraftConfig("medusa", heads=K),
     "eagle1": DraftConfig("eagle1"),
     "eagle3": DraftConfig("eagle3", steps=K, vocab=60, taps=TAPS),
@@ -91,6 +93,8 @@ def test_the_conversation_is_varied() -> None:
         "causal",
         "medusa",
         "pard",
+        "dflash",
+        "dspark",
         pytest.param("eagle1", marks=slow),
         pytest.param("eagle3", marks=slow),
         pytest.param("whole", marks=slow),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from train.families.head_loss import METRIC_ROWS, LossWeights, label_probability
@@ -18,40 +19,49 @@ class BlockLoss:
         criterion: Criterion,
         weights: LossWeights,
         head: Callable[[Tensor], Tensor],
-        project: Callable[[Tensor], Tensor],
+        project: Callable[[Tensor, Tensor], Tensor],
         ids: Tensor | None,
         depths: int,
         vocab: int,
+        confidence: Callable[[Tensor, Tensor], Tensor] | None = None,
     ):
-        """`head` maps the teacher's rows to the target's logits, `project` states to logits of the tokens `ids`."""
+        """`head` maps the teacher's rows to the target's logits; `project` maps states and the tokens before those that
+        they predict to logits of the tokens `ids`, and `confidence` to that of being accepted."""
         self.criterion, self.weights, self.head, self.project = criterion, weights, head, project
         self.ids, self.depths = ids, depths
+        self.confidence = confidence
         self.size = divergences.max_chunk_rows(vocab)
 
     def __call__(
-        self, teacher: Tensor, states: Tensor, label: Tensor, block: Tensor, depth: Tensor
+        self,
+        teacher: Tensor,
+        states: Tensor,
+        label: Tensor,
+        block: Tensor,
+        depth: Tensor,
+        previous: Tensor,
     ) -> dict[str, Tensor]:
-        """ "loss", weighted, and "alpha_j", "top1_j" as sums over "count_j" slots of depth j - 1.
+        """The weighted "loss", and "alpha_j" and "top1_j", sums over the "count_j" slots of depth j - 1.
 
-        teacher [N, P] and states [N, H] of slots that predict the tokens label [N], at depth [N] of block [N] (its
-        number). A block's slots reach from depth 0 to its last.
+        teacher [N, P] and states [N, H] of slots that predict the tokens label [N] after previous [N], at depth [N] of
+        block [N] (its number). A block's slots reach from depth 0 to its last.
         """
-        weight = self.slot_weights(states, label, block, depth)
-        return divergences.sums_in_chunks(
-            self._chunk_sums, [teacher, states, weight, depth], self.size
-        )
+        weight = self.slot_weights(states, label, block, depth, previous)
+        inputs = [teacher, states, weight, depth, previous]
+        return divergences.sums_in_chunks(self._chunk_sums, inputs, self.size)
 
     @torch.no_grad()
-    def slot_weights(self, states: Tensor, label: Tensor, block: Tensor, depth: Tensor) -> Tensor:
+    def slot_weights(
+        self, states: Tensor, label: Tensor, block: Tensor, depth: Tensor, previous: Tensor
+    ) -> Tensor:
         """[N]: decay^depth, or what the slot adds to the expected accepted length of its block (D-PACE)."""
         if self.weights.positions == "decay":
             return self.weights.decay ** depth.float()
+        pieces = zip(*(x.split(self.size) for x in (states, previous, label)), strict=True)
         probability = torch.cat(
             [
-                label_probability(self.project(some), wanted, self.ids)
-                for some, wanted in zip(
-                    states.split(self.size), label.split(self.size), strict=True
-                )
+                label_probability(self.project(some, before), wanted, self.ids)
+                for some, before, wanted in pieces
             ]
         )
         shape = int(block.max()) + 1 if len(block) else 0, self.depths
@@ -62,11 +72,19 @@ class BlockLoss:
         return divergences.dpace(confidence, there)[block, depth]
 
     def _chunk_sums(
-        self, teacher: Tensor, states: Tensor, weight: Tensor, depth: Tensor
+        self, teacher: Tensor, states: Tensor, weight: Tensor, depth: Tensor, previous: Tensor
     ) -> dict[str, Tensor]:
-        p_logits, q_logits = self.head(teacher), self.project(states)
+        p_logits, q_logits = self.head(teacher), self.project(states, previous)
         target = self.criterion.target_distribution(p_logits, self.ids)
         found = {"loss": (weight * self.criterion.position_losses(target, q_logits)).sum()}
+        if self.confidence is not None:
+            with torch.no_grad():
+                pair = divergences.pair_log_probs(target.log_probs, q_logits)
+                accepted = divergences.acceptance.of(pair).clamp(0, 1)
+            guess = self.confidence(states, previous).float()
+            miss = F.binary_cross_entropy_with_logits(guess, accepted, reduction="none")
+            found["loss"] = found["loss"] + (weight * miss).sum()
+            found["confidence"] = miss.detach().sum()
         some = slice(None, None, max(1, len(p_logits) // METRIC_ROWS))
         with torch.no_grad():
             p_logits, q_logits, depth = p_logits[some], q_logits[some], depth[some]

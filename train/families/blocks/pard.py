@@ -8,16 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.blocks.pard import MASK_FIELD, PardDraft
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LogitTransform
 from decode.model.runner import logits_only_at
-from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.blocks.block_loss import BlockLoss
+from train.families.blocks.mask_token import choose_mask_token
 from train.families.blocks.slots import BlockMask, BlockSlots, Retention, draw_depths
 from train.families.causal import Causal, CausalShape, TrainableCausal
 from train.families.config import DraftConfig
@@ -62,7 +61,9 @@ class TrainablePard(TrainableCausal):
         self, context: FamilyContext, head: Callable[[Tensor], Tensor], ids: Tensor | None
     ) -> nn.Module:
         s = context.config.draft
-        self.mask_token = choose_mask_token(s, self.lm, context)
+        saved = self.lm.config.to_dict().get(MASK_FIELD)
+        size = self.lm.get_input_embeddings().weight.shape[0]
+        self.mask_token = choose_mask_token(s.mask_token, saved, size, context.rows)
         setattr(self.lm.config, MASK_FIELD, self.mask_token)
         self.lm.config.spd_type = "pard"
         return PardTrainer(self.lm, self.mask_token, context, head, ids)
@@ -94,8 +95,8 @@ class PardTrainer(nn.Module):
             context.criterion(), context.config.weights, head, self.project, ids, s.block, vocab
         )
 
-    def project(self, states: Tensor) -> Tensor:
-        """Logits [N, Vd] of final hidden states [N, H]."""
+    def project(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Logits [N, Vd] of final hidden states [N, H]; the tokens before do not matter."""
         head, ids = self.lm.get_output_embeddings(), self.ids
         if ids is None:
             return self.finish(head(states))
@@ -123,27 +124,6 @@ class PardTrainer(nn.Module):
         line, column, anchor, depth = slots.supervised
         row = anchor + depth
         block = line * depths.shape[1] + anchor
-        teacher, label = output.head_inputs[line, row], batch.input_ids[line, row + 1]
-        return self.loss(teacher, states[line, column], label, block, depth)
-
-
-def choose_mask_token(s: DraftConfig, lm: Any, context: FamilyContext) -> int:
-    """draft.mask_token; that of the PARD draft in draft.init; else the token that answers have least often.
-
-    Of several the last one, so that a row of the embedding that no token uses comes first. UserError for an id outside
-    the vocabulary or one that the draft continues with another.
-    """
-    size = lm.get_input_embeddings().weight.shape[0]
-    saved = getattr(lm.config, MASK_FIELD, None)
-    if s.mask_token is not None and not 0 <= s.mask_token < size:
-        raise UserError(f"draft.mask_token {s.mask_token}: name a token of 0 … {size - 1}")
-    if saved is not None:
-        if s.mask_token not in (None, saved):
-            raise UserError(
-                f"draft.mask_token is {s.mask_token}, and the draft in draft.init has {saved}: leave it out"
-            )
-        return int(saved)
-    if s.mask_token is not None:
-        return s.mask_token
-    counts = vocab_mapping.count_tokens(context.rows, size)
-    return size - 1 - int(counts.flip(0).argmin())
+        ids = batch.input_ids
+        teacher, label, previous = output.head_inputs[line, row], ids[line, row + 1], ids[line, row]
+        return self.loss(teacher, states[line, column], label, block, depth, previous)

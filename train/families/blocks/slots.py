@@ -20,25 +20,27 @@ from train.families.alignment import target_run_length
 
 @dataclass(frozen=True)
 class Retention:
-    """How many anchors keep a depth: the share max(ratio^depth, least) of a row's supervised positions."""
+    """Which share of a row's positions are anchors, and which share of these keeps a depth: max(ratio^depth, least)."""
 
     ratio: float
     least: float
+    anchors: float = 1.0
 
-    def counts(self, anchors: int, depths: int) -> list[int]:
-        """Anchors that are trained at each depth, of `anchors` at depth 0."""
+    def counts(self, positions: int, depths: int) -> list[int]:
+        """Anchors that are trained at each depth, of a row with that many supervised positions."""
         shares = [max(self.ratio**d, self.least) if d else 1.0 for d in range(depths)]
-        return [math.ceil(anchors * share) for share in shares]
+        return [math.ceil(positions * self.anchors * share) for share in shares]
 
 
-def draw_depths(batch: Batch, depths: int, retention: Retention) -> Tensor:
+def draw_depths(batch: Batch, depths: int, retention: Retention, skip: int = 0) -> Tensor:
     """[B, T] int64: at how many depths each position is trained as an anchor; 0: it is none.
 
     Position a is an anchor if the target wrote token a + 1, and is trained at depth d only if it wrote all tokens up to
-    a + d + 1. Which anchors keep a depth is a function of the row's id and `batch.draw`: packing, the number of
-    processes and a resumed run change nothing.
+    a + d + 1. With `skip` 1 blocks begin a token later: a stands for the slot whose hidden state is the last one known,
+    and the anchor is token a + 1, which the target has to have written too. Which anchors keep a depth is a function of
+    the row's id and `batch.draw`: packing, the number of processes and a resumed run change nothing.
     """
-    written = target_run_length(batch.loss_mask, batch.documents)
+    written = (target_run_length(batch.loss_mask, batch.documents) - skip).clamp_min(0)
     drawn = torch.zeros(written.shape, dtype=torch.int64)
     anchors = (written > 0).cpu()
     numbers = None if batch.documents is None else batch.documents.cpu()

@@ -37,7 +37,7 @@ def slot_states(trainee: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> 
     width = batch.input_ids.shape[1]
 
     def record(self: BlockLoss, *inputs: Tensor) -> dict[str, Tensor]:
-        _, states, _, block, depth = inputs
+        _, states, _, block, depth, _ = inputs
         for state, at, d in zip(states, block.tolist(), depth.tolist(), strict=True):
             found[at // width, at % width, d] = state.detach()
         return {"loss": states.sum()}
@@ -65,7 +65,7 @@ def gap(trainee: Any, monkeypatch: pytest.MonkeyPatch, packed: bool) -> float:
             with torch.no_grad():
                 wanted = plain(text).logits[0, anchor:]
                 got = torch.stack([found[line, start + anchor, d] for d in range(deepest + 1)])
-                logits = trainee.model.project(got)
+                logits = trainee.model.project(got, text[0])
             worst = max(worst, float((wanted - logits).abs().max()))
     return worst
 
@@ -185,7 +185,7 @@ def test_without_drops_every_depth_has_the_loss_of_its_rows(
     with torch.no_grad():
         for (line, anchor, d), state in found.items():
             log_p = trainee.teacher.head(p[line, anchor + d]).log_softmax(-1)
-            log_q = trainee.model.project(state).log_softmax(-1)
+            log_q = trainee.model.project(state, state).log_softmax(-1)
             total += 0.8**d * float((log_p.exp() * (log_p - log_q)).sum())
     assert float(sums["loss"]) == pytest.approx(total, rel=1e-4)
     written = batch.loss_mask.sum()

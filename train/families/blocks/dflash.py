@@ -1,0 +1,269 @@
+"""DFlash and DSpark in training: blocks at drawn anchors, over the target's states as context."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decode.checkpoints import layouts
+from decode.drafts.base import Draft
+from decode.drafts.blocks import dflash
+from decode.drafts.blocks.dflash import DFlashDraft
+from decode.drafts.blocks.dflash_model import DFlashModel, embed_block
+from decode.drafts.eagle_model import llama_config
+from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LMHead
+from decode.model.loading import Target
+from train.data import vocab_mapping
+from train.data.batching import Batch
+from train.data.sample_store import SampleRow
+from train.families.base import (
+    FamilyContext,
+    FamilyTrainer,
+    TrainableDraft,
+    matrix_parameters,
+    model_dtype,
+)
+from train.families.blocks.block_loss import BlockLoss
+from train.families.blocks.mask_token import choose_mask_token
+from train.families.blocks.slots import Retention, draw_depths
+from train.families.config import DraftConfig
+from train.families.eagle import DEFAULT_VOCAB, EagleShape, hidden_state_rms, valid_slot_indices
+from train.families.head_init import (
+    Config,
+    check_against_saved,
+    check_widths,
+    load_saved_config,
+    random_init,
+    with_saved_sizes,
+)
+from train.families.model_sizes import DraftShape, count_parameters
+from train.losses.objective import Criterion
+from train.teacher.live import TeacherOutput
+
+
+class DFlash(FamilyTrainer):
+    """Trains a DFlash head: layers over a block of masks, which read the target's states as keys and values."""
+
+    settings = frozenset({"init", "vocab", "taps", "block", "depth", "anchors", "mask_token"})
+    description = "a DFlash head"
+    hub_tag = "dflash"
+    name = "dflash"
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        s, target = context.config.draft, context.target
+        counts = vocab_mapping.count_tokens(context.rows, target.decoder.vocab_size)
+        net, config = init_dflash(self.name, s, target, context.device, context.rows, counts)
+        draft = TrainableDFlash(context, self.name, net, config)
+        if net.ids is not None:
+            draft.metadata["vocabulary"] = vocab_mapping.describe(net.ids.cpu(), counts)
+        return draft
+
+    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
+        s = with_saved_sizes(s)
+        layers = tuple(s.taps) or layouts.default_aux_layers(target_config.num_hidden_layers)
+        size = s.vocab_size(vocab, DEFAULT_VOCAB)
+        config = new_config(self.name, s, target_config, vocab, size, layers, 0)
+        with torch.device("meta"):
+            ids = None if size == vocab else torch.arange(size)
+            net = DFlashModel(
+                llama_config(config), HiddenStateSpec(layers), ids, lambda states: states
+            )
+        return dflash_shape(net, config, s, size)
+
+
+class DSpark(DFlash):
+    """Trains a DSpark head: DFlash with a low-rank correction by the token before and a confidence."""
+
+    settings = DFlash.settings | {"markov_rank"}
+    description = "a DSpark head"
+    hub_tag = "dspark"
+    name = "dspark"
+
+
+def dflash_shape(net: DFlashModel, config: Config, s: DraftConfig, vocab: int) -> EagleShape:
+    """Sizes of `net`: every supervised position passes its layers as often as it has slots in drawn blocks."""
+    layer: Any = net.layers[0]
+    keys_values = count_parameters(layer.self_attn.k_proj) + count_parameters(
+        layer.self_attn.v_proj
+    )
+    passes = max(1, round(s.anchors * net.block_size))
+    return EagleShape(
+        parameters=count_parameters(net),
+        body_parameters=count_parameters(net.fc) + keys_values * len(net.layers),
+        layers=len(net.layers),
+        hidden=config["hidden_size"],
+        intermediate=config["intermediate_size"],
+        attention=config["num_attention_heads"] * config["head_dim"],
+        heads=config["num_attention_heads"],
+        kv_width=0,
+        vocab=vocab,
+        trained=sum(p.numel() for p in net.parameters() if p.requires_grad),
+        parameters_per_pass=count_parameters(net.layers),
+        passes_per_slot=passes,
+        bytes_per_hidden=16 * len(net.layers),
+        target_states=4,
+        target_state_copies=3,
+    )
+
+
+class TrainableDFlash(TrainableDraft):
+    """A DFlash or DSpark head in training; `config` is its config.json."""
+
+    def __init__(self, context: FamilyContext, name: str, net: DFlashModel, config: Config):
+        target = context.target
+        HiddenStateHooks(target.decoder.model, net.taps).remove()  # UserError for missing layers
+        self.net, self.name, self.config, self.target = net, name, config, target
+        self.teacher = context.teacher(net.taps)
+        embedding = target.decoder.model.get_input_embeddings().weight.detach()
+        self.model = DFlashTrainer(net, self.teacher.head, embedding, context)
+        self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
+        self.metadata = {}
+
+    def to_draft(self) -> Draft:
+        return DFlashDraft(self.net, self.target, self.name)
+
+    def save(self, folder: Path) -> None:
+        layouts.save_heads(folder, self.config, self.net, model_dtype(self.target), self.net.ids)
+
+
+class DFlashTrainer(nn.Module):
+    """The loss of blocks at drawn anchors. All blocks of a batch run in one pass and do not see each other.
+
+    A block starts from slot t, where f_t and the anchor x_{t+1} are known, as EAGLE does: depth d predicts x_{t+2+d}.
+    """
+
+    def __init__(self, net: DFlashModel, head: Any, embedding: Tensor, context: FamilyContext):
+        super().__init__()
+        s = context.config.draft
+        self.net = net
+        self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised
+        self.retention = Retention(1.0, 1.0, anchors=s.anchors)
+        criterion: Criterion = context.criterion()
+        self.loss = BlockLoss(
+            criterion,
+            context.config.weights,
+            head,
+            net.logits,
+            net.ids,
+            net.max_tokens,
+            len(embedding),
+            confidence=None if net.confidence_head is None else net.confidence,
+        )
+
+    def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
+        net, ids = self.net, batch.input_ids
+        size, first, dtype = net.block_size, net.first, net.fc.weight.dtype
+        depths = draw_depths(batch, net.max_tokens, self.retention, skip=1)
+        slots = valid_slot_indices(depths > 0)  # [B, M] the slots t with a block
+        row = torch.arange(len(ids), device=ids.device)[:, None]
+        positions = batch.positions().expand_as(ids)
+        context = net.context(output.features.to(dtype), positions)
+        visible = torch.arange(ids.shape[1], device=ids.device) <= slots[..., None]  # [B, M, T]
+        if batch.documents is not None:
+            visible &= batch.documents[row, slots][..., None] == batch.documents[:, None]
+        anchor = ids[row, (slots + 1).clamp_max(ids.shape[1] - 1)]
+        tokens = net.block_tokens(anchor, size).flatten(1)  # [B, M * size]
+        offset = torch.arange(size, device=ids.device)
+        place = (positions[row, slots][..., None] + 1 + offset).flatten(1)
+
+        def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return block_attention(q, k, v, *context[number], visible, size)
+
+        states = net(embed_block(tokens, self.embedding, dtype), place, attend)
+        states = states.unflatten(1, (-1, size))[:, :, first:]  # [B, M, K, h]
+        trained = depths[row, slots][..., None] > torch.arange(net.max_tokens, device=ids.device)
+        line, block, depth = trained.nonzero(as_tuple=True)
+        slot = slots[line, block]
+        label = slot + depth + 2
+        return self.loss(
+            output.head_inputs[line, label - 1],
+            states[line, block, depth],
+            ids[line, label],
+            line * slots.shape[1] + block,
+            depth,
+            ids[line, label - 1],
+        )
+
+
+def block_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, visible: Tensor, size: int
+) -> Tensor:
+    """[B, M * size, heads, D]: each of M blocks attends to the context where `visible` [B, M, T], and to all of itself.
+
+    q [B, heads, M * size, D] and k, v [B, Hkv, M * size, D] of the blocks; keys, values [B, Hkv, T, D] of the context.
+    """
+    kv_heads, count = k.shape[1], keys.shape[2]
+    q = q.unflatten(1, (kv_heads, -1)).unflatten(3, (-1, size)) * q.shape[-1] ** -0.5
+    k, v = k.unflatten(2, (-1, size)), v.unflatten(2, (-1, size))  # [B, Hkv, M, size, D]
+    far = torch.einsum("bkgmsd,bktd->bkgmst", q, keys)
+    far = far.masked_fill(~visible[:, None, None, :, None], float("-inf"))
+    near = torch.einsum("bkgmsd,bkmud->bkgmsu", q, k)
+    weights = torch.cat([far, near], -1).softmax(-1, dtype=torch.float32).to(v.dtype)
+    out = torch.einsum("bkgmst,bktd->bkgmsd", weights[..., :count], values)
+    out = out + torch.einsum("bkgmsu,bkmud->bkgmsd", weights[..., count:], v)
+    return out.flatten(3, 4).flatten(1, 2).transpose(1, 2)
+
+
+def new_config(
+    name: str,
+    s: DraftConfig,
+    target_config: Any,
+    vocab: int,
+    size: int,
+    layers: Sequence[int],
+    mask_token: int,
+) -> Config:
+    """config.json of a new draft with `size` tokens in its vocabulary."""
+    rank = s.markov_rank if name == "dspark" else 0
+    return layouts.dflash_config(
+        target_config,
+        vocab,
+        size,
+        layers,
+        s.depth,
+        s.block if rank else s.block + 1,  # DFlash's anchor takes a slot that predicts nothing
+        mask_token,
+        rank,
+    )
+
+
+def init_dflash(
+    name: str,
+    s: DraftConfig,
+    target: Target,
+    device: str,
+    rows: Sequence[SampleRow],
+    counts: Tensor,
+) -> tuple[DFlashModel, Config]:
+    """(net, its config.json). A new one drafts the most frequent tokens of `counts`, with the target's LM head rows."""
+    check_widths(target)
+    vocab = target.decoder.vocab_size
+    if s.init:
+        config = load_saved_config(s, name)
+        size, mask = config["draft_vocab_size"], config["dflash_config"]["mask_token_id"]
+        check_against_saved(
+            s,
+            vocab=0 if size == vocab else size,
+            taps=config["eagle_aux_hidden_state_layer_ids"],
+            depth=config["num_hidden_layers"],
+            block=config["block_size"] - (name == "dflash"),
+            mask_token=mask,
+        )
+        return dflash.load(s.init, target, device, "float32").net, config
+    layers = tuple(s.taps) or layouts.default_aux_layers(target.decoder.config.num_hidden_layers)
+    ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
+    size = vocab if ids is None else len(ids)
+    mask = choose_mask_token(s.mask_token, None, target.decoder.embedding_rows, rows)
+    config = new_config(name, s, target.decoder.config, vocab, size, layers, mask)
+    taps = HiddenStateSpec(layers)
+    net = random_init(DFlashModel(llama_config(config), taps, ids, LMHead(target.decoder.model)))
+    start = target.decoder.model.get_output_embeddings().weight.detach().cpu()
+    with torch.no_grad():
+        net.fc.weight /= hidden_state_rms(target, taps, rows)
+        if net.lm_head is not None:
+            net.lm_head.weight.copy_(start[ids])
+        if net.markov_head is not None:  # the correction starts at nothing
+            nn.init.zeros_(net.markov_head.markov_w2.weight)
+    return net.to(device), config
