@@ -44,10 +44,14 @@ SPECULATORS_OUTER_KEYS = (
     "target_hidden_size",
     *layouts.NORM_FLAGS,
     "eagle_aux_hidden_state_layer_ids",
+    "mask_token_id",
     "dtype",
     "torch_dtype",
 )
 """Settings of EAGLE-3 that speculators writes outside `transformer_layer_config`."""
+
+MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Where vLLM looks for the mask token of P-EAGLE, in this order."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -81,13 +85,10 @@ def resolve_folder(name: str) -> str:
 
 
 def detect_family(names: Iterable[str]) -> str:
-    """The family with tensors of these names: medusa, eagle1, eagle3, dflash, dspark, or causal for all others.
-
-    UserError for P-EAGLE, which is not supported.
-    """
+    """The family with tensors of these names: a kind of heads, or causal for all others."""
     names = {name.removeprefix("model.") for name in names}
     if "mask_hidden" in names:
-        raise UserError("the tensors are those of P-EAGLE, which is not supported")
+        return "peagle"
     if "markov_head.markov_w1.weight" in names:
         return "dspark"
     if "hidden_norm.weight" in names:
@@ -177,9 +178,9 @@ def read_checkpoint(path: str) -> DraftCheckpoint:
             return DraftCheckpoint(
                 family, _eagle1_config(config), _canonical_eagle_tensors(tensors)
             )
-        if family == "eagle3":
+        if family in ("eagle3", "peagle"):
             renamed = _canonical_eagle_tensors(tensors)
-            return DraftCheckpoint(family, _eagle3_config(config, renamed), renamed)
+            return DraftCheckpoint(family, _eagle3_config(config, renamed, family), renamed)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"draft {path!r}: config.json or the tensors lack what a draft of family {family} needs "
@@ -210,11 +211,11 @@ def _eagle1_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "architectures": names, "bias": False}
 
 
-def _eagle3_config(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """A flat config with explicit flags and sizes."""
+def _eagle3_config(config: Mapping[str, Any], tensors: Tensors, family: str) -> dict[str, Any]:
+    """A flat config with explicit flags and sizes; that of P-EAGLE names the mask token."""
     kind = config.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
-        raise UserError(f"speculators draft of type {kind!r}: only eagle3 is supported")
+    if kind not in (None, family):
+        raise UserError(f"speculators draft of type {kind!r}: its tensors are those of {family}")
     flat = dict(config)
     if "transformer_layer_config" in config:
         outer = {k: config[k] for k in SPECULATORS_OUTER_KEYS if config.get(k) is not None}
@@ -234,6 +235,13 @@ def _eagle3_config(config: Mapping[str, Any], tensors: Tensors) -> dict[str, Any
     }
     for flag in layouts.NORM_FLAGS:
         flat[flag] = bool(nested.get(flag, flat.get(flag, False)))
+    if family == "peagle":
+        named = [flat[name] for name in MASK_TOKEN_FIELDS if flat.get(name) is not None]
+        if not named:
+            raise UserError(
+                f"P-EAGLE without a mask token: add {MASK_TOKEN_FIELDS[0]} to config.json"
+            )
+        flat["mask_token_id"] = int(named[0])
     flat["fc_norm"] = flat["fc_norm"] or "fc_norm.0.weight" in tensors
     return flat | layouts.aux_layer_fields(layers)
 

@@ -121,6 +121,11 @@ def eagle3_config(
     return config if default else config | aux_layer_fields(layers)
 
 
+def peagle_config(eagle3: Mapping[str, Any], mask_token: int) -> dict[str, Any]:
+    """config.json of a P-EAGLE draft, from that of EAGLE-3 with the same taps and sizes."""
+    return {**eagle3, "mask_token_id": mask_token}
+
+
 def dflash_config(
     target: Any,
     vocab: int,

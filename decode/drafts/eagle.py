@@ -104,11 +104,17 @@ class EagleDraft(Draft):
 
     def _read_committed(self, history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         """[B, 1, h]: the state after the last committed pair; the KV cache then holds every pair before it."""
-        count = len(self.state_buffer.offsets)
-        back = length[:, None] - count + self.state_buffer.offsets
-        tokens = history.gather(1, back.clamp_min(1))
+        tokens, states = self._committed_pairs(history, length)
+        count = tokens.shape[1]
         self.kv_cache.slots.set_positions(length - 1 - count, count)
-        return self._forward(self.net.init_state(self.state_buffer.states), tokens)[:, -1:]
+        return self._forward(self.net.init_state(states), tokens)[:, -1:]
+
+    def _committed_pairs(
+        self, history: torch.Tensor, length: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [B, n] and the target's hidden states [B, n, F] before them: all that a round may have committed."""
+        back = length[:, None] - len(self.state_buffer.offsets) + self.state_buffer.offsets
+        return history.gather(1, back.clamp_min(1)), self.state_buffer.states
 
     def _forward(self, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """States [b, T, h] and tokens [b, T] -> next states, at the positions that were set in the KV cache."""
@@ -135,6 +141,11 @@ class EagleDraft(Draft):
 
 def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
     """A head from a folder or the Hub. UserError if it does not fit the target or tensors are missing."""
+    return EagleDraft(*load_net(path, target, device, dtype))
+
+
+def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleModel, Target, str]:
+    """(net, target, family) of a head in a folder or on the Hub; UserError as in `load`."""
     path = importers.resolve_folder(path)
     check_target(path, target)
     found = importers.read_checkpoint(path)
@@ -170,7 +181,7 @@ def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:
             tensors["lm_head.weight"] = target.decoder.model.get_output_embeddings().weight.detach()
         net = Eagle3Model(llama_config(config), taps, ids, own in tensors)
     layouts.load_parameters(net, path, tensors)
-    return EagleDraft(net.to(device, DTYPES[dtype]), target, found.family)
+    return net.to(device, DTYPES[dtype]), target, found.family
 
 
 def _equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -132,7 +132,7 @@ class Eagle3Model(nn.Module):
     model narrower than its target has its own embedding; others read the target's unless `own_embedding`. Four flags
     in config.json, all false by default, add norms: `norm_before_residual` (Eagle3Layer),
     `norm_before_fc` (one norm of all three states), `fc_norm` (one norm of each), `norm_output` (of the state that goes
-    to the next step).
+    to the next step). With `mask_token_id` in config.json it is P-EAGLE, which has the state of a mask besides.
     """
 
     def __init__(
@@ -163,6 +163,9 @@ class Eagle3Model(nn.Module):
         self.lm_head = nn.Linear(width, size, bias=False)
         own_embedding = own_embedding or width != target_width
         self.embed_tokens = nn.Embedding(config.vocab_size, width) if own_embedding else None
+        self.mask_token: int | None = flags.get("mask_token_id")
+        if self.mask_token is not None:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, tapped * target_width))
         self.rotary = Fp32RotaryEmbedding(config)
         self.ids: torch.Tensor | None
         self.register_buffer("ids", ids, persistent=False)

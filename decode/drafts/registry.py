@@ -15,7 +15,7 @@ from decode.checkpoints import importers
 from decode.common.errors import UserError
 from decode.drafts import causal, eagle, medusa
 from decode.drafts.base import Draft, check_saved_draft, read_metadata
-from decode.drafts.blocks import dflash, pard
+from decode.drafts.blocks import dflash, pard, peagle
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.ngram import NgramDraft
 from decode.drafts.suffix import SuffixDraft
@@ -163,6 +163,16 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
                 vllm_options={"draft_tensor_parallel_size": 1},
                 sglang="EAGLE3",
                 tensorrt_llm="Eagle3",
+            ),
+        ),
+        DraftFamily(
+            "peagle",
+            load=peagle.load,
+            trainer="train.families.blocks.peagle:PEagle",
+            engines=EngineMethods(
+                vllm="eagle3",
+                vllm_options={"parallel_drafting": True, "draft_tensor_parallel_size": 1},
+                vllm_versions="0.32, in its runner V1",
             ),
         ),
         DraftFamily(

@@ -19,8 +19,8 @@ class DraftConfig:
 
     family: str = "causal"
     """causal: a small language model; pard: one that drafts a block in one pass. medusa, eagle1, eagle3: heads on the
-    target's hidden states; dflash, dspark: heads that draft a block in one pass. medusa2: Medusa heads trained together
-    with the target."""
+    target's hidden states; peagle, dflash, dspark: heads that draft a block in one pass. medusa2: Medusa heads trained
+    together with the target."""
     init: str = ""
     """causal, pard: folder or Hub name of a small language model with the target's tokenizer. Heads: folder of a draft
     whose training to continue."""
@@ -40,21 +40,21 @@ class DraftConfig:
     steps: Annotated[int, at_least(1, 64)] = 7
     """eagle3: how many times each slot is run in training (training-time test)."""
     vocab: CountOrZero | None = None
-    """causal, pard, eagle3, dflash, dspark: size of the draft's vocabulary, the most frequent tokens of the samples; 0:
-    all tokens of the target; null: all for causal and pard, 32,000 for the others."""
+    """Size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target; null: all for
+    causal and pard, 32,000 for heads. medusa and eagle1 have the whole one."""
     taps: list[CountOrZero] = field(default_factory=list)
-    """eagle3, dflash, dspark: layers whose input hidden states are read; empty: 2, L/2 and L-3 of L layers, which every
-    engine assumes."""
+    """eagle3, peagle, dflash, dspark: layers whose input hidden states are read; empty: 2, L/2 and L-3 of L layers,
+    which every engine assumes."""
     width: Annotated[int, at_least(0, 65_536)] = 0
-    """eagle3: hidden size; 0: the target's."""
+    """eagle3, peagle: hidden size; 0: the target's."""
     norms: list[Literal["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]] = (
         field(default_factory=list)
     )
-    """eagle3: norms added to the published network, by their names in config.json: fc_norm and norm_output are those of
-    EAGLE-3.1. vLLM and SGLang read them."""
+    """eagle3, peagle: norms added to the published network, by their names in config.json: fc_norm and norm_output are
+    those of EAGLE-3.1. vLLM and SGLang read them."""
 
     block: Annotated[int, at_least(1, 64)] = 8
-    """pard, dflash, dspark: tokens drafted in one pass."""
+    """pard, peagle, dflash, dspark: tokens drafted in one pass."""
     depth: Annotated[int, at_least(1, 64)] = 2
     """dflash, dspark: layers of the draft."""
     anchors: Share = 0.25
@@ -62,12 +62,12 @@ class DraftConfig:
     markov_rank: Annotated[int, at_least(1, 4096)] = 256
     """dspark: rank of the correction by the token before."""
     retention: Share = 0.7
-    """pard: share of the anchors of one depth that are trained at the next one too (conditional drop)."""
+    """pard, peagle: share of the anchors of one depth that are trained at the next one too (conditional drop)."""
     min_retention: Share = 0.2
-    """pard: share of a text's positions that are trained at every depth at least."""
+    """pard, peagle: share of a text's positions that are trained at every depth at least."""
     mask_token: CountOrZero | None = None
-    """pard, dflash, dspark: id of the token that stands for one not drafted yet; null: the one that answers have least
-    often."""
+    """pard, peagle, dflash, dspark: id of the token in place of one not drafted yet; null: the one that answers have
+    least often."""
 
     def __post_init__(self) -> None:
         trained = [family.name for family in DRAFT_FAMILIES.values() if family.trainer]

@@ -165,16 +165,17 @@ class TrainableEagle(TrainableDraft):
         HiddenStateHooks(target.decoder.model, net.taps).remove()  # UserError for missing layers
         self.net, self.name, self.config, self.target = net, name, config, target
         self.teacher = context.teacher(net.taps)
-        self.model = EagleTrainer(
-            net,
-            self.teacher.head,
-            target.decoder.model.get_input_embeddings().weight.detach(),
-            context.criterion(),
-            context.config.weights,
-            steps,
-        )
+        self.model = self.make_trainer(context, self.teacher.head, steps)
         self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
         self.metadata = {}
+
+    def make_trainer(
+        self, context: FamilyContext, head: Callable[[Tensor], Tensor], steps: int
+    ) -> nn.Module:
+        """The module that computes the loss; `head` gives the target's logits of the teacher's rows."""
+        embedding = self.target.decoder.model.get_input_embeddings().weight.detach()
+        weights = context.config.weights
+        return EagleTrainer(self.net, head, embedding, context.criterion(), weights, steps)
 
     def to_draft(self) -> Draft:
         return EagleDraft(self.net, self.target, self.name)
@@ -281,15 +282,23 @@ def init_eagle1(s: DraftConfig, target: Target, device: str) -> tuple[EagleModel
 
 
 def init_eagle3(
-    s: DraftConfig, target: Target, device: str, rows: Sequence[SampleRow], counts: Tensor
+    s: DraftConfig,
+    target: Target,
+    device: str,
+    rows: Sequence[SampleRow],
+    counts: Tensor,
+    mask_token: int | None = None,
 ) -> tuple[EagleModel, Config]:
-    """(net, its config.json). A new one drafts the most frequent tokens of `counts`, with the target's LM head rows."""
+    """(net, its config.json). A new one drafts the most frequent tokens of `counts`, with the target's LM head rows.
+
+    With a `mask_token` it is P-EAGLE.
+    """
     check_widths(target)
     depth, vocab = target.decoder.config.num_hidden_layers, target.decoder.vocab_size
     if s.taps != sorted(set(s.taps)):
         raise UserError(f"draft.taps {s.taps}: name layers in rising order, each once")
     if s.init:
-        config = load_saved_config(s, "eagle3")
+        config = load_saved_config(s, s.family)
         size, taps = config["draft_vocab_size"], list(layouts.aux_layers(config, depth))
         check_against_saved(
             s,
@@ -297,17 +306,23 @@ def init_eagle3(
             width=config["hidden_size"],
             taps=taps,
             norms=layouts.saved_norms(config),
+            mask_token=config.get("mask_token_id"),
         )
-        return eagle.load(s.init, target, device, "float32").net, config
+        return eagle.load_net(s.init, target, device, "float32")[0], config
     layers = tuple(s.taps) or layouts.default_aux_layers(depth)
     ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
     size = vocab if ids is None else len(ids)
     config = layouts.eagle3_config(target.decoder.config, vocab, size, layers, s.width, s.norms)
+    if mask_token is not None:
+        config = layouts.peagle_config(config, mask_token)
     net = random_init(Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids))
     start = target.decoder.model.get_output_embeddings().weight.detach().cpu()
     with torch.no_grad():
         if net.fc_norm is None and net.input_norm is None:
-            net.fc.weight /= hidden_state_rms(target, net.taps, rows)
+            size_of_states = hidden_state_rms(target, net.taps, rows)
+            net.fc.weight /= size_of_states
+            if mask_token is not None:
+                net.mask_hidden.mul_(size_of_states)
         if start.shape[1] == config["hidden_size"]:
             net.lm_head.weight.copy_(start if ids is None else start[ids])
     return net.to(device), config

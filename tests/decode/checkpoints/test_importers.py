@@ -353,7 +353,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "another algorithm": (
         "eagle3 of speculators",
         edited(lambda c: c.update(speculators_model_type="dflash")),
-        "only eagle3 is supported",
+        "its tensors are those of eagle3",
     ),
     "no sizes": ("eagle3 of SpecForge", edited(lambda c: c.pop("hidden_size")), "hidden_size"),
     "a config that is a list": (

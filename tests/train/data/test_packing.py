@@ -37,6 +37,7 @@ from train.teacher.live import compute_hidden_states
 FAMILY = {
     "causal": DraftConfig("causal", layers=[0, 1]),
     "pard": DraftConfig("pard", layers=[0, 1], block=STEPS),
+    "peagle": DraftConfig("peagle", block=STEPS, vocab=60, taps=[0, 1, 2]),
     "dflash": DraftConfig("dflash", block=STEPS, vocab=60, taps=[1, 2], anchors=0.6),
     "dspark": DraftConfig("dspark", block=STEPS, vocab=0, taps=[1, 2], markov_rank=8),
     "medusa2": DraftConfig("medusa2", heads=STEPS, target_lora_rank=2),

@@ -29,6 +29,7 @@ K, LENGTH, TAPS = 3, 1 + 6 * 4, [0, 1, 2]
 DRAFTS: dict[str, DraftConfig] = {
     "causal": DraftConfig(layers=[0]),
     "pard": DraftConfig("pard", layers=[0], block=K, retention=1.0),
+    "peagle": DraftConfig("peagle", block=K, vocab=60, taps=TAPS, retention=1.0),
     "dflash": DraftConfig("dflash", block=K, vocab=60, taps=[1, 2], anchors=1.0),
     "dspark": DraftConfig("dspark", block=K, vocab=0, taps=[1, 2], anchors=1.0, markov_rank=8),
     "medusa": DraftConfig("medusa", heads=K),
@@ -93,6 +94,7 @@ def test_the_conversation_is_varied() -> None:
         "causal",
         "medusa",
         "pard",
+        "peagle",
         "dflash",
         "dspark",
         pytest.param("eagle1", marks=slow),
