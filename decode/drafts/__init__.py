@@ -6,6 +6,7 @@ drafting       chains, static trees and dynamic trees from one step of a model
 causal         a small language model
 medusa         Medusa heads
 eagle          EAGLE-1 and EAGLE-3 heads; eagle_model has their networks
+blocks/        drafts that propose a block in one pass: PARD, P-EAGLE, DFlash, DSpark
 early_exit     the target's first layers
 ngram          prompt lookup
 suffix         SuffixDecoding; suffix_tree has its data structure

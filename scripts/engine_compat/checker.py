@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from decode.common.errors import UserError
 from scripts.engine_compat.rules import hf, sglang, trtllm, vllm
 from scripts.engine_compat.rules.checkpoint import (
+    SILENT,
     Finding,
     Rule,
     check_rules,
@@ -42,6 +43,9 @@ def check_draft_files(
         raise UserError(f"no engine {engine!r}: give one of {', '.join(ENGINES)}")
     known = ENGINES[engine]
     draft = read_draft(path)
+    if not any(draft.family in rule.families for rule in known.rules):
+        what = f"there are no rules for drafts of family {draft.family!r}: whether {engine} serves them is not known"
+        return [Finding("unchecked", SILENT, what, "this project")]
     if target:
         model = read_target(target, tokenizer=draft.family == "causal")
         draft = read_draft(path, model)

@@ -278,3 +278,14 @@ def test_the_command(good: dict[str, Path], target: str, tmp_path: Path) -> None
     nothing = run(str(tmp_path / "nowhere"), "--engine", "vllm")
     assert (nothing.returncode, nothing.stdout) == (2, "")
     assert nothing.stderr.count("\n") == 1
+
+
+def test_a_family_without_rules_is_not_called_fit(good: dict[str, Path], tmp_path: Path) -> None:
+    """Catches a draft that no rule looked at and that passes for one that keeps them all."""
+    folder = tmp_path / "draft"
+    shutil.copytree(good["eagle3"], folder)
+    facts = json.loads((folder / METADATA_FILE).read_text())
+    (folder / METADATA_FILE).write_text(json.dumps({**facts, "family": "dflash"}))
+    [found] = check_draft_files(str(folder), "vllm")
+    assert (found.rule, found.effect) == ("unchecked", SILENT)
+    assert "dflash" in found.what

@@ -7,6 +7,7 @@
     medusa.py         Medusa heads
     medusa2.py        Medusa heads trained together with the target
     eagle.py          EAGLE-1 and EAGLE-3 heads
+    blocks/           drafts that propose a block in one pass: PARD, P-EAGLE, DFlash, DSpark
     head_init.py      initial weights of heads, and checks of settings and target
     head_loss.py      the loss of heads at supervised target rows, and weights of their steps
     alignment.py      which input, label, teacher row and position belong together

@@ -40,8 +40,8 @@ class DraftConfig:
     steps: Annotated[int, at_least(1, 64)] = 7
     """eagle3: how many times each slot is run in training (training-time test)."""
     vocab: CountOrZero | None = None
-    """Size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target; null: all for
-    causal and pard, 32,000 for heads. medusa and eagle1 have the whole one."""
+    """Size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target; null: all
+    for causal and pard, 32,000 for heads. medusa and eagle1 have the whole one."""
     taps: list[CountOrZero] = field(default_factory=list)
     """eagle3, peagle, dflash, dspark: layers whose input hidden states are read; empty: 2, L/2 and L-3 of L layers,
     which every engine assumes."""

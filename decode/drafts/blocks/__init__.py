@@ -1,7 +1,8 @@
 """Drafts that propose a block of tokens in one pass.
 
-- pard: a small language model that reads mask tokens in place of the tokens it has not drafted yet
-
-A pass gives one distribution for each position of the block, all from the committed text alone. `level_step` hands them
-to decode.drafts.drafting, which makes chains and trees of them as of any draft's distributions.
+levels         the distributions of a block as steps of decode.drafts.drafting
+pard           a small language model that reads mask tokens in place of the tokens it has not drafted yet
+peagle         EAGLE-3's network with a mask in place of its own states
+dflash         DFlash and DSpark: layers over a block of masks, with the target's states as context
+dflash_model   their network
 """
