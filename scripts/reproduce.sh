@@ -19,7 +19,9 @@ python scripts/experiments/task_prompts.py --articles $out/samples_articles --ou
 $sample
 $sample --sources "[{kind: file, path: $out/prompts/math.jsonl}, {kind: file, path: $out/prompts/code.jsonl}]" \
   --sampling.temperature 0 --out $out/samples_greedy
-$launch train/distill.py --config configs/smollm2/eagle3.yaml --target_dtype "$dtype" --mixed_precision "$precision"
+for recipe in eagle3 eagle3_longer; do
+  $launch train/distill.py --config configs/smollm2/$recipe.yaml --target_dtype "$dtype" --mixed_precision "$precision"
+done
 python eval/run.py --config configs/smollm2/eval.yaml
-python scripts/track_report.py --run $out/drafts/eagle3 --report $out/report
+python scripts/track_report.py --run $out/drafts/eagle3_longer --report $out/report
 printf '\ndone in %d s: %s/report/report.html\n' $((SECONDS - begun)) $out

@@ -29,6 +29,25 @@ first call the parent is the proposal's root.
 """
 
 
+@dataclass(frozen=True)
+class ReducedVocab:
+    """The tokens of a draft that knows only some: its logits [..., Vd] are those of the target's tokens `ids` [Vd]."""
+
+    ids: torch.Tensor
+    size: int  # of the target's vocabulary
+
+    def spread(self, q: torch.Tensor) -> torch.Tensor:
+        """[..., V] from probabilities [..., Vd]: 0 for all other tokens."""
+        full = q.new_zeros(*q.shape[:-1], self.size)
+        full[..., self.ids] = q
+        return full
+
+
+def token_ids(vocab: ReducedVocab | None, index: torch.Tensor) -> torch.Tensor:
+    """The target's ids of the draft's tokens `index`."""
+    return index if vocab is None else vocab.ids[index]
+
+
 def decoder_step(decoder: ModelRunner) -> DraftStep:
     """The DraftStep of a language model, which passes on nothing but its KV cache."""
 
@@ -95,8 +114,13 @@ def draft_tokens(
     k: int,
     plan: StaticTreePlan | DynamicTree | None,
     request: DraftContext,
+    vocab: ReducedVocab | None = None,
 ) -> Proposal:
-    """A proposal that continues the last committed token, after which the draft's logits are [B, V]."""
+    """A proposal that continues the last committed token, after which the draft's logits are [B, V].
+
+    With `vocab` these and those of `step` are [..., Vd]: nothing in the drafting is as wide as the target's vocabulary
+    but q.
+    """
     finite = [has_finite_logits(logits[:, None])]
 
     def checked_step(*inputs: Any) -> torch.Tensor:
@@ -105,40 +129,55 @@ def draft_tokens(
         return found
 
     if plan is None:
-        proposal = draft_chain(checked_step, logits, length, k, request)
+        proposal = draft_chain(checked_step, logits, length, k, request, vocab)
     elif isinstance(plan, StaticTreePlan):
-        proposal = draft_static_tree(checked_step, logits, length, plan)
+        proposal = draft_static_tree(checked_step, logits, length, plan, vocab)
     else:
-        proposal = draft_dynamic_tree(checked_step, logits, length, k, plan)
+        proposal = draft_dynamic_tree(checked_step, logits, length, k, plan, vocab)
     return Proposal(proposal.tokens, proposal.q, proposal.tree, torch.stack(finite).all(0))
 
 
 def draft_chain(
-    step: DraftStep, logits: torch.Tensor, length: torch.Tensor, k: int, request: DraftContext
+    step: DraftStep,
+    logits: torch.Tensor,
+    length: torch.Tensor,
+    k: int,
+    request: DraftContext,
+    vocab: ReducedVocab | None = None,
 ) -> Proposal:
     """A chain of k tokens, each drawn from the draft's distribution (greedy: its argmax), q [B, k, V]."""
     tokens, q = [], []
     above = torch.zeros_like(length)[:, None]
     for i in range(k):
         if request.sampling.greedy:
-            tokens.append(logits.argmax(-1))
+            index = logits.argmax(-1)
         else:
             q.append(warp(logits, request.sampling))
-            tokens.append(request.choose(q[-1]))
+            index = request.choose(q[-1])
+        tokens.append(token_ids(vocab, index))
         if i + 1 < k:
             logits = step(tokens[-1][:, None], length + i, None, above)[:, -1]
-    return Proposal(torch.stack(tokens, 1), torch.stack(q, 1) if q else None)
+    if not q:
+        return Proposal(torch.stack(tokens, 1), None)
+    drawn_from = torch.stack(q, 1)
+    return Proposal(
+        torch.stack(tokens, 1), drawn_from if vocab is None else vocab.spread(drawn_from)
+    )
 
 
 def draft_static_tree(
-    step: DraftStep, logits: torch.Tensor, length: torch.Tensor, plan: StaticTreePlan
+    step: DraftStep,
+    logits: torch.Tensor,
+    length: torch.Tensor,
+    plan: StaticTreePlan,
+    vocab: ReducedVocab | None = None,
 ) -> Proposal:
     """The most probable tokens by rank, one forward pass for each level of the tree."""
     tokens = []
     ranked = logits[:, None]  # [B, F, V] after the nodes of the level above
     for level in plan.levels:
         best = ranked.topk(level.num_ranks, dim=-1).indices
-        tokens.append(best[:, level.above, level.ranks])
+        tokens.append(token_ids(vocab, best[:, level.above, level.ranks]))
         if level is not plan.levels[-1]:
             above = level.above.expand(len(length), -1)
             ranked = step(tokens[-1], length, level.nodes, above)
@@ -146,7 +185,12 @@ def draft_static_tree(
 
 
 def draft_dynamic_tree(
-    step: DraftStep, logits: torch.Tensor, length: torch.Tensor, k: int, shape: DynamicTree
+    step: DraftStep,
+    logits: torch.Tensor,
+    length: torch.Tensor,
+    k: int,
+    shape: DynamicTree,
+    vocab: ReducedVocab | None = None,
 ) -> Proposal:
     """EAGLE-2: each of k levels expands the `width` nodes with the most probable paths; the best `nodes` are kept.
 
@@ -155,9 +199,8 @@ def draft_dynamic_tree(
     rows, width, device = len(length), shape.width, length.device
     every = torch.arange(1 + (k - 1) * width, device=device)  # the root and all expanded nodes
     depth = (every[None] + width - 1) // width
-    score, token = torch.log_softmax(logits.float(), -1).topk(
-        width
-    )  # [B, W] of the nodes to expand
+    score, index = torch.log_softmax(logits.float(), -1).topk(width)
+    token = token_ids(vocab, index)  # [B, W] of the nodes to expand
     tokens, scores, parents = [token], [score], [torch.zeros_like(token)]
     candidate = torch.arange(width, device=device).expand(
         rows, -1
@@ -167,10 +210,11 @@ def draft_dynamic_tree(
     above = torch.zeros_like(token)  # index of the parent among the tokens of the step before
     count = width
     for level in range(1, k):
-        index = torch.arange(1 + (level - 1) * width, 1 + level * width, device=device)
-        seen = seen | (index[:, None] == every)
-        logits = step(token, length, TreeNodes(index[None], depth, seen), above)
-        more, next_token = torch.log_softmax(logits.float(), -1).topk(width)  # [B, W, W]
+        node = torch.arange(1 + (level - 1) * width, 1 + level * width, device=device)
+        seen = seen | (node[:, None] == every)
+        logits = step(token, length, TreeNodes(node[None], depth, seen), above)
+        more, index = torch.log_softmax(logits.float(), -1).topk(width)  # [B, W, W]
+        next_token = token_ids(vocab, index)
         total = (score[:, :, None] + more).flatten(1)
         next_token = next_token.flatten(1)
         tokens.append(next_token)

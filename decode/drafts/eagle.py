@@ -10,14 +10,14 @@ import torch
 from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
-from decode.drafts.drafting import build_tree_plan, draft_tokens
+from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
 from decode.model.attention import attention_forward, forward_context
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateHooks, HiddenStateSpec, LMHead
 from decode.model.kv_cache import SlotMapping, StaticKVCache, TreeNodes
 from decode.model.loading import DTYPES, Target
 from decode.model.packed_linear import patch_linear_layers
-from decode.model.runner import PREFILL_CHUNK, spread_logits
+from decode.model.runner import PREFILL_CHUNK
 from decode.verification.tree import max_depth
 
 
@@ -31,7 +31,9 @@ class EagleDraft(Draft):
         self.device, self.dtype = weight.device, weight.dtype
         embedding = target.decoder.model.get_input_embeddings().weight
         self.embedding = embedding.detach().to(self.device)
-        self.vocab_size = target.decoder.vocab_size
+        self.vocab = None
+        if net.ids is not None:
+            self.vocab = ReducedVocab(net.ids, target.decoder.vocab_size)
         self.context = target.decoder.context
         hidden = target.decoder.config.hidden_size
         self.width = hidden * (len(net.taps.layers) + net.taps.final)
@@ -96,7 +98,8 @@ class EagleDraft(Draft):
             state = self._forward(before, tokens)
             return self._logits(state)
 
-        return draft_tokens(step, self._logits(state)[:, 0], length, k, self.plan, self.request)
+        first = self._logits(state)[:, 0]
+        return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 
     def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
         """Runs the pairs of the round before, without the LM head: the target's states are kept for one round only."""
@@ -131,12 +134,9 @@ class EagleDraft(Draft):
             return self.net.step(state, embeds, position, attend)
 
     def _logits(self, state: torch.Tensor) -> torch.Tensor:
-        """[b, T, V]: -inf for tokens that the draft's vocabulary lacks."""
+        """[b, T, Vd]: of the tokens in the draft's vocabulary."""
         with forward_context(self.kv_cache.slots):
-            logits = self.net.logits(state)
-        if self.net.ids is None:
-            return logits
-        return spread_logits(logits, self.net.ids, self.vocab_size)
+            return self.net.logits(state)
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:

@@ -120,7 +120,7 @@ def _supported_methods(
     if engine == "hf":
         return [None]
     if engine == "hf-assisted":
-        return [m for m in methods if isinstance(m.draft, CausalDraft) and m.shape is None]
+        return [m for m in methods if type(m.draft) is CausalDraft and m.shape is None]
     if engine == "hf-lookup":
         return [m for m in methods if isinstance(m.draft, NgramDraft)]
     paths = {m.name: m.draft for m in s.methods if m.draft and not m.alpha and not m.lookup}

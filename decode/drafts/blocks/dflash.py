@@ -11,7 +11,12 @@ from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
 from decode.drafts.blocks.dflash_model import DFlashModel, embed_block
 from decode.drafts.blocks.levels import level_step
-from decode.drafts.drafting import DraftStep, build_tree_plan, draft_tokens
+from decode.drafts.drafting import (
+    DraftStep,
+    ReducedVocab,
+    build_tree_plan,
+    draft_tokens,
+)
 from decode.drafts.eagle_model import llama_config
 from decode.model.attention import attention_forward, forward_context
 from decode.model.hidden_states import (
@@ -23,7 +28,7 @@ from decode.model.hidden_states import (
 from decode.model.kv_cache import SlotMapping, StaticKVCache, TreeNodes
 from decode.model.loading import DTYPES, Target
 from decode.model.packed_linear import patch_linear_layers
-from decode.model.runner import PREFILL_CHUNK, spread_logits
+from decode.model.runner import PREFILL_CHUNK
 from decode.verification.tree import max_depth
 
 
@@ -37,7 +42,10 @@ class DFlashDraft(Draft):
         self.device, self.dtype = weight.device, weight.dtype
         embedding = target.decoder.model.get_input_embeddings().weight
         self.embedding = embedding.detach().to(self.device)
-        self.vocab_size, self.context = target.decoder.vocab_size, target.decoder.context
+        self.context = target.decoder.context
+        self.vocab = None
+        if net.ids is not None:
+            self.vocab = ReducedVocab(net.ids, target.decoder.vocab_size)
         self.width = target.decoder.config.hidden_size * len(net.taps.layers)
         self.allocated_shape = 0, 0, 0
 
@@ -106,13 +114,12 @@ class DFlashDraft(Draft):
         with forward_context(slots):
             states = self.net(embeds, self._positions(), attend)[:, self.net.first :]
         base = self.net.base_logits(states)  # [B, K, Vd]
-        step = level_step(base) if self.net.markov_head is None else self._corrected(base)
-        first = (
-            base[:, 0] if self.net.markov_head is None else step(anchor, length, None, anchor)[:, 0]
-        )
-        return draft_tokens(
-            self._spread(step), self._full(first), length, k, self.plan, self.request
-        )
+        if self.net.markov_head is None:
+            step, first = level_step(base), base[:, 0]
+        else:
+            step = self._corrected(base)
+            first = step(anchor, length, None, anchor)[:, 0]
+        return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 
     def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
         """Writes the context of the round before: the target's states are kept for one round only."""
@@ -133,15 +140,6 @@ class DFlashDraft(Draft):
             return base[:, level, None] + markov(tokens)
 
         return step
-
-    def _spread(self, step: DraftStep) -> DraftStep:
-        return lambda *inputs: self._full(step(*inputs))
-
-    def _full(self, logits: torch.Tensor) -> torch.Tensor:
-        """Over the target's vocabulary: -inf for tokens that the draft's lacks."""
-        if self.net.ids is None:
-            return logits
-        return spread_logits(logits, self.net.ids, self.vocab_size)
 
     def _positions(self) -> torch.Tensor:
         # As in the target: beyond its context longrope would use other frequencies for all rows.

@@ -31,7 +31,8 @@ class PEagleDraft(EagleDraft):
         self.kv_cache.slots.set_positions(length - 1 - tokens.shape[1], tokens.shape[1] + depth - 1)
         found = self._forward(inputs, torch.cat([tokens, masks], 1))[:, -depth:]
         logits = self._logits(found)
-        return draft_tokens(level_step(logits), logits[:, 0], length, k, self.plan, self.request)
+        step, first = level_step(logits), logits[:, 0]
+        return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> PEagleDraft:

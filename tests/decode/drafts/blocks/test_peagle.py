@@ -88,11 +88,10 @@ def drift(draft: Any, inner: PEagleDraft, own: Target, **settings: Any) -> tuple
 
     inner.propose = watch  # type: ignore[method-assign]
     outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH, **settings)
-    worst, ids = 0.0, inner.net.ids
+    worst = 0.0
     for text, logits in seen:
-        found = logits if ids is None else logits[:, ids]
         wanted = one_pass(inner.net, own, text, len(logits))
-        worst = max(worst, float((wanted - found).abs().max()))
+        worst = max(worst, float((wanted - logits).abs().max()))
     return worst, {n for output in outputs for _, n in output.rounds}
 
 
