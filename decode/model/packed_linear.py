@@ -1,5 +1,6 @@
 """Linear layers that decode on a CPU with a copy of their weights that is packed for oneDNN's kernels."""
 
+import math
 from typing import Any
 
 import psutil
@@ -12,7 +13,7 @@ class PackedLinear(torch.nn.Linear):
     """A linear layer that multiplies by a packed copy of its weight while decoding runs.
 
     `torch.nn.functional.linear` arranges the weight anew at every call, or multiplies few rows with one thread; packed
-    once, products of 1 to 512 rows take 0.3 to 0.85 of its time (docs/log.md). The copy is made at the first call and
+    once, products of 2 to 512 rows take 0.3 to 0.85 of its time (docs/log.md). The copy is made at the first call and
     again after the weight has changed. It is used in inference mode only, in which all decoding runs: training takes
     the usual product, whether or not the model has decoded in between, and compiled code packs weights itself.
     """
@@ -30,10 +31,21 @@ class PackedLinear(torch.nn.Linear):
             return super().forward(x)
         if x.device.type != "cpu" or self.weight.dtype not in DTYPES:
             return super().forward(x)
+        if x.numel() == x.shape[-1] and self.weight.dtype == torch.float32:
+            return self._multiply_one_row(x)
         if self.packed is None or self.packed_from != self._weight_state():
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
             self.packed_from = self._weight_state()
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def _multiply_one_row(self, x: torch.Tensor) -> torch.Tensor:
+        """One matrix of the weight's rows for each thread: faster for one fp32 row than the packed weight."""
+        outputs, width = self.weight.shape
+        parts = math.gcd(outputs, torch.get_num_threads())
+        pieces = self.weight.view(parts, -1, width).transpose(1, 2)
+        out = torch.bmm(x.reshape(1, 1, width).expand(parts, 1, width), pieces)
+        out = out.view(*x.shape[:-1], outputs)
+        return out if self.bias is None else out + self.bias
 
     def _weight_state(self) -> tuple[Any, ...]:
         """Changes whenever the weight is replaced or written to. (Inference tensors have no version: never written.)"""

@@ -30,7 +30,8 @@ def test_products_are_those_of_a_linear_layer(
     x = torch.randn(*shape, 24).transpose(0, -1).contiguous().transpose(0, -1)  # rows lie apart
     with torch.inference_mode():
         got = layer(x.to(dtype))
-    assert layer.packed is not None
+    one_row = x.numel() == 24 and dtype == torch.float32
+    assert (layer.packed is None) == one_row
     assert got.is_contiguous()
     assert got.shape == (*shape, 12)
     assert got.dtype == dtype
