@@ -27,6 +27,7 @@ from decode.engine.round import (
 )
 from decode.model.kv_cache import SlotMapping
 from decode.model.loading import Target
+from decode.model.packed_linear import begin_request
 from decode.verification.registry import find_rule
 from decode.verification.sampling import (
     CounterRNG,
@@ -170,6 +171,7 @@ class SpeculativeEngine:
             self.state = BatchState.empty(rows, size, self.device)
             self.rng = CounterRNG(torch.zeros(rows, dtype=torch.long, device=self.device))
             self.graph: CudaGraphRunner | None = None
+        begin_request()
         self.batch_shape = None if choose is not None else (rows, size)
         self.state.clear()
         self.target.decoder.allocate(rows, size)

@@ -1,12 +1,30 @@
 """Linear layers that decode on a CPU with a copy of their weights that is packed for oneDNN's kernels."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16)
+SAMPLED = 64
+"""Numbers of a weight that are compared with those that were packed, once a request."""
+
+
+@dataclass
+class Requests:
+    """Counts the requests of all engines: `REQUESTS`, the only instance."""
+
+    count: int = 0
+
+
+REQUESTS = Requests()
+
+
+def begin_request() -> None:
+    """Makes every PackedLinear look whether its weight has changed, before its next product."""
+    REQUESTS.count += 1
 
 
 class PackedLinear(torch.nn.Linear):
@@ -14,8 +32,9 @@ class PackedLinear(torch.nn.Linear):
 
     `torch.nn.functional.linear` arranges the weight anew at every call, or multiplies few rows with one thread; packed
     once, products of 2 to 512 rows take 0.3 to 0.85 of its time (docs/log.md). The copy is made at the first call and
-    again after the weight has changed. It is used in inference mode only, in which all decoding runs: training takes
-    the usual product, whether or not the model has decoded in between, and compiled code packs weights itself.
+    again at the first call of a request if the weight has changed. It is used in inference mode only, in which all
+    decoding runs: training takes the usual product, whether or not the model has decoded in between, and compiled code
+    packs weights itself.
     """
 
     def __init__(self, linear: torch.nn.Linear):
@@ -24,6 +43,8 @@ class PackedLinear(torch.nn.Linear):
         vars(self).update(vars(linear))
         self.packed: torch.Tensor | None = None
         self.packed_from: tuple[Any, ...] = ()
+        self.sample = torch.empty(0)
+        self.checked = -1  # the request at which the weight was compared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N], equal to that of torch.nn.Linear but for rounding."""
@@ -33,9 +54,8 @@ class PackedLinear(torch.nn.Linear):
             return super().forward(x)
         if x.numel() == x.shape[-1] and self.weight.dtype == torch.float32:
             return self._multiply_one_row(x)
-        if self.packed is None or self.packed_from != self._weight_state():
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), None)
-            self.packed_from = self._weight_state()
+        if self.packed is None or self.checked != REQUESTS.count:
+            self._pack_if_changed()
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def _multiply_one_row(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,10 +67,17 @@ class PackedLinear(torch.nn.Linear):
         out = out.view(*x.shape[:-1], outputs)
         return out if self.bias is None else out + self.bias
 
-    def _weight_state(self) -> tuple[Any, ...]:
-        """Changes whenever the weight is replaced or written to. (Inference tensors have no version: never written.)"""
-        weight = self.weight
-        return id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version
+    def _pack_if_changed(self) -> None:
+        """Packs the weight unless it is the one that was packed: by its identity, its version, which counts writes, and
+        some of its numbers, since writes through `.data` are not counted."""
+        weight = self.weight.detach()
+        version = 0 if self.weight.is_inference() else self.weight._version
+        state = id(self.weight), weight.data_ptr(), version
+        sample = weight.flatten()[:: max(1, weight.numel() // SAMPLED)].clone()
+        same = self.packed_from == state and torch.equal(sample, self.sample)
+        if self.packed is None or not same:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self.packed_from, self.sample, self.checked = state, sample, REQUESTS.count
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies of the module pack for themselves."""

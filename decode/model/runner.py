@@ -54,6 +54,8 @@ class ModelRunner:
         self.vocab_size = columns if vocab_size is None else vocab_size
         self.missing_columns = self.vocab_size - columns  # below 0: surplus ones
         self.embedding_rows: int = model.get_input_embeddings().weight.shape[0]
+        # Gemma 4 leaves out tokens in its last layers as well when it gives fewer logits.
+        self.can_skip_logits = not self.config.to_dict().get("num_kv_shared_layers")
         self.shape = 0, 0  # rows and slots of the buffers
         self.taps: HiddenStateSpec | None = None
         self.hidden_state_hooks: HiddenStateHooks | None = None
@@ -162,7 +164,7 @@ class ModelRunner:
                 position_ids=position,
                 past_key_values=self.cache,
                 use_cache=True,
-                **({"logits_to_keep": last} if last else {}),
+                **({"logits_to_keep": last} if last and self.can_skip_logits else {}),
             ).logits
         if self.hidden_state_hooks is not None:
             self.features = self.hidden_state_hooks.states()

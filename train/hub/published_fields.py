@@ -126,6 +126,7 @@ TRAINING = {
         **lists("layers taps"),
         "norms": [word],
         **numbers("lora_rank heads head_layers target_lora_rank steps vocab width"),
+        **numbers("block depth anchors markov_rank retention min_retention mask_token"),
     },
     "loss": word,
     "divergence": {**numbers("temperature top beta"), "mix": Names(number)},
