@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the head of assets/eagle3-smollm2 from nothing and measures the README's table: SmolLM2-135M-Instruct answers
 # 5,000 prompts, an EAGLE-3 head learns from the answers, and is measured on MT-bench, HumanEval, GSM8K and CNN/DailyMail.
-# These and GSM8K's training questions come from the Hugging Face Hub. Two CPU cores with AVX512-BF16: about 4 hours.
+# These and GSM8K's training questions come from the Hugging Face Hub. Two CPU cores with AVX512-BF16: hours.
 # Run again, it continues where it stopped. GSM8K=FILE reads the questions from a .jsonl file.
 set -euo pipefail
 cd "$(dirname "$0")/.."
