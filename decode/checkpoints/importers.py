@@ -93,11 +93,11 @@ def detect_family(names: Iterable[str]) -> str:
         return "dspark"
     if "hidden_norm.weight" in names:
         return "dflash"
-    if any(re.fullmatch(r"(model\.)?(layers\.0|midlayer)\.hidden_norm\.weight", n) for n in names):
+    if any(re.fullmatch(r"(layers\.0|midlayer)\.hidden_norm\.weight", n) for n in names):
         return "eagle3"
     if any(canonical_medusa_name(name) for name in names):
         return "medusa"
-    return "eagle1" if names & {"fc.weight", "model.fc.weight"} else "causal"
+    return "eagle1" if "fc.weight" in names else "causal"
 
 
 def tensor_files(path: str) -> dict[str, Path]:

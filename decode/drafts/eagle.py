@@ -5,6 +5,8 @@ there came from the head's own states; the next proposal begins by rewriting all
 committed, from the target's hidden states. EAGLE-2 is EAGLE-1 or EAGLE-3 with a DynamicTree.
 """
 
+from typing import Any
+
 import torch
 
 from decode.checkpoints import importers, layouts
@@ -21,10 +23,12 @@ from decode.model.runner import PREFILL_CHUNK
 from decode.verification.tree import max_depth
 
 
-class EagleDraft(Draft):
-    """An EAGLE model, the target's embedding, and a KV cache of one layer."""
+class CachedHead(Draft):
+    """A head over the target's hidden states with the target's embedding and a KV cache of its own layers."""
 
-    def __init__(self, net: EagleModel, target: Target, name: str):
+    net: Any
+
+    def __init__(self, net: Any, target: Target, name: str):
         self.net, self.name, self.taps = net.eval(), name, net.taps
         patch_linear_layers(net)
         weight = net.fc.weight
@@ -43,13 +47,14 @@ class EagleDraft(Draft):
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request
         self.plan = build_tree_plan(self.shape, self.device)
-        # A round commits at most its levels and the bonus token: as many pairs are run again on the target's states.
+        # A round commits at most its levels and the bonus token: so many slots are rewritten from the target's states.
         count = max_depth(self.shape, request.k) + 1
         shape = request.rows, request.size, count
         if (
             shape != self.allocated_shape
         ):  # buffers of the same shape stay: CUDA graphs hold their addresses
-            self.kv_cache = StaticKVCache(1, request.rows, request.size, self.device)
+            layers = len(self.net.layers)
+            self.kv_cache = StaticKVCache(layers, request.rows, request.size, self.device)
             self.state_buffer = HiddenStateBuffer(
                 request.rows, count, self.width, self.device, self.dtype
             )
@@ -63,6 +68,19 @@ class EagleDraft(Draft):
 
     def kv_slots(self) -> list[SlotMapping]:
         return [self.kv_cache.slots]
+
+    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
+        self.state_buffer.update_hidden_states(features, count)
+
+    def _positions(self) -> torch.Tensor:
+        # As in the target: beyond its context longrope would use other frequencies for all rows.
+        return self.kv_cache.slots.position.clamp_max(self.context - 1)
+
+
+class EagleDraft(CachedHead):
+    """An EAGLE model as a draft."""
+
+    net: EagleModel
 
     def prefill(
         self,
@@ -81,9 +99,6 @@ class EagleDraft(Draft):
             slots = self.kv_cache.slots
             slots.set_positions(base, tokens.shape[1], row=row, is_prefill=start == 0)
             self._forward(self.net.init_state(states[:, : tokens.shape[1]].to(self.dtype)), tokens)
-
-    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
-        self.state_buffer.update_hidden_states(features, count)
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         state = self._read_committed(history, length)
@@ -125,18 +140,15 @@ class EagleDraft(Draft):
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             keys, values = layer.update(k, v)
-            return attention_forward(self.net, q, keys, values, None)[0]
+            with forward_context(slots):
+                return attention_forward(self.net, q, keys, values, None)[0]
 
         embeds = self.net.embed(tokens, self.embedding).to(self.dtype)
-        # As in the target: beyond its context longrope would use other frequencies for all rows.
-        position = slots.position.clamp_max(self.context - 1)
-        with forward_context(slots):
-            return self.net.step(state, embeds, position, attend)
+        return self.net.step(state, embeds, self._positions(), attend)
 
     def _logits(self, state: torch.Tensor) -> torch.Tensor:
         """[b, T, Vd]: of the tokens in the draft's vocabulary."""
-        with forward_context(self.kv_cache.slots):
-            return self.net.logits(state)
+        return self.net.logits(state)
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> EagleDraft:

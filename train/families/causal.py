@@ -173,12 +173,9 @@ class CausalTrainer(nn.Module):
         states = compute_hidden_states(self.lm, batch, HiddenStateSpec(final=True))[
             batch.loss_mask
         ]  # [N, H]
-        project, ids = self.lm.get_output_embeddings(), self.ids
-        size = divergences.max_chunk_rows(project.weight.shape[0])
-        if ids is not None:
-            bias = None if project.bias is None else project.bias.index_select(0, ids)
-            weight = project.weight.index_select(0, ids)
-            project = partial(F.linear, weight=weight, bias=bias)
+        ids = self.ids
+        size = divergences.max_chunk_rows(self.lm.get_output_embeddings().weight.shape[0])
+        project = output_projection(self.lm, ids)
 
         def sums(teacher: Tensor, states: Tensor) -> dict[str, Tensor]:
             p_logits = self.head(teacher)
@@ -197,6 +194,19 @@ class CausalTrainer(nn.Module):
 
         inputs = [output.head_inputs[batch.loss_mask], states]
         return divergences.sums_in_chunks(sums, inputs, size)
+
+
+def output_projection(lm: Any, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The function from final hidden states [N, H] to the LM head's output for the tokens `ids` [Vd]; None: for all.
+
+    The rows are selected once, here: selecting them in each piece of a batch would give each a gradient of all rows.
+    """
+    head: Callable[[Tensor], Tensor] = lm.get_output_embeddings()
+    if ids is None:
+        return head
+    linear: Any = head
+    bias = None if linear.bias is None else linear.bias.index_select(0, ids)
+    return partial(F.linear, weight=linear.weight.index_select(0, ids), bias=bias)
 
 
 def init_vocabulary(context: FamilyContext) -> tuple[Tensor | None, dict[str, Any]]:

@@ -84,9 +84,7 @@ class Eagle3(FamilyTrainer):
         counts = vocab_mapping.count_tokens(context.rows, target.decoder.vocab_size)
         net, config = init_eagle3(s, target, context.device, context.rows, counts)
         draft = TrainableEagle(context, "eagle3", net, config, s.steps)
-        draft.metadata["norms"] = layouts.saved_norms(config)
-        if net.ids is not None:
-            draft.metadata["vocabulary"] = vocab_mapping.describe(net.ids.cpu(), counts)
+        draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
         return draft
 
     def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
@@ -158,22 +156,24 @@ def eagle_shape(
 class TrainableEagle(TrainableDraft):
     """An EAGLE head in training; `config` is its config.json, and its slots are run `steps` times."""
 
-    def __init__(
-        self, context: FamilyContext, name: str, net: EagleModel, config: Config, steps: int
-    ):
+    def __init__(self, context: FamilyContext, name: str, net: Any, config: Config, steps: int):
         target = context.target
         HiddenStateHooks(target.decoder.model, net.taps).remove()  # UserError for missing layers
         self.net, self.name, self.config, self.target = net, name, config, target
         self.teacher = context.teacher(net.taps)
-        self.model = self.make_trainer(context, self.teacher.head, steps)
+        embedding = target.decoder.model.get_input_embeddings().weight.detach()
+        self.model = self.make_trainer(context, self.teacher.head, embedding, steps)
         self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
         self.metadata = {}
 
     def make_trainer(
-        self, context: FamilyContext, head: Callable[[Tensor], Tensor], steps: int
+        self,
+        context: FamilyContext,
+        head: Callable[[Tensor], Tensor],
+        embedding: Tensor,
+        steps: int,
     ) -> nn.Module:
         """The module that computes the loss; `head` gives the target's logits of the teacher's rows."""
-        embedding = self.target.decoder.model.get_input_embeddings().weight.detach()
         weights = context.config.weights
         return EagleTrainer(self.net, head, embedding, context.criterion(), weights, steps)
 
@@ -267,6 +267,11 @@ def valid_slot_indices(valid: Tensor) -> Tensor:
     """
     count = max(1, int(valid.sum(1).max()))
     return (~valid).long().argsort(dim=1, stable=True)[:, :count]
+
+
+def vocabulary_facts(ids: Tensor | None, counts: Tensor) -> dict[str, Any]:
+    """What draftsmith.json records of a reduced vocabulary `ids` [Vd]; {} for the whole one (None)."""
+    return {} if ids is None else {"vocabulary": vocab_mapping.describe(ids.cpu(), counts)}
 
 
 def init_eagle1(s: DraftConfig, target: Target, device: str) -> tuple[EagleModel, Config]:

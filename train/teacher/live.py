@@ -23,11 +23,18 @@ def compute_hidden_states(model: Any, batch: Batch, taps: HiddenStateSpec) -> Te
     checkpointing = any(vars(module).get("gradient_checkpointing") for module in model.modules())
     if batch.documents is not None and checkpointing:
         raise UserError("gradient checkpointing needs unpacked rows: set loop.pack to false")
+    with attention.packed_documents(batch.documents):
+        return run_for_states(model, batch.input_ids, batch.positions(), taps)
+
+
+def run_for_states(
+    model: Any, input_ids: Tensor, position_ids: Tensor, taps: HiddenStateSpec
+) -> Tensor:
+    """Hidden states [B, T, F] of `model` at `taps` under the attention mask in force; no logits are computed."""
     hooks = HiddenStateHooks(model, taps)
     try:
-        no_logits = logits_only_at(model, lambda hidden: hidden[:, :0])
-        with no_logits, attention.packed_documents(batch.documents):
-            model(input_ids=batch.input_ids, position_ids=batch.positions(), use_cache=False)
+        with logits_only_at(model, lambda hidden: hidden[:, :0]):
+            model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         return hooks.states()
     finally:
         hooks.remove()

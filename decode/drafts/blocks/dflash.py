@@ -5,49 +5,29 @@ anchor's slot on; the next one first writes the context of all tokens that the r
 """
 
 import torch
+import torch.nn.functional as F
 
 from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
-from decode.drafts.blocks.dflash_model import DFlashModel, embed_block
+from decode.drafts.base import DraftContext, Proposal, check_target, read_metadata
+from decode.drafts.blocks.dflash_model import DFlashModel
 from decode.drafts.blocks.levels import level_step
-from decode.drafts.drafting import (
-    DraftStep,
-    ReducedVocab,
-    build_tree_plan,
-    draft_tokens,
-)
+from decode.drafts.blocks.mask_token import check_mask_token
+from decode.drafts.drafting import draft_tokens
+from decode.drafts.eagle import CachedHead
 from decode.drafts.eagle_model import llama_config
 from decode.model.attention import attention_forward, forward_context
-from decode.model.hidden_states import (
-    HiddenStateBuffer,
-    HiddenStateHooks,
-    HiddenStateSpec,
-    LMHead,
-)
-from decode.model.kv_cache import SlotMapping, StaticKVCache, TreeNodes
+from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LMHead
+from decode.model.kv_cache import TreeNodes
 from decode.model.loading import DTYPES, Target
-from decode.model.packed_linear import patch_linear_layers
 from decode.model.runner import PREFILL_CHUNK
 from decode.verification.tree import max_depth
 
 
-class DFlashDraft(Draft):
-    """A DFlash model, the target's embedding, and a KV cache of the model's layers."""
+class DFlashDraft(CachedHead):
+    """A DFlash or DSpark model as a draft."""
 
-    def __init__(self, net: DFlashModel, target: Target, name: str):
-        self.net, self.name, self.taps = net.eval(), name, net.taps
-        patch_linear_layers(net)
-        weight = net.fc.weight
-        self.device, self.dtype = weight.device, weight.dtype
-        embedding = target.decoder.model.get_input_embeddings().weight
-        self.embedding = embedding.detach().to(self.device)
-        self.context = target.decoder.context
-        self.vocab = None
-        if net.ids is not None:
-            self.vocab = ReducedVocab(net.ids, target.decoder.vocab_size)
-        self.width = target.decoder.config.hidden_size * len(net.taps.layers)
-        self.allocated_shape = 0, 0, 0
+    net: DFlashModel
 
     @torch.inference_mode()
     def begin_batch(self, request: DraftContext) -> None:
@@ -57,29 +37,11 @@ class DFlashDraft(Draft):
                 f"draft {self.name!r} was trained to draft {self.net.max_tokens} tokens in a pass: give k (or a tree) "
                 "of at most as many"
             )
-        self.request = request
-        self.plan = build_tree_plan(self.shape, self.device)
+        super().begin_batch(request)
         size = depth + self.net.first
         index = torch.arange(size, device=self.device)[None]
         every = torch.ones(1, size, size, dtype=torch.bool, device=self.device)
         self.block = TreeNodes(index, index, every)
-        shape = request.rows, request.size, depth + 1
-        if shape != self.allocated_shape:  # CUDA graphs hold the addresses of buffers
-            layers = len(self.net.layers)
-            self.kv_cache = StaticKVCache(layers, request.rows, request.size, self.device)
-            self.state_buffer = HiddenStateBuffer(
-                request.rows, depth + 1, self.width, self.device, self.dtype
-            )
-            self.allocated_shape = shape
-
-    def reserve(self, size: int) -> None:
-        rows, allocated, count = self.allocated_shape
-        if allocated < size:
-            self.kv_cache.reserve(size)
-            self.allocated_shape = rows, size, count
-
-    def kv_slots(self) -> list[SlotMapping]:
-        return [self.kv_cache.slots]
 
     def prefill(
         self,
@@ -95,9 +57,6 @@ class DFlashDraft(Draft):
             base = torch.full_like(length, start)
             self._write_context(states, base, row)
 
-    def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
-        self.state_buffer.update_hidden_states(features, count)
-
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         self.skip(history, length, k)
         anchor = history.gather(1, length[:, None] - 1)
@@ -110,40 +69,19 @@ class DFlashDraft(Draft):
             keys, values = self.kv_cache.kv_layers[number].update(k, v)
             return attention_forward(self.net, q, keys, values, None)[0]
 
-        embeds = embed_block(tokens, self.embedding, self.dtype)
+        embeds = F.embedding(tokens, self.embedding).to(self.dtype)
         with forward_context(slots):
             states = self.net(embeds, self._positions(), attend)[:, self.net.first :]
         base = self.net.base_logits(states)  # [B, K, Vd]
-        if self.net.markov_head is None:
-            step, first = level_step(base), base[:, 0]
-        else:
-            step = self._corrected(base)
-            first = step(anchor, length, None, anchor)[:, 0]
+        correction = self.net.markov_head
+        first = base[:, 0] if correction is None else base[:, 0] + correction(anchor[:, 0])
+        step = level_step(base, correction)
         return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 
     def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
         """Writes the context of the round before: the target's states are kept for one round only."""
         states = self.state_buffer.states
         self._write_context(states, length - 1 - states.shape[1])
-
-    def _corrected(self, base: torch.Tensor) -> DraftStep:
-        """Like `level_step`, from level 0 on, with the bias that each level's last tokens give."""
-        level = -1
-        markov = self.net.markov_head
-        assert markov is not None
-
-        def step(
-            tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
-        ) -> torch.Tensor:
-            nonlocal level
-            level += 1
-            return base[:, level, None] + markov(tokens)
-
-        return step
-
-    def _positions(self) -> torch.Tensor:
-        # As in the target: beyond its context longrope would use other frequencies for all rows.
-        return self.kv_cache.slots.position.clamp_max(self.context - 1)
 
     def _write_context(
         self, states: torch.Tensor, base: torch.Tensor, row: torch.Tensor | None = None
@@ -166,18 +104,12 @@ def load(path: str, target: Target, device: str, dtype: str) -> DFlashDraft:
     hidden = decoder.config.hidden_size
     wanted = {"vocab_size": decoder.vocab_size, "hidden_size": hidden, "target_hidden_size": hidden}
     layouts.check_config(path, config, wanted)
-    mask = config["dflash_config"]["mask_token_id"]
-    if not 0 <= mask < decoder.embedding_rows:
-        raise UserError(
-            f"draft {path!r} has the mask token {mask}, which is no row of the target's embedding: get it again"
-        )
+    check_mask_token(path, config["dflash_config"]["mask_token_id"], target)
     taps = HiddenStateSpec(tuple(config["eagle_aux_hidden_state_layer_ids"]))
     HiddenStateHooks(decoder.model, taps).remove()  # UserError for layers it has not
     ids = layouts.draft_to_target_ids(path, config, tensors)
     if ids is None:
         tensors.pop("lm_head.weight", None)  # a copy of the target's
-    for name in ("d2t", "t2d"):
-        tensors.pop(name, None)
     head = LMHead(decoder.model, device, DTYPES[dtype])
     net = DFlashModel(llama_config(config), taps, ids, head)
     layouts.load_parameters(net, path, tensors)

@@ -8,7 +8,6 @@ The block is [anchor, MASK, MASK, …]; its slots see each other and all states 
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 
@@ -169,8 +168,3 @@ class DFlashModel(nn.Module):
         assert self.markov_head is not None
         assert self.confidence_head is not None
         return self.confidence_head(states, self.markov_head.markov_w1(previous))
-
-
-def embed_block(tokens: torch.Tensor, embedding: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[..., h]: rows of the target's embedding."""
-    return F.embedding(tokens, embedding).to(dtype)

@@ -1,4 +1,6 @@
-"""The distributions of a block as a DraftStep: that of a token's successor depends on its level alone."""
+"""The distributions of a block as a DraftStep: that of a token's successor depends on its level and perhaps on it."""
+
+from collections.abc import Callable
 
 import torch
 
@@ -6,11 +8,14 @@ from decode.drafts.drafting import DraftStep
 from decode.model.kv_cache import TreeNodes
 
 
-def level_step(logits: torch.Tensor) -> DraftStep:
+def level_step(
+    logits: torch.Tensor, correction: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> DraftStep:
     """The DraftStep of a block with logits [B, K, V] at its K levels; its first call gives those of level 1.
 
-    Chains drawn from it are drawn from a product of distributions, which is what q says of them, so every lossless rule
-    stays exact.
+    `correction` maps tokens [B, T] to what is added to the logits of their successors. q is then the corrected
+    distribution, else a product of independent ones: that which tokens were drawn from, so every lossless rule stays
+    exact.
     """
     level = 0
 
@@ -19,6 +24,7 @@ def level_step(logits: torch.Tensor) -> DraftStep:
     ) -> torch.Tensor:
         nonlocal level
         level += 1
-        return logits[:, level, None].expand(-1, tokens.shape[1], -1)
+        found = logits[:, level, None].expand(-1, tokens.shape[1], -1)
+        return found if correction is None else found + correction(tokens)
 
     return step

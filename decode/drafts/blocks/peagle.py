@@ -6,10 +6,10 @@ token. The pair at place t predicts token t + 2, each mask the token after that.
 
 import torch
 
-from decode.common.errors import UserError
 from decode.drafts import eagle
 from decode.drafts.base import Proposal
 from decode.drafts.blocks.levels import level_step
+from decode.drafts.blocks.mask_token import check_mask_token
 from decode.drafts.drafting import draft_tokens
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle3Model
@@ -39,9 +39,6 @@ def load(path: str, target: Target, device: str, dtype: str) -> PEagleDraft:
     """A head from a folder or the Hub. UserError if it does not fit the target or tensors are missing."""
     net, _, family = eagle.load_net(path, target, device, dtype)
     assert isinstance(net, Eagle3Model)
-    if net.mask_token is None or not 0 <= net.mask_token < target.decoder.embedding_rows:
-        raise UserError(
-            f"draft {path!r} has the mask token {net.mask_token}, which is no row of the target's embedding: get it "
-            "again"
-        )
+    assert net.mask_token is not None  # the importer requires it
+    check_mask_token(path, net.mask_token, target)
     return PEagleDraft(net, target, family)

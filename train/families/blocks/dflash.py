@@ -1,19 +1,19 @@
 """DFlash and DSpark in training: blocks at drawn anchors, over the target's states as context."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decode.checkpoints import layouts
 from decode.drafts.base import Draft
 from decode.drafts.blocks import dflash
 from decode.drafts.blocks.dflash import DFlashDraft
-from decode.drafts.blocks.dflash_model import DFlashModel, embed_block
+from decode.drafts.blocks.dflash_model import DFlashModel
 from decode.drafts.eagle_model import llama_config
-from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LMHead
+from decode.model.hidden_states import HiddenStateSpec, LMHead
 from decode.model.loading import Target
 from train.data import vocab_mapping
 from train.data.batching import Batch
@@ -22,14 +22,19 @@ from train.families.base import (
     FamilyContext,
     FamilyTrainer,
     TrainableDraft,
-    matrix_parameters,
-    model_dtype,
 )
 from train.families.blocks.block_loss import BlockLoss
 from train.families.blocks.mask_token import choose_mask_token
 from train.families.blocks.slots import Retention, draw_depths
 from train.families.config import DraftConfig
-from train.families.eagle import DEFAULT_VOCAB, EagleShape, hidden_state_rms, valid_slot_indices
+from train.families.eagle import (
+    DEFAULT_VOCAB,
+    EagleShape,
+    TrainableEagle,
+    hidden_state_rms,
+    valid_slot_indices,
+    vocabulary_facts,
+)
 from train.families.head_init import (
     Config,
     check_against_saved,
@@ -55,9 +60,8 @@ class DFlash(FamilyTrainer):
         s, target = context.config.draft, context.target
         counts = vocab_mapping.count_tokens(context.rows, target.decoder.vocab_size)
         net, config = init_dflash(self.name, s, target, context.device, context.rows, counts)
-        draft = TrainableDFlash(context, self.name, net, config)
-        if net.ids is not None:
-            draft.metadata["vocabulary"] = vocab_mapping.describe(net.ids.cpu(), counts)
+        draft = TrainableDFlash(context, self.name, net, config, net.max_tokens)
+        draft.metadata = vocabulary_facts(net.ids, counts)
         return draft
 
     def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
@@ -108,24 +112,20 @@ def dflash_shape(net: DFlashModel, config: Config, s: DraftConfig, vocab: int) -
     )
 
 
-class TrainableDFlash(TrainableDraft):
+class TrainableDFlash(TrainableEagle):
     """A DFlash or DSpark head in training; `config` is its config.json."""
 
-    def __init__(self, context: FamilyContext, name: str, net: DFlashModel, config: Config):
-        target = context.target
-        HiddenStateHooks(target.decoder.model, net.taps).remove()  # UserError for missing layers
-        self.net, self.name, self.config, self.target = net, name, config, target
-        self.teacher = context.teacher(net.taps)
-        embedding = target.decoder.model.get_input_embeddings().weight.detach()
-        self.model = DFlashTrainer(net, self.teacher.head, embedding, context)
-        self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
-        self.metadata = {}
+    def make_trainer(
+        self,
+        context: FamilyContext,
+        head: Callable[[Tensor], Tensor],
+        embedding: Tensor,
+        steps: int,
+    ) -> nn.Module:
+        return DFlashTrainer(self.net, head, embedding, context)
 
     def to_draft(self) -> Draft:
         return DFlashDraft(self.net, self.target, self.name)
-
-    def save(self, folder: Path) -> None:
-        layouts.save_heads(folder, self.config, self.net, model_dtype(self.target), self.net.ids)
 
 
 class DFlashTrainer(nn.Module):
@@ -134,7 +134,13 @@ class DFlashTrainer(nn.Module):
     A block starts from slot t, where f_t and the anchor x_{t+1} are known, as EAGLE does: depth d predicts x_{t+2+d}.
     """
 
-    def __init__(self, net: DFlashModel, head: Any, embedding: Tensor, context: FamilyContext):
+    def __init__(
+        self,
+        net: DFlashModel,
+        head: Callable[[Tensor], Tensor],
+        embedding: Tensor,
+        context: FamilyContext,
+    ):
         super().__init__()
         s = context.config.draft
         self.net = net
@@ -171,7 +177,7 @@ class DFlashTrainer(nn.Module):
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return block_attention(q, k, v, *context[number], visible, size)
 
-        states = net(embed_block(tokens, self.embedding, dtype), place, attend)
+        states = net(F.embedding(tokens, self.embedding).to(dtype), place, attend)
         states = states.unflatten(1, (-1, size))[:, :, first:]  # [B, M, K, h]
         trained = depths[row, slots][..., None] > torch.arange(net.max_tokens, device=ids.device)
         line, block, depth = trained.nonzero(as_tuple=True)

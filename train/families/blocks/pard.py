@@ -5,23 +5,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decode.drafts.base import Draft
 from decode.drafts.blocks.pard import MASK_FIELD, PardDraft
 from decode.model import attention
-from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LogitTransform
-from decode.model.runner import logits_only_at
+from decode.model.hidden_states import HiddenStateSpec, LogitTransform
 from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.blocks.block_loss import BlockLoss
 from train.families.blocks.mask_token import choose_mask_token
 from train.families.blocks.slots import BlockMask, BlockSlots, Retention, draw_depths
-from train.families.causal import Causal, CausalShape, TrainableCausal
+from train.families.causal import Causal, CausalShape, TrainableCausal, output_projection
 from train.families.config import DraftConfig
 from train.families.model_sizes import DraftShape, StepWorkload
-from train.teacher.live import TeacherOutput
+from train.teacher.live import TeacherOutput, run_for_states
 
 
 class Pard(Causal):
@@ -90,40 +88,28 @@ class PardTrainer(nn.Module):
         self.finish = LogitTransform(lm)
         self.ids: Tensor | None
         self.register_buffer("ids", ids, persistent=False)
-        vocab = lm.get_output_embeddings().weight.shape[0]
-        self.loss = BlockLoss(
-            context.criterion(), context.config.weights, head, self.project, ids, s.block, vocab
-        )
+        self.criterion, self.weights, self.head = context.criterion(), context.config.weights, head
 
-    def project(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Logits [N, Vd] of final hidden states [N, H]; the tokens before do not matter."""
-        head, ids = self.lm.get_output_embeddings(), self.ids
-        if ids is None:
-            return self.finish(head(states))
-        bias = None if head.bias is None else head.bias[ids]
-        return self.finish(F.linear(states, head.weight[ids], bias))
+    def projection(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """The function from final hidden states [N, H] to logits [N, Vd]; the tokens before do not matter."""
+        project = output_projection(self.lm, self.ids)
+        return lambda states, previous: self.finish(project(states))
 
     def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         depths = draw_depths(batch, self.block, self.retention)
         slots = BlockSlots(batch, depths, self.block)
         masks = torch.full_like(slots.anchor, self.mask_token)
-        hooks = HiddenStateHooks(self.lm, HiddenStateSpec(final=True))
-        try:
-            with (
-                logits_only_at(self.lm, lambda hidden: hidden[:, :0]),
-                attention.masked_by(BlockMask(slots)),
-            ):
-                self.lm(
-                    input_ids=torch.cat([batch.input_ids, masks], 1),
-                    position_ids=slots.positions,
-                    use_cache=False,
-                )
-            states = hooks.states()
-        finally:
-            hooks.remove()
+        with attention.masked_by(BlockMask(slots)):
+            tokens = torch.cat([batch.input_ids, masks], 1)
+            states = run_for_states(self.lm, tokens, slots.positions, HiddenStateSpec(final=True))
         line, column, anchor, depth = slots.supervised
         row = anchor + depth
         block = line * depths.shape[1] + anchor
         ids = batch.input_ids
         teacher, label, previous = output.head_inputs[line, row], ids[line, row + 1], ids[line, row]
-        return self.loss(teacher, states[line, column], label, block, depth, previous)
+        vocab = self.lm.get_output_embeddings().weight.shape[0]
+        project = self.projection()
+        loss = BlockLoss(
+            self.criterion, self.weights, self.head, project, self.ids, self.block, vocab
+        )
+        return loss(teacher, states[line, column], label, block, depth, previous)

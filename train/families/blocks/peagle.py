@@ -18,7 +18,7 @@ from train.families.blocks.block_loss import BlockLoss
 from train.families.blocks.mask_token import choose_mask_token
 from train.families.blocks.slots import BlockMask, BlockSlots, Retention, draw_depths
 from train.families.config import DraftConfig
-from train.families.eagle import Eagle3, TrainableEagle, init_eagle3
+from train.families.eagle import Eagle3, TrainableEagle, init_eagle3, vocabulary_facts
 from train.families.model_sizes import DraftShape
 from train.teacher.live import TeacherOutput
 
@@ -39,9 +39,7 @@ class PEagle(Eagle3):
         mask = None if s.init else choose_mask_token(s.mask_token, None, size, context.rows)
         net, config = init_eagle3(s, target, context.device, context.rows, counts, mask)
         draft = TrainablePEagle(context, "peagle", net, config, s.block)
-        draft.metadata["norms"] = layouts.saved_norms(config)
-        if net.ids is not None:
-            draft.metadata["vocabulary"] = vocab_mapping.describe(net.ids.cpu(), counts)
+        draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
         return draft
 
     def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
@@ -60,10 +58,12 @@ class TrainablePEagle(TrainableEagle):
     """A P-EAGLE head in training; `config` is its config.json."""
 
     def make_trainer(
-        self, context: FamilyContext, head: Callable[[Tensor], Tensor], steps: int
+        self,
+        context: FamilyContext,
+        head: Callable[[Tensor], Tensor],
+        embedding: Tensor,
+        steps: int,
     ) -> nn.Module:
-        assert isinstance(self.net, Eagle3Model)
-        embedding = self.target.decoder.model.get_input_embeddings().weight.detach()
         return PEagleTrainer(self.net, head, embedding, context)
 
     def to_draft(self) -> Draft:

@@ -65,7 +65,7 @@ def gap(trainee: Any, monkeypatch: pytest.MonkeyPatch, packed: bool) -> float:
             with torch.no_grad():
                 wanted = plain(text).logits[0, anchor:]
                 got = torch.stack([found[line, start + anchor, d] for d in range(deepest + 1)])
-                logits = trainee.model.project(got, text[0])
+                logits = trainee.model.projection()(got, text[0])
             worst = max(worst, float((wanted - logits).abs().max()))
     return worst
 
@@ -185,7 +185,7 @@ def test_without_drops_every_depth_has_the_loss_of_its_rows(
     with torch.no_grad():
         for (line, anchor, d), state in found.items():
             log_p = trainee.teacher.head(p[line, anchor + d]).log_softmax(-1)
-            log_q = trainee.model.project(state, state).log_softmax(-1)
+            log_q = trainee.model.projection()(state, state).log_softmax(-1)
             total += 0.8**d * float((log_p.exp() * (log_p - log_q)).sum())
     assert float(sums["loss"]) == pytest.approx(total, rel=1e-4)
     written = batch.loss_mask.sum()
