@@ -50,6 +50,9 @@ SPECULATORS_OUTER_KEYS = (
 )
 """Settings of EAGLE-3 that speculators writes outside `transformer_layer_config`."""
 
+MTP_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.eh_proj\.weight")
+"""The tensor by which a multi-token prediction layer is known, in DeepSeek's layout."""
+
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Where vLLM looks for the mask token of P-EAGLE, in this order."""
 
@@ -87,6 +90,8 @@ def resolve_folder(name: str) -> str:
 def detect_family(names: Iterable[str]) -> str:
     """The family with tensors of these names: a kind of heads, or causal for all others."""
     names = {name.removeprefix("model.") for name in names}
+    if any(MTP_LAYER.fullmatch(name) for name in names):
+        return "mtp"
     if "mask_hidden" in names:
         return "peagle"
     if "markov_head.markov_w1.weight" in names:
@@ -132,9 +137,11 @@ def tensor_files(path: str) -> dict[str, Path]:
 
 
 def raw_tensors(path: str) -> Tensors:
-    """The tensors under the names in the files; only the heads of a file with a whole model and Medusa heads."""
+    """The tensors under the names in the files; of a whole model with heads only its Medusa heads or MTP layers."""
     files = tensor_files(path)
-    heads = {name for name in files if name.startswith("medusa_head")}
+    layers = {match[1] for name in files if (match := MTP_LAYER.fullmatch(name))}
+    prefixes = ("medusa_head", *(f"model.layers.{number}." for number in layers))
+    heads = {name for name in files if name.startswith(prefixes)}
     tensors: Tensors = {}
     for file in sorted(set(files.values())):
         names = [name for name in heads or files if files[name] == file]
@@ -163,11 +170,16 @@ def _unpickle(file: Path) -> Tensors:
 
 
 def read_checkpoint(path: str) -> DraftCheckpoint:
-    """The EAGLE or Medusa draft in the folder `path`. UserError when it is damaged or of no supported family."""
+    """The heads in the folder `path`; MTP layers keep the names in their files.
+
+    UserError when it is damaged or of no supported family.
+    """
     config = layouts.read_config(path)
     tensors = raw_tensors(path)
     family = detect_family(tensors)
     try:
+        if family == "mtp":
+            return DraftCheckpoint(family, config, tensors)
         if family == "medusa":
             return DraftCheckpoint(family, *_canonical_medusa(config, tensors))
         if family in ("dflash", "dspark"):
@@ -280,7 +292,11 @@ def _dflash_config(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = flat.get("eagle_aux_hidden_state_layer_ids") or flat.get("aux_hidden_state_layer_ids")
     if "mask_token_id" not in nested:
         nested["mask_token_id"] = flat["mask_token_id"]
+    anchor = flat.get("sample_from_anchor", nested.get("sample_from_anchor"))
+    if anchor is None:  # flat files of DSpark mean true, and those of speculators false
+        anchor = bool(flat.get("markov_rank")) and "transformer_layer_config" not in config
     return flat | {
+        "sample_from_anchor": anchor,
         "dflash_config": nested,
         "block_size": int(flat.get("block_size") or nested["block_size"]),
         "eagle_aux_hidden_state_layer_ids": list(layers or layouts.output_to_capture(outputs)),

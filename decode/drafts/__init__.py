@@ -7,9 +7,9 @@ causal         a small language model
 medusa         Medusa heads
 eagle          EAGLE-1 and EAGLE-3 heads; eagle_model has their networks
 blocks/        drafts that propose a block in one pass: PARD, P-EAGLE, DFlash, DSpark
+mtp            native multi-token prediction layers; mtp_model has their network
 early_exit     the target's first layers
-ngram          prompt lookup
-suffix         SuffixDecoding; suffix_tree has its data structure
+lookups/       drafts without a model: prompt lookup, SuffixDecoding
 wrappers       drafts on another device, drafts with a lookup in front, and drafts whose proposals are recorded
 
 May import decode.common, decode.model, decode.verification and decode.checkpoints.

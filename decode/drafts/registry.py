@@ -13,12 +13,12 @@ import torch
 
 from decode.checkpoints import importers
 from decode.common.errors import UserError
-from decode.drafts import causal, eagle, medusa
+from decode.drafts import causal, eagle, medusa, mtp
 from decode.drafts.base import Draft, check_saved_draft, read_metadata
 from decode.drafts.blocks import dflash, pard, peagle
 from decode.drafts.early_exit import EarlyExitDraft
-from decode.drafts.ngram import NgramDraft
-from decode.drafts.suffix import SuffixDraft
+from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookups.suffix import SuffixDraft
 from decode.drafts.wrappers import CrossDeviceDraft, TwoSourceDraft
 from decode.model.loading import Target, find_dtype, pick_device
 from decode.verification.tree import TreeShape
@@ -131,7 +131,7 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         DraftFamily(
             "medusa",
             load=medusa.load,
-            trainer="train.families.medusa:Medusa",
+            trainer="train.families.heads.medusa:Medusa",
             engines=EngineMethods(
                 vllm="medusa",
                 vllm_versions="up to 0.32, which was the last with Medusa",
@@ -141,13 +141,13 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         DraftFamily(
             "medusa2",
             load=medusa.load,
-            trainer="train.families.medusa2:Medusa2",
+            trainer="train.families.heads.medusa2:Medusa2",
             saved_as="medusa",
         ),
         DraftFamily(
             "eagle1",
             load=eagle.load,
-            trainer="train.families.eagle:Eagle1",
+            trainer="train.families.heads.eagle:Eagle1",
             engines=EngineMethods(
                 vllm="eagle",
                 vllm_options={"draft_tensor_parallel_size": 1},
@@ -157,7 +157,7 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         DraftFamily(
             "eagle3",
             load=eagle.load,
-            trainer="train.families.eagle:Eagle3",
+            trainer="train.families.heads.eagle:Eagle3",
             engines=EngineMethods(
                 vllm="eagle3",
                 vllm_options={"draft_tensor_parallel_size": 1},
@@ -186,6 +186,12 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
             load=dflash.load,
             trainer="train.families.blocks.dflash:DSpark",
             engines=EngineMethods(vllm="dspark", sglang="DSPARK"),
+        ),
+        DraftFamily(
+            "mtp",
+            load=mtp.load,
+            trainer="train.families.heads.mtp:Mtp",
+            engines=EngineMethods(vllm="mtp"),
         ),
         DraftFamily(
             "ngram",

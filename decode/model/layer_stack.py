@@ -40,6 +40,18 @@ def with_layers(model: Any, layers: Sequence[int]) -> Any:
     return _with_module(model, name, torch.nn.ModuleList([stack[i] for i in layers]))
 
 
+def renumber_layers(model: Any, layers: Sequence[int]) -> None:
+    """Numbers the layers of `model`, a copy of the `layers` of another, from 0, so that its K/V cache has as few."""
+    config = model.config.get_text_config(decoder=True)
+    config.num_hidden_layers = len(layers)
+    for number, layer in enumerate(layer_stack(model)):
+        for part in layer.modules():
+            if "layer_idx" in vars(part):
+                part.layer_idx = number  # type: ignore[assignment]
+    if config.to_dict().get("layer_types"):
+        config.layer_types = [config.layer_types[i] for i in layers]
+
+
 def with_head_rows(model: Any, ids: torch.Tensor) -> Any:
     """A copy of `model` that computes only the logits [.., Vd] of the tokens `ids` [Vd], and shares the config and all
     other weights with it. Its LM head is a copy of these rows: later changes of the model's do not reach it."""

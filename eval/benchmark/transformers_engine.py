@@ -8,7 +8,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from decode.common.errors import first_line
 from decode.drafts.causal import CausalDraft
-from decode.drafts.ngram import NgramDraft
+from decode.drafts.lookups.ngram import NgramDraft
 from decode.model.loading import Target, load_model
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig

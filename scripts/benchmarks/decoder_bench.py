@@ -31,7 +31,7 @@ from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, DraftLength
 from decode.common.run_dir import check_file
 from decode.drafts.base import Draft
-from decode.drafts.ngram import NgramDraft
+from decode.drafts.lookups.ngram import NgramDraft
 from decode.drafts.registry import load_draft
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import DecodeRecord, collect_outputs

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.drafts.base import Draft, DraftContext
 from decode.drafts.causal import CausalDraft
-from decode.drafts.ngram import NgramDraft
+from decode.drafts.lookups.ngram import NgramDraft
 from decode.engine.compile import compile_function
 from decode.engine.cuda_graph import WARM_UPS, CudaGraphRunner
 from decode.engine.engine import SpeculativeEngine

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from decode.common.errors import UserError
 from scripts.engine_compat.rules import hf, sglang, trtllm, vllm
 from scripts.engine_compat.rules.checkpoint import (
+    COMMON_RULES,
     SILENT,
     Finding,
     Rule,
@@ -43,7 +44,8 @@ def check_draft_files(
         raise UserError(f"no engine {engine!r}: give one of {', '.join(ENGINES)}")
     known = ENGINES[engine]
     draft = read_draft(path)
-    if not any(draft.family in rule.families for rule in known.rules):
+    own = [rule for rule in known.rules if rule not in COMMON_RULES]
+    if not any(draft.family in rule.families for rule in own):
         what = f"there are no rules for drafts of family {draft.family!r}: whether {engine} serves them is not known"
         return [Finding("unchecked", SILENT, what, "this project")]
     if target:

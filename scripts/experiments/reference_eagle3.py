@@ -44,7 +44,7 @@ from train import distill
 from train.distill import DistillConfig, RunComponents
 from train.families.alignment import AlignedIndices, Alignment
 from train.families.config import DraftConfig
-from train.families.eagle import EagleTrainer, TrainableEagle
+from train.families.heads.eagle import EagleTrainer, TrainableEagle
 from train.hub.upload import TrainingPublishConfig
 from train.losses import divergences
 from train.losses.objective import DivergenceConfig

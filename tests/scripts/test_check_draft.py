@@ -23,6 +23,7 @@ from scripts.engine_compat.corruptions import all_corruptions
 from scripts.engine_compat.rules.checkpoint import IGNORED, REFUSED, SILENT
 from tests.decode.checkpoints.test_layouts import LAYERS, V, small_target
 from tests.heads import fields, ids_of, net_of, randomise
+from tests.scripts import test_check_blocks
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 DAMAGE = all_corruptions(LAYERS)
@@ -246,9 +247,13 @@ def test_every_rule_of_heads_is_tested() -> None:
         for damage in DAMAGE.values()
         for engine, rule in damage.expected_rules.items()
     }
+    shown |= {
+        (engine, family, rule) for family, engine, rule, _ in test_check_blocks.DAMAGE.values()
+    }
     # These have tests of their own above.
     elsewhere = {"changed-since-training", "removed", "medusa", "eagle1", "heads"}
     elsewhere |= {"layout", "layer-name", "taps", "old-names", "whole-head"}
+    elsewhere |= {"parallel", "mtp-target"}  # in test_check_blocks.py
     for name, engine in ENGINES.items():
         for rule in engine.rules:
             shown_for = [family for family in rule.families if (name, family, rule.name) in shown]
@@ -285,7 +290,7 @@ def test_a_family_without_rules_is_not_called_fit(good: dict[str, Path], tmp_pat
     folder = tmp_path / "draft"
     shutil.copytree(good["eagle3"], folder)
     facts = json.loads((folder / METADATA_FILE).read_text())
-    (folder / METADATA_FILE).write_text(json.dumps({**facts, "family": "dflash"}))
+    (folder / METADATA_FILE).write_text(json.dumps({**facts, "family": "toy"}))
     [found] = check_draft_files(str(folder), "vllm")
     assert (found.rule, found.effect) == ("unchecked", SILENT)
-    assert "dflash" in found.what
+    assert "toy" in found.what

@@ -4,14 +4,11 @@
     config.py         DraftConfig, the settings of the draft
     registry.py       the trainer of each family in decode/drafts/registry.py
     causal.py         a small language model
-    medusa.py         Medusa heads
-    medusa2.py        Medusa heads trained together with the target
-    eagle.py          EAGLE-1 and EAGLE-3 heads
+    heads/            heads on the target's hidden states: Medusa, EAGLE, native MTP layers
     blocks/           drafts that propose a block in one pass: PARD, P-EAGLE, DFlash, DSpark
     head_init.py      initial weights of heads, and checks of settings and target
     head_loss.py      the loss of heads at supervised target rows, and weights of their steps
     alignment.py      which input, label, teacher row and position belong together
-    ttt_attention.py  attention of EAGLE-3's training-time test
     model_sizes.py    sizes of targets and drafts from their configs
 
 May import decode, train.data, train.losses and train.teacher.

@@ -20,7 +20,7 @@ from decode.drafts.causal import CausalDraft, load_ids
 from decode.model import attention
 from decode.model.config_checks import check_sizes
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
-from decode.model.layer_stack import layer_stack, with_layers
+from decode.model.layer_stack import layer_stack, renumber_layers, with_layers
 from decode.model.loading import (
     Target,
     load_config,
@@ -329,12 +329,5 @@ def keep_layers(target: Target, layers: list[int]) -> Any:
     if not all(0 <= i < depth for i in layers) or sorted(set(layers)) != layers:
         raise UserError(f"draft.layers {layers}: name layers of 0 … {depth - 1} in rising order")
     model = copy.deepcopy(with_layers(target.decoder.model, layers)).float()
-    config = model.config.get_text_config(decoder=True)
-    config.num_hidden_layers = len(layers)
-    for number, layer in enumerate(layer_stack(model)):
-        for part in layer.modules():
-            if "layer_idx" in vars(part):
-                part.layer_idx = number  # type: ignore[assignment]
-    if config.to_dict().get("layer_types"):
-        config.layer_types = [config.layer_types[i] for i in layers]
+    renumber_layers(model, layers)
     return model

@@ -19,11 +19,11 @@ class DraftConfig:
 
     family: str = "causal"
     """causal: a small language model; pard: one that drafts a block in one pass. medusa, eagle1, eagle3: heads on the
-    target's hidden states; peagle, dflash, dspark: heads that draft a block in one pass. medusa2: Medusa heads trained
-    together with the target."""
+    target's hidden states; peagle, dflash, dspark: heads that draft a block in one pass. mtp: a multi-token prediction
+    layer, the target's own or a new one. medusa2: Medusa heads trained together with the target."""
     init: str = ""
     """causal, pard: folder or Hub name of a small language model with the target's tokenizer. Heads: folder of a draft
-    whose training to continue."""
+    whose training to continue. mtp: also that of a target which has such a layer."""
     layers: list[CountOrZero] = field(default_factory=list)
     """causal, pard, instead of init: layers of the target that become the draft, such as [0, 11]."""
     init_config: dict[str, Any] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class DraftConfig:
     target_lora_rank: Annotated[int, at_least(1, 4096)] = 16
     """medusa2: rank of the LoRA adapters with which the target is trained along with its heads."""
     steps: Annotated[int, at_least(1, 64)] = 7
-    """eagle3: how many times each slot is run in training (training-time test)."""
+    """eagle3, mtp: how many times each slot is run in training (training-time test)."""
     vocab: CountOrZero | None = None
     """Size of the draft's vocabulary, the most frequent tokens of the samples; 0: all tokens of the target; null: all
     for causal and pard, 32,000 for heads. medusa and eagle1 have the whole one."""

@@ -47,8 +47,10 @@ def with_saved_sizes(s: DraftConfig) -> DraftConfig:
 
 def block_of(config: Config) -> int | None:
     """Tokens that a saved DFlash or DSpark draft proposes in one pass; None for other drafts."""
-    size = config.get("block_size")
-    return None if size is None else size - (0 if config.get("markov_rank") else 1)
+    size, first = config.get("block_size"), config.get("sample_from_anchor")
+    if first is None:
+        first = bool(config.get("markov_rank"))
+    return None if size is None else size - (not first)
 
 
 def check_against_saved(s: DraftConfig, **saved: Any) -> None:

@@ -93,8 +93,8 @@ class ConfidenceHead(nn.Module):
 class DFlashModel(nn.Module):
     """`fc` fuses the tapped states; `layers` run over the block; the head is its own over `ids` [Vd], or the target's.
 
-    With `markov_rank` in its config it is DSpark: the anchor's slot predicts too (`sample_from_anchor`), and logits
-    depend on the token before.
+    With `markov_rank` in its config it is DSpark: logits depend on the token before, and the anchor's slot predicts
+    too, unless `sample_from_anchor` says otherwise.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class DFlashModel(nn.Module):
         self.mask_token: int = fields["dflash_config"]["mask_token_id"]
         self.block_size: int = fields["block_size"]
         rank: int = fields.get("markov_rank") or 0
-        self.first = 0 if rank else 1
+        self.first = 0 if fields.get("sample_from_anchor", rank > 0) else 1
         """The first slot of a block that predicts a token."""
         self.fc = nn.Linear(len(taps.layers) * config.target_hidden_size, width, bias=False)
         self.hidden_norm = RMSNorm(width, config.rms_norm_eps)

@@ -2,7 +2,8 @@
 
 checkpoint.py                       the files as rules read them, Rule, and checks that engines share
 causal.py, eagle.py, medusa.py      tensors and checks of a family
+blocks.py                           the same for PARD, P-EAGLE, DFlash, DSpark and MTP layers
 vllm.py, sglang.py, trtllm.py, hf.py   the table of rules of an engine (hf: transformers)
 
-checkpoint <- causal, eagle, medusa <- engines. It may import decode/.
+checkpoint <- causal, eagle, medusa, blocks <- engines. It may import decode/.
 """

@@ -14,9 +14,19 @@ import torch
 from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import draft_sha256, read_metadata
+from decode.drafts.registry import draft_family
 from decode.model.loading import load_config, load_tokenizer, tokenizer_fingerprint
 
 TensorShape = tuple[int, ...]
+BLOCK_KEYS = (
+    "block_size",
+    "markov_rank",
+    "sample_from_anchor",
+    "sliding_window_non_causal",
+    "aux_hidden_state_layer_ids",
+    "dflash_config",
+)
+"""Settings of DFlash and DSpark that speculators writes outside `transformer_layer_config`."""
 REFUSED, SILENT, IGNORED = "refused", "silent", "ignored"
 """What the engine does: it stops with an error; it serves another function than was trained, without an error; it
 ignores the difference, which is harmless."""
@@ -104,11 +114,11 @@ def read_draft(path: str, target: TargetInfo | None = None) -> DraftFiles:
     path = importers.resolve_folder(path)
     raw_config, facts = layouts.read_config(path), read_metadata(path)
     tensors = importers.raw_tensors(path)
-    family = facts.get("family") or importers.detect_family(tensors)
+    family = facts.get("family") or draft_family(path)
     config = raw_config
     layer = raw_config.get("transformer_layer_config")
     if isinstance(layer, dict):
-        keys = importers.SPECULATORS_OUTER_KEYS
+        keys = (*importers.SPECULATORS_OUTER_KEYS, *BLOCK_KEYS)
         config = {**layer, **{k: raw_config[k] for k in keys if raw_config.get(k) is not None}}
     name_in_file = {_canonical_name(family, name): name for name in tensors}
     canonical = {_canonical_name(family, name): value for name, value in tensors.items()}
@@ -116,8 +126,10 @@ def read_draft(path: str, target: TargetInfo | None = None) -> DraftFiles:
 
 
 def _canonical_name(family: str, name: str) -> str:
-    if family == "causal":
+    if family in ("causal", "pard", "mtp"):
         return name
+    if family in ("dflash", "dspark"):
+        return name.removeprefix("model.")
     if family == "medusa":
         return importers.canonical_medusa_name(name) or name
     return name.replace("midlayer.", "layers.0.", 1)
@@ -195,12 +207,16 @@ FILES_SOURCE = "the files themselves"
 HEAD_FAMILIES = ("medusa", "eagle1", "eagle3")
 EAGLE_FAMILIES = ("eagle1", "eagle3")
 ALL_FAMILIES = ("causal", *HEAD_FAMILIES)
+"""The families that every engine has rules for."""
+BLOCK_FAMILIES = ("pard", "peagle", "dflash", "dspark")
+NEW_FAMILIES = (*BLOCK_FAMILIES, "mtp")
+EVERY = (*ALL_FAMILIES, *NEW_FAMILIES)
 COMMON_RULES = (
-    Rule("changed-since-training", ALL_FAMILIES, SILENT, FILES_SOURCE, changed_since_training),
-    Rule("finite", ALL_FAMILIES, SILENT, FILES_SOURCE, not_finite),
-    Rule("floating", ALL_FAMILIES, REFUSED, FILES_SOURCE, not_float_dtype),
+    Rule("changed-since-training", EVERY, SILENT, FILES_SOURCE, changed_since_training),
+    Rule("finite", EVERY, SILENT, FILES_SOURCE, not_finite),
+    Rule("floating", EVERY, REFUSED, FILES_SOURCE, not_float_dtype),
 )
-"""Rules that hold in every engine."""
+"""Rules that hold in every engine, of the files alone."""
 
 
 # ---- parts of checks ----

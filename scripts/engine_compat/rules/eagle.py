@@ -28,7 +28,7 @@ def expected_shapes(d: DraftFiles) -> dict[str, TensorShape]:
     if None in (hidden, inner, heads, vocab):
         return {}
     size, kv = d.get("head_dim", hidden // heads), d.get("num_key_value_heads", heads)
-    eagle3 = d.family == "eagle3"
+    eagle3 = d.family in ("eagle3", "peagle")
     shapes: dict[str, TensorShape] = {"embed_tokens.weight": (vocab, hidden)}
     for i in range(d.get("num_hidden_layers", 1)):
         width = 2 * hidden if eagle3 and i == 0 else hidden
@@ -60,6 +60,8 @@ def expected_shapes(d: DraftFiles) -> dict[str, TensorShape]:
         shapes["input_norm.weight"] = (aux_layers * target,)
     if norm_flag(d, "fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (target,) for i in range(aux_layers)}
+    if d.family == "peagle":
+        shapes["mask_hidden"] = (1, 1, aux_layers * target)
     if draft_vocab != vocab:
         shapes |= {"d2t": (draft_vocab,), "t2d": (vocab,)}
     return shapes

@@ -98,6 +98,13 @@ RULES = (
     Rule("taps-unread", ("eagle3",), SILENT, f"{NOTES}: eagle_config alone is read", ignored_aux_layer_ids),
     Rule("taps-disagree", ("eagle3",), SILENT, NOTES, eagle.conflicting_aux_layers),
     Rule("target-width", ("eagle3",), REFUSED, EAGLE3_PY, eagle.target_width_mismatch),
+    Rule(
+        "parallel",
+        ("pard",),
+        SILENT,
+        f"{NOTES} has no parallel drafting",
+        Unsupported("SGLang has no parallel drafting: it would run this model token by token, without masks"),
+    ),
     *causal.RULES,
     Rule("missing-tensor", ("causal",), SILENT, NOTES, causal.missing_tensors),
     Rule("shapes", ("causal",), REFUSED, NOTES, causal.wrong_shapes),

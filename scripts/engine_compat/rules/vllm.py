@@ -5,13 +5,13 @@ reverse.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from scripts.engine_compat.rules import causal, eagle, medusa
+from scripts.engine_compat.rules import blocks, causal, eagle, medusa
 from scripts.engine_compat.rules.checkpoint import (
-    ALL_FAMILIES,
     COMMON_RULES,
-    EAGLE_FAMILIES,
+    EVERY,
     IGNORED,
     REFUSED,
     SILENT,
@@ -38,13 +38,26 @@ SPECULATIVE = "vllm/config/speculative.py, 0.32.0"
 WEIGHTS_PY = "vllm/model_executor/models/utils.py (AutoWeightsLoader), 0.32.0"
 LOADER_PY = "vllm/model_executor/model_loader/default_loader.py (track_weights_loading), 0.32.0"
 
+DFLASH_PY = "vllm/model_executor/models/qwen3_dflash.py, 0.32.0"
+DSPARK_PY = "vllm/model_executor/models/qwen3_dspark.py, 0.32.0"
+ALGOS_PY = "vllm/transformers_utils/configs/speculators/algos.py, 0.32.0"
+PROPOSER_PY = "vllm/v1/spec_decode/llm_base_proposer.py, 0.32.0"
+MTP_PY = "vllm/model_executor/models/deepseek_mtp.py and glm4_moe_mtp.py, 0.32.0"
+
+LMS = ("causal", "pard")
+EAGLES = ("eagle1", "eagle3", "peagle")
+EAGLE3 = ("eagle3", "peagle")
+DFLASH = ("dflash", "dspark")
 ARCHITECTURES = {
     "eagle1": ("EagleLlamaForCausalLM",),
-    "eagle3": (
-        "Eagle3LlamaForCausalLM",
-        "LlamaForCausalLMEagle3",
-        "Eagle3Qwen2_5vlForCausalLM",
-        "Eagle3Qwen3vlForCausalLM",
+    **dict.fromkeys(
+        EAGLE3,
+        (
+            "Eagle3LlamaForCausalLM",
+            "LlamaForCausalLMEagle3",
+            "Eagle3Qwen2_5vlForCausalLM",
+            "Eagle3Qwen3vlForCausalLM",
+        ),
     ),
 }
 """Names in vLLM's model registry whose class has the Llama layer of these heads."""
@@ -55,12 +68,26 @@ def wrong_architecture(d: DraftFiles) -> Iterator[str]:
     if d.is_speculators_format:
         return  # the type of its layer decides
     names = [str(name) for name in d.get("architectures", [])]
-    if d.family == "eagle3":
+    if d.family in EAGLE3:
         derived = [n if "Eagle3" in (n[:6], n[-6:]) else f"Eagle3{n}" for n in names]
     else:
         derived = [n if n.startswith("Eagle") else f"Eagle{n}" for n in names]
     if not set(derived) & set(ARCHITECTURES[d.family]):
         yield f"architectures {names} become {derived}: none is registered for these heads"
+
+
+def wrong_dflash_architecture(d: DraftFiles) -> Iterator[str]:
+    """`architectures` and `model_type` by which the class of DFlash or DSpark is found."""
+    if d.is_speculators_format:
+        return
+    wanted = (
+        ("DFlashDraftModel",) if d.family == "dflash" else ("DSparkDraftModel", "Qwen3DSparkModel")
+    )
+    names = d.get("architectures", [])
+    if not set(names) & set(wanted):
+        yield f"architectures {names} do not contain {' or '.join(wanted)}"
+    if d.get("model_type") != "qwen3":
+        yield f"model_type is {d.get('model_type')}: the layers are Qwen3's"
 
 
 def wrong_nested_config(d: DraftFiles) -> Iterator[str]:
@@ -111,31 +138,48 @@ def implicit_draft_vocab_size(d: DraftFiles) -> Iterator[str]:
 
 RULES = (
     *COMMON_RULES,
-    Rule("dtype", ALL_FAMILIES, IGNORED, f"{SPECULATIVE}: the draft gets the target's dtype", dtype_mismatch),
-    Rule("vocabulary", ("causal", *EAGLE_FAMILIES), REFUSED, SPECULATIVE, vocab_size_mismatch),
+    Rule("dtype", EVERY, IGNORED, f"{SPECULATIVE}: the draft gets the target's dtype", dtype_mismatch),
+    Rule("vocabulary", (*LMS, *EAGLES, *DFLASH), REFUSED, SPECULATIVE, vocab_size_mismatch),
     # EAGLE
-    Rule("architecture", EAGLE_FAMILIES, REFUSED, CONFIG_PY, wrong_architecture),
+    Rule("architecture", EAGLES, REFUSED, CONFIG_PY, wrong_architecture),
     Rule("nested-config", ("eagle3",), REFUSED, SPECULATORS_PY, wrong_nested_config),
     Rule("nested-norm-flag", ("eagle3",), SILENT, SPECULATORS_PY, implicit_norm_flag),
-    Rule("shapes", EAGLE_FAMILIES, REFUSED, EAGLE3_PY, eagle.wrong_shapes),
-    Rule("missing-tensor", EAGLE_FAMILIES, SILENT, f"{EAGLE3_PY}: reports nothing", eagle.missing_tensors),
-    Rule("unknown-tensor", EAGLE_FAMILIES, REFUSED, WEIGHTS_PY, unknown_tensors),
-    Rule("skipped-tensor", ("eagle3",), SILENT, EAGLE3_PY, skipped_norm_weights),
-    Rule("dropped-bias", EAGLE_FAMILIES, SILENT, WEIGHTS_PY, eagle.dropped_biases),
-    Rule("bias-flags", EAGLE_FAMILIES, SILENT, LLAMA_PY, eagle.unfilled_bias_flags),
-    Rule("activation", EAGLE_FAMILIES, REFUSED, LLAMA_PY, RequireValue("hidden_act", "silu")),
-    Rule("layers", EAGLE_FAMILIES, SILENT, EAGLE3_PY, eagle.wrong_layer_count),
-    Rule("rope", EAGLE_FAMILIES, SILENT, f"{LLAMA_PY}: rope_parameters", eagle.rope_mismatch),
-    Rule("norm-flags", ("eagle3",), SILENT, EAGLE3_PY, eagle.changed_norm_flags),
-    Rule("draft-vocabulary", ("eagle3",), REFUSED, EAGLE3_PY, implicit_draft_vocab_size),
-    Rule("map-missing", ("eagle3",), SILENT, EAGLE3_PY, eagle.map_missing),
-    Rule("map-superfluous", ("eagle3",), REFUSED, EAGLE3_PY, eagle.unneeded_map),
-    Rule("map", ("eagle3",), SILENT, EAGLE3_PY, eagle.map_wrong),
-    Rule("map-dtype", ("eagle3",), SILENT, EAGLE3_PY, eagle.map_dtype),
-    Rule("members-dtype", ("eagle3",), IGNORED, f"{EAGLE3_PY}: t2d is skipped", eagle.t2d_dtype),
-    Rule("taps", ("eagle3",), SILENT, RUNNER_PY, eagle.wrong_vllm_aux_layers),
-    Rule("taps-disagree", ("eagle3",), SILENT, RUNNER_PY, eagle.conflicting_aux_layers),
-    Rule("target-width", ("eagle3",), REFUSED, EAGLE3_PY, eagle.target_width_mismatch),
+    Rule("shapes", EAGLES, REFUSED, EAGLE3_PY, eagle.wrong_shapes),
+    Rule("missing-tensor", EAGLES, SILENT, f"{EAGLE3_PY}: reports nothing", eagle.missing_tensors),
+    Rule("unknown-tensor", EAGLES, REFUSED, WEIGHTS_PY, unknown_tensors),
+    Rule("skipped-tensor", EAGLE3, SILENT, EAGLE3_PY, skipped_norm_weights),
+    Rule("dropped-bias", EAGLES, SILENT, WEIGHTS_PY, eagle.dropped_biases),
+    Rule("bias-flags", EAGLES, SILENT, LLAMA_PY, eagle.unfilled_bias_flags),
+    Rule("activation", EAGLES, REFUSED, LLAMA_PY, RequireValue("hidden_act", "silu")),
+    Rule("layers", EAGLES, SILENT, EAGLE3_PY, eagle.wrong_layer_count),
+    Rule("rope", EAGLES, SILENT, f"{LLAMA_PY}: rope_parameters", eagle.rope_mismatch),
+    Rule("norm-flags", EAGLE3, SILENT, EAGLE3_PY, eagle.changed_norm_flags),
+    Rule("draft-vocabulary", EAGLE3, REFUSED, EAGLE3_PY, implicit_draft_vocab_size),
+    Rule("map-missing", EAGLE3, SILENT, EAGLE3_PY, eagle.map_missing),
+    Rule("map-superfluous", EAGLE3, REFUSED, EAGLE3_PY, eagle.unneeded_map),
+    Rule("map", EAGLE3, SILENT, EAGLE3_PY, eagle.map_wrong),
+    Rule("map-dtype", EAGLE3, SILENT, EAGLE3_PY, eagle.map_dtype),
+    Rule("members-dtype", EAGLE3, IGNORED, f"{EAGLE3_PY}: t2d is skipped", eagle.t2d_dtype),
+    Rule("taps", EAGLE3, SILENT, RUNNER_PY, eagle.wrong_vllm_aux_layers),
+    Rule("taps-disagree", EAGLE3, SILENT, RUNNER_PY, eagle.conflicting_aux_layers),
+    Rule("target-width", EAGLE3, REFUSED, EAGLE3_PY, eagle.target_width_mismatch),
+    # blocks
+    Rule("mask-token", ("pard", "peagle", *DFLASH), REFUSED, PROPOSER_PY, blocks.no_mask_token),
+    Rule("mask-state", ("peagle",), REFUSED, EAGLE3_PY, blocks.no_mask_state),
+    Rule("architecture", DFLASH, REFUSED, SPECULATIVE, wrong_dflash_architecture),
+    Rule("shapes", DFLASH, REFUSED, DFLASH_PY, blocks.wrong_shapes),
+    Rule("missing-tensor", DFLASH, SILENT, f"{DFLASH_PY}: reports nothing", blocks.missing_tensors),
+    Rule("unknown-tensor", DFLASH, REFUSED, WEIGHTS_PY, blocks.unknown_tensors),
+    Rule("nested-causality", DFLASH, SILENT, ALGOS_PY, blocks.nested_causality),
+    Rule("causality", DFLASH, SILENT, DFLASH_PY, blocks.causal_blocks),
+    Rule("anchor", ("dflash",), SILENT, "vllm/v1/spec_decode/dflash.py, 0.32.0", blocks.wrong_anchor),
+    Rule("taps", DFLASH, SILENT, RUNNER_PY, blocks.wrong_aux_layers),
+    Rule("map", DFLASH, SILENT, DFLASH_PY, eagle.map_wrong),
+    Rule("map-dtype", DFLASH, SILENT, DFLASH_PY, eagle.map_dtype),
+    Rule("corrector", ("dspark",), REFUSED, DSPARK_PY, RequireValue("markov_head_type", "vanilla", "vanilla")),
+    # MTP layers
+    Rule("mtp-target", ("mtp",), REFUSED, SPECULATIVE, blocks.unknown_mtp_target),
+    Rule("missing-tensor", ("mtp",), SILENT, MTP_PY, blocks.missing_mtp_tensors),
     # Medusa
     Rule(
         "removed",
@@ -156,9 +200,9 @@ RULES = (
     Rule("vocabulary", ("medusa",), REFUSED, MEDUSA_PY, medusa.vocab_rows_mismatch),
     Rule("old-names", ("medusa",), REFUSED, f"{MEDUSA_PY}: old keys", medusa.numbered_tensors, before="0.32"),
     # causal
-    *causal.RULES,
-    Rule("missing-tensor", ("causal",), REFUSED, LOADER_PY, causal.missing_tensors),
-    Rule("shapes", ("causal",), REFUSED, LOADER_PY, causal.wrong_shapes),
-    Rule("tied", ("causal",), SILENT, LLAMA_PY, causal.dropped_lm_head),
-    Rule("tokenizer", ("causal",), SILENT, f"{SPECULATIVE}: only sizes are compared", causal.wrong_tokenizer),
+    *(replace(rule, families=LMS) for rule in causal.RULES),
+    Rule("missing-tensor", LMS, REFUSED, LOADER_PY, causal.missing_tensors),
+    Rule("shapes", LMS, REFUSED, LOADER_PY, causal.wrong_shapes),
+    Rule("tied", LMS, SILENT, LLAMA_PY, causal.dropped_lm_head),
+    Rule("tokenizer", LMS, SILENT, f"{SPECULATIVE}: only sizes are compared", causal.wrong_tokenizer),
 )  # fmt: skip

@@ -14,7 +14,7 @@ import decode.engine.round
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
-from decode.drafts.ngram import NgramDraft
+from decode.drafts.lookups.ngram import NgramDraft
 from decode.engine.round import BatchState, StepConfig, read_results, run_round
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner

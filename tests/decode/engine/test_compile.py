@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.early_exit import EarlyExitDraft
-from decode.drafts.ngram import NgramDraft
+from decode.drafts.lookups.ngram import NgramDraft
 from decode.engine import compile as engine_compile
 from decode.engine import round as rounds
 from decode.engine.engine import SpeculativeEngine, decode
@@ -19,6 +19,8 @@ from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
+from tests.decode.drafts import test_mtp
+from tests.decode.drafts.blocks import test_dflash, test_pard, test_peagle
 from tests.decode.drafts.test_token_trees import BUSHY
 from tests.decode.engine.test_engine import PROMPTS, texts
 from tests.heads import random_draft
@@ -43,6 +45,11 @@ def make(name: str, target: Target) -> Draft | None:
         "early-exit": EarlyExitDraft(target, 2),
         "medusa": random_draft("medusa", target),
         "eagle3": random_draft("eagle3", target, DynamicTree(3, 8)),
+        "pard": test_pard.pard_of(target.decoder.model),
+        "peagle": test_peagle.draft_of(target),
+        "dflash": test_dflash.draft_of("dflash", target),
+        "dspark": test_dflash.draft_of("dspark", target, DynamicTree(2, 5)),
+        "mtp": test_mtp.draft_of(target),
     }[name]
 
 
@@ -80,6 +87,11 @@ CASES = [
         "early-exit",
         "medusa",
         "eagle3",
+        "pard",
+        "peagle",
+        "dflash",
+        "dspark",
+        "mtp",
     ]
     for mode in ["greedy", "sampled"]
 ]

@@ -10,8 +10,8 @@ import torch
 
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
-from decode.drafts.ngram import NgramDraft
-from decode.drafts.suffix import SuffixDraft
+from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookups.suffix import SuffixDraft
 from decode.engine import compile as engine_compile
 from decode.engine import round as rounds
 from decode.engine.engine import SpeculativeEngine

@@ -20,8 +20,8 @@ from train.distill import DistillConfig
 from train.families import head_loss
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
-from train.families.eagle import EagleTrainer
 from train.families.head_loss import LossWeights
+from train.families.heads.eagle import EagleTrainer
 from train.families.registry import family_trainer
 
 K, LENGTH, TAPS = 3, 1 + 6 * 4, [0, 1, 2]
@@ -37,6 +37,7 @@ DRAFTS: dict[str, DraftConfig] = {
     "eagle3": DraftConfig("eagle3", steps=K, vocab=60, taps=TAPS),
     "whole": DraftConfig("eagle3", steps=K, vocab=0, taps=TAPS),
     "narrow": DraftConfig("eagle3", steps=K, vocab=0, taps=TAPS, width=16),
+    "mtp": DraftConfig("mtp", steps=K),
 }
 """`eagle3` has a reduced vocabulary."""
 slow = pytest.mark.slow
@@ -101,6 +102,7 @@ def test_the_conversation_is_varied() -> None:
         pytest.param("eagle3", marks=slow),
         pytest.param("whole", marks=slow),
         pytest.param("narrow", marks=slow),
+        "mtp",
     ],
 )
 def test_a_fitted_draft_is_accepted_whole(family: str) -> None:

@@ -40,9 +40,9 @@ from train.distill import DistillConfig
 from train.families import causal, model_sizes
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
+from train.families.heads.ttt_attention import BLOCK
 from train.families.model_sizes import DraftShape, ModelShape, StepWorkload
 from train.families.registry import family_trainer, trained_families
-from train.families.ttt_attention import BLOCK
 from train.losses import divergences
 from train.planning import resources
 from train.planning.resources import format_bytes

@@ -198,6 +198,7 @@ def ranks(*args: object) -> Iterator[list[subprocess.Popen[str]]]:
     """The command as processes 0 and 1 of two, with no launcher that could end one for the other's sake."""
     port = str(worlds._free_port())
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared["PYTHONFAULTHANDLER"] = "1"
     started = []
     for rank in ("0", "1"):
         env = {**os.environ, **worlds.ENV, **shared, "RANK": rank, "LOCAL_RANK": rank}
@@ -210,6 +211,15 @@ def ranks(*args: object) -> Iterator[list[subprocess.Popen[str]]]:
         for process in started:
             process.kill()
             process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Its output. One that hangs is aborted, and then says in its stderr where it was."""
+    try:
+        return process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        return process.communicate(timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +239,8 @@ def test_a_refusal_ends_every_process_with_one_line(
         settings += ["--loop.lr", 10, "--loop.weight_decay", 100, "--loop.warmup", 0]
         settings += ["--loop.steps", 40]
     with ranks(*settings) as processes:
-        ends = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
+        ends = [ended(process) for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], [err for _, err in ends]
     errors = [[x for x in err.splitlines() if x.startswith("error: ")] for _, err in ends]
     assert [len(found) for found in errors] == [1, 0]
     assert all("Traceback" not in err for _, err in ends)

@@ -27,14 +27,6 @@ from train.families.blocks.block_loss import BlockLoss
 from train.families.blocks.mask_token import choose_mask_token
 from train.families.blocks.slots import Retention, draw_depths
 from train.families.config import DraftConfig
-from train.families.eagle import (
-    DEFAULT_VOCAB,
-    EagleShape,
-    TrainableEagle,
-    hidden_state_rms,
-    valid_slot_indices,
-    vocabulary_facts,
-)
 from train.families.head_init import (
     Config,
     check_against_saved,
@@ -42,6 +34,14 @@ from train.families.head_init import (
     load_saved_config,
     random_init,
     with_saved_sizes,
+)
+from train.families.heads.eagle import (
+    DEFAULT_VOCAB,
+    EagleShape,
+    TrainableEagle,
+    hidden_state_rms,
+    valid_slot_indices,
+    vocabulary_facts,
 )
 from train.families.model_sizes import DraftShape, count_parameters
 from train.losses.objective import Criterion

@@ -18,7 +18,7 @@ from train.families.blocks.block_loss import BlockLoss
 from train.families.blocks.mask_token import choose_mask_token
 from train.families.blocks.slots import BlockMask, BlockSlots, Retention, draw_depths
 from train.families.config import DraftConfig
-from train.families.eagle import Eagle3, TrainableEagle, init_eagle3, vocabulary_facts
+from train.families.heads.eagle import Eagle3, TrainableEagle, init_eagle3, vocabulary_facts
 from train.families.model_sizes import DraftShape
 from train.teacher.live import TeacherOutput
 

@@ -17,7 +17,7 @@ from decode.drafts.base import METADATA_FILE
 from decode.drafts.blocks.dflash import DFlashDraft
 from decode.drafts.blocks.dflash_model import DFlashModel
 from decode.drafts.eagle_model import llama_config
-from decode.drafts.ngram import NgramDraft
+from decode.drafts.lookups.ngram import NgramDraft
 from decode.drafts.registry import draft_family, load_draft
 from decode.drafts.wrappers import TwoSourceDraft
 from decode.engine.engine import decode
@@ -361,6 +361,43 @@ def test_published_layouts_are_read(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="names no tokenizer"):
             draft = load_draft(str(path), own)
         assert draft.taps == HiddenStateSpec((1, 2))
+
+
+def test_the_anchor_is_read_as_each_layout_means_it(tmp_path: Path) -> None:
+    """Catches a DSpark of speculators, which does not predict from the anchor where its file is silent."""
+    own = tiny_target(tiny_model("llama"))
+    path = Path(saved(tmp_path / "d", "dspark", own))
+    (path / METADATA_FILE).unlink()
+    config = json.loads((path / "config.json").read_text())
+    config.pop("sample_from_anchor")
+    inner = {k: v for k, v in config.items() if k != "dflash_config"}
+    outer = {
+        k: config[k] for k in ("block_size", "markov_rank", "draft_vocab_size", "dflash_config")
+    }
+    for layout, first in ((config, 0), ({"transformer_layer_config": inner, **outer}, 1)):
+        (path / "config.json").write_text(json.dumps(layout))
+        with pytest.warns(UserWarning, match="names no tokenizer"):
+            draft = load_draft(str(path), own)
+        assert isinstance(draft, DFlashDraft)
+        assert draft.net.first == first
+
+
+@pytest.mark.parametrize("anchor", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_where_the_first_token_is_read_follows_the_config(
+    name: str, anchor: bool, tmp_path: Path
+) -> None:
+    """Catches a published DSpark without, or DFlash with, `sample_from_anchor` that is decoded one slot off."""
+    own = tiny_target(tiny_model("llama"))
+    path = Path(saved(tmp_path / "d", name, own))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"sample_from_anchor": anchor}))
+    draft = load_draft(str(path), own)
+    assert isinstance(draft, DFlashDraft)
+    assert draft.net.max_tokens == config["block_size"] - (not anchor)
+    outputs = decode(own, draft, PROMPTS, k=draft.net.max_tokens, max_new_tokens=LENGTH)
+    plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)
+    assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]
 
 
 @pytest.mark.parametrize(

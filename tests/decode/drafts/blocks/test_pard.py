@@ -13,7 +13,7 @@ from decode.common.errors import UserError
 from decode.drafts.base import Proposal
 from decode.drafts.blocks import pard
 from decode.drafts.blocks.pard import PardDraft
-from decode.drafts.ngram import NgramDraft
+from decode.drafts.lookups.ngram import NgramDraft
 from decode.drafts.registry import draft_family
 from decode.drafts.wrappers import TwoSourceDraft
 from decode.engine.engine import decode

@@ -13,7 +13,7 @@ from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.blocks.peagle import PEagleDraft
 from decode.drafts.eagle_model import Eagle3Model, llama_config
-from decode.drafts.ngram import NgramDraft
+from decode.drafts.lookups.ngram import NgramDraft
 from decode.drafts.registry import draft_family, load_draft
 from decode.drafts.wrappers import TwoSourceDraft
 from decode.engine.engine import decode

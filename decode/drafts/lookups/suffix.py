@@ -13,7 +13,7 @@ import torch
 
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import build_token_tree
-from decode.drafts.suffix_tree import SuffixMatch, SuffixTree
+from decode.drafts.lookups.suffix_tree import SuffixMatch, SuffixTree
 from decode.verification.rules import NO_DRAFT
 
 

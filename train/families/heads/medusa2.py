@@ -25,7 +25,7 @@ from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.medusa import Medusa, MedusaShape, MedusaTrainer, TrainableMedusa
+from train.families.heads.medusa import Medusa, MedusaShape, MedusaTrainer, TrainableMedusa
 from train.families.model_sizes import (
     DraftShape,
     ModelShape,

@@ -37,6 +37,7 @@ from train.families.head_init import (
     with_saved_sizes,
 )
 from train.families.head_loss import LossWeights, SupervisedRows, loss_and_metrics, step_weights
+from train.families.heads.ttt_attention import BLOCK, TestTimeAttention
 from train.families.model_sizes import (
     DraftShape,
     ModelShape,
@@ -44,7 +45,6 @@ from train.families.model_sizes import (
     count_parameters,
     layer_activation_bytes,
 )
-from train.families.ttt_attention import BLOCK, TestTimeAttention
 from train.losses import divergences
 from train.losses.objective import Criterion
 from train.teacher.live import LiveTeacher, TeacherOutput
@@ -210,26 +210,7 @@ class EagleTrainer(nn.Module):
     def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         places = self.alignment(batch.input_ids, batch.loss_mask, self.steps, batch.documents)
         rows = SupervisedRows(places, self.steps)
-        first = places.step(0)
-        dtype = self.net.fc.weight.dtype
-        start = self.net.init_state(output.features.to(dtype))
-        embeds = self.net.embed(first.token, self.embedding).to(dtype)
-        # Only supervised slots go through the layer; of the others only keys and values are needed.
-        keys, values = self.net.keys_values(start, embeds, first.position)
-        slots = valid_slot_indices(first.valid)
-        row = torch.arange(len(slots), device=slots.device)[:, None]
-        numbers = batch.documents
-        same = None if numbers is None else numbers[row, slots][..., None] == numbers[:, None]
-        attend = TestTimeAttention(keys, values, slots, same)
-        index = torch.zeros_like(first.position)  # of each slot among the supervised ones
-        index[row, slots] = torch.arange(slots.shape[1], device=slots.device)
-        state = start[row, slots]
-        states = []
-        for j in range(self.steps):
-            at = places.step(j)
-            embeds = self.net.embed(at.token[row, slots], self.embedding).to(dtype)
-            state = self.net.step(state, embeds, at.position[row, slots], attend)
-            states.append(state[rows.batch, rows.values_at_slots(index, j)])
+        states = self.step_states(batch, output.features, places, rows)
         ids, size = self.net.ids, divergences.max_chunk_rows(len(self.embedding))
 
         def step_logits(states: Tensor) -> list[Tensor]:
@@ -250,10 +231,35 @@ class EagleTrainer(nn.Module):
             return sums
 
         label = output.features if isinstance(self.net, Eagle1Model) else output.features[..., :0]
-        stacked = torch.stack(states, 1)  # [N, J, h]
-        weight = step_weights(self.weights, rows, step_logits, stacked, ids, size)
-        inputs = [rows.take(output.head_inputs), stacked, rows.valid, weight, rows.take(label)]
+        weight = step_weights(self.weights, rows, step_logits, states, ids, size)
+        inputs = [rows.take(output.head_inputs), states, rows.valid, weight, rows.take(label)]
         return divergences.sums_in_chunks(chunk_loss, inputs, size)
+
+    def step_states(
+        self, batch: Batch, features: Tensor, places: Alignment, rows: SupervisedRows
+    ) -> Tensor:
+        """[N, J, h]: the states of the supervised `rows` after each step."""
+        first = places.step(0)
+        dtype = self.net.fc.weight.dtype
+        start = self.net.init_state(features.to(dtype))
+        embeds = self.net.embed(first.token, self.embedding).to(dtype)
+        # Only supervised slots go through the layer; of the others only keys and values are needed.
+        keys, values = self.net.keys_values(start, embeds, first.position)
+        slots = valid_slot_indices(first.valid)
+        row = torch.arange(len(slots), device=slots.device)[:, None]
+        numbers = batch.documents
+        same = None if numbers is None else numbers[row, slots][..., None] == numbers[:, None]
+        attend = TestTimeAttention(keys, values, slots, same)
+        index = torch.zeros_like(first.position)  # of each slot among the supervised ones
+        index[row, slots] = torch.arange(slots.shape[1], device=slots.device)
+        state = start[row, slots]
+        states = []
+        for j in range(self.steps):
+            at = places.step(j)
+            embeds = self.net.embed(at.token[row, slots], self.embedding).to(dtype)
+            state = self.net.step(state, embeds, at.position[row, slots], attend)
+            states.append(state[rows.batch, rows.values_at_slots(index, j)])
+        return torch.stack(states, 1)
 
     def loss_positions(self, p_logits: Tensor, valid: Tensor) -> Tensor:
         """[N, J] bool: the positions among `valid` that count in the loss; here all of them."""

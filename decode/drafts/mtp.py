@@ -1,0 +1,61 @@
+"""Native multi-token prediction (MTP) layers as drafts, in chains or trees.
+
+Targets such as DeepSeek-V3 and GLM-4.5 come with such a layer in their own files, which transformers does not load:
+the target's folder is the draft's. The first layer drafts every token, each step from its own state of the step
+before, as in serving engines; further layers, if there are any, are not read.
+"""
+
+import torch
+
+from decode.checkpoints import importers, layouts
+from decode.common.errors import UserError
+from decode.drafts import mtp_model
+from decode.drafts.base import check_target
+from decode.drafts.eagle import EagleDraft
+from decode.drafts.mtp_model import MtpModel
+from decode.model.attention import forward_context
+from decode.model.hidden_states import LMHead
+from decode.model.loading import DTYPES, Target
+
+
+class MtpDraft(EagleDraft):
+    """An EagleDraft whose layer is of the target's own kind and writes its keys and values itself."""
+
+    net: MtpModel  # type: ignore[assignment]
+
+    def _forward(self, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        embeds = self.net.embed(tokens, self.embedding).to(self.dtype)
+        with forward_context(self.kv_cache.slots):
+            return self.net(state, embeds, self._positions(), self.kv_cache)
+
+
+def load(path: str, target: Target, device: str, dtype: str) -> MtpDraft:
+    """The MTP layer in the folder of a target or of a draft. UserError if it does not fit the target."""
+    return MtpDraft(load_net(path, target, device, dtype), target, "mtp")
+
+
+def load_net(path: str, target: Target, device: str, dtype: str) -> MtpModel:
+    """The network of such a layer; UserError as in `load`."""
+    path = importers.resolve_folder(path)
+    check_target(path, target)
+    decoder = target.decoder
+    depth, tensors = decoder.config.num_hidden_layers, importers.raw_tensors(path)
+    layouts.check_family(path, importers.detect_family(tensors), "mtp")
+    wanted = {
+        "vocab_size": decoder.vocab_size,
+        "hidden_size": decoder.config.hidden_size,
+        "num_hidden_layers": depth,
+    }
+    layouts.check_config(path, layouts.read_config(path), wanted)
+    own = mtp_model.from_files(tensors, depth)
+    if not own:
+        raise UserError(f"draft {path!r} has no layer {depth}: get its files again")
+    net = MtpModel(
+        mtp_model.last_layer(decoder.model), LMHead(decoder.model, device, DTYPES[dtype])
+    )
+    layouts.load_parameters(net, path, own)
+    for (
+        parameter
+    ) in net.parameters():  # buffers stay in fp32: the frequencies of RoPE, the biases of routers
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    return net.to(device)

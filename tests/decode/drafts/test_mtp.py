@@ -1,0 +1,247 @@
+"""Multi-token prediction layers: their distributions are those of plain passes, their files those of native layers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from decode.checkpoints import importers
+from decode.common.errors import UserError
+from decode.drafts import mtp_model
+from decode.drafts.mtp import MtpDraft
+from decode.drafts.mtp_model import MtpModel
+from decode.drafts.registry import draft_family, load_draft
+from decode.engine.engine import decode
+from decode.model.hidden_states import LMHead
+from decode.model.loading import Target, load_target
+from decode.verification.sampling import SamplingParams
+from tests.decode.drafts.blocks.test_dflash import HOT, LENGTH, PROMPTS, SHAPES, K
+from tests.decode.drafts.blocks.test_peagle import late_tokens, too_few
+from tests.decode.verification.test_exact_distribution import PROMPTS as LAW_PROMPTS
+from tests.decode.verification.test_exact_distribution import (
+    ROUND_1,
+    ROUND_2,
+    engine_law,
+    own_law,
+    small,
+    tv,
+)
+from tests.heads import prefilled, randomise
+from tests.params import slow_except
+from tests.tiny import ARCHITECTURES, tiny_model, tiny_target
+
+KINDS = [
+    "llama", "llama+yarn", "qwen2", "qwen2+window", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma",
+    "gemma2", "gemma3_text", "olmo2", "olmo3", "cohere", "granite", "gpt_oss", "deepseek_v3",
+]  # fmt: skip
+FEW = ["llama", "gemma3_text", "deepseek_v3"]
+
+
+def net_of(target: Target, seed: int = 3) -> MtpModel:
+    model = target.decoder.model
+    net = MtpModel(mtp_model.last_layer(model), LMHead(model))
+    randomise(net, seed)  # type: ignore[arg-type]
+    return net.to(model.dtype)
+
+
+def draft_of(target: Target, shape: Any = None) -> MtpDraft:
+    draft = MtpDraft(net_of(target), target, "mtp")
+    draft.shape = shape
+    return draft
+
+
+@torch.no_grad()
+def plain_laws(net: MtpModel, own: Target, text: list[int], drafted: list[int]) -> Tensor:
+    """[n + 1, V]: logits after each of the n drafted tokens, each from one pass over everything, without a cache."""
+    weight = own.decoder.model.get_input_embeddings().weight
+    states = prefilled(own, text[:-1], net.taps)[None]
+    tokens, laws = list(text[1:]), []
+    for token in [*drafted, None]:
+        position = torch.arange(len(tokens))[None]
+        out = net(states, net.embed(torch.tensor([tokens]), weight), position, None)
+        laws.append(net.logits(out[:, -1])[0])
+        states = torch.cat([states, out[:, -1:]], 1)
+        tokens.append(-1 if token is None else token)
+    return torch.stack(laws)
+
+
+@torch.no_grad()
+def drift(draft: MtpDraft, own: Target, **settings: Any) -> tuple[float, set[int]]:
+    """(largest difference of a chain's laws from `plain_laws`, accepted lengths that occurred)."""
+    seen: list[tuple[list[int], list[int], Tensor]] = []
+    propose, logits_of = draft.propose, draft._logits
+
+    def watch(history: Tensor, length: Tensor, k: int) -> Any:
+        laws: list[Tensor] = []
+
+        def keep(states: Tensor) -> Tensor:
+            laws.append(logits_of(states)[:, -1].clone())
+            return logits_of(states)
+
+        draft._logits = keep  # type: ignore[method-assign]
+        proposal = propose(history, length, k)
+        for row, n in enumerate(length.tolist()):
+            drafted = proposal.tokens[row].tolist()[: len(laws) - 1]
+            own_laws = torch.stack([law[row] for law in laws])
+            seen.append((history[row, :n].tolist(), drafted, own_laws))
+        return proposal
+
+    draft.propose = watch  # type: ignore[method-assign]
+    outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH, **settings)
+    worst = 0.0
+    for text, drafted, laws in seen:
+        wanted = plain_laws(draft.net, own, text, drafted)
+        worst = max(worst, float((wanted - laws).abs().max()))
+    return worst, {n for output in outputs for _, n in output.rounds}
+
+
+@pytest.mark.parametrize("arch", slow_except(KINDS, FEW))
+def test_distributions_are_those_of_plain_passes(arch: str) -> None:
+    """Catches states before the norm, positions or keys one off, after every number of accepted drafts."""
+    own = tiny_target(tiny_model(arch))
+    worst, counts = drift(draft_of(own), own, sampling=HOT)
+    assert worst < 2e-3
+    assert len(counts) > 1
+
+
+FORWARD = MtpModel.forward
+
+
+def late_position(
+    self: MtpModel, state: Tensor, embeds: Tensor, position: Tensor, cache: Any
+) -> Tensor:
+    """Drafted tokens stand one position too far."""
+    drafted = cache is not None and state.shape[1] == 1
+    return FORWARD(self, state, embeds, position + drafted, cache)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "bug"),
+    [
+        (MtpModel, "forward", late_position),
+        (MtpDraft, "_committed_pairs", too_few),
+        (MtpDraft, "_committed_pairs", late_tokens),
+    ],
+)
+def test_planted_bugs_change_the_distributions(
+    kind: type, name: str, bug: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above is blind if one of these goes unseen."""
+    own = tiny_target(tiny_model("llama"))
+    draft = draft_of(own)
+    monkeypatch.setattr(kind, name, bug)
+    assert drift(draft, own, sampling=HOT)[0] > 0.02
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("arch", slow_except(KINDS, FEW))
+def test_greedy_text_is_the_targets(arch: str, shape: str) -> None:
+    own = tiny_target(tiny_model(arch))
+    plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)
+    outputs = decode(own, draft_of(own, SHAPES[shape]), PROMPTS, k=K, max_new_tokens=LENGTH)
+    assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]
+
+
+@pytest.mark.parametrize(("k", "length", "paths"), [(1, 3, 3 * ROUND_1**2), (2, 2, 3 * ROUND_2)])
+def test_sampled_text_has_the_targets_law(k: int, length: int, paths: int) -> None:
+    """Catches a q that is not what a token was drawn from. Exact: no false alarm."""
+    model, sampling = small(num_hidden_layers=2), SamplingParams(0.7)
+    own = tiny_target(model)
+    law = engine_law(own, draft_of(own), k, length, sampling, paths)  # type: ignore[arg-type]
+    for got, prompt in zip(law, LAW_PROMPTS, strict=True):
+        assert tv(got, own_law(model, prompt, length, sampling)) < 1e-7  # HF norms compute in fp32
+
+
+# ---- files ----
+
+
+def native_folder(folder: Path, arch: str) -> tuple[MtpModel, Target]:
+    """A target's folder with a random MTP layer in its weights, as DeepSeek publishes it."""
+    model = tiny_model(arch)
+    own = tiny_target(model)
+    depth = own.decoder.config.num_hidden_layers
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    net = net_of(own)
+    copies = {
+        f"model.layers.{depth}.embed_tokens.weight": model.get_input_embeddings()
+        .weight.detach()
+        .clone(),
+        f"model.layers.{depth}.shared_head.head.weight": model.lm_head.weight.detach().clone(),
+    }
+    file = folder / "model.safetensors"
+    own_tensors = mtp_model.to_files(net.state_dict(), depth)
+    save_file({**load_file(file), **copies, **own_tensors}, file, {"format": "pt"})
+    return net, own
+
+
+@pytest.mark.parametrize("arch", ["llama", "deepseek_v3", "qwen3_moe"])
+def test_the_targets_own_folder_is_the_draft(arch: str, tmp_path: Path) -> None:
+    """Catches a layer that is lost, one of the target's taken for it, experts in the wrong order or halves swapped."""
+    net, own = native_folder(tmp_path, arch)
+    assert draft_family(str(tmp_path)) == "mtp"
+    with pytest.warns(UserWarning, match="names no tokenizer"):
+        draft = load_draft(str(tmp_path), own)
+    assert isinstance(draft, MtpDraft)
+    state = draft.net.state_dict()
+    assert state.keys() == net.state_dict().keys()
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, state[key]), key
+    names = importers.raw_tensors(str(tmp_path))
+    assert all(f"layers.{own.decoder.config.num_hidden_layers}." in name for name in names)
+
+
+@torch.no_grad()
+def test_a_native_layer_computes_what_transformers_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An independent reading of the same files: names, experts, order of the halves, norms and positions."""
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpModel"):
+        pytest.skip("this transformers has no MTP layers")
+    net, own = native_folder(tmp_path, "deepseek_v3")
+    depth = own.decoder.config.num_hidden_layers
+    target = load_target(str(tmp_path)) if (tmp_path / "tokenizer.json").exists() else own
+    model = target.decoder.model
+    kind = type(model)
+    monkeypatch.setattr(
+        kind, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{depth}\..*"]
+    )
+    reference = kind.from_pretrained(tmp_path)
+    reference.set_attn_implementation("eager")
+    theirs = layers.MtpModel.from_pretrained(reference)
+    text = PROMPTS[0]
+    states = prefilled(own, text[:-1], net.taps)[None]
+    position = torch.arange(1, len(text))[None]
+    from transformers.cache_utils import MtpCache
+
+    cache = MtpCache(config=reference.config.get_mtp_config())
+    tokens = torch.tensor([text[1:]])
+    out = theirs.forward_layer(0, states, position, cache, input_ids=tokens)
+    embeds = net.embed(tokens, own.decoder.model.get_input_embeddings().weight)
+    ours = net(states, embeds, position - 1, None)  # only differences of positions count
+    assert float((ours - out).abs().max()) < 1e-4
+
+
+def test_a_layer_of_another_target_is_refused(tmp_path: Path) -> None:
+    native_folder(tmp_path, "llama")
+    other = tiny_target(tiny_model("llama", num_hidden_layers=4))
+    with (
+        pytest.warns(UserWarning, match="names no tokenizer"),
+        pytest.raises(UserError, match="num_hidden_layers"),
+    ):
+        load_draft(str(tmp_path), other)
+
+
+def test_a_target_without_such_names_is_refused() -> None:
+    with pytest.raises(UserError, match="EAGLE head"):
+        mtp_model.last_layer(tiny_model("gpt2"))
+
+
+assert set(KINDS) <= set(ARCHITECTURES)

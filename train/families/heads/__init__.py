@@ -1,0 +1,8 @@
+"""Training of heads that draft token by token from the target's hidden states.
+
+eagle.py          EAGLE-1 and EAGLE-3
+ttt_attention.py  attention of EAGLE-3's training-time test
+mtp.py            multi-token prediction layers, the target's own or new ones
+medusa.py         Medusa heads
+medusa2.py        Medusa heads trained together with the target
+"""

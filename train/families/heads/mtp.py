@@ -1,0 +1,159 @@
+"""Multi-token prediction (MTP) layers in training: the target's own, fine-tuned, or a new one for any target.
+
+DeepSeek-AI, arXiv 2412.19437, section 2.2. One layer is run `steps` times, from the second time on its own states, as
+in decoding. It learns the target's distribution, not the next word of the data.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from decode.checkpoints import layouts
+from decode.drafts import mtp, mtp_model
+from decode.drafts.base import Draft
+from decode.drafts.mtp import MtpDraft
+from decode.drafts.mtp_model import MtpModel
+from decode.model import attention
+from decode.model.hidden_states import LMHead
+from decode.model.loading import Target
+from train.data.batching import Batch
+from train.families.alignment import Alignment
+from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft, model_dtype
+from train.families.config import DraftConfig
+from train.families.head_init import Config, check_widths, load_saved_config
+from train.families.head_loss import SupervisedRows
+from train.families.heads.eagle import EagleShape, EagleTrainer, TrainableEagle
+from train.families.model_sizes import DraftShape, target_shape
+
+
+class Mtp(FamilyTrainer):
+    """Trains an MTP layer: a layer of the target's own kind that continues its final hidden states."""
+
+    settings = frozenset({"init", "steps"})
+    description = "a multi-token prediction layer"
+    hub_tag = "mtp"
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        s = context.config.draft
+        net, config = init_mtp(s, context.target, context.device)
+        return TrainableMtp(context, "mtp", net, config, s.steps)
+
+    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
+        whole = target_shape(target_config)
+        layer, hidden = whole.body_parameters // whole.layers, whole.hidden
+        own = layer + 2 * hidden * hidden + 3 * hidden
+        return EagleShape(
+            parameters=own,
+            body_parameters=own,
+            layers=1,
+            hidden=hidden,
+            intermediate=whole.intermediate,
+            attention=whole.attention,
+            heads=whole.heads,
+            kv_width=0,
+            vocab=vocab,
+            trained=own,
+            parameters_per_pass=own,
+            passes_per_slot=s.steps,
+        )
+
+
+class TrainableMtp(TrainableEagle):
+    """An MTP layer in training; `config` is its config.json."""
+
+    def make_trainer(
+        self,
+        context: FamilyContext,
+        head: Callable[[Tensor], Tensor],
+        embedding: Tensor,
+        steps: int,
+    ) -> nn.Module:
+        weights = context.config.weights
+        return MtpTrainer(self.net, head, embedding, context.criterion(), weights, steps)
+
+    def to_draft(self) -> Draft:
+        return MtpDraft(self.net, self.target, self.name)
+
+    def save(self, folder: Path) -> None:
+        dtype = model_dtype(self.target)
+        name = str(dtype).removeprefix("torch.")
+        tensors = {key: value.detach().cpu() for key, value in self.net.state_dict().items()}
+        cast = {key: value.to(dtype) for key, value in tensors.items()}
+        number = self.target.decoder.config.num_hidden_layers
+        config = {**self.config, "dtype": name, "torch_dtype": name}
+        layouts.write_checkpoint(folder, config, mtp_model.to_files(cast, number))
+
+
+class MtpTrainer(EagleTrainer):
+    """The loss of an MTP layer that runs `steps` times over each slot."""
+
+    net: MtpModel  # type: ignore[assignment]
+
+    def step_states(
+        self, batch: Batch, features: Tensor, places: Alignment, rows: SupervisedRows
+    ) -> Tensor:
+        """[N, J, h]: the states of the supervised `rows` after each step; each step is a pass over all tokens."""
+        cache = DynamicCache()
+        state = features.to(self.net.fc.weight.dtype)
+        states = []
+        for j in range(self.steps):
+            at = places.step(j)
+            embeds = self.net.embed(at.token, self.embedding).to(state.dtype)
+            mask = StepMask(places.position, batch.documents, j)
+            with attention.masked_by(mask):
+                state = self.net(state, embeds, at.position, cache)
+            states.append(rows.values_at_slots(state, j))
+        return torch.stack(states, 1)
+
+
+class StepMask:
+    """What the T slots of a batch attend to at step j, among the keys of steps 0 to j, T each, one after the other.
+
+    As in decoding: the keys of step 0 at their own slot and before it, and their own slot's of every later step.
+    """
+
+    def __init__(self, position: Tensor, documents: Tensor | None, step: int):
+        self.position, self.documents, self.step = position, documents, step
+
+    def mask(self, window: int | None, groups: int) -> Tensor:
+        """[B, 1, groups * T, (step + 1) * T] bool, True = attend; within `window` positions."""
+        position, step = self.position, self.step
+        distance = position[:, :, None] + step - position[:, None]
+        allow = torch.ones_like(distance, dtype=torch.bool).tril()
+        if self.documents is not None:
+            allow &= self.documents[:, :, None] == self.documents[:, None]
+        own = torch.eye(position.shape[1], dtype=torch.bool, device=position.device).expand_as(
+            allow
+        )
+        if window is not None:
+            allow &= distance < window
+        later = [own & (window is None or step - i < window) for i in range(1, step + 1)]
+        return torch.cat([allow, *later], 2).repeat(1, groups, 1)[:, None]
+
+
+def init_mtp(s: DraftConfig, target: Target, device: str) -> tuple[MtpModel, Config]:
+    """(net, its config.json): of the draft or target in draft.init, else a new layer that begins as the target's last.
+
+    A new one begins with the state alone: the weights for the token's embedding are small.
+    """
+    check_widths(target)
+    if s.init:
+        load_saved_config(s, "mtp")
+        return mtp.load_net(s.init, target, device, "float32"), mtp_config(target)
+    model = target.decoder.model
+    net = MtpModel(mtp_model.last_layer(model), LMHead(model))
+    width = net.fc.out_features
+    with torch.no_grad():
+        nn.init.normal_(net.fc.weight, std=0.1 * width**-0.5)
+        net.fc.weight[:, width:] += torch.eye(width)
+    return net.to(device), mtp_config(target)
+
+
+def mtp_config(target: Target) -> Config:
+    """config.json of an MTP layer: that of its target, which names its number of such layers."""
+    fields: Config = target.decoder.model.config.to_dict()
+    return fields | {"num_nextn_predict_layers": 1}
