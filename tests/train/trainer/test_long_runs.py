@@ -240,7 +240,8 @@ def test_a_refusal_ends_every_process_with_one_line(
         settings += ["--loop.steps", 40]
     with ranks(*settings) as processes:
         ends = [ended(process) for process in processes]
-    assert [process.returncode for process in processes] == [2, 2], [err for _, err in ends]
+    if [process.returncode for process in processes] != [2, 2]:
+        pytest.fail("\n\n".join(err for _, err in ends))
     errors = [[x for x in err.splitlines() if x.startswith("error: ")] for _, err in ends]
     assert [len(found) for found in errors] == [1, 0]
     assert all("Traceback" not in err for _, err in ends)
