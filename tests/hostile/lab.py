@@ -134,6 +134,8 @@ def build(folder: Path) -> Lab:
     (folder / "chat" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     texts = [text for text in world.texts if len(text) > 4]
     (folder / "prompts.txt").write_text("\n\n".join(texts[:8]) + "\n")
+    # Which prompts a limit takes depends on the folder's name: some of the sampled ones are surely among all.
+    (folder / "all_prompts.txt").write_text("\n\n".join(texts) + "\n")
     qa = [{"question": f"What is {i}?", "answer": f"It is {i}. #### {i}"} for i in range(500)]
     (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in qa))
     (folder / "python").write_text("#!/bin/sh\nexit 1\n")

@@ -128,7 +128,7 @@ MISMATCHED = [
     ("scripts/experiments/compare_trainers.py", "--draft $lab/stranger", ("stranger", "tokenizer")),
     ("scripts/experiments/data_curve.py", "--distill.draft.init $lab/stranger", ("stranger", "tokenizer")),
     ("scripts/experiments/data_curve.py", "--distill.target $lab/stranger", "tokenizer"),
-    ("scripts/experiments/data_curve.py", "--tasks '[{name: own, path: $lab/prompts.txt}]'", "held out"),
+    ("scripts/experiments/data_curve.py", "--tasks '[{name: own, path: $lab/all_prompts.txt}]'", "held out"),
     ("scripts/experiments/data_curve.py", "--distill.data '[{path: $lab/samples}]'", "distill.data"),
     ("scripts/experiments/data_curve.py", "--distill.draft.init '' --distill.draft.family medusa --distill.draft.heads 1", "k"),
 ]  # fmt: skip
