@@ -203,8 +203,8 @@ def test_a_native_layer_computes_what_transformers_computes(
 ) -> None:
     """An independent reading of the same files: names, experts, order of the halves, norms and positions."""
     layers = pytest.importorskip("transformers.modeling_layers")
-    if not hasattr(layers, "MtpModel"):
-        pytest.skip("this transformers has no MTP layers")
+    if not hasattr(getattr(layers, "MtpModel", None), "forward_layer"):
+        pytest.skip("this transformers runs no single MTP layer")
     net, own = native_folder(tmp_path, "deepseek_v3")
     depth = own.decoder.config.num_hidden_layers
     target = load_target(str(tmp_path)) if (tmp_path / "tokenizer.json").exists() else own
