@@ -50,7 +50,7 @@ SPECULATORS_OUTER_KEYS = (
 )
 """Settings of EAGLE-3 that speculators writes outside `transformer_layer_config`."""
 
-MTP_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.eh_proj\.weight")
+MTP_LAYER = re.compile(r"(?:model\.)?layers\.\d+\.eh_proj\.weight")
 """The tensor by which a multi-token prediction layer is known, in DeepSeek's layout."""
 
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -139,9 +139,8 @@ def tensor_files(path: str) -> dict[str, Path]:
 def raw_tensors(path: str) -> Tensors:
     """The tensors under the names in the files; of a whole model with heads only its Medusa heads or MTP layers."""
     files = tensor_files(path)
-    layers = {match[1] for name in files if (match := MTP_LAYER.fullmatch(name))}
-    prefixes = ("medusa_head", *(f"model.layers.{number}." for number in layers))
-    heads = {name for name in files if name.startswith(prefixes)}
+    layers = {name.removesuffix("eh_proj.weight") for name in files if MTP_LAYER.fullmatch(name)}
+    heads = {name for name in files if name.startswith(("medusa_head", *layers))}
     tensors: Tensors = {}
     for file in sorted(set(files.values())):
         names = [name for name in heads or files if files[name] == file]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from decode.checkpoints import importers
+from decode.checkpoints.layouts import read_config
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.mtp import MtpDraft
 from decode.drafts.registry import load_draft
@@ -113,9 +115,25 @@ def test_a_native_layer_is_trained_on_and_saved_as_it_was(arch: str, tmp_path: P
         assert torch.equal(value, trainee.net.state_dict()[key]), key
     out = tmp_path / "draft"
     trainee.save(out)
+    assert not [
+        key for key in read_config(str(out)) if key.startswith("_")
+    ]  # a local path among them
     facts = {"family": "mtp", "tokenizer_hash": own.fingerprint}
     (out / METADATA_FILE).write_text(json.dumps(facts))
     draft = load_draft(str(out), own)
     assert isinstance(draft, MtpDraft)
     for key, value in net.state_dict().items():
         assert torch.equal(value, draft.net.state_dict()[key]), key
+
+
+def test_a_routers_bias_is_saved_as_it_is(tmp_path: Path) -> None:
+    """Catches experts chosen by a rounded bias: it is a buffer that the target keeps in fp32 under weights in bf16."""
+    trainee = trainee_of(tiny_target(tiny_model("deepseek_v3").to(torch.bfloat16)))
+    [bias] = [b for name, b in trainee.net.named_buffers() if "e_score_correction" in name]
+    wanted = torch.linspace(0, 1, len(bias)) / 3
+    bias.data = wanted.clone()
+    trainee.save(tmp_path)
+    tensors = importers.raw_tensors(str(tmp_path))
+    [saved] = [value for name, value in tensors.items() if "e_score_correction" in name]
+    assert torch.equal(saved, wanted)
+    assert all(value.dtype == torch.bfloat16 for value in tensors.values() if value is not saved)

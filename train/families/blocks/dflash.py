@@ -37,13 +37,13 @@ from train.families.head_init import (
 )
 from train.families.heads.eagle import (
     DEFAULT_VOCAB,
-    EagleShape,
     TrainableEagle,
+    eagle_shape,
     hidden_state_rms,
     valid_slot_indices,
     vocabulary_facts,
 )
-from train.families.model_sizes import DraftShape, count_parameters
+from train.families.model_sizes import DraftShape
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
 
@@ -74,7 +74,12 @@ class DFlash(FamilyTrainer):
             net = DFlashModel(
                 llama_config(config), HiddenStateSpec(layers), ids, lambda states: states
             )
-        return dflash_shape(net, config, s, size)
+        # Every supervised position passes the layers as often as it has slots in drawn blocks.
+        passes = max(1, round(s.anchors * net.block_size))
+        return eagle_shape(
+            net, config, size, passes, 0,
+            bytes_per_hidden=16 * s.depth, target_states=4, target_state_copies=3,
+        )  # fmt: skip
 
 
 class DSpark(DFlash):
@@ -84,32 +89,6 @@ class DSpark(DFlash):
     description = "a DSpark head"
     hub_tag = "dspark"
     name = "dspark"
-
-
-def dflash_shape(net: DFlashModel, config: Config, s: DraftConfig, vocab: int) -> EagleShape:
-    """Sizes of `net`: every supervised position passes its layers as often as it has slots in drawn blocks."""
-    layer: Any = net.layers[0]
-    keys_values = count_parameters(layer.self_attn.k_proj) + count_parameters(
-        layer.self_attn.v_proj
-    )
-    passes = max(1, round(s.anchors * net.block_size))
-    return EagleShape(
-        parameters=count_parameters(net),
-        body_parameters=count_parameters(net.fc) + keys_values * len(net.layers),
-        layers=len(net.layers),
-        hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"],
-        attention=config["num_attention_heads"] * config["head_dim"],
-        heads=config["num_attention_heads"],
-        kv_width=0,
-        vocab=vocab,
-        trained=sum(p.numel() for p in net.parameters() if p.requires_grad),
-        parameters_per_pass=count_parameters(net.layers),
-        passes_per_slot=passes,
-        bytes_per_hidden=16 * len(net.layers),
-        target_states=4,
-        target_state_copies=3,
-    )
 
 
 class TrainableDFlash(TrainableEagle):

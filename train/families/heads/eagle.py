@@ -125,21 +125,24 @@ class EagleShape(DraftShape):
 
 
 def eagle_shape(
-    net: Eagle1Model | Eagle3Model,
+    net: Any,
     config: Config,
     vocab: int,
     passes: int,
-    parameters_beside_layer: int,
+    parameters_beside_layers: int,
     **fields: Any,
 ) -> EagleShape:
-    """Sizes of `net`, whose slots are run `passes` times; `vocab` is the draft's own vocabulary."""
-    attention = net.layer.self_attn
-    keys_values = count_parameters(attention.k_proj) + count_parameters(attention.v_proj)
+    """Sizes of `net`, whose slots are run `passes` times; `vocab` is the draft's own vocabulary.
+
+    `net` has the layers `layers`, and `fc`, which fuses the target's states.
+    """
+    attention = [layer.self_attn for layer in net.layers]
+    keys_values = sum(count_parameters(a.k_proj) + count_parameters(a.v_proj) for a in attention)
     return EagleShape(
         parameters=count_parameters(net),
-        # Every token gives keys and values; supervised slots compute theirs again in the layer.
+        # Every token gives keys and values; supervised slots compute theirs again in the layers.
         body_parameters=count_parameters(net.fc) + keys_values,
-        layers=1,
+        layers=len(attention),
         hidden=config["hidden_size"],
         intermediate=config["intermediate_size"],
         attention=config["num_attention_heads"] * config["head_dim"],
@@ -147,41 +150,10 @@ def eagle_shape(
         kv_width=0,
         vocab=vocab,
         trained=sum(p.numel() for p in net.parameters() if p.requires_grad),
-        parameters_per_pass=count_parameters(net.layer) + parameters_beside_layer,
+        parameters_per_pass=count_parameters(net.layers) + parameters_beside_layers,
         passes_per_slot=passes,
         **fields,
     )
-
-
-class TrainableEagle(TrainableDraft):
-    """An EAGLE head in training; `config` is its config.json, and its slots are run `steps` times."""
-
-    def __init__(self, context: FamilyContext, name: str, net: Any, config: Config, steps: int):
-        target = context.target
-        HiddenStateHooks(target.decoder.model, net.taps).remove()  # UserError for missing layers
-        self.net, self.name, self.config, self.target = net, name, config, target
-        self.teacher = context.teacher(net.taps)
-        embedding = target.decoder.model.get_input_embeddings().weight.detach()
-        self.model = self.make_trainer(context, self.teacher.head, embedding, steps)
-        self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
-        self.metadata = {}
-
-    def make_trainer(
-        self,
-        context: FamilyContext,
-        head: Callable[[Tensor], Tensor],
-        embedding: Tensor,
-        steps: int,
-    ) -> nn.Module:
-        """The module that computes the loss; `head` gives the target's logits of the teacher's rows."""
-        weights = context.config.weights
-        return EagleTrainer(self.net, head, embedding, context.criterion(), weights, steps)
-
-    def to_draft(self) -> Draft:
-        return EagleDraft(self.net, self.target, self.name)
-
-    def save(self, folder: Path) -> None:
-        layouts.save_heads(folder, self.config, self.net, model_dtype(self.target), self.net.ids)
 
 
 class EagleTrainer(nn.Module):
@@ -264,6 +236,39 @@ class EagleTrainer(nn.Module):
     def loss_positions(self, p_logits: Tensor, valid: Tensor) -> Tensor:
         """[N, J] bool: the positions among `valid` that count in the loss; here all of them."""
         return valid
+
+
+class TrainableEagle(TrainableDraft):
+    """An EAGLE head in training; `config` is its config.json, and its slots are run `steps` times."""
+
+    trainer = EagleTrainer
+
+    def __init__(self, context: FamilyContext, name: str, net: Any, config: Config, steps: int):
+        target = context.target
+        HiddenStateHooks(target.decoder.model, net.taps).remove()  # UserError for missing layers
+        self.net, self.name, self.config, self.target = net, name, config, target
+        self.teacher = context.teacher(net.taps)
+        embedding = target.decoder.model.get_input_embeddings().weight.detach()
+        self.model = self.make_trainer(context, self.teacher.head, embedding, steps)
+        self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
+        self.metadata = {}
+
+    def make_trainer(
+        self,
+        context: FamilyContext,
+        head: Callable[[Tensor], Tensor],
+        embedding: Tensor,
+        steps: int,
+    ) -> nn.Module:
+        """The module that computes the loss; `head` gives the target's logits of the teacher's rows."""
+        weights = context.config.weights
+        return self.trainer(self.net, head, embedding, context.criterion(), weights, steps)
+
+    def to_draft(self) -> Draft:
+        return EagleDraft(self.net, self.target, self.name)
+
+    def save(self, folder: Path) -> None:
+        layouts.save_heads(folder, self.config, self.net, model_dtype(self.target), self.net.ids)
 
 
 def valid_slot_indices(valid: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ DeepSeek-AI, arXiv 2412.19437, section 2.2. One layer is run `steps` times, from
 in decoding. It learns the target's distribution, not the next word of the data.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,32 +61,6 @@ class Mtp(FamilyTrainer):
         )
 
 
-class TrainableMtp(TrainableEagle):
-    """An MTP layer in training; `config` is its config.json."""
-
-    def make_trainer(
-        self,
-        context: FamilyContext,
-        head: Callable[[Tensor], Tensor],
-        embedding: Tensor,
-        steps: int,
-    ) -> nn.Module:
-        weights = context.config.weights
-        return MtpTrainer(self.net, head, embedding, context.criterion(), weights, steps)
-
-    def to_draft(self) -> Draft:
-        return MtpDraft(self.net, self.target, self.name)
-
-    def save(self, folder: Path) -> None:
-        dtype = model_dtype(self.target)
-        name = str(dtype).removeprefix("torch.")
-        tensors = {key: value.detach().cpu() for key, value in self.net.state_dict().items()}
-        cast = {key: value.to(dtype) for key, value in tensors.items()}
-        number = self.target.decoder.config.num_hidden_layers
-        config = {**self.config, "dtype": name, "torch_dtype": name}
-        layouts.write_checkpoint(folder, config, mtp_model.to_files(cast, number))
-
-
 class MtpTrainer(EagleTrainer):
     """The loss of an MTP layer that runs `steps` times over each slot."""
 
@@ -108,6 +81,24 @@ class MtpTrainer(EagleTrainer):
                 state = self.net(state, embeds, at.position, cache)
             states.append(rows.values_at_slots(state, j))
         return torch.stack(states, 1)
+
+
+class TrainableMtp(TrainableEagle):
+    """An MTP layer in training; `config` is its config.json."""
+
+    trainer = MtpTrainer
+
+    def to_draft(self) -> Draft:
+        return MtpDraft(self.net, self.target, self.name)
+
+    def save(self, folder: Path) -> None:
+        dtype = model_dtype(self.target)
+        name = str(dtype).removeprefix("torch.")
+        tensors = {key: value.detach().cpu() for key, value in self.net.state_dict().items()}
+        cast = {key: tensors[key].to(dtype) for key, _ in self.net.named_parameters()}
+        number = self.target.decoder.config.num_hidden_layers
+        config = {**self.config, "dtype": name, "torch_dtype": name}
+        layouts.write_checkpoint(folder, config, mtp_model.to_files(tensors | cast, number))
 
 
 class StepMask:
@@ -154,6 +145,7 @@ def init_mtp(s: DraftConfig, target: Target, device: str) -> tuple[MtpModel, Con
 
 
 def mtp_config(target: Target) -> Config:
-    """config.json of an MTP layer: that of its target, which names its number of such layers."""
+    """config.json of an MTP layer: that of its target, with its number of such layers and without the folder's path."""
     fields: Config = target.decoder.model.config.to_dict()
-    return fields | {"num_nextn_predict_layers": 1}
+    public = {key: value for key, value in fields.items() if not key.startswith("_")}
+    return public | {"num_nextn_predict_layers": 1}
