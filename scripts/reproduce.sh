@@ -26,8 +26,15 @@ for recipe in eagle3 eagle3_longer; do
 done
 python eval/run.py --config configs/smollm2/eval.yaml
 python scripts/track_report.py --run $out/drafts/eagle3_longer --report $out/report
-for family in eagle3 eagle1 mtp medusa causal pard peagle dflash dspark; do
-  $distill --config configs/smollm2/families/$family.yaml
-done
-python eval/run.py --config configs/smollm2/families/eval.yaml
+family() { $distill --config configs/smollm2/families.yaml --draft "{family: $2}" --out $out/drafts/$1; }
+family eagle3_300 'eagle3, vocab: 8192, steps: 3'
+family eagle1 'eagle1'
+family mtp 'mtp, steps: 3'
+family medusa 'medusa, heads: 3'
+family causal 'causal, layers: [0, 1, 28, 29], vocab: 8192'
+family pard 'pard, layers: [0, 1, 28, 29], vocab: 8192, block: 6'
+family peagle 'peagle, vocab: 8192, block: 6'
+family dflash 'dflash, vocab: 8192, block: 6'
+family dspark 'dspark, vocab: 8192, block: 6, markov_rank: 64'
+python eval/run.py --config configs/smollm2/families_eval.yaml
 printf '\ndone in %d s: %s/report/report.html\n' $((SECONDS - begun)) $out
