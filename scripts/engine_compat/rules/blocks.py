@@ -8,6 +8,9 @@ from scripts.engine_compat.rules.checkpoint import (
     DraftFiles,
     TensorShape,
     compare_shapes,
+    head_dim,
+    lacks_sizes,
+    llama_layer_shapes,
     require_tensors,
 )
 
@@ -35,13 +38,10 @@ def no_mask_token(d: DraftFiles) -> Iterator[str]:
 
 def expected_shapes(d: DraftFiles) -> dict[str, TensorShape]:
     """{name: shape} of every tensor that config.json of a DFlash or DSpark draft implies; {} if it lacks a size."""
-    hidden, inner, heads = (
-        d.get("hidden_size"), d.get("intermediate_size"), d.get("num_attention_heads"),
-    )  # fmt: skip
-    vocab, taps = d.get("vocab_size"), aux_layers(d)
-    if None in (hidden, inner, heads, vocab) or not taps:
+    taps = aux_layers(d)
+    if lacks_sizes(d) or not taps:
         return {}
-    size, kv = d.get("head_dim", hidden // heads), d.get("num_key_value_heads", heads)
+    hidden, vocab = d.get("hidden_size"), d.get("vocab_size")
     draft_vocab = d.get("draft_vocab_size", vocab)
     shapes: dict[str, TensorShape] = {
         "fc.weight": (hidden, len(taps) * d.get("target_hidden_size", hidden)),
@@ -51,19 +51,8 @@ def expected_shapes(d: DraftFiles) -> dict[str, TensorShape]:
         "lm_head.weight": (draft_vocab, hidden),
     }
     for i in range(d.get("num_hidden_layers", 1)):
-        layer = {
-            "self_attn.q_proj.weight": (heads * size, hidden),
-            "self_attn.k_proj.weight": (kv * size, hidden),
-            "self_attn.v_proj.weight": (kv * size, hidden),
-            "self_attn.o_proj.weight": (hidden, heads * size),
-            "self_attn.q_norm.weight": (size,),
-            "self_attn.k_norm.weight": (size,),
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-            "mlp.gate_proj.weight": (inner, hidden),
-            "mlp.up_proj.weight": (inner, hidden),
-            "mlp.down_proj.weight": (hidden, inner),
-        }
+        layer = llama_layer_shapes(d, hidden)
+        layer |= {f"self_attn.{name}_norm.weight": (head_dim(d),) for name in ("q", "k")}
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     if draft_vocab != vocab:
         shapes |= {"d2t": (draft_vocab,), "t2d": (vocab,)}
@@ -102,7 +91,7 @@ def missing_tensors(d: DraftFiles) -> Iterator[str]:
 
 
 def unknown_tensors(d: DraftFiles) -> Iterator[str]:
-    """Tensors that config.json does not imply; with expected biases none is left over."""
+    """Tensors that config.json does not imply, biases among them. Vocabulary maps and tables of RoPE are not named."""
     for name in sorted(set(d.tensors) - set(expected_shapes(d)) - set(eagle.VOCAB_MAPS)):
         if "rotary_emb." not in name:
             yield f"{d.name_in_file[name]} is not part of this draft"

@@ -206,20 +206,47 @@ def vocab_size_mismatch(d: DraftFiles) -> Iterator[str]:
 FILES_SOURCE = "the files themselves"
 HEAD_FAMILIES = ("medusa", "eagle1", "eagle3")
 EAGLE_FAMILIES = ("eagle1", "eagle3")
-ALL_FAMILIES = ("causal", *HEAD_FAMILIES)
+COVERED_EVERYWHERE = ("causal", *HEAD_FAMILIES)
 """The families that every engine has rules for."""
-BLOCK_FAMILIES = ("pard", "peagle", "dflash", "dspark")
-NEW_FAMILIES = (*BLOCK_FAMILIES, "mtp")
-EVERY = (*ALL_FAMILIES, *NEW_FAMILIES)
+ALL_FAMILIES = (*COVERED_EVERYWHERE, "pard", "peagle", "dflash", "dspark", "mtp")
 COMMON_RULES = (
-    Rule("changed-since-training", EVERY, SILENT, FILES_SOURCE, changed_since_training),
-    Rule("finite", EVERY, SILENT, FILES_SOURCE, not_finite),
-    Rule("floating", EVERY, REFUSED, FILES_SOURCE, not_float_dtype),
+    Rule("changed-since-training", ALL_FAMILIES, SILENT, FILES_SOURCE, changed_since_training),
+    Rule("finite", ALL_FAMILIES, SILENT, FILES_SOURCE, not_finite),
+    Rule("floating", ALL_FAMILIES, REFUSED, FILES_SOURCE, not_float_dtype),
 )
 """Rules that hold in every engine, of the files alone."""
 
 
 # ---- parts of checks ----
+
+
+def lacks_sizes(d: DraftFiles) -> bool:
+    """Whether config.json lacks a size without which no shape is known."""
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    return any(d.get(key) is None for key in sizes)
+
+
+def head_dim(d: DraftFiles) -> int:
+    """Size of one attention head."""
+    return d.get("head_dim", d.get("hidden_size") // d.get("num_attention_heads"))
+
+
+def llama_layer_shapes(d: DraftFiles, width: int) -> dict[str, TensorShape]:
+    """{name: shape} of a Llama layer whose attention reads states of size `width`. The config must not lack a size."""
+    hidden, inner = d.get("hidden_size"), d.get("intermediate_size")
+    heads, size = d.get("num_attention_heads"), head_dim(d)
+    queries, keys = heads * size, d.get("num_key_value_heads", heads) * size
+    return {
+        "self_attn.q_proj.weight": (queries, width),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.v_proj.weight": (keys, width),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
 
 
 def compare_shapes(d: DraftFiles, shapes: Mapping[str, TensorShape]) -> Iterator[str]:

@@ -10,6 +10,8 @@ from scripts.engine_compat.rules.checkpoint import (
     DraftFiles,
     TensorShape,
     compare_shapes,
+    lacks_sizes,
+    llama_layer_shapes,
     require_tensors,
 )
 
@@ -19,33 +21,17 @@ VOCAB_MAPS = ("d2t", "t2d")
 
 def expected_shapes(d: DraftFiles) -> dict[str, TensorShape]:
     """{name: shape} of every tensor that config.json implies; {} if it lacks a size."""
-    hidden, inner, heads = (
-        d.get("hidden_size"),
-        d.get("intermediate_size"),
-        d.get("num_attention_heads"),
-    )
-    vocab = d.get("vocab_size")
-    if None in (hidden, inner, heads, vocab):
+    if lacks_sizes(d):
         return {}
-    size, kv = d.get("head_dim", hidden // heads), d.get("num_key_value_heads", heads)
+    hidden, vocab = d.get("hidden_size"), d.get("vocab_size")
     eagle3 = d.family in ("eagle3", "peagle")
     shapes: dict[str, TensorShape] = {"embed_tokens.weight": (vocab, hidden)}
     for i in range(d.get("num_hidden_layers", 1)):
-        width = 2 * hidden if eagle3 and i == 0 else hidden
-        layer = {
-            "self_attn.q_proj.weight": (heads * size, width),
-            "self_attn.k_proj.weight": (kv * size, width),
-            "self_attn.v_proj.weight": (kv * size, width),
-            "self_attn.o_proj.weight": (hidden, heads * size),
-            "post_attention_layernorm.weight": (hidden,),
-            "mlp.gate_proj.weight": (inner, hidden),
-            "mlp.up_proj.weight": (inner, hidden),
-            "mlp.down_proj.weight": (hidden, inner),
-        }
-        if eagle3 or i > 0:
-            layer["input_layernorm.weight"] = (hidden,)
+        layer = llama_layer_shapes(d, 2 * hidden if eagle3 and i == 0 else hidden)
         if eagle3:
             layer["hidden_norm.weight"] = (hidden,)
+        elif i == 0:
+            del layer["input_layernorm.weight"]
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     if not eagle3:
         return shapes | {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)}

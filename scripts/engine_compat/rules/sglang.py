@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from scripts.engine_compat.rules import causal, eagle
 from scripts.engine_compat.rules.checkpoint import (
-    ALL_FAMILIES,
     COMMON_RULES,
+    COVERED_EVERYWHERE,
     EAGLE_FAMILIES,
     IGNORED,
     REFUSED,
@@ -63,7 +63,7 @@ def ignored_aux_layer_ids(d: DraftFiles) -> Iterator[str]:
 
 RULES = (
     *COMMON_RULES,
-    Rule("dtype", ALL_FAMILIES, IGNORED, "--dtype of the server decides", dtype_mismatch),
+    Rule("dtype", COVERED_EVERYWHERE, IGNORED, "--dtype of the server decides", dtype_mismatch),
     Rule("vocabulary", ("causal", *EAGLE_FAMILIES), REFUSED, NOTES, vocab_size_mismatch),
     Rule(
         "medusa",

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from scripts.engine_compat.rules import causal, eagle, medusa
 from scripts.engine_compat.rules.checkpoint import (
-    ALL_FAMILIES,
     COMMON_RULES,
+    COVERED_EVERYWHERE,
     REFUSED,
     SILENT,
     DraftFiles,
@@ -41,7 +41,7 @@ def non_default_aux_layers(d: DraftFiles) -> Iterator[str]:
 EAGLE3 = ("eagle3",)
 RULES = (
     *COMMON_RULES,
-    Rule("dtype", ALL_FAMILIES, SILENT, f"{SOURCE}: torch_dtype is the dtype of the modules", dtype_mismatch),
+    Rule("dtype", COVERED_EVERYWHERE, SILENT, f"{SOURCE}: torch_dtype is the dtype of the modules", dtype_mismatch),
     Rule("vocabulary", ("causal", "eagle3"), REFUSED, SOURCE, vocab_size_mismatch),
     Rule("eagle1", ("eagle1",), REFUSED, SOURCE, Unsupported("the PyTorch backend has no EAGLE-1 of a Llama layer")),
     Rule("nested-config", EAGLE3, REFUSED, SOURCE, eagle.speculators_config),

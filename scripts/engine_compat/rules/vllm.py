@@ -10,8 +10,8 @@ from typing import Any
 
 from scripts.engine_compat.rules import blocks, causal, eagle, medusa
 from scripts.engine_compat.rules.checkpoint import (
+    ALL_FAMILIES,
     COMMON_RULES,
-    EVERY,
     IGNORED,
     REFUSED,
     SILENT,
@@ -138,7 +138,7 @@ def implicit_draft_vocab_size(d: DraftFiles) -> Iterator[str]:
 
 RULES = (
     *COMMON_RULES,
-    Rule("dtype", EVERY, IGNORED, f"{SPECULATIVE}: the draft gets the target's dtype", dtype_mismatch),
+    Rule("dtype", ALL_FAMILIES, IGNORED, f"{SPECULATIVE}: the draft gets the target's dtype", dtype_mismatch),
     Rule("vocabulary", (*LMS, *EAGLES, *DFLASH), REFUSED, SPECULATIVE, vocab_size_mismatch),
     # EAGLE
     Rule("architecture", EAGLES, REFUSED, CONFIG_PY, wrong_architecture),

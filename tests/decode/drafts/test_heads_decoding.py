@@ -31,14 +31,12 @@ from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, TreeShape, tree_from_paths
 from tests.decode.drafts.test_token_trees import BUSHY, SHAPES
 from tests.decode.engine.test_engine import texts
-from tests.decode.verification.test_exact_distribution import PROMPTS as LAW_PROMPTS
 from tests.decode.verification.test_exact_distribution import (
     ROUND_1,
     ROUND_2,
+    distance_from_own_law,
     engine_law,
-    own_law,
     small,
-    tv,
 )
 from tests.heads import (
     FAMILIES,
@@ -629,10 +627,7 @@ def law_distance(family: str, name: str, sampling: SamplingParams = SAMPLING) ->
         paths = paths * len(ids) ** drawn // 3**drawn
     draft: Any = random_draft(family, own, shape)
     law = engine_law(own, draft, k, length, sampling, paths)
-    return max(
-        tv(got, own_law(model, prompt, length, sampling))
-        for got, prompt in zip(law, LAW_PROMPTS, strict=True)
-    )
+    return distance_from_own_law(law, model, length, sampling)
 
 
 @pytest.mark.parametrize(

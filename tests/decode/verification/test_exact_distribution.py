@@ -387,7 +387,7 @@ def own_law(
 
 def engine_law(
     target: Target,
-    draft: CausalDraft | None,
+    draft: Draft | None,
     k: int,
     length: int,
     sampling: SamplingParams,
@@ -407,6 +407,14 @@ def engine_law(
     row = torch.arange(len(prompts)) // paths
     law.view(-1).scatter_add_(0, row * vocab**length + text, choose.weight)
     return law
+
+
+def distance_from_own_law(
+    law: torch.Tensor, model: torch.nn.Module, length: int, sampling: SamplingParams
+) -> float:
+    """Largest TV, over the prompts, of an `engine_law` from the model's own law."""
+    own = torch.stack([own_law(model, prompt, length, sampling) for prompt in PROMPTS])
+    return float((law - own).abs().sum(1).max() / 2)
 
 
 ROUND_1, ROUND_2 = (
@@ -431,8 +439,7 @@ def test_engine_emits_the_targets_law(
     """Catches wrong positions, stale K/V, unwarped or shifted laws in the real loop. Exact: no false alarm."""
     model = small()
     law = engine_law(tiny_target(model), partner(model), k, length, sampling, paths)
-    for got, prompt in zip(law, PROMPTS, strict=True):
-        assert tv(got, own_law(model, prompt, length, sampling)) < 1e-7  # HF norms compute in fp32
+    assert distance_from_own_law(law, model, length, sampling) < 1e-7  # HF norms compute in fp32
 
 
 @pytest.mark.parametrize(
@@ -448,8 +455,7 @@ def test_engine_emits_the_targets_law_at_the_context_limit(
     """
     model = small(max_position_embeddings=context)
     law = engine_law(tiny_target(model), partner(model), 2, length, SamplingParams(0.7), paths)
-    for got, prompt in zip(law, PROMPTS, strict=True):
-        assert tv(got, own_law(model, prompt, length, SamplingParams(0.7))) < 1e-7
+    assert distance_from_own_law(law, model, length, SamplingParams(0.7)) < 1e-7
 
 
 def bonus_unwarped(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:

@@ -1,8 +1,6 @@
 """DFlash and DSpark in the engine: distributions are those of the formulas, the text is the target's."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +22,24 @@ from decode.engine.engine import decode
 from decode.model.hidden_states import HiddenStateSpec, LMHead
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
-from decode.verification.tree import DynamicTree, TreeShape, tree_from_paths
-from tests.decode.verification.test_exact_distribution import PROMPTS as LAW_PROMPTS
+from decode.verification.tree import TreeShape
+from tests.blocks import HOT, LENGTH, PROMPTS, SHAPES, K, decode_and_compare, watch_logits
 from tests.decode.verification.test_exact_distribution import (
     ROUND_1,
     ROUND_2,
+    distance_from_own_law,
     engine_law,
-    own_law,
     small,
-    tv,
 )
 from tests.heads import prefilled, randomise
 from tests.params import slow_except
-from tests.tiny import ARCHITECTURES, FEW, VOCAB, tiny_model, tiny_prompts, tiny_target
+from tests.tiny import ARCHITECTURES, FEW, VOCAB, tiny_model, tiny_target
 
-K, LENGTH, RANK = 3, 24, 6
-PROMPTS = tiny_prompts(13, 1, 9, 2)
+RANK = 6
 IDS = torch.tensor([i for i in range(VOCAB) if i % 7 != 1])
 """The tokens of a reduced vocabulary."""
 TAPS = (0, 2)
 NAMES = ["dflash", "dspark"]
-SHAPES: dict[str, TreeShape] = {
-    "chain": None,
-    "fixed": tree_from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]),
-    "grown": DynamicTree(2, 5),
-}
-HOT = SamplingParams(temperature=8.0)
-"""At which even random heads are accepted now and then."""
-
-
 Taps = tuple[int, ...]
 
 
@@ -125,40 +112,17 @@ def formula_states(net: DFlashModel, features: Tensor, tokens: Tensor, embedding
     return rms(x, "norm")
 
 
-@contextmanager
-def blocks_of(draft: DFlashDraft) -> Iterator[list[tuple[list[int], Tensor]]]:
-    """(text, logits [K, Vd] without correction) of every row in every pass."""
-    seen: list[tuple[list[int], Tensor]] = []
-    propose, base_logits = draft.propose, draft.net.base_logits
-
-    def watch(history: Tensor, length: Tensor, k: int) -> Any:
-        def keep(states: Tensor) -> Tensor:
-            logits = base_logits(states)
-            for row, n in enumerate(length.tolist()):
-                seen.append((history[row, :n].tolist(), logits[row].clone()))
-            return logits
-
-        draft.net.base_logits = keep  # type: ignore[method-assign]
-        return propose(history, length, k)
-
-    draft.propose = watch  # type: ignore[method-assign]
-    yield seen
-
-
-@torch.no_grad()
 def drift(draft: Any, inner: DFlashDraft, own: Target, **settings: Any) -> tuple[float, set[int]]:
-    """(largest difference from the formulas, accepted lengths that occurred)."""
-    with blocks_of(inner) as seen:
-        outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH, **settings)
-    net, worst = inner.net, 0.0
-    embedding = own.decoder.model.get_input_embeddings().weight
-    del net.base_logits
-    for text, logits in seen:
+    """(largest difference of the logits without correction from the formulas, accepted lengths that occurred)."""
+    net, embedding = inner.net, own.decoder.model.get_input_embeddings().weight
+
+    def formula(text: list[int], depth: int) -> Tensor:
         features = prefilled(own, text[:-1], net.taps)
-        tokens = torch.tensor([text[-1], *[net.mask_token] * (len(logits) + net.first - 1)])
-        states = formula_states(net, features, tokens, embedding)[net.first :]
-        worst = max(worst, float((net.base_logits(states) - logits).abs().max()))
-    return worst, {n for output in outputs for _, n in output.rounds}
+        tokens = torch.tensor([text[-1], *[net.mask_token] * (depth + net.first - 1)])
+        return net.base_logits(formula_states(net, features, tokens, embedding)[net.first :])
+
+    with watch_logits(inner, net, "base_logits") as seen:
+        return decode_and_compare(own, draft, seen, formula, **settings)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -247,11 +211,8 @@ def law_distance(name: str, k: int, length: int, paths: int, temperature: float)
     model, sampling = small(num_hidden_layers=2), SamplingParams(temperature)
     own = tiny_target(model)
     draft = draft_of(name, own, ids=None, taps=(0, 1))
-    law = engine_law(own, draft, k, length, sampling, paths)  # type: ignore[arg-type]
-    return max(
-        tv(got, own_law(model, prompt, length, sampling))
-        for got, prompt in zip(law, LAW_PROMPTS, strict=True)
-    )
+    law = engine_law(own, draft, k, length, sampling, paths)
+    return distance_from_own_law(law, model, length, sampling)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """PARD in the engine: its distributions are those of a plain pass over text and masks, its text is the target's."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +17,14 @@ from decode.drafts.wrappers import TwoSourceDraft
 from decode.engine.engine import decode
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
-from decode.verification.tree import DynamicTree, TreeShape, tree_from_paths
-from tests.decode.verification.test_exact_distribution import (
-    PROMPTS as LAW_PROMPTS,
-)
+from decode.verification.tree import TreeShape
+from tests.blocks import LENGTH, PROMPTS, SHAPES, K, decode_and_compare, watch_logits
 from tests.decode.verification.test_exact_distribution import (
     ROUND_1,
     ROUND_2,
+    distance_from_own_law,
     engine_law,
-    own_law,
     small,
-    tv,
 )
 from tests.params import slow_except
 from tests.tiny import (
@@ -39,18 +34,10 @@ from tests.tiny import (
     noisy,
     reference,
     tiny_model,
-    tiny_prompts,
     tiny_target,
 )
 
 MASK = VOCAB - 1
-K, LENGTH = 3, 24
-PROMPTS = tiny_prompts(13, 1, 9, 2)
-SHAPES: dict[str, TreeShape] = {
-    "chain": None,
-    "fixed": tree_from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]),
-    "grown": DynamicTree(2, 5),
-}
 
 
 def pard_of(model: Any, shape: TreeShape = None, noise: float = 0.05) -> PardDraft:
@@ -58,33 +45,16 @@ def pard_of(model: Any, shape: TreeShape = None, noise: float = 0.05) -> PardDra
     return PardDraft(ModelRunner(noisy(model, noise)), MASK, shape=shape)
 
 
-@contextmanager
-def passes_of(draft: PardDraft) -> Iterator[list[tuple[list[int], torch.Tensor]]]:
-    """(text, logits [K, V]) of every row in every pass over text and masks."""
-    seen: list[tuple[list[int], torch.Tensor]] = []
-    read = draft._read_with_masks
-
-    def watch(history: torch.Tensor, length: torch.Tensor, depth: int) -> torch.Tensor:
-        logits = read(history, length, depth)
-        for row, n in enumerate(length.tolist()):
-            seen.append((history[row, :n].tolist(), logits[row].clone()))
-        return logits
-
-    draft._read_with_masks = watch  # type: ignore[method-assign]
-    yield seen
-
-
-@torch.no_grad()
-def drift(draft: PardDraft, model: Any, **settings: Any) -> tuple[float, set[int]]:
+def drift(draft: Any, inner: PardDraft, model: Any) -> tuple[float, set[int]]:
     """(largest difference from transformers' pass over the text and K - 1 masks, accepted lengths that occurred)."""
     plain = reference(noisy(model, 0.05))
-    with passes_of(draft) as seen:
-        outputs = decode(tiny_target(model), draft, PROMPTS, k=K, max_new_tokens=LENGTH, **settings)
-    worst = 0.0
-    for text, logits in seen:
-        whole = torch.tensor([[*text, *[MASK] * (K - 1)]])
-        worst = max(worst, float((plain(whole).logits[0, -K:] - logits).abs().max()))
-    return worst, {n for output in outputs for _, n in output.rounds}
+
+    def one_pass(text: list[int], depth: int) -> torch.Tensor:
+        whole = torch.tensor([[*text, *[MASK] * (depth - 1)]])
+        return plain(whole).logits[0, -depth:]
+
+    with watch_logits(inner, inner, "_read_with_masks") as seen:
+        return decode_and_compare(tiny_target(model), draft, seen, one_pass)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -93,7 +63,8 @@ def test_distributions_are_those_of_text_and_masks(arch: str, shape: str) -> Non
     """Catches masks of an earlier pass that are still seen, positions one off, rows shorter than what is read again,
     and logits of the wrong tokens, after every number of accepted drafts."""
     model = tiny_model(arch)
-    worst, counts = drift(pard_of(model, SHAPES[shape]), model)
+    draft = pard_of(model, SHAPES[shape])
+    worst, counts = drift(draft, draft, model)
     assert worst < 1e-3
     assert len(counts) > 1 or arch != "llama"
 
@@ -101,21 +72,9 @@ def test_distributions_are_those_of_text_and_masks(arch: str, shape: str) -> Non
 def test_distributions_after_rounds_without_it() -> None:
     """Catches tokens that a lookup's rounds committed and the KV cache lacks."""
     model = tiny_model("llama")
-    draft = pard_of(model)
-    with passes_of(draft) as seen:
-        decode(
-            tiny_target(model),
-            TwoSourceDraft(NgramDraft(longest=2, shortest=1), draft, VOCAB),
-            PROMPTS,
-            k=K,
-            max_new_tokens=LENGTH,
-        )
-    plain = reference(noisy(model, 0.05))
-    with torch.no_grad():
-        for text, logits in seen:
-            whole = torch.tensor([[*text, *[MASK] * (len(logits) - 1)]])
-            wanted = plain(whole).logits[0, -len(logits) :]
-            assert torch.allclose(wanted, logits, atol=1e-3)
+    inner = pard_of(model)
+    draft = TwoSourceDraft(NgramDraft(longest=2, shortest=1), inner, VOCAB)
+    assert drift(draft, inner, model)[0] < 1e-3
 
 
 READ = PardDraft._read_with_masks
@@ -138,7 +97,8 @@ def test_planted_bugs_change_the_distributions(bug: Any, monkeypatch: pytest.Mon
     """The tests above are blind if one of these goes unseen."""
     monkeypatch.setattr(PardDraft, "_read_with_masks", bug)
     model = tiny_model("llama")
-    assert drift(pard_of(model), model)[0] > 0.05
+    draft = pard_of(model)
+    assert drift(draft, draft, model)[0] > 0.05
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -167,8 +127,7 @@ def test_sampled_text_has_the_targets_law(
     model, sampling = small(), SamplingParams(temperature)
     draft = PardDraft(ModelRunner(noisy(model, 0.2)), 2)
     law = engine_law(tiny_target(model), draft, k, length, sampling, paths)
-    for got, prompt in zip(law, LAW_PROMPTS, strict=True):
-        assert tv(got, own_law(model, prompt, length, sampling)) < 1e-7  # HF norms compute in fp32
+    assert distance_from_own_law(law, model, length, sampling) < 1e-7  # HF norms compute in fp32
 
 
 PROPOSE = PardDraft.propose
@@ -188,7 +147,7 @@ def test_a_wrong_q_moves_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     model, sampling = small(), SamplingParams(0.5)
     draft = PardDraft(ModelRunner(noisy(model, 0.2)), 2)
     law = engine_law(tiny_target(model), draft, 2, 3, sampling, 3 * ROUND_2**2)
-    assert tv(law[0], own_law(model, LAW_PROMPTS[0], 3, sampling)) > 1e-3
+    assert distance_from_own_law(law, model, 3, sampling) > 1e-3
 
 
 def test_its_folder_says_what_it_is(tmp_path: Path) -> None:

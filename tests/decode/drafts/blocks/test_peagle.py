@@ -1,6 +1,7 @@
 """P-EAGLE in the engine: its distributions are those of one pass over all pairs and masks, its text is the target's."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,14 @@ from decode.engine.engine import decode
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
-from tests.decode.drafts.blocks.test_dflash import HOT, IDS, LENGTH, PROMPTS, SHAPES, K
-from tests.decode.verification.test_exact_distribution import PROMPTS as LAW_PROMPTS
+from tests.blocks import HOT, LENGTH, PROMPTS, SHAPES, K, decode_and_compare, watch_logits
+from tests.decode.drafts.blocks.test_dflash import IDS
 from tests.decode.verification.test_exact_distribution import (
     ROUND_1,
     ROUND_2,
+    distance_from_own_law,
     engine_law,
-    own_law,
     small,
-    tv,
 )
 from tests.heads import causal, prefilled, randomise
 from tests.params import slow_except
@@ -70,29 +70,11 @@ def one_pass(net: Eagle3Model, own: Target, text: list[int], depth: int) -> Tens
     ]
 
 
-@torch.no_grad()
 def drift(draft: Any, inner: PEagleDraft, own: Target, **settings: Any) -> tuple[float, set[int]]:
     """(largest difference from `one_pass`, accepted lengths that occurred)."""
-    seen: list[tuple[list[int], Tensor]] = []
-    propose, logits_of = inner.propose, inner._logits
-
-    def watch(history: Tensor, length: Tensor, k: int) -> Any:
-        def keep(states: Tensor) -> Tensor:
-            logits = logits_of(states)
-            for row, n in enumerate(length.tolist()):
-                seen.append((history[row, :n].tolist(), logits[row].clone()))
-            return logits
-
-        inner._logits = keep  # type: ignore[method-assign]
-        return propose(history, length, k)
-
-    inner.propose = watch  # type: ignore[method-assign]
-    outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH, **settings)
-    worst = 0.0
-    for text, logits in seen:
-        wanted = one_pass(inner.net, own, text, len(logits))
-        worst = max(worst, float((wanted - logits).abs().max()))
-    return worst, {n for output in outputs for _, n in output.rounds}
+    with watch_logits(inner, inner, "_logits") as seen:
+        wanted = partial(one_pass, inner.net, own)
+        return decode_and_compare(own, draft, seen, wanted, **settings)
 
 
 @pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
@@ -157,9 +139,8 @@ def test_sampled_text_has_the_targets_law(k: int, length: int, paths: int) -> No
     """Catches a q that is not what a token was drawn from. Exact: no false alarm."""
     model, sampling = small(num_hidden_layers=3), SamplingParams(0.7)
     own = tiny_target(model)
-    law = engine_law(own, draft_of(own, ids=None), k, length, sampling, paths)  # type: ignore[arg-type]
-    for got, prompt in zip(law, LAW_PROMPTS, strict=True):
-        assert tv(got, own_law(model, prompt, length, sampling)) < 1e-7  # HF norms compute in fp32
+    law = engine_law(own, draft_of(own, ids=None), k, length, sampling, paths)
+    assert distance_from_own_law(law, model, length, sampling) < 1e-7  # HF norms compute in fp32
 
 
 @pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "reduced"])
