@@ -51,7 +51,9 @@ def speculative_config(draft: str, k: int, **more: Any) -> dict[str, Any]:
         "model": _resolve_path(draft),
         "method": family.engines.vllm,
         "num_speculative_tokens": k,
-    } | more
+        **family.engines.vllm_options,
+        **more,
+    }
 
 
 def build_job(

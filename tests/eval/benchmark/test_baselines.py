@@ -88,6 +88,7 @@ def test_what_vllm_is_asked(
     assert (job["temperature"], job["top_k"], job["top_p"]) == (0.5, 9, 0.8)
     assert job["speculative"] == {
         "model": str(tmp_path / "draft"), "method": "eagle3", "num_speculative_tokens": 5,
+        "draft_tensor_parallel_size": 1,
     }  # fmt: skip
     assert (
         baselines._run_vllm(s, eos, None, items, SamplingParams())[0]["job"]["speculative"] is None
@@ -246,3 +247,10 @@ def test_speedups_have_intervals() -> None:
         None,
         None,
     )
+
+
+@pytest.mark.parametrize("family", ["pard", "peagle"])
+def test_vllm_drafts_a_block_in_one_pass(family: str, tmp_path: Path) -> None:
+    """Catches a block draft that vLLM would run token by token, as a small LM or an EAGLE-3 head."""
+    (tmp_path / "draftsmith.json").write_text(json.dumps({"family": family}))
+    assert vllm_client.speculative_config(str(tmp_path), 6)["parallel_drafting"] is True
