@@ -13,6 +13,7 @@ QUICK = {
     "eval/advise.py": (),
     "decode/generate.py": (),
     "scripts/benchmarks/sample_bench.py": (),
+    "scripts/benchmarks/floor.py": (),
     "scripts/export.py": (),
     "scripts/publish.py": (),
     "scripts/check_draft.py": (),

@@ -196,6 +196,11 @@ NUMBERS = {
         ("vllm_cache_gb", "0"),
         ("seed", "-1"),
     ],
+    "scripts/benchmarks/floor.py": [
+        ("rows", "'[]' '[0]'"),
+        ("repeats", "0"),
+        ("max_new_tokens", "0"),
+    ],
     "scripts/benchmarks/train_bench.py": [("steps", "0")],
     "scripts/benchmarks/gpu_bench.py": [
         ("max_new_tokens", "0"),

@@ -25,6 +25,7 @@ TARGETS = {
     "scripts/experiments/data_curve.py": "distill.target",
     "scripts/experiments/reference_eagle3.py": "distill.target",
     "scripts/benchmarks/decoder_bench.py": "target",
+    "scripts/benchmarks/floor.py": "target",
     "scripts/benchmarks/gpu_bench.py": "target",
     "scripts/benchmarks/sample_bench.py": "target",
 }
@@ -188,6 +189,7 @@ KINDS = [
     Case("scripts/benchmarks/sample_bench.py", "--out $lab/report", "report"),
     Case("scripts/benchmarks/sample_bench.py", "--prompts $tmp/a.jsonl --out $tmp/a.jsonl", "a.jsonl", (copy("prompts.jsonl", "a.jsonl"),)),
     Case("scripts/benchmarks/sample_bench.py", "--prompts $lab/gsm8k.csv", "gsm8k.csv"),
+    Case("scripts/benchmarks/floor.py", "--out $lab/report", "report"),
     Case("scripts/benchmarks/decoder_bench.py", "--out $lab/report --race false --predict false", "report"),
     Case("scripts/referee.py", "--out $lab/report", "report"),
     Case("scripts/engine_compat/corruption_study.py", "--out $lab/report", "report"),

@@ -1,0 +1,71 @@
+"""scripts/benchmarks/floor.py: kernels multiply what the decoder multiplies, and shares come from the right floors."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from decode.common.errors import UserError
+from scripts.benchmarks import floor
+from scripts.benchmarks.floor import FloorConfig
+from tests.tiny import tiny_model
+
+
+@pytest.mark.parametrize("rows", [1, 3, 32])
+@pytest.mark.parametrize("name", ["linear", "packed", "int8"])
+@torch.inference_mode()
+def test_every_kernel_computes_the_layer(name: str, rows: int) -> None:
+    """Catches a kernel that is fast because it computes something else."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 96, bias=False)
+    dtype = torch.bfloat16 if name == "int8" else torch.float32
+    x = torch.randn(rows, 64, dtype=dtype)
+    wanted = x.float() @ layer.weight.T
+    found = floor.kernels(torch.device("cpu"))[name](layer)(x).float()
+    assert found.shape == (rows, 96)
+    error = (found - wanted).norm() / wanted.norm()
+    assert error < (0.02 if name == "int8" else 1e-5)
+
+
+def test_layers_are_the_models_own() -> None:
+    """Catches a floor without the LM head, or with layers counted twice."""
+    model = tiny_model("llama")
+    counted = sum(layer.weight.numel() for layer in floor.linear_layers(model))
+    config = model.config
+    assert model.get_output_embeddings() in floor.linear_layers(model)
+    norms = (2 * config.num_hidden_layers + 1) * config.hidden_size
+    embedding = model.get_input_embeddings().weight.numel()
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert counted == sum(p.numel() for p in model.parameters()) - norms - embedding * (not tied)
+    with pytest.raises(UserError, match="linear"):
+        floor.linear_layers(nn.LayerNorm(3))
+
+
+def test_the_roofline_is_the_slower_of_reading_and_computing() -> None:
+    """Catches a peak taken from the rounded kernel, whose products are another precision's."""
+    products = {"linear": [4.0, 9.0], "packed": [5.0, 8.0], "int8": [1.0, 1.0]}
+    one, many = floor.summarize([1, 100], 1000, 4000, 2e6, products, [8.0, 16.0])
+    assert (one["roofline"], one["product"], one["kernel"]) == (
+        2.0,
+        4.0,
+        "linear",
+    )  # 4,000 B at 2 MB/s
+    assert (many["roofline"], many["product"], many["kernel"]) == (
+        8.0,
+        8.0,
+        "packed",
+    )  # the peak itself
+    assert (one["of_roofline"], one["of_product"], many["of_product"]) == (0.25, 0.5, 0.5)
+    assert (one["int8"], many["int8"]) == (1.0, 1.0)
+
+
+def test_the_command_measures_each_number_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = [floor.Task("code", limit=2)]
+    floor.main(FloorConfig(rows=[1, 3, 17], max_new_tokens=3, repeats=1, tasks=tasks))
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [x["rows"] for x in facts["steps"]] == [1, 3, 17]
+    assert set(facts["products"]) == {"linear", "packed", "int8"}
+    for x in facts["steps"]:
+        assert min(x["roofline"], x["product"], x["engine"]) > 0
+        assert x["of_product"] == pytest.approx(x["product"] / x["engine"])
