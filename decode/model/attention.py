@@ -34,6 +34,9 @@ class ForwardContext:
     split_kv: bool = False
 
 
+LONG_CPU_KEYS = 512
+"""Slots of all rows together from which two products of 16-bit numbers are faster than fused attention on a CPU."""
+
 CONTEXT = ForwardContext()
 """decode/engine/compile.py guards `split_kv` by its name."""
 
@@ -177,7 +180,7 @@ def _masked_attention(
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
     """packed [B, Hkv, groups * T, D] over key and value [B, Hkv, S, D] where `mask` -> [B, Hkv, groups * T, Dv]."""
-    if softcap is None and s_aux is None:
+    if softcap is None and s_aux is None and not _products_are_faster(key):
         return F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     rows, kv_heads, queries, width = packed.shape
     scores = (packed @ key.transpose(-1, -2)) * (scaling if scaling is not None else width**-0.5)
@@ -190,6 +193,19 @@ def _masked_attention(
         sink = sink.repeat_interleave(count, 2).expand(rows, -1, -1, -1)
         scores = torch.cat([scores, sink], -1)
     return torch.softmax(scores, -1)[..., : key.shape[2]].to(value.dtype) @ value
+
+
+def _products_are_faster(key: torch.Tensor) -> bool:
+    """Whether two matrix products beat torch's fused attention over `key` [B, Hkv, S, D].
+
+    On a CPU that kernel multiplies 16-bit numbers slowly: one query a row over 32 rows of 384 slots takes it three
+    times as long (docs/log.md). One row of few slots is faster fused.
+    """
+    return (
+        key.device.type == "cpu"
+        and key.dtype in (torch.bfloat16, torch.float16)
+        and key.shape[0] * key.shape[2] >= LONG_CPU_KEYS
+    )
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)

@@ -142,7 +142,10 @@ class SlotMapping:
 
 
 class StaticKVLayer(CacheLayerMixin):
-    """The K/V buffers of one layer, each [B, S, Hkv, D]. They are written by index_put, which compilers do in place."""
+    """The K/V buffers of one layer, each [B, Hkv, S, D]: a head's slots lie one after the other, as products want them.
+
+    They are written by index_put, which compilers do in place.
+    """
 
     is_compileable, is_sliding = True, False
     keys: torch.Tensor
@@ -154,11 +157,9 @@ class StaticKVLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates the buffers in the dtype and with the heads of the first states."""
-        heads = key_states.shape[1]
-        shape = (self.slots.rows, self.slots.size, heads)
-        self.keys = key_states.new_zeros(
-            *shape, key_states.shape[-1]
-        )  # zeros, because 0 * garbage in masked slots could be NaN
+        shape = self.slots.rows, key_states.shape[1], self.slots.size
+        # zeros, because 0 * garbage in masked slots could be NaN
+        self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
         self.values = value_states.new_zeros(*shape, value_states.shape[-1])
         self.is_initialized = True
 
@@ -170,14 +171,12 @@ class StaticKVLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         slots, keys, values = self.slots, self.keys, self.values
         row = slots.all_rows if slots.row is None else slots.row
-        keys[row[:, None], slots.write_slots] = key_states.transpose(1, 2)
-        values[row[:, None], slots.write_slots] = value_states.transpose(1, 2)
+        keys[row[:, None], :, slots.write_slots] = key_states.transpose(1, 2)
+        values[row[:, None], :, slots.write_slots] = value_states.transpose(1, 2)
         if slots.is_prefill:
             return key_states, value_states  # causal attention among them
-        keys, values = keys[:, : len(slots.slot)], values[:, : len(slots.slot)]
-        if slots.row is not None:
-            keys, values = keys[row], values[row]
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        keys, values = keys[:, :, : len(slots.slot)], values[:, :, : len(slots.slot)]
+        return (keys, values) if slots.row is None else (keys[row], values[row])
 
     def compact_path(self, base: torch.Tensor, path: torch.Tensor) -> None:
         """Moves slots base + path [B, P] to base + 0..P-1. They overlap, so all are gathered before any is written."""
@@ -185,7 +184,7 @@ class StaticKVLayer(CacheLayerMixin):
         source = base[:, None] + path
         sink = base[:, None] + torch.arange(path.shape[1], device=path.device)
         for buffer in (self.keys, self.values):
-            buffer[row, sink] = buffer[row, source]
+            buffer[row, :, sink] = buffer[row, :, source]
 
     def reserve(self, slots: SlotMapping) -> None:
         """Enlarges the buffers for the longer `slots` and keeps their contents."""
@@ -204,8 +203,9 @@ class StaticKVLayer(CacheLayerMixin):
 
 
 def _enlarged(buffer: torch.Tensor, slots: SlotMapping) -> torch.Tensor:
-    longer = buffer.new_zeros(len(buffer), slots.size, *buffer.shape[2:])
-    longer[:, : buffer.shape[1]] = buffer
+    rows, heads, size, width = buffer.shape
+    longer = buffer.new_zeros(rows, heads, slots.size, width)
+    longer[:, :, :size] = buffer
     return longer
 
 
