@@ -1,7 +1,8 @@
 """Measures drafts: acceptance, speed-up, losslessness, and what to do about the result.
 
 Commands: run.py (a report), tune.py (the fastest settings), report.py (a report's pages again), advise.py (whether to
-use speculative decoding). evaluate.py measures what a report holds; results.py forms its elements.
+use speculative decoding), transfer.py (whether a draft fits another target). evaluate.py measures what a report holds;
+results.py forms its elements.
 
 Packages: metrics, tasks <- benchmark <- checks, tuning; metrics <- reporting <- scaling; commands on top.
 Imports decode only.

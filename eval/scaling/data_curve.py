@@ -26,6 +26,8 @@ METRICS = {"tau": (0, 1), "alpha": (2, 3)}
 STOP, GO_ON, NOT_CLEAR = "stop", "go on", "not clear"
 SEED = 0
 """Of all intervals."""
+HALVINGS = 20
+"""How far below the largest size a law is followed."""
 FILE_KEYS = ("schema", "target", "family", "worth", "verdict", "points", "before", "forecasts")
 POINT_KEYS = frozenset(
     ("temperature", "size", "tokens", "rows", "steps", "tau", "tau_ci", "alpha", "alpha_ci")
@@ -131,6 +133,16 @@ def _check_keys(path: str | Path, name: str, entry: Any, wanted: Set[str]) -> No
 def law_of(forecast: Mapping[str, Any]) -> power_law.PowerLaw:
     """The law of an entry of `forecasts`."""
     return power_law.PowerLaw(**{key: forecast["law"][key] for key in LAW_KEYS})
+
+
+def missing_tokens(law: power_law.PowerLaw, share: float) -> float:
+    """Supervised tokens by which a draft is behind that accepts `share` of what one of the largest size does.
+
+    By a law of τ: the largest size minus the one at which τ - 1 is that share of τ - 1 there; from 0 to the largest.
+    """
+    sizes = law.largest * np.exp(np.linspace(-HALVINGS * np.log(2), 0.0, 2000))
+    reached = np.array([law.at(size) for size in sizes]) - 1 >= share * (law.level - 1)
+    return 0.0 if share >= 1 else float(law.largest - sizes[reached.argmax()] * reached.any())
 
 
 def doubling_lines(curve: DataCurve) -> list[str]:

@@ -8,20 +8,16 @@ from typing import Protocol
 import numpy as np
 
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, check_request
+from decode.drafts.base import check_request
 from decode.drafts.registry import load_draft
 from decode.engine.active_request import check_draft_length
-from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
-from eval.metrics import acceptance
+from eval.checks.transfer import count_acceptance
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from train import distill
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig, RunComponents
-
-BATCH = 16
-"""Prompts that are decoded together."""
 
 
 class Comparison(Protocol):
@@ -91,34 +87,3 @@ def check_held_out(prompts: Sequence[TaskPrompt], rows: Sequence[SampleRow], dat
             raise UserError(
                 f"prompt {found.id} of task {found.task!r} is in {data} too: give tasks that are held out"
             )
-
-
-def count_acceptance(
-    target: Target,
-    draft: Draft,
-    prompts: Sequence[TaskPrompt],
-    temperatures: Sequence[float],
-    k: int,
-    max_new_tokens: int,
-) -> dict[str, list[list[int]]]:
-    """{temperature: [emitted, rounds, accepted, reached] of each prompt}, decoded with the same seeds every time."""
-    counts = {}
-    for temperature in temperatures:
-        records = decode(
-            target,
-            draft,
-            [item.prompt_ids for item in prompts],
-            k=k,
-            sampling=SamplingParams(temperature),
-            max_new_tokens=max_new_tokens,
-            rows=BATCH,
-            seed=0,
-        )
-        columns = (
-            acceptance.emitted_tokens(records),
-            acceptance.round_counts(records),
-            acceptance.accepted_by_position(records, k).sum(1),
-            acceptance.reached_by_position(records, k).sum(1),
-        )
-        counts[str(temperature)] = np.stack(columns, 1).tolist()
-    return counts

@@ -33,6 +33,7 @@ from tests.worlds import Done
 FIRST_ARGUMENT = {
     "eval/report.py": "folder",
     "eval/advise.py": "report",
+    "eval/transfer.py": "draft",
     "scripts/export.py": "draft",
     "scripts/check_draft.py": "draft",
     "scripts/referee.py": "draft",
@@ -55,6 +56,8 @@ BASE = {
     "--out $out",
     "eval/report.py": "$tmp/report",
     "eval/advise.py": "$lab/report/report.json --out $tmp/advice.md",
+    "eval/transfer.py": "$lab/causal --targets '[$lab/target, $lab/chat]' --k 2 --max_new_tokens 4 "
+    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --device cpu --out $tmp/out.json",
     "decode/generate.py": "--target $lab/target --draft ngram --prompt abc --max_new_tokens 4 --device cpu",
     "scripts/export.py": "$lab/eagle3 --format flat --target $lab/target --out $out",
     "scripts/publish.py": "--draft $lab/eagle3 --repo me/draft --out $out",

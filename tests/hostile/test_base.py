@@ -11,6 +11,7 @@ from tests.hostile.lab import BASE, EARLIER_RUNS, Lab, call
 QUICK = {
     "eval/report.py": (copy("report"),),
     "eval/advise.py": (),
+    "eval/transfer.py": (),
     "decode/generate.py": (),
     "scripts/benchmarks/sample_bench.py": (),
     "scripts/benchmarks/floor.py": (),

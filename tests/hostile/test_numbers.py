@@ -106,6 +106,13 @@ NUMBERS = {
         ("length", "-1"),
         ("memory_gb", "-1 .nan .inf"),
     ],
+    "eval/transfer.py": [
+        ("k", "0 600"),
+        ("temperatures", "'[]' '[-1.0]'"),
+        ("max_new_tokens", "0"),
+        ("keep", "-1 2 .nan"),
+        ("retrain", "-1 2 0.99"),
+    ],
     "decode/generate.py": [
         ("k", "0 -1 1000000"),
         ("max_new_tokens", "0 -1"),

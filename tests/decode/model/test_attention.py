@@ -1,4 +1,4 @@
-"""Attention on a CPU: two products stand in for the fused kernel in 16 bits, and give what it gives but for rounding."""
+"""Attention on a CPU: in 16 bits two products give what the fused kernel gives, but for rounding."""
 
 import pytest
 import torch

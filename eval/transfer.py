@@ -1,0 +1,177 @@
+"""Checks whether a draft still fits a changed target: fine-tuned, merged, quantised. Keep, fine-tune or retrain it?
+
+    python eval/transfer.py outputs/draft --targets '[org/model, org/model-finetuned]'
+    python eval/transfer.py outputs/draft --targets '[T, T.Q4_1.gguf]' --data_curve outputs/data_curve/data_curve.json
+
+The first target is the one that the draft was trained for. The draft decodes the same prompts with each; τ, α and the
+share of accepted tokens that is left are compared prompt by prompt. With the data curve of that draft
+(scripts/experiments/data_curve.py) it also says how many supervised tokens the loss is worth, a guide to how many are
+needed to fine-tune. Decoding stays lossless in any case: a draft that does not fit is slow, not wrong.
+The last line is JSON.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from decode.common import files, provenance
+from decode.common.command import run_command
+from decode.common.errors import UserError, first_line
+from decode.common.ranges import Count, DraftLength, Share, Temperature
+from decode.common.run_dir import check_file
+from decode.drafts.base import Draft, check_request
+from decode.drafts.registry import load_draft
+from decode.engine.active_request import check_draft_length
+from decode.model.loading import Target, load_config, load_target
+from decode.verification.sampling import SamplingParams
+from eval.checks import transfer
+from eval.reporting.formatting import format_number, format_with_interval
+from eval.scaling.data_curve import DataCurve, law_of, missing_tokens, read_data_curve
+from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
+
+Counts = dict[str, dict[str, list[int]]]
+"""{prompt: {temperature: [emitted, rounds, accepted, reached]}}."""
+
+
+@dataclass
+class TransferConfig:
+    draft: str = ""
+    """A saved draft's folder; may stand first without --draft."""
+    targets: list[str] = field(default_factory=list)
+    """Folders, GGUF files or Hub names; the first is the target that the draft was trained for."""
+    tasks: list[Task] = field(
+        default_factory=lambda: [Task("code", limit=16), Task("prose", limit=16), Task("arithmetic", limit=16)]
+    )  # fmt: skip
+    """The prompts; of chats the first turn, each with the target's own chat template."""
+    k: DraftLength = 4
+    """Tokens drafted per round."""
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
+    max_new_tokens: Count = 64
+    """Longest answer, in tokens."""
+    keep: Share = 0.95
+    """Share of accepted tokens from which on the draft may stay as it is."""
+    retrain: Share = 0.5
+    """Share of accepted tokens below which a new draft is better than a fine-tuned one."""
+    data_curve: str = ""
+    """data_curve.json of this draft's training."""
+    device: str = "auto"
+    dtype: str = "float32"
+    out: str = ""
+    """File for the JSON of the last line; empty: none."""
+
+
+def check(s: TransferConfig) -> None:
+    """UserError for settings that would fail only after a target was loaded."""
+    check_file(s.out, [s.draft, s.data_curve, *s.targets])
+    if len(s.targets) < 2 or len(set(s.targets)) < len(s.targets):
+        raise UserError("targets: name the target of the draft's training first, and then others")
+    for name in ("tasks", "temperatures"):
+        if not vars(s)[name]:
+            raise UserError(f"{name} is empty: give at least one")
+    for name in s.targets:
+        load_config(name, "target")
+    if s.retrain > s.keep:
+        raise UserError(f"retrain {s.retrain} is above keep {s.keep}: give a smaller one")
+
+
+def load_prompts(s: TransferConfig, target: Target) -> dict[tuple[str, str], TaskPrompt]:
+    """The prompts that fit the target's context, by task and id."""
+    items = [item for task in s.tasks for item in load_task_prompts(task, target)]
+    return {(item.task, item.id): item for item in items if not item.error}
+
+
+def measure(s: TransferConfig, target: Target, draft: Draft) -> Counts:
+    """What the draft does to each prompt. UserError if no prompt fits the target."""
+    prompts = load_prompts(s, target)
+    if not prompts:
+        raise UserError("tasks have no prompt that fits the target's context: give others")
+    counts = transfer.count_acceptance(
+        target, draft, list(prompts.values()), s.temperatures, s.k, s.max_new_tokens
+    )
+    return {
+        "/".join(key): {temperature: rows[i] for temperature, rows in counts.items()}
+        for i, key in enumerate(prompts)
+    }
+
+
+def load_checked_draft(s: TransferConfig, target: Target) -> Draft:
+    """The draft. UserError if it does not fit the target or cannot draft what is asked for."""
+    draft = load_draft(s.draft, target)
+    check_draft_length(target, s.k)
+    for temperature in s.temperatures:
+        check_request(draft, s.k, SamplingParams(temperature))
+    return draft
+
+
+def compare_targets(s: TransferConfig, console: Console) -> list[dict[str, Any]]:
+    """One entry for each target and temperature. UserError if the draft does not fit the first target."""
+    first: Counts = {}
+    entries: list[dict[str, Any]] = []
+    for name in s.targets:
+        target = load_target(name, s.device, s.dtype)
+        try:
+            draft = load_checked_draft(s, target)
+        except UserError as error:
+            if not first:
+                raise
+            refused = {"target": name, "verdict": transfer.REFUSED, "why": first_line(error)}
+            entries += [refused | {"temperature": temperature} for temperature in s.temperatures]
+            continue
+        counts = measure(s, target, draft)
+        console.print(f"decoded {len(counts)} prompts with {name}", highlight=False)
+        first = first or counts
+        shared = [key for key in first if key in counts]
+        for temperature in s.temperatures:
+            a, b = (np.array([x[key][str(temperature)] for key in shared]) for x in (first, counts))
+            found = transfer.compare(a, b, s.keep, s.retrain)
+            facts = {"target": name, "temperature": temperature, "prompts": len(shared)}
+            entries.append(facts | found)
+    return entries
+
+
+def add_missing_tokens(entries: list[dict[str, Any]], curve: DataCurve) -> None:
+    """Adds `missing_tokens` to the entries of temperatures for which the data curve has a law of τ."""
+    laws = {f["temperature"]: law_of(f) for f in curve["forecasts"] if f["metric"] == "tau"}
+    for entry in entries:
+        if entry.get("share") is not None and entry["temperature"] in laws:
+            entry["missing_tokens"] = missing_tokens(laws[entry["temperature"]], entry["share"])
+
+
+def main(s: TransferConfig) -> None:
+    check(s)
+    curve = read_data_curve(s.data_curve) if s.data_curve else None
+    console = Console(stderr=True)
+    entries = compare_targets(s, console)
+    if curve is not None:
+        add_missing_tokens(entries, curve)
+    table = Table("target", "T", "τ", "α", "share left [95 %]", "verdict", "worth, tokens")
+    for x in entries:
+        if x["verdict"] == transfer.REFUSED:
+            table.add_row(
+                x["target"], f"{x['temperature']:g}", "–", "–", "–", f"refused: {x['why']}"
+            )
+            continue
+        tokens = f"{x['missing_tokens']:,.0f}" if "missing_tokens" in x else "–"
+        table.add_row(
+            x["target"], f"{x['temperature']:g}", format_number(x["tau"], 3), format_number(x["alpha"], 3),
+            format_with_interval(x["share"], x["share_ci"], 3), x["verdict"], tokens,
+        )  # fmt: skip
+    console.print(table)
+    facts = {"draft": s.draft, "k": s.k, "keep": s.keep, "retrain": s.retrain, "targets": entries}
+    line = json.dumps(facts | provenance.collect())
+    if s.out:
+        files.write_atomically(Path(s.out), line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    run_command(main, TransferConfig, __doc__, first="draft")
