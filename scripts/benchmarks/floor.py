@@ -11,7 +11,7 @@ each weight and row. For each R the table has
     (torch.nn.functional.linear), packed (decode/model/packed_linear.py), on a CPU also int8 (weights in 8 bits,
     torch._weight_int8pack_mm), which is listed and not counted as this dtype's floor
   engine: a whole round of the decoder without its draft's part: attention, norms, sampling and bookkeeping included.
-    Up to 16 rows one text is verified (K = R - 1, drafted by n-grams), beyond it R texts are decoded plainly
+    Up to 16 rows one text is verified (K = R - 1 drafted tokens), beyond it R texts are decoded plainly
 
 Weights come from memory: all layers are multiplied in turn, which is more than a cache holds, if the target is larger
 than that. Run it on an idle machine. The last line is JSON.
@@ -39,7 +39,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count
 from decode.common.run_dir import check_file
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.base import Draft, Proposal
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import PhaseTimes
 from decode.model.loading import Target, load_target
@@ -75,6 +75,15 @@ class FloorConfig:
 
 
 Product = Callable[[Tensor], Tensor]
+
+
+class RepeatDraft(Draft):
+    """Drafts the last token K times, so that every round verifies K + 1 tokens and drafting takes no time."""
+
+    name = "repeat"
+
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
+        return Proposal(history.gather(1, (length - 1)[:, None]).expand(-1, k), None)
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
@@ -142,7 +151,7 @@ def time_products(layers: Sequence[nn.Linear], s: FloorConfig) -> dict[str, list
 def round_ms(target: Target, s: FloorConfig, prompts: Sequence[list[int]], rows: int) -> float:
     """Mean milliseconds of the decoder's round of `rows` rows, without what its draft takes."""
     one_text = rows <= MOST_VERIFIED
-    draft = NgramDraft() if one_text and rows > 1 else None
+    draft = RepeatDraft() if one_text and rows > 1 else None
     engine = SpeculativeEngine(target, draft, k=max(1, rows - 1), mode=s.mode)
     together = [prompts[i % len(prompts)] for i in range(rows)]
     batches = [[prompt] for prompt in prompts] if one_text else [together]
