@@ -99,6 +99,11 @@ def usual_product(layer: nn.Linear) -> Product:
     return lambda x: nn.functional.linear(x, layer.weight, layer.bias)
 
 
+def packed_product(layer: nn.Linear) -> Product:
+    """As the decoder does."""
+    return layer if isinstance(layer, PackedLinear) else PackedLinear(layer)
+
+
 def int8_product(layer: nn.Linear) -> Product:
     """By weights rounded to 8 bits, one scale for each output."""
     weight = layer.weight.detach().float()
@@ -112,7 +117,7 @@ def kernels(device: torch.device) -> dict[str, Callable[[nn.Linear], Product]]:
     """{name: how it multiplies by a layer}."""
     if device.type != "cpu":
         return {"linear": usual_product}
-    return {"linear": usual_product, "packed": PackedLinear, "int8": int8_product}
+    return {"linear": usual_product, "packed": packed_product, "int8": int8_product}
 
 
 @torch.inference_mode()
