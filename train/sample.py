@@ -80,6 +80,7 @@ def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, i
             counts=counts,
             git_sha=provenance.git_sha(),
             versions=provenance.versions(),
+            engine=s.engine,
         ),
     )
 
@@ -154,7 +155,8 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
     if s.origin == "text":
         return load_target_tokenizer(s.target, s.revision), partial(write_texts, s)
     if s.engine == "openai":
-        server = server_client.connect(s)
+        with collective.raise_on_all_ranks(state):
+            server = server_client.connect(s)
         reader = load_target_tokenizer(s.target, s.revision)
         reader = replace(reader, context=min(reader.context, server.context or reader.context))
         return reader, partial(server_engine.generate_answers, s, server, reader)

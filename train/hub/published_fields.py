@@ -111,6 +111,7 @@ MANIFEST = {
     ),
     "git_sha": digest,
     "versions": VERSIONS,
+    "engine": word,
 }
 """manifest.json of a sampled set."""
 TRAINING = {

@@ -1,7 +1,8 @@
 """From what a server said to the token ids that were sampled, or the reason why they are not known.
 
 Servers that list the sampled ids are believed if these ids decode to the text beside them. Otherwise the text is
-tokenised again, and used only if that gives back the same text, and as many tokens as the server counted.
+tokenised again, and used only if that gives back the same text, and the same tokens' texts or at least as many tokens
+as the server says.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def read_reply(data: Any, prompt_ids: list[int], limit: int, reader: TargetToken
         raise ForeignReplyError("the server read other prompt tokens than were sent")
     listed = _listed_ids(choice)
     if listed is None:
-        ids = _ids_of_text(text, finish, _token_count(data, choice), reader)
+        ids = _ids_of_text(data, choice, reader)
     else:
         ids = _up_to_eos(listed, reader.eos)
         _check_text(ids, text, reader)
@@ -88,24 +89,29 @@ def _listed_ids(choice: dict[str, Any]) -> list[int] | None:
     return ids
 
 
-def _token_count(data: dict[str, Any], choice: dict[str, Any]) -> int | None:
-    """How many tokens the server says it sampled: it may list them as texts, or only their number."""
-    logprobs, usage = choice.get("logprobs"), data.get("usage")
-    tokens = logprobs.get("tokens") if isinstance(logprobs, dict) else None
-    if isinstance(tokens, list):
-        return len(tokens)
-    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    return count if type(count) is int else None
+def _ids_of_text(
+    data: dict[str, Any], choice: dict[str, Any], reader: TargetTokenizer
+) -> list[int]:
+    """The text tokenised again. UnusableReplyError if it is seen that other tokens were sampled.
 
-
-def _ids_of_text(text: str, finish: str, count: int | None, reader: TargetTokenizer) -> list[int]:
-    """The text tokenised again. UnusableReplyError if other tokens may have been sampled.
-
-    `count` may include an EOS token that is not part of the text.
+    The texts of the sampled tokens prove that they were these. Their number alone does not: the same text may have been
+    sampled in other pieces, equally many. Both may include an EOS token that is not part of the text.
     """
-    ids = reader.tokenizer(text, add_special_tokens=False)["input_ids"]
-    counts = (count, count - 1) if count is not None and finish == "stop" else (count,)
-    if UNDECODABLE in text or _decode(reader, ids) != text or (count and len(ids) not in counts):
+    text, stopped = choice["text"], choice["finish_reason"] == "stop"
+    fast = reader.tokenizer.is_fast
+    encoded = reader.tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast)
+    ids, offsets = encoded["input_ids"], encoded["offset_mapping"] if fast else []
+    logprobs, usage = choice.get("logprobs"), data.get("usage")
+    sampled = logprobs.get("tokens") if isinstance(logprobs, dict) else None
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    if isinstance(sampled, list):
+        pieces = [_decode(reader, [token]) for token in ids]
+        slices = [text[start:end] for start, end in offsets]  # with their spaces
+        ends = [sampled, sampled[:-1]] if stopped else [sampled]
+        same = pieces in ends or slices in ends
+    else:
+        same = type(count) is not int or len(ids) in ((count, count - 1) if stopped else (count,))
+    if UNDECODABLE in text or _decode(reader, ids) != text or not same:
         raise UnusableReplyError("skipped_round_trip")
     return _up_to_eos(ids, reader.eos)
 

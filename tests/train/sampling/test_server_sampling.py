@@ -203,7 +203,9 @@ def test_the_manifest_may_be_published(world: World, server: StandIn, tmp_path: 
     """Bug: publishing a set that a server sampled is refused because of an unknown count."""
     assert sample(world, server, tmp_path / "out").code == 0
     content = files.read_json(tmp_path / "out" / "manifest.json")
-    assert redaction.select(content, MANIFEST, "manifest.json")["counts"] == content["counts"]
+    published = redaction.select(content, MANIFEST, "manifest.json")
+    assert published["counts"] == content["counts"]
+    assert published["engine"] == "openai"
 
 
 def test_retry_after_is_kept_to(world: World, server: StandIn, tmp_path: Path) -> None:
