@@ -66,8 +66,9 @@ def _only_choice(data: Any) -> dict[str, Any]:
     if not (isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict)):
         raise MalformedReplyError("no response with one choice")
     choice: dict[str, Any] = choices[0]
-    if not isinstance(choice.get("text"), str):
-        raise MalformedReplyError("a choice without text")
+    text = choice.get("text")
+    if not isinstance(text, str) or any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise MalformedReplyError("a choice without text, or with half a character in it")
     if choice.get("finish_reason") not in ("stop", "length"):
         raise MalformedReplyError(f"finish_reason {choice.get('finish_reason')!r:.40}")
     return choice

@@ -124,7 +124,7 @@ def test_only_an_eos_token_may_end_a_reply(
         None, [], {}, {"choices": None}, {"choices": []}, {"choices": ["a"]}, choice(None),  # type: ignore[arg-type]
         choice("a", "abort"), choice("a", None), choice(""), choice("a" * 99),  # type: ignore[arg-type]
         choice("a", token_ids="1 2"), choice("a", token_ids=[1.5]), choice("a", token_ids=[True]),
-        choice("a", token_ids=[-1]), choice("", token_ids=[]),
+        choice("a", token_ids=[-1]), choice("", token_ids=[]), choice("a\ud800"),
     ],
 )  # fmt: skip
 def test_malformed_answers_are_refused(reader: TargetTokenizer, data: Any) -> None:
