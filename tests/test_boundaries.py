@@ -45,6 +45,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     },
     "train": {
         "data": set(),
+        "sampling": {"data"},
         "losses": {"data"},
         "teacher": {"data", "losses"},
         "families": {"data", "losses", "teacher"},

@@ -18,7 +18,8 @@ from eval.benchmark.journal import Journal
 from tests import worlds
 from tests.train.test_sample_command import rows_of
 from tests.worlds import ROOT, Done, World, contents
-from train.data import conversations, python_corpus, sample_store
+from train.data import python_corpus, sample_store
+from train.sampling import rows
 from train.trainer.throughput import ThroughputMeter
 
 SIGNALS = {signal.SIGINT: "stopped by Ctrl-C: ", signal.SIGTERM: "stopped by SIGTERM: "}
@@ -100,7 +101,7 @@ def test_sampling_saves_every_finished_answer(
 ) -> None:
     """Catches the loss of all answers since the last shard, of which there is none yet here."""
     words, out = sample_words(world), tmp_path / "out"
-    stop_at(conversations, "join_turns", 24 + 12, sent, out, *words)  # the 12th answer's
+    stop_at(rows, "join_turns", 24 + 12, sent, out, *words)  # the 12th answer's
     saved = rows_of(out)
     assert len(saved) == 11
     assert saved.items() <= rows_of(data).items()

@@ -4,6 +4,7 @@
     write_prompts.py  command: a chat model writes prompts, where no data set of them is at hand
     distill.py        command: trains a draft on sampled sets
     data/             prompts, tokenised conversations, the sampled set on disk, mixtures, batches
+    sampling/         the sampled set is written: rows, the local engine, servers with OpenAI's API
     losses/           divergences between target and draft distributions, and the loss made of them
     teacher/          the target's hidden states and logits for a batch, computed live or read from disk
     families/         one trainer for each draft family
@@ -11,6 +12,6 @@
     planning/         estimates of memory, time and disk, and the dry run
     hub/              model cards and publishing
 
-Import order: data <- losses <- teacher <- families <- trainer <- planning <- distill.py; hub imports data only.
-train may import decode and eval, never scripts.
+Import order: data <- losses <- teacher <- families <- trainer <- planning <- distill.py; sampling imports data, hub
+data and families. train may import decode and eval, never scripts.
 """

@@ -31,7 +31,7 @@ from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
-from train.sample import reply_seed
+from train.sampling.rows import reply_seed
 
 COMMAND = "train/write_prompts.py"
 LOG_FILE, PROMPT_FILE = "written.jsonl", "prompts.jsonl"

@@ -26,7 +26,7 @@ MENDING = "the rows that the set now lacks are made again"
 
 @dataclass
 class Manifest:
-    """How a sampled set was made. `counts`: asked = answered + failed + answers_too_short."""
+    """How a sampled set was made. `counts`: asked = answered + failed + answers_too_short + skipped."""
 
     target: str
     revision: str | None
@@ -39,6 +39,8 @@ class Manifest:
     versions: dict[str, str]
     shards: dict[str, dict[str, Any]] | None = None
     """{file name: {rows, sha256}}; None in a manifest of an earlier version."""
+    engine: str = "local"
+    """Who answered: local or openai, see SampleConfig."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

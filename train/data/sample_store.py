@@ -181,6 +181,16 @@ def done_ids(folder: Path) -> set[str]:
     return set(supervised_by_id(folder))
 
 
+def finish_reasons(folder: Path) -> dict[str, str]:
+    """{id: why its last reply ended} for every row of the set. UserError for a damaged shard."""
+    reasons: dict[str, str] = {}
+    for path in shard_paths(folder):
+        batch = _read(_open(path), path, None, ["id", "finish_reason"])
+        ended = batch.column("finish_reason").to_pylist()
+        reasons |= zip(batch.column("id").to_pylist(), ended, strict=True)
+    return reasons
+
+
 def ids_in(path: Path) -> list[str]:
     """The ids of a shard. UserError if they cannot be read."""
     return _read(_open(path), path, None, ["id"]).column("id").to_pylist()

@@ -46,6 +46,7 @@ from train.families.registry import family_trainer, trained_families
 from train.losses import divergences
 from train.planning import resources
 from train.planning.resources import format_bytes
+from train.sampling.rows import make_row
 
 RECIPES = worlds.ROOT / "configs" / "distill"
 PEAK = 989e12  # bf16 operations a second of an H100 or H200
@@ -271,7 +272,7 @@ def rows_of(kind: str) -> list[sample_store.SampleRow]:
         prompt = Prompt(f"{number}#0", "chats", None, messages, 0)
         reply = tokenizer(answer, add_special_tokens=False)["input_ids"]
         script = Conversation([encode_prompt(tokenizer, prompt)], [reply])
-        rows.append(sample.make_row(sample.SampleConfig(), prompt, script, "eos"))
+        rows.append(make_row(sample.SampleConfig(), prompt, script, "eos"))
     return rows
 
 

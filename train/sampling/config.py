@@ -1,0 +1,70 @@
+"""SampleConfig, the settings of train/sample.py, which the modules of this package share."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from decode.common.ranges import Count, CountOrZero, DraftLength, Seed, above, at_least
+from decode.verification.sampling import SamplingParams
+from train.data.conversations import TurnSelection
+from train.data.filters import FilterConfig
+from train.data.sources import PromptSource
+
+
+@dataclass
+class SampleConfig:
+    target: str = "assets/target"
+    """The target model, which generates the answers: a folder or a Hub name."""
+    revision: str | None = None
+    """Commit, tag or branch of a Hub target."""
+    origin: Literal["target", "text"] = "target"
+    """target: the target generates the answers; text: answers and texts are stored as they stand, and only the target's
+    tokenizer and chat template are used."""
+    sources: list[PromptSource] = field(default_factory=lambda: [PromptSource("bundled", "all")])
+    """Where prompts come from. Prompts that overlap the bundled evaluation prompts are dropped."""
+    decontaminate: str | list[str] = ""
+    """Files with further evaluation prompts (jsonl; one path or a list): prompts that overlap them are dropped too."""
+    filters: FilterConfig = field(default_factory=FilterConfig)
+    turns: TurnSelection = "last"
+    """Which replies of a chat are generated and trained on. last: only the last one; all: every reply, the target's own
+    replies replacing those of the chat. all needs a chat template that leaves earlier turns unchanged."""
+    window: Annotated[int, at_least(2)] = 512
+    """origin text: texts without a prompt are cut into pieces of this many tokens."""
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
+    """How answers are sampled. At temperature 1 they follow the target's own distribution."""
+    max_new_tokens: Count = 256
+    """Tokens of the longest answer. A chat ends with the first reply that was cut off here."""
+    engine: Literal["local", "openai"] = "local"
+    """local: this project's engine loads the target; openai: a server that speaks OpenAI's API answers (vLLM, SGLang,
+    llama.cpp), and only the target's tokenizer and chat template are loaded."""
+    url: str = ""
+    """engine openai: the address of the server's API, such as http://localhost:8000/v1. A key is read from the
+    environment variable OPENAI_API_KEY."""
+    model: str = ""
+    """engine openai: the server's name for the target; empty: the only model that it serves."""
+    concurrency: Annotated[int, at_least(1, 4096)] = 32
+    """engine openai: requests that each process has open at the same time."""
+    timeout: Annotated[float, above(0, 86_400)] = 600.0
+    """engine openai: seconds until a request is given up and tried again."""
+    retries: CountOrZero = 8
+    """engine openai: how often a request is repeated, after waits that double from 1 to 60 seconds, before its prompt
+    counts as failed. A failed prompt is asked again by the next start."""
+    batch_size: Count = 32
+    """Prompts decoded together by each process. A row that is finished is refilled with the next prompt."""
+    draft: str = "none"
+    """none, ngram, or a draft's folder. With a draft small batches decode faster; answers follow the same distribution,
+    because speculative decoding is lossless."""
+    k: DraftLength = 4
+    """Tokens drafted per round."""
+    shard_rows: Count = 128
+    """Answers per file, which is also the most work that is repeated after a kill."""
+    device: str = "auto"
+    """auto, cpu or cuda; with several processes auto gives each its own GPU."""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16."""
+    seed: Seed = 0
+    out: str = "outputs/samples"
+    """Folder of the sampled set."""
+    resume: bool = False
+    """Resume in `out` although the settings differ. A run with the same settings resumes by itself."""
+    overwrite: bool = False
+    """Delete what an earlier run left in `out`."""

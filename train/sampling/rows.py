@@ -1,0 +1,113 @@
+"""A conversation while its replies are generated, and the rows and shards that finished ones become."""
+
+import contextlib
+import hashlib
+from pathlib import Path
+
+from decode.engine.records import DecodeRecord
+from train.data import sample_store
+from train.data.conversations import Conversation, join_turns, skip_repeated_turn_end
+from train.data.prompts import Prompt
+from train.sampling.config import SampleConfig
+
+
+def reply_seed(reply_id: str, seed: int) -> int:
+    """The random seed of one reply, the same in every batch, process and attempt."""
+    return int(hashlib.sha256(f"{seed}:{reply_id}".encode()).hexdigest()[:15], 16)
+
+
+SKIPPED = {
+    "skipped_round_trip": "its text does not give back the tokens that were sampled",
+    "skipped_end": "the token that ended it is unknown",
+}
+"""{finish_reason of a row whose reply cannot be used: what is wrong with the reply}."""
+
+
+class ConversationState:
+    """A conversation while its replies are generated turn by turn."""
+
+    def __init__(self, prompt: Prompt, conversation: Conversation):
+        self.prompt, self.prompt_segments = prompt, conversation.prompt_segments[:1]
+        self.pending_turns = conversation.prompt_segments[1:]
+        self.replies: list[list[int]] = []
+        self.finish_reason = ""
+
+    def prompt_ids(self) -> list[int]:
+        """All token ids before the next reply: prompt segments and replies so far."""
+        return [*join_turns(self.prompt_segments, self.replies)[0], *self.prompt_segments[-1]]
+
+    def add_reply(self, output: DecodeRecord, context: int) -> bool:
+        """Appends a generated reply; True if another reply follows.
+
+        A chat ends early after a reply that did not end with EOS, or when the next turn does not fit the context.
+        """
+        self.replies.append(output.output_ids)
+        self.finish_reason = output.finish_reason
+        if not self.pending_turns or output.finish_reason != "eos":
+            return False
+        self.prompt_segments.append(
+            skip_repeated_turn_end(output.output_ids, self.pending_turns.pop(0))
+        )
+        if len(self.prompt_ids()) < context:
+            return True
+        self.prompt_segments.pop()
+        return False
+
+    def seed_key(self) -> str:
+        """The id of the next reply, from which its random seed is made."""
+        return f"{self.prompt.id}/{len(self.replies)}" if self.replies else self.prompt.id
+
+    def conversation(self) -> Conversation:
+        """The turns so far."""
+        return Conversation(self.prompt_segments, self.replies)
+
+
+class ShardWriter:
+    """Collects finished rows and writes a shard whenever `shard_rows` of them are there.
+
+    As a context manager it writes the rest at the end, also when the command is stopped.
+    """
+
+    def __init__(self, s: SampleConfig):
+        self.s = s
+        self.rows: list[sample_store.SampleRow] = []
+
+    def add(self, prompt: Prompt, conversation: Conversation, finish_reason: str) -> None:
+        """Adds the row of one finished conversation."""
+        self.rows.append(make_row(self.s, prompt, conversation, finish_reason))
+        if len(self.rows) >= self.s.shard_rows:
+            self.write()
+
+    def add_skipped(self, prompt: Prompt, prompt_ids: list[int], reason: str) -> None:
+        """Adds a row without loss spans for a prompt that is not to be asked again; `reason` is a key of SKIPPED."""
+        self.add(prompt, Conversation([prompt_ids], [[]]), reason)
+
+    def write(self) -> None:
+        """Writes the collected rows, if there are any."""
+        if self.rows:
+            # the shard of these very ids is there if a signal came after it was written
+            with contextlib.suppress(FileExistsError):
+                sample_store.add_shard(Path(self.s.out), self.rows)
+        self.rows = []
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.write()
+
+
+def make_row(
+    s: SampleConfig, prompt: Prompt, conversation: Conversation, finish_reason: str
+) -> sample_store.SampleRow:
+    """A finished conversation as a row of the sampled set; replies that are too short get no loss spans."""
+    ids, spans = join_turns(conversation.prompt_segments, conversation.replies)
+    long_enough = sum(map(len, conversation.replies)) >= s.filters.min_answer
+    return {
+        "id": prompt.id,
+        "source": prompt.source,
+        "origin": s.origin,
+        "input_ids": ids,
+        "loss_spans": spans if long_enough else [],
+        "finish_reason": finish_reason or "text",
+    }

@@ -1,0 +1,231 @@
+"""Requests to a server that speaks OpenAI's API: which model it serves, and completions with repeated attempts.
+
+A request that fails for a passing reason is repeated after a wait that doubles each time, or as long as the server
+asks for. The key comes from the environment, and is in no message.
+"""
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx2
+
+from decode.common.errors import UserError, one_line
+from decode.common.secret_patterns import redact
+from train.sampling.config import SampleConfig
+from train.sampling.server_answers import ForeignReplyError, MalformedReplyError
+
+T = TypeVar("T")
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+"""Seconds before the first repetition of a request, and at most before a later one."""
+LONGEST_RETRY_AFTER = 600.0
+"""Seconds that a server may make a request wait."""
+CONNECT_SECONDS = 30.0
+"""For the list of models, which a running server gives at once."""
+PASSING = (408, 409, 425, 429)
+"""Statuses below 500 after which the same request may succeed."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that was reached."""
+
+    url: str
+    model: str
+    context: int | None
+    """Tokens of its longest text, if it says so."""
+
+
+class PromptFailedError(Exception):
+    """A request that got no answer; `reason` is counted, and `str` says more."""
+
+    def __init__(self, reason: str, details: str = ""):
+        super().__init__(f"{reason}: {details}" if details else reason)
+        self.reason = reason
+
+
+class _PassingError(PromptFailedError):
+    """One after which the same request may succeed."""
+
+    retry_after = 0.0
+    unreachable = False
+
+
+def connect(s: SampleConfig) -> Server:
+    """The server at `s.url`. UserError if it cannot be reached, refuses the key or does not serve the model."""
+    url = checked_url(s.url)
+    try:
+        response = asyncio.run(_get(f"{url}/models", min(s.timeout, CONNECT_SECONDS)))
+    except (httpx2.RequestError, httpx2.InvalidURL, TimeoutError, UnicodeError) as error:
+        raise UserError(
+            f"no server answers at {url:.120} ({one_line(error, 100)}): start it, or correct --url"
+        ) from error
+    served: dict[str, int | None] = {}
+    if response.status_code != 404 or not s.model:  # some servers have no list of models
+        served = _served_models(response, url)
+    names = ", ".join(served)[:120]
+    if s.model and served and s.model not in served:
+        raise UserError(f"--model {s.model:.80}: the server at {url:.120} serves {names}")
+    if not s.model and len(served) != 1:
+        raise UserError(
+            f"the server at {url:.120} serves {names or 'no model'}: choose one with --model"
+        )
+    model = s.model or next(iter(served))
+    return Server(url, model, served.get(model))
+
+
+def checked_url(url: str) -> str:
+    """The address without a slash at its end. UserError unless it is one of http or https, without a key in it."""
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port, or of a bracket
+        raise _bad_url(url) from None
+    if parts.username is not None or parts.query or parts.fragment:
+        raise UserError(
+            f"--url holds more than an address: a key belongs into the environment variable {KEY_VARIABLE}"
+        )
+    if not whole or not url.isascii() or not url.isprintable() or " " in url:
+        raise _bad_url(url)
+    return url.rstrip("/")
+
+
+def _bad_url(url: str) -> UserError:
+    return UserError(f"--url {url[:80]!r}: give an address such as http://localhost:8000/v1")
+
+
+def open_client() -> httpx2.AsyncClient:
+    """A client that sends the key. Each request has a connection of its own, so that nothing which a server sends too
+    much can be taken for the answer to the next request."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"{KEY_VARIABLE} holds characters that no key has: set it again")
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx2.AsyncClient(headers=headers, timeout=None, limits=limits)
+
+
+class Completions:
+    """Requests to /completions over one client."""
+
+    def __init__(self, http: httpx2.AsyncClient, server: Server, s: SampleConfig):
+        self.http, self.server, self.s = http, server, s
+        self.responses = 0  # of any status: so often the server was there
+
+    async def request(self, body: dict[str, Any], read: Callable[[Any], T]) -> T:
+        """What `read` makes of the response to `body`, after as many attempts as are needed and allowed.
+
+        PromptFailedError without one; UserError if the server is gone or refuses the key or the model.
+        """
+        responses_before, wait = self.responses, FIRST_WAIT
+        for attempts_left in range(self.s.retries, -1, -1):
+            try:
+                return await self._attempt(body, read)
+            except _PassingError as error:
+                problem = error
+            if attempts_left:
+                jittered = wait * random.uniform(0.5, 1)
+                await asyncio.sleep(max(jittered, problem.retry_after))
+                wait = min(2 * wait, LONGEST_WAIT)
+        if problem.unreachable and self.responses == responses_before:
+            raise UserError(
+                f"the server at {self.server.url:.120} cannot be reached any more ({problem}): what is finished is "
+                "kept, and the same command goes on"
+            )
+        raise problem
+
+    async def _attempt(self, body: dict[str, Any], read: Callable[[Any], T]) -> T:
+        try:
+            async with asyncio.timeout(self.s.timeout):
+                response = await self.http.post(f"{self.server.url}/completions", json=body)
+            self.responses += 1
+            return read(_content(response, self.server))
+        except TimeoutError:
+            raise _PassingError("timeout", f"no answer in {self.s.timeout:g} s") from None
+        except httpx2.RequestError as error:
+            failed = _PassingError("connection", one_line(error, 100))
+            failed.unreachable = isinstance(error, httpx2.ConnectError)
+            raise failed from None
+        except MalformedReplyError as error:
+            raise _PassingError("malformed answer", str(error)) from None
+        except ForeignReplyError as error:
+            raise PromptFailedError("foreign answer", str(error)) from None
+
+
+def _content(response: httpx2.Response, server: Server) -> Any:
+    """The JSON of a response with status 200; otherwise the error that its status means."""
+    status = response.status_code
+    _check_key(response, server.url)
+    if status == 404:
+        raise UserError(
+            f"{server.url:.120}/completions: {_said(response)}: the server does not serve "
+            f"{server.model:.80} there: correct --url or --model"
+        )
+    if status in PASSING or status >= 500:
+        failed = _PassingError(f"HTTP {status}", _said(response))
+        failed.retry_after = _retry_after(response)
+        raise failed
+    if status != 200:
+        raise PromptFailedError(f"HTTP {status}", _said(response))
+    try:
+        return response.json()
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        raise MalformedReplyError("no JSON") from None
+
+
+async def _get(url: str, seconds: float) -> httpx2.Response:
+    async with open_client() as http, asyncio.timeout(seconds):
+        return await http.get(url)
+
+
+def _served_models(response: httpx2.Response, url: str) -> dict[str, int | None]:
+    """{name: longest text in tokens, if it is told} of the models that the server lists."""
+    _check_key(response, url)
+    try:
+        content = response.json() if response.status_code == 200 else {}
+        models = content["data"]
+        lengths = {str(model["id"]): model.get("max_model_len") for model in models}
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        raise UserError(
+            f"{url:.120}/models gives no list of models (HTTP {response.status_code}: {_said(response)}): check that "
+            "the server is ready and that --url ends as its API does, often in /v1"
+        ) from None
+    return {name: n if type(n) is int and n > 0 else None for name, n in lengths.items()}
+
+
+def _check_key(response: httpx2.Response, url: str) -> None:
+    if response.status_code in (401, 403):
+        raise UserError(
+            f"the server at {url:.120} refuses the key (HTTP {response.status_code}): set the environment variable "
+            f"{KEY_VARIABLE}"
+        )
+
+
+def _retry_after(response: httpx2.Response) -> float:
+    """Seconds that the server asks to wait, given as a number or as a date; 0 without any."""
+    value = response.headers.get("retry-after", "")
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (TypeError, ValueError, OverflowError):
+            seconds = 0.0
+    return min(seconds, LONGEST_RETRY_AFTER) if seconds > 0 else 0.0
+
+
+def _said(response: httpx2.Response) -> str:
+    """The beginning of what the server says about an error, in one line and without keys."""
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    text = " ".join(response.text[:2000].split())
+    text = text.replace(key, "***") if key else text
+    return redact(text)[:120]
