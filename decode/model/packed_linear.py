@@ -48,13 +48,14 @@ class OneRow:
         for layer in self.layers:
             if sum(x.weight.nbytes for x in some) < TIMED_BYTES:
                 some += [layer] if layer.weight.dtype == torch.float32 else []
-        rows = {layer.in_features: torch.ones(1, layer.in_features) for layer in some}
+        widths = {layer.weight.shape[1] for layer in some}
+        rows = {width: torch.ones(1, width) for width in widths}
         best = {True: math.inf, False: math.inf}
         for _ in range(3):  # the first turn packs the weights
             for self.in_pieces in best:
                 start = time.perf_counter()
                 for layer in some:
-                    layer(rows[layer.in_features])
+                    layer.forward(rows[layer.weight.shape[1]])  # hooks are for real tokens
                 best[self.in_pieces] = min(best[self.in_pieces], time.perf_counter() - start)
         self.in_pieces = best[True] < GAIN * best[False]
 

@@ -130,14 +130,14 @@ def product_ms(
 ) -> float:
     """Milliseconds of one product of `rows` rows with every layer: the fastest of `repeats` turns."""
     device = layers[0].weight.device
-    widths = {layer.in_features for layer in layers}
+    widths = {layer.weight.shape[1] for layer in layers}
     inputs = {width: torch.randn(rows, width, device=device, dtype=dtype) for width in widths}
     seconds = []
     for _ in range(repeats + 1):
         synchronize(device)
         start = time.perf_counter()
         for layer, product in zip(layers, products, strict=True):
-            product(inputs[layer.in_features])
+            product(inputs[layer.weight.shape[1]])
         synchronize(device)
         seconds.append(time.perf_counter() - start)
     return MS * min(seconds[1:])

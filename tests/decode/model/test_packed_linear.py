@@ -198,8 +198,13 @@ def test_the_faster_product_of_one_row_is_kept(
     monkeypatch.setattr(PackedLinear, "_pack_if_changed", packed)
     monkeypatch.setattr(packed_linear.time, "perf_counter", lambda: clock[0])
     x = torch.randn(1, layers[0].in_features)
+    called: list[int] = []
+    layers[-1].register_forward_pre_hook(lambda module, args: called.append(1))
     with torch.inference_mode():
         first = layers[0](x)
+    assert (
+        not called
+    )  # hooks such as those that select tokens for the LM head never see what is timed
     assert shared.timed
     assert shared.in_pieces is pieces_win
     before = dict(taken)
