@@ -1,8 +1,6 @@
 """Linear layers that decode on a CPU with a copy of their weights that is packed for oneDNN's kernels."""
 
 import math
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +10,6 @@ import torch
 DTYPES = (torch.float32, torch.bfloat16)
 SAMPLED = 64
 """Numbers of a weight that are compared with those that were packed, once a request."""
-TIMED_BYTES = 2**28
-"""Bytes of weights on which the products of one row are timed: more than most caches hold."""
-LEAST_TIMED_BYTES = 2**27
-"""Smaller models are not timed: one row is multiplied in pieces."""
-GAIN = 1.15
-"""What the packed weights must gain with one row: in whole steps pieces are better than alone (docs/log.md)."""
 
 
 @dataclass
@@ -28,36 +20,6 @@ class Requests:
 
 
 REQUESTS = Requests()
-
-
-@dataclass
-class OneRow:
-    """How the layers of one model multiply one fp32 row: in pieces, a thread each, or by their packed weights.
-
-    Which of them is faster depends on the processor, so that the first such product times both.
-    """
-
-    layers: "Sequence[PackedLinear]" = ()
-    in_pieces: bool = True
-    timed: bool = True
-
-    def choose(self) -> None:
-        """Times both on layers that together are larger than a cache, and keeps the faster one."""
-        self.timed = True
-        some: list[PackedLinear] = []
-        for layer in self.layers:
-            if sum(x.weight.nbytes for x in some) < TIMED_BYTES:
-                some += [layer] if layer.weight.dtype == torch.float32 else []
-        widths = {layer.weight.shape[1] for layer in some}
-        rows = {width: torch.ones(1, width) for width in widths}
-        best = {True: math.inf, False: math.inf}
-        for _ in range(3):  # the first turn packs the weights
-            for self.in_pieces in best:
-                start = time.perf_counter()
-                for layer in some:
-                    layer.forward(rows[layer.weight.shape[1]])  # hooks are for real tokens
-                best[self.in_pieces] = min(best[self.in_pieces], time.perf_counter() - start)
-        self.in_pieces = best[True] < GAIN * best[False]
 
 
 def begin_request() -> None:
@@ -79,7 +41,6 @@ class PackedLinear(torch.nn.Linear):
         """Takes the place of `linear`: shares its parameters, buffers and hooks."""
         torch.nn.Module.__init__(self)
         vars(self).update(vars(linear))
-        self.one_row = OneRow()
         self.packed: torch.Tensor | None = None
         self.packed_from: tuple[Any, ...] = ()
         self.sample = torch.empty(0)
@@ -92,16 +53,13 @@ class PackedLinear(torch.nn.Linear):
         if x.device.type != "cpu" or self.weight.dtype not in DTYPES:
             return super().forward(x)
         if x.numel() == x.shape[-1] and self.weight.dtype == torch.float32:
-            if not self.one_row.timed:
-                self.one_row.choose()
-            if self.one_row.in_pieces:
-                return self._multiply_in_pieces(x)
+            return self._multiply_one_row(x)
         if self.packed is None or self.checked != REQUESTS.count:
             self._pack_if_changed()
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
-    def _multiply_in_pieces(self, x: torch.Tensor) -> torch.Tensor:
-        """One row by one matrix of the weight's rows for each thread."""
+    def _multiply_one_row(self, x: torch.Tensor) -> torch.Tensor:
+        """One matrix of the weight's rows for each thread: faster for one fp32 row than the packed weight."""
         outputs, width = self.weight.shape
         parts = math.gcd(outputs, torch.get_num_threads())
         pieces = self.weight.view(parts, -1, width).transpose(1, 2)
@@ -138,8 +96,5 @@ def patch_linear_layers(model: Any) -> None:
     ]
     size = sum(child.weight.nbytes for _, _, child in layers)
     if torch.backends.mkldnn.is_available() and size < psutil.virtual_memory().available / 2:
-        packed = [PackedLinear(child) for _, _, child in layers]
-        one_row = OneRow(packed, timed=size < LEAST_TIMED_BYTES)
-        for (module, name, _), layer in zip(layers, packed, strict=True):
-            layer.one_row = one_row
-            setattr(module, name, layer)
+        for module, name, child in layers:
+            setattr(module, name, PackedLinear(child))

@@ -8,7 +8,6 @@ import psutil
 import pytest
 import torch
 
-from decode.model import packed_linear
 from decode.model.packed_linear import PackedLinear, begin_request, patch_linear_layers
 from decode.model.runner import ModelRunner
 from tests.tiny import tiny_model
@@ -165,51 +164,3 @@ def test_copies_need_room(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_linear_layers(model)
     kinds = {type(m) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     assert kinds == ({PackedLinear} if free > 1 else {torch.nn.Linear})
-
-
-@pytest.mark.parametrize("pieces_win", [True, False])
-def test_the_faster_product_of_one_row_is_kept(
-    pieces_win: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches plain decoding by the slower product, which would flatter every draft."""
-    monkeypatch.setattr(packed_linear, "LEAST_TIMED_BYTES", 1)
-    model = tiny_model("llama")
-    patch_linear_layers(model)
-    layers = [m for m in model.modules() if isinstance(m, PackedLinear)]
-    shared = layers[0].one_row
-    assert all(layer.one_row is shared for layer in layers)
-    assert not shared.timed
-    clock, taken = [0.0], {"pieces": 0, "packed": 0}
-    in_pieces = PackedLinear._multiply_in_pieces
-    pack = PackedLinear._pack_if_changed
-
-    def pieces(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
-        clock[0] += 1.0 if pieces_win else 2.0
-        taken["pieces"] += 1
-        return in_pieces(self, x)
-
-    def packed(self: PackedLinear) -> None:  # called once a product, because requests go on below
-        clock[0] += 2.0 if pieces_win else 1.0
-        taken["packed"] += 1
-        pack(self)
-        self.checked = -1
-
-    monkeypatch.setattr(PackedLinear, "_multiply_in_pieces", pieces)
-    monkeypatch.setattr(PackedLinear, "_pack_if_changed", packed)
-    monkeypatch.setattr(packed_linear.time, "perf_counter", lambda: clock[0])
-    x = torch.randn(1, layers[0].in_features)
-    called: list[int] = []
-    layers[-1].register_forward_pre_hook(lambda module, args: called.append(1))
-    with torch.inference_mode():
-        first = layers[0](x)
-    assert (
-        not called
-    )  # hooks such as those that select tokens for the LM head never see what is timed
-    assert shared.timed
-    assert shared.in_pieces is pieces_win
-    before = dict(taken)
-    with torch.inference_mode():
-        assert torch.equal(layers[0](x), first)  # timed once, and the same from then on
-    winner = "pieces" if pieces_win else "packed"
-    assert {name: taken[name] - before[name] for name in taken} == {"pieces": 0, "packed": 0} | {winner: 1}  # fmt: skip
-    assert torch.allclose(first, torch.nn.functional.linear(x, layers[0].weight), atol=1e-5)
