@@ -16,9 +16,9 @@ from decode.common.errors import UserError
 from decode.drafts import causal, eagle, medusa, mtp
 from decode.drafts.base import Draft, check_saved_draft, read_metadata
 from decode.drafts.blocks import dflash, pard, peagle
-from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookups.ngram import NgramDraft
 from decode.drafts.lookups.suffix import SuffixDraft
+from decode.drafts.self_speculation import early_exit
 from decode.drafts.wrappers import CrossDeviceDraft, TwoSourceDraft
 from decode.model.loading import Target, find_dtype, pick_device
 from decode.verification.tree import TreeShape
@@ -99,8 +99,7 @@ def create_suffix_lookup(min_match: int) -> Draft:
 
 def create_early_exit(target: Target, layers: int, shape: TreeShape) -> Draft:
     """UserError unless 0 < layers < the target's number of layers."""
-    target.decoder.first_layers(layers)  # raises the error before anything is decoded
-    return EarlyExitDraft(target, layers, shape)
+    return early_exit.EarlyExitDraft(target, layers, shape)
 
 
 DRAFT_FAMILIES: dict[str, DraftFamily] = {
@@ -208,6 +207,11 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
             has_weights=False,
         ),
         DraftFamily("early-exit", create=create_early_exit),
+        DraftFamily(
+            "layerskip",
+            load=early_exit.load,
+            trainer="train.families.heads.layerskip:LayerSkip",
+        ),
     )
 }
 """Every known family by name. `register_family` adds to it."""
