@@ -55,7 +55,8 @@ class ModelRunner:
         self.embedding_rows: int = model.get_input_embeddings().weight.shape[0]
         # Gemma 4 leaves out tokens in its last layers as well when it gives fewer logits.
         self.can_skip_logits = not self.config.to_dict().get("num_kv_shared_layers")
-        self.shape = 0, 0  # rows and slots of the buffers
+        self.shape = 0, 0  # rows and slots of the buffers; the cache is empty until `allocate`
+        self.cache = StaticKVCache(self.config.num_hidden_layers, 1, 1, self.device)
         self.taps: HiddenStateSpec | None = None
         self.hidden_state_hooks: HiddenStateHooks | None = None
         self.features: torch.Tensor

@@ -209,7 +209,7 @@ EAGLE_FAMILIES = ("eagle1", "eagle3")
 ALL_FAMILIES = ("causal", *HEAD_FAMILIES)
 """The families that every engine has rules for."""
 BLOCK_FAMILIES = ("pard", "peagle", "dflash", "dspark")
-NEW_FAMILIES = (*BLOCK_FAMILIES, "mtp", "layerskip")
+NEW_FAMILIES = (*BLOCK_FAMILIES, "mtp")
 EVERY = (*ALL_FAMILIES, *NEW_FAMILIES)
 COMMON_RULES = (
     Rule("changed-since-training", EVERY, SILENT, FILES_SOURCE, changed_since_training),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE, Proposal
+from decode.drafts.base import METADATA_FILE, Proposal, check_request
 from decode.drafts.registry import draft_family, load_draft
 from decode.drafts.self_speculation import early_exit
 from decode.drafts.self_speculation.early_exit import EarlyExitDraft
@@ -339,6 +339,11 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], named: str, tmp_pa
     (path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(UserError, match=named):
         load_draft(str(path), own)
+
+
+def test_a_request_is_checked_before_anything_is_decoded() -> None:
+    """Catches an exit that needs buffers which its target has not allocated yet, as at the start of training."""
+    check_request(draft_of(tiny_target(tiny_model("llama"))), K, SamplingParams())
 
 
 def test_another_device_than_the_targets_is_refused(tmp_path: Path) -> None:
