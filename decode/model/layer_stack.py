@@ -38,7 +38,7 @@ def with_layers(model: Any, layers: Sequence[int]) -> Any:
     """
     name = layer_stack_name(model)
     stack = model.get_submodule(name)
-    return _with_module(model, name, torch.nn.ModuleList([stack[i] for i in layers]))
+    return with_module(model, name, torch.nn.ModuleList([stack[i] for i in layers]))
 
 
 def renumber_layers(model: Any, layers: Sequence[int]) -> None:
@@ -84,7 +84,7 @@ def final_norm_name(model: Any) -> str:
 
 def with_final_norm(model: Any, norm: torch.nn.Module) -> Any:
     """A copy of `model` with `norm` as its final norm; it shares the config and all other weights with it."""
-    return _with_module(model, final_norm_name(model), norm)
+    return with_module(model, final_norm_name(model), norm)
 
 
 def with_head_rows(model: Any, ids: torch.Tensor) -> Any:
@@ -102,22 +102,22 @@ def with_head_rows(model: Any, ids: torch.Tensor) -> Any:
     rows.weight = torch.nn.Parameter(head.weight.detach()[ids], requires_grad=False)
     if head.bias is not None:
         rows.bias = torch.nn.Parameter(head.bias.detach()[ids], requires_grad=False)
-    return _with_module(model, name, rows)
+    return with_module(model, name, rows)
 
 
-def _with_module(model: Any, name: str, replacement: torch.nn.Module) -> Any:
+def with_module(model: Any, name: str, replacement: torch.nn.Module) -> Any:
     """A copy of `model` with `replacement` as the submodule `name`; it shares all others."""
     *parents, last = name.split(".")
-    copied = module = _shallow_copy(model)
+    copied = module = shallow_copy(model)
     for part in parents:
-        child = _shallow_copy(module._modules[part])
+        child = shallow_copy(module._modules[part])
         module._modules[part] = child
         module = child
     module._modules[last] = replacement
     return copied
 
 
-def _shallow_copy(module: Any) -> Any:
+def shallow_copy(module: Any) -> Any:
     """The same parameters and submodules in a new module, whose submodules can be replaced."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules)

@@ -150,17 +150,21 @@ class ModelRunner:
         cache for drafted tokens. UserError unless it has fewer layers than this one.
         """
         check_exit(count, self.config.num_hidden_layers)
-        shorter = copy.copy(self)
-        shorter.hidden_state_hooks = shorter.taps = None
         model = self.model if norm is None else with_final_norm(self.model, norm)
         if ids is not None:
             model = with_head_rows(model, ids)
             packed_linear.patch_linear_layers(model, recurse=False)  # layers are the target's
-        shorter.model = with_layers(model, range(count))
-        return shorter
+        return self.with_model(with_layers(model, range(count)))
+
+    def with_model(self, model: Any) -> "ModelRunner":
+        """A runner of `model`, a copy of this one's model that lacks or replaces some modules."""
+        changed = copy.copy(self)
+        changed.hidden_state_hooks = changed.taps = None
+        changed.model = model
+        return changed
 
     def share_kv_cache(self, owner: "ModelRunner") -> None:
-        """Makes this runner, made by `first_layers` of `owner`, use the buffers that `owner` has allocated."""
+        """Makes this runner, which `first_layers` or `with_model` of `owner` made, use the buffers of `owner`."""
         self.cache = owner.cache
 
     def _forward(self, tokens: torch.Tensor, last: int = 0) -> torch.Tensor:

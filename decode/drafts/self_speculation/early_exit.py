@@ -61,13 +61,18 @@ class EarlyExitDraft(Draft):
 def load(path: str, target: Target, device: str, dtype: str) -> EarlyExitDraft:
     """A trained exit from a folder or the Hub. UserError if it does not fit the target, and for a `device` that is not
     the target's: it runs the target's own layers."""
+    check_device(path, target, device)
+    adapter = load_adapter(path, target, device, dtype)
+    return EarlyExitDraft(target, adapter.layers, adapter=adapter)
+
+
+def check_device(path: str, target: Target, device: str) -> None:
+    """UserError unless `device` is that of the target, whose layers the draft runs."""
     place, own = torch.device(device), target.decoder.device
     if place.type != own.type or place.index not in (None, own.index):
         raise UserError(
             f"draft {path!r} runs the target's own layers, which are on {own}: leave out its device {device}"
         )
-    adapter = load_adapter(path, target, device, dtype)
-    return EarlyExitDraft(target, adapter.layers, adapter=adapter)
 
 
 def load_adapter(path: str, target: Target, device: str, dtype: str) -> ExitAdapter:
