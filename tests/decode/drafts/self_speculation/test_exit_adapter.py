@@ -97,7 +97,6 @@ def drift(arch: str, ids: Tensor | None = None) -> tuple[float, set[int]]:
     outputs = decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH, sampling=HOT)
     adapter = draft.adapter
     assert adapter is not None
-    # Rows that are done draft beyond their end; beyond the context nothing is drafted at all.
     gaps = [(plain_law(adapter, own, text) - law).abs().max() for text, law in seen]
     assert len(gaps) > 3 * K
     return float(torch.stack(gaps).max()), {n for output in outputs for _, n in output.rounds}
