@@ -40,7 +40,7 @@ K, LENGTH = 3, 20
 PROMPTS = tiny_prompts(13, 1, 9)
 BITS = "0110"
 """Of four layers: the attention of layer 2 and the MLP of layer 1."""
-HOT = SamplingParams(temperature=8.0)
+HOT = SamplingParams(temperature=3.0)
 FIXED = SwiftConfig(adaptive=False, skip_threshold=0.0)
 KINDS = [arch for arch in ARCHITECTURES if arch not in ("opt", "gemma4_text")]
 FEW = ["llama", "gemma3_text", "gpt_oss"]
