@@ -6,6 +6,7 @@ decoding, the evaluation report and the published folder, without a change to an
 
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -293,9 +294,12 @@ def missing_parts(family: DraftFamily, configs: list[dict[str, Any]]) -> list[st
 
 
 def distill_configs() -> list[dict[str, Any]]:
-    """The settings in configs/ that are those of train/distill.py."""
+    """The settings in configs/ that are those of train/distill.py, and what scripts/reproduce.sh changes of them."""
     texts = [path.read_text() for path in sorted((ROOT / "configs").rglob("*.yaml"))]
-    return [yaml.safe_load(t) for t in texts if t.startswith("# command: train/distill.py")]
+    script = (ROOT / "scripts" / "reproduce.sh").read_text()
+    texts = [text for text in texts if text.startswith("# command: train/distill.py")]
+    drafts = re.findall(r"^family \S+ '(.*)'$", script, re.MULTILINE)
+    return [yaml.safe_load(t) for t in [*texts, *(f"draft: {{family: {d}}}" for d in drafts)]]
 
 
 def own_families() -> list[str]:

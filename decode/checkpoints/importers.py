@@ -94,6 +94,8 @@ def detect_family(names: Iterable[str]) -> str:
         return "mtp"
     if "mask_hidden" in names:
         return "peagle"
+    if "gate_proj.weight" in names:
+        return "layerskip"
     if "markov_head.markov_w1.weight" in names:
         return "dspark"
     if "hidden_norm.weight" in names:
@@ -179,6 +181,8 @@ def read_checkpoint(path: str) -> DraftCheckpoint:
     try:
         if family == "mtp":
             return DraftCheckpoint(family, config, tensors)
+        if family == "layerskip":
+            return DraftCheckpoint(family, _exit_config(config), tensors)
         if family == "medusa":
             return DraftCheckpoint(family, *_canonical_medusa(config, tensors))
         if family in ("dflash", "dspark"):
@@ -312,6 +316,15 @@ def _canonical_dflash_tensors(tensors: Tensors) -> Tensors:
         for name, value in renamed.items()
         if "rotary_emb." not in name and not name.startswith(("verifier_", "embed_tokens."))
     }
+
+
+# ---- early exit ----
+
+
+def _exit_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with its sizes as integers."""
+    sizes = ("hidden_size", "vocab_size", "draft_vocab_size", "exit_layer", "exit_width")
+    return {**config, **{name: int(config[name]) for name in sizes}}
 
 
 # ---- Medusa ----

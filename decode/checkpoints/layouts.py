@@ -1,8 +1,8 @@
 """Draft checkpoints as this project writes them: config.json and tensor names that serving engines read.
 
 EAGLE-3 has the flat layout whose config.json works in vLLM and SGLang, EAGLE-1 the layout of its authors, Medusa the
-one that vLLM loads up to 0.32. Parameters of our modules have the names of the tensors in the files, except EAGLE-3's
-`midlayer.`. decode/checkpoints/importers.py reads checkpoints.
+one that vLLM loads up to 0.32. No engine reads exit adapters. Parameters of our modules have the names of the tensors
+in the files, except EAGLE-3's `midlayer.`. decode/checkpoints/importers.py reads checkpoints.
 """
 
 import json
@@ -162,6 +162,25 @@ def dflash_config(
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
         "sample_from_anchor": True,
+    }
+
+
+def exit_config(
+    target: Any, vocab: int, draft_vocab: int, layer: int, width: int
+) -> dict[str, Any]:
+    """config.json of an exit adapter of inner width `width` that reads the states entering `layer` (capture id).
+
+    No engine reads it: they have no early exit.
+    """
+    return {
+        "model_type": "layerskip",
+        "architectures": ["ExitAdapter"],
+        "hidden_size": target.hidden_size,
+        "vocab_size": vocab,
+        "draft_vocab_size": draft_vocab,
+        "num_target_layers": target.num_hidden_layers,
+        "exit_layer": layer,
+        "exit_width": width,
     }
 
 

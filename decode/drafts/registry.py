@@ -16,9 +16,10 @@ from decode.common.errors import UserError
 from decode.drafts import causal, eagle, medusa, mtp
 from decode.drafts.base import Draft, check_saved_draft, read_metadata
 from decode.drafts.blocks import dflash, pard, peagle
-from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookups.ngram import NgramDraft
 from decode.drafts.lookups.suffix import SuffixDraft
+from decode.drafts.self_speculation import early_exit, swift
+from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.drafts.wrappers import CrossDeviceDraft, TwoSourceDraft
 from decode.model.loading import Target, find_dtype, pick_device
 from decode.verification.tree import TreeShape
@@ -55,7 +56,7 @@ class EngineMethods:
 
 @dataclass(frozen=True)
 class DraftFamily:
-    """One draft family. It has `load` if its weights are saved in a folder, `create` if it needs none."""
+    """One draft family. It has `load` if it is saved in a folder, `create` if it can do without; swift has both."""
 
     name: str
     """The name in settings: `draft.family` in training, a method's name in evaluation where there is no folder."""
@@ -99,8 +100,12 @@ def create_suffix_lookup(min_match: int) -> Draft:
 
 def create_early_exit(target: Target, layers: int, shape: TreeShape) -> Draft:
     """UserError unless 0 < layers < the target's number of layers."""
-    target.decoder.first_layers(layers)  # raises the error before anything is decoded
-    return EarlyExitDraft(target, layers, shape)
+    return early_exit.EarlyExitDraft(target, layers, shape)
+
+
+def create_swift(target: Target, layers: int, shape: TreeShape) -> Draft:
+    """`layers` are those that are never skipped, as in SwiftConfig.min_layers."""
+    return swift.SwiftDraft(target, SwiftConfig(min_layers=layers))
 
 
 DRAFT_FAMILIES: dict[str, DraftFamily] = {
@@ -208,6 +213,12 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
             has_weights=False,
         ),
         DraftFamily("early-exit", create=create_early_exit),
+        DraftFamily("swift", load=swift.load, create=create_swift, supports_trees=False),
+        DraftFamily(
+            "layerskip",
+            load=early_exit.load,
+            trainer="train.families.heads.layerskip:LayerSkip",
+        ),
     )
 }
 """Every known family by name. `register_family` adds to it."""

@@ -9,7 +9,7 @@
 - kv_cache: the K/V buffers, and which slots a forward writes and sees
 - attention: the attention function that all models run with
 - split_kv_attention: its Triton kernel for long buffers on a GPU
-- layer_stack: where the decoder layers of a model are, and models of some of its layers
+- layer_stack: where the decoder layers and the final norm of a model are, and models with others
 - hidden_states: hidden states captured during a forward, and the LM head as a function
 - packed_linear: linear layers whose weights are packed for a CPU's fast kernels
 

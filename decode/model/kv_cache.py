@@ -223,6 +223,17 @@ class StaticKVCache(Cache):
             if layer.is_initialized:
                 layer.compact_path(base, path)
 
+    def copy_row(self, row: int, size: int) -> "StaticKVCache":
+        """A cache of one row of `size` slots with the contents of row `row`."""
+        device = self.slots.slot.device
+        copied = StaticKVCache(len(self.kv_layers), 1, size, device)
+        for own, layer in zip(copied.kv_layers, self.kv_layers, strict=True):
+            if layer.is_initialized:
+                own.keys = layer.keys[row : row + 1, :, :size].clone()
+                own.values = layer.values[row : row + 1, :, :size].clone()
+                own.is_initialized = True
+        return copied
+
     def reserve(self, size: int) -> None:
         """Enlarges the buffers to `size` slots per row and keeps their contents."""
         self.slots = SlotMapping(self.slots.rows, size, self.slots.slot.device)

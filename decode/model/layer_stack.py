@@ -1,4 +1,5 @@
-"""Where the decoder layers of a causal LM are; models with only some of them, or with some rows of the LM head."""
+"""Where the decoder layers of a causal LM and the norm after them are; models with only some of these layers, with
+another norm, or with some rows of the LM head."""
 
 import copy
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ def with_layers(model: Any, layers: Sequence[int]) -> Any:
     """
     name = layer_stack_name(model)
     stack = model.get_submodule(name)
-    return _with_module(model, name, torch.nn.ModuleList([stack[i] for i in layers]))
+    return with_module(model, name, torch.nn.ModuleList([stack[i] for i in layers]))
 
 
 def renumber_layers(model: Any, layers: Sequence[int]) -> None:
@@ -50,6 +51,40 @@ def renumber_layers(model: Any, layers: Sequence[int]) -> None:
                 part.layer_idx = number  # type: ignore[assignment]
     if config.to_dict().get("layer_types"):
         config.layer_types = [config.layer_types[i] for i in layers]
+
+
+def check_exit(count: int, layers: int) -> None:
+    """UserError unless `count` first layers are a proper part of a model of `layers`."""
+    if not 0 < count < layers:
+        raise UserError(f"early exit needs 1 to {layers - 1} layers of this target, not {count}")
+
+
+def final_norm(model: Any) -> torch.nn.Module:
+    """The norm between the layers and the LM head of a causal LM. UserError when it is not clear which it is."""
+    norm: torch.nn.Module = model.get_submodule(final_norm_name(model))
+    return norm
+
+
+def final_norm_name(model: Any) -> str:
+    """The dotted name of `final_norm` in `model`: the one norm of the states' width that stands beside the layers."""
+    config = model.config.get_text_config(decoder=True)
+    parent = layer_stack_name(model).rpartition(".")[0]
+    names = [
+        name
+        for name, module in model.get_submodule(parent).named_children()
+        if "norm" in type(module).__name__.lower()
+        and all(len(weight) == config.hidden_size for weight in module.parameters())
+    ]
+    if len(names) != 1:
+        raise UserError(
+            f"cannot tell which module of this {config.model_type} model is its final norm"
+        )
+    return f"{parent}.{names[0]}" if parent else names[0]
+
+
+def with_final_norm(model: Any, norm: torch.nn.Module) -> Any:
+    """A copy of `model` with `norm` as its final norm; it shares the config and all other weights with it."""
+    return with_module(model, final_norm_name(model), norm)
 
 
 def with_head_rows(model: Any, ids: torch.Tensor) -> Any:
@@ -67,22 +102,22 @@ def with_head_rows(model: Any, ids: torch.Tensor) -> Any:
     rows.weight = torch.nn.Parameter(head.weight.detach()[ids], requires_grad=False)
     if head.bias is not None:
         rows.bias = torch.nn.Parameter(head.bias.detach()[ids], requires_grad=False)
-    return _with_module(model, name, rows)
+    return with_module(model, name, rows)
 
 
-def _with_module(model: Any, name: str, replacement: torch.nn.Module) -> Any:
+def with_module(model: Any, name: str, replacement: torch.nn.Module) -> Any:
     """A copy of `model` with `replacement` as the submodule `name`; it shares all others."""
     *parents, last = name.split(".")
-    copied = module = _shallow_copy(model)
+    copied = module = shallow_copy(model)
     for part in parents:
-        child = _shallow_copy(module._modules[part])
+        child = shallow_copy(module._modules[part])
         module._modules[part] = child
         module = child
     module._modules[last] = replacement
     return copied
 
 
-def _shallow_copy(module: Any) -> Any:
+def shallow_copy(module: Any) -> Any:
     """The same parameters and submodules in a new module, whose submodules can be replaced."""
     copied = copy.copy(module)
     copied._modules = dict(module._modules)

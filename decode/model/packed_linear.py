@@ -84,11 +84,14 @@ class PackedLinear(torch.nn.Linear):
         return vars(self) | {"packed": None}
 
 
-def patch_linear_layers(model: Any) -> None:
-    """Replaces the linear layers of `model` by `PackedLinear`: on a CPU with oneDNN and memory for the copies."""
+def patch_linear_layers(model: Any, recurse: bool = True) -> None:
+    """Replaces the linear layers of `model` by `PackedLinear`: on a CPU with oneDNN and memory for the copies.
+
+    Without `recurse` only those that are its children.
+    """
     layers = [
         (module, name, child)
-        for module in model.modules()
+        for module in (model.modules() if recurse else [model])
         for name, child in module.named_children()
         if type(child) is torch.nn.Linear
         and child.weight.device.type == "cpu"

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import logging
 
-from decode.common.errors import UserError
 from decode.model import attention, packed_linear
 from decode.model.compatibility import (
     check_supported,
@@ -20,7 +19,7 @@ from decode.model.compatibility import (
 )
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
-from decode.model.layer_stack import with_head_rows, with_layers
+from decode.model.layer_stack import check_exit, with_final_norm, with_head_rows, with_layers
 
 logging.disable_progress_bar()  # transformers' bars, one per shard, hide the command's own
 
@@ -56,7 +55,8 @@ class ModelRunner:
         self.embedding_rows: int = model.get_input_embeddings().weight.shape[0]
         # Gemma 4 leaves out tokens in its last layers as well when it gives fewer logits.
         self.can_skip_logits = not self.config.to_dict().get("num_kv_shared_layers")
-        self.shape = 0, 0  # rows and slots of the buffers
+        self.shape = 0, 0  # rows and slots of the buffers; the cache is empty until `allocate`
+        self.cache = StaticKVCache(self.config.num_hidden_layers, 1, 1, self.device)
         self.taps: HiddenStateSpec | None = None
         self.hidden_state_hooks: HiddenStateHooks | None = None
         self.features: torch.Tensor
@@ -137,21 +137,35 @@ class ModelRunner:
         """Moves the K/V of the accepted nodes `path` [B, P] of a tree with its root at slot `base` [B] to its front."""
         self.cache.compact_path(base, path)
 
-    def first_layers(self, count: int) -> "ModelRunner":
-        """A runner of the first `count` layers with the same norm, LM head and K/V cache: a draft without own memory.
+    def first_layers(
+        self,
+        count: int,
+        norm: torch.nn.Module | None = None,
+        ids: torch.Tensor | None = None,
+    ) -> "ModelRunner":
+        """A runner of the first `count` layers with the same LM head and K/V cache: a draft without own memory.
 
-        Verification overwrites what it writes into the shared cache for drafted tokens. UserError unless it has fewer
-        layers than this one.
+        With `norm` it has that module in place of the final norm. With `ids` [Vd] its logits are [..., Vd], of these
+        tokens alone; their rows of the LM head are copied here. Verification overwrites what it writes into the shared
+        cache for drafted tokens. UserError unless it has fewer layers than this one.
         """
-        layers = self.config.num_hidden_layers
-        if not 0 < count < layers:
-            raise UserError(
-                f"early exit needs 1 to {layers - 1} layers of this target, not {count}"
-            )
-        shorter = copy.copy(self)
-        shorter.hidden_state_hooks = shorter.taps = None
-        shorter.model = with_layers(self.model, range(count))
-        return shorter
+        check_exit(count, self.config.num_hidden_layers)
+        model = self.model if norm is None else with_final_norm(self.model, norm)
+        if ids is not None:
+            model = with_head_rows(model, ids)
+            packed_linear.patch_linear_layers(model, recurse=False)  # layers are the target's
+        return self.with_model(with_layers(model, range(count)))
+
+    def with_model(self, model: Any) -> "ModelRunner":
+        """A runner of `model`, a copy of this one's model that lacks or replaces some modules."""
+        changed = copy.copy(self)
+        changed.hidden_state_hooks = changed.taps = None
+        changed.model = model
+        return changed
+
+    def share_kv_cache(self, owner: "ModelRunner") -> None:
+        """Makes this runner, which `first_layers` or `with_model` of `owner` made, use the buffers of `owner`."""
+        self.cache = owner.cache
 
     def _forward(self, tokens: torch.Tensor, last: int = 0) -> torch.Tensor:
         # Drafted tokens beyond the context get its last position; whether they are accepted is never used.

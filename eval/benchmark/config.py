@@ -43,7 +43,7 @@ class MethodConfig:
     """A draft and how it is used."""
 
     name: str
-    """ngram, suffix and early-exit need no draft; any other name (causal, causal-base, …) needs one."""
+    """ngram, suffix, early-exit and swift need no draft; any other name (causal, causal-base, …) needs one."""
     draft: str = ""
     """Folder or Hub name of a saved draft."""
     device: str = ""
@@ -53,7 +53,7 @@ class MethodConfig:
     k: Annotated[int, at_least(0, MAX_DRAFT_LENGTH)] = 0
     """Tokens, or levels of a tree, drafted per round; 0 takes the setting `k`."""
     layers: CountOrZero = 0
-    """early-exit: number of the target's first layers that draft."""
+    """early-exit: number of the target's first layers that draft. swift: layers' worth that are never skipped."""
     lookup: str = ""
     """`ngram` or `suffix`: where the text repeats itself, copy from it and do not ask the draft; empty: never."""
     min_match: MatchLength = 3
@@ -184,7 +184,9 @@ def check(s: EvalConfig) -> None:
                 f"method {m.name!r}: tree.paths has {len(m.tree.paths)} nodes: give at most {MAX_DRAFT_LENGTH:,}"
             )
         if m.layers and m.draft:
-            raise UserError(f"method {m.name!r}: layers is for early-exit, which has no draft")
+            raise UserError(
+                f"method {m.name!r}: layers is for early-exit and swift, without a draft"
+            )
         if m.alpha and any(s.temperatures):
             raise UserError(
                 f"method {m.name!r} simulates acceptance, which needs temperature 0: set --temperatures '[0.0]'"

@@ -8,8 +8,8 @@ import pytest
 from decode import generate
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
-from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.registry import pick_draft
+from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine.records import DecodeRecord, RoundRecord
 from decode.generate import GenerateConfig, styled_spans, summary_line
 from decode.model.loading import Target

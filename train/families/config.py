@@ -20,7 +20,8 @@ class DraftConfig:
     family: str = "causal"
     """causal: a small language model; pard: one that drafts a block in one pass. medusa, eagle1, eagle3: heads on the
     target's hidden states; peagle, dflash, dspark: heads that draft a block in one pass. mtp: a multi-token prediction
-    layer, the target's own or a new one. medusa2: Medusa heads trained together with the target."""
+    layer, the target's own or a new one. layerskip: an exit of the target after its first layers. medusa2: Medusa heads
+    trained together with the target."""
     init: str = ""
     """causal, pard: folder or Hub name of a small language model with the target's tokenizer. Heads: folder of a draft
     whose training to continue. mtp: also that of a target which has such a layer."""
@@ -65,6 +66,10 @@ class DraftConfig:
     """pard, peagle: share of the anchors of one depth that are trained at the next one too (conditional drop)."""
     min_retention: Share = 0.2
     """pard, peagle: share of a text's positions that are trained at every depth at least."""
+    exit_layer: Annotated[int, at_least(0, 4096)] = 0
+    """layerskip: number of the target's first layers that draft; 0: a quarter of them."""
+    exit_width: Annotated[int, at_least(0, 65_536)] = 0
+    """layerskip: inner width of the exit's gated block; 0: the target's hidden size."""
     mask_token: CountOrZero | None = None
     """pard, peagle, dflash, dspark: id of the token in place of one not drafted yet; null: the one that answers have
     least often."""

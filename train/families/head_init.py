@@ -41,6 +41,8 @@ def with_saved_sizes(s: DraftConfig) -> DraftConfig:
         "depth": config.get("num_hidden_layers"),
         "block": block_of(config),
         "markov_rank": config.get("markov_rank"),
+        "exit_layer": config.get("exit_layer"),
+        "exit_width": config.get("exit_width"),
     }
     return replace(s, **{name: size for name, size in sizes.items() if size is not None})
 

@@ -127,7 +127,9 @@ TRAINING = {
         **lists("layers taps"),
         "norms": [word],
         **numbers("lora_rank heads head_layers target_lora_rank steps vocab width"),
-        **numbers("block depth anchors markov_rank retention min_retention mask_token"),
+        **numbers(
+            "block depth anchors markov_rank retention min_retention exit_layer exit_width mask_token"
+        ),
     },
     "loss": word,
     "divergence": {**numbers("temperature top beta"), "mix": Names(number)},

@@ -13,14 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import decode.engine.round
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.causal import CausalDraft
-from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine.round import BatchState, StepConfig, read_results, run_round
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.registry import VERIFICATION_RULES
 from decode.verification.sampling import CounterRNG, SamplingParams
 from decode.verification.tree import DynamicTree
+from tests.decode.drafts.self_speculation.test_exit_adapter import IDS
+from tests.decode.drafts.self_speculation.test_exit_adapter import draft_of as exit_draft
 from tests.decode.drafts.test_token_trees import BUSHY
 from tests.heads import random_draft
 from tests.params import slow_except
@@ -163,6 +165,7 @@ FAMILIES: dict[str, Callable[[Any, Target], Draft | None]] = {
     "dynamic tree": lambda model, target: CausalDraft(ModelRunner(model), shape=DynamicTree(3, 9)),
     "early exit": lambda model, target: EarlyExitDraft(target, 2),
     "early exit tree": lambda model, target: EarlyExitDraft(target, 2, DynamicTree(3, 9)),
+    "trained exit": lambda model, target: exit_draft(target, ids=IDS),
     "medusa": lambda model, target: random_draft("medusa", target),
     "medusa tree": lambda model, target: random_draft("medusa", target, BUSHY),
     "eagle1": lambda model, target: random_draft("eagle1", target),

@@ -9,8 +9,8 @@ from torch._dynamo.utils import counters
 
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
-from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine import compile as engine_compile
 from decode.engine import round as rounds
 from decode.engine.engine import SpeculativeEngine, decode
@@ -21,6 +21,7 @@ from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
 from tests.decode.drafts import test_mtp
 from tests.decode.drafts.blocks import test_dflash, test_pard, test_peagle
+from tests.decode.drafts.self_speculation import test_exit_adapter
 from tests.decode.drafts.test_token_trees import BUSHY
 from tests.decode.engine.test_engine import PROMPTS, texts
 from tests.heads import random_draft
@@ -50,6 +51,7 @@ def make(name: str, target: Target) -> Draft | None:
         "dflash": test_dflash.draft_of("dflash", target),
         "dspark": test_dflash.draft_of("dspark", target, DynamicTree(2, 5)),
         "mtp": test_mtp.draft_of(target),
+        "layerskip": test_exit_adapter.draft_of(target, ids=test_exit_adapter.IDS),
     }[name]
 
 
@@ -92,6 +94,7 @@ CASES = [
         "dflash",
         "dspark",
         "mtp",
+        "layerskip",
     ]
     for mode in ["greedy", "sampled"]
 ]

@@ -18,7 +18,7 @@ import sys
 import torch
 
 from decode.drafts.causal import CausalDraft
-from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
 from decode.model import attention, split_kv_attention
 from decode.model.runner import ModelRunner

@@ -42,6 +42,7 @@ FAMILY = {
     "dspark": DraftConfig("dspark", block=STEPS, vocab=0, taps=[1, 2], markov_rank=8),
     "medusa2": DraftConfig("medusa2", heads=STEPS, target_lora_rank=2),
     "mtp": DraftConfig("mtp", steps=STEPS),
+    "layerskip": DraftConfig("layerskip", exit_layer=2, vocab=60),
     **DRAFTS,
 }
 SAMPLES = [

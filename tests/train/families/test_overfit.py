@@ -38,6 +38,7 @@ DRAFTS: dict[str, DraftConfig] = {
     "whole": DraftConfig("eagle3", steps=K, vocab=0, taps=TAPS),
     "narrow": DraftConfig("eagle3", steps=K, vocab=0, taps=TAPS, width=16),
     "mtp": DraftConfig("mtp", steps=K),
+    "layerskip": DraftConfig("layerskip", exit_layer=2, exit_width=64, vocab=60),
 }
 """`eagle3` has a reduced vocabulary."""
 slow = pytest.mark.slow
@@ -103,6 +104,7 @@ def test_the_conversation_is_varied() -> None:
         pytest.param("whole", marks=slow),
         pytest.param("narrow", marks=slow),
         "mtp",
+        "layerskip",
     ],
 )
 def test_a_fitted_draft_is_accepted_whole(family: str) -> None:

@@ -594,7 +594,7 @@ def test_experts_that_are_not_asked_cost_nothing() -> None:
     assert shape.body_parameters == pytest.approx(rest + experts / 4, rel=1e-3)
 
 
-@pytest.mark.parametrize("family", ["eagle1", "eagle3", "medusa", "causal"])
+@pytest.mark.parametrize("family", ["eagle1", "eagle3", "medusa", "causal", "layerskip"])
 @pytest.mark.parametrize("most", [96, pytest.param(640, marks=pytest.mark.slow)])
 def test_activations_are_what_autograd_keeps(
     family: str, most: int, monkeypatch: pytest.MonkeyPatch
@@ -631,7 +631,7 @@ def kept_bytes(family: str, config: Any, length: int) -> tuple[int, ModelShape, 
     count = sum(x.untyped_storage().nbytes() for at, x in seen.items() if at not in own)
     # Weights cast to bf16 have a line of their own. Heads project, and Medusa does all else, in pieces that come again.
     head = draft.vocab * draft.hidden
-    casts = {"medusa": 0, "eagle1": draft.trained}.get(family, draft.trained - head)
+    casts = {"medusa": 0, "layerskip": 0, "eagle1": draft.trained}.get(family, draft.trained - head)
     if family == "causal":  # the logits of its every row
         count -= length * 256 * 12
     return count - 2 * casts, model_sizes.target_shape(config), draft

@@ -3,6 +3,7 @@
 eagle.py          EAGLE-1 and EAGLE-3
 ttt_attention.py  attention of EAGLE-3's training-time test
 mtp.py            multi-token prediction layers, the target's own or new ones
+layerskip.py      exits of the target after its first layers
 medusa.py         Medusa heads
 medusa2.py        Medusa heads trained together with the target
 """

@@ -1,0 +1,94 @@
+"""The target's own first layers as draft (self-speculation), as they are or with a trained exit adapter.
+
+They use the target's own KV cache: it holds all committed tokens already, and verification overwrites what the draft
+wrote for drafted tokens. With K drafted tokens and E of L layers a round passes K * E layers one token at a time and
+all L layers once, in verification, for K + 1 tokens: K * E + L passes over a layer's weights, as in LayerSkip
+(Elhoushi et al. 2024). LayerSkip also keeps the drafted tokens' states after layer E, so that its verification
+computes the first E layers for one token only; here they are computed for all K + 1. That costs K * E layers for one
+token each in arithmetic and no pass over weights. Each drafted token also passes the LM head.
+"""
+
+import torch
+
+from decode.checkpoints import importers, layouts
+from decode.common.errors import UserError
+from decode.drafts.base import Draft, DraftContext, Proposal, check_target
+from decode.drafts.drafting import ReducedVocab, build_tree_plan, decoder_step, draft_tokens
+from decode.drafts.self_speculation.exit_adapter import ExitAdapter, copy_final_norm
+from decode.model.loading import DTYPES, Target
+from decode.model.packed_linear import patch_linear_layers
+from decode.verification.tree import TreeShape
+
+
+class EarlyExitDraft(Draft):
+    """The first `layers` layers of the target, then its final norm or a trained `adapter` for that exit, and its LM
+    head.
+
+    Acceptance without an adapter is low on targets that were not trained for early exit.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        layers: int,
+        shape: TreeShape = None,
+        adapter: ExitAdapter | None = None,
+    ):
+        """UserError unless 0 < layers < the target's number of layers."""
+        self.target, self.shape, self.adapter = target, shape, adapter
+        self.name, self.vocab = "early-exit", None
+        if adapter is None:
+            self.decoder = target.decoder.first_layers(layers)
+            return
+        self.name = "layerskip"
+        patch_linear_layers(adapter.eval())
+        self.decoder = target.decoder.first_layers(layers, adapter, adapter.ids)
+        if adapter.ids is not None:
+            self.vocab = ReducedVocab(adapter.ids, target.decoder.vocab_size)
+
+    def begin_batch(self, request: DraftContext) -> None:
+        self.request = request
+        self.plan = build_tree_plan(self.shape, self.target.decoder.device)
+        self.decoder.share_kv_cache(self.target.decoder)
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        last = history.gather(1, length[:, None] - 1)
+        logits = self.decoder.step(last, length - 1)[:, -1]
+        step = decoder_step(self.decoder)
+        return draft_tokens(step, logits, length, k, self.plan, self.request, self.vocab)
+
+
+def load(path: str, target: Target, device: str, dtype: str) -> EarlyExitDraft:
+    """A trained exit from a folder or the Hub. UserError if it does not fit the target, and for a `device` that is not
+    the target's: it runs the target's own layers."""
+    check_device(path, target, device)
+    adapter = load_adapter(path, target, device, dtype)
+    return EarlyExitDraft(target, adapter.layers, adapter=adapter)
+
+
+def check_device(path: str, target: Target, device: str) -> None:
+    """UserError unless `device` is that of the target, whose layers the draft runs."""
+    place, own = torch.device(device), target.decoder.device
+    if place.type != own.type or place.index not in (None, own.index):
+        raise UserError(
+            f"draft {path!r} runs the target's own layers, which are on {own}: leave out its device {device}"
+        )
+
+
+def load_adapter(path: str, target: Target, device: str, dtype: str) -> ExitAdapter:
+    """The adapter in a folder or on the Hub; UserError if it does not fit the target or tensors are missing."""
+    path = importers.resolve_folder(path)
+    check_target(path, target)
+    found = importers.read_checkpoint(path)
+    layouts.check_family(path, found.family, "layerskip")
+    own = target.decoder.config
+    wanted = {
+        "hidden_size": own.hidden_size,
+        "vocab_size": target.decoder.vocab_size,
+        "num_target_layers": own.num_hidden_layers,
+    }
+    layouts.check_config(path, found.config, wanted)
+    ids = layouts.draft_to_target_ids(path, found.config, found.tensors)
+    adapter = ExitAdapter(found.config, copy_final_norm(target.decoder.model), ids)
+    layouts.load_parameters(adapter, path, found.tensors)
+    return adapter.to(device, DTYPES[dtype])

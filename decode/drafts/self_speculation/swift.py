@@ -1,0 +1,144 @@
+"""SWIFT (Xia et al. 2024): the target drafts for itself without some of its attention and MLP sub-layers.
+
+They run in the target's own KV cache: committed tokens have the keys and values of the whole target there, and
+verification overwrites what drafting wrote for drafted tokens. Which sub-layers are skipped is given or searched for
+on line, on the answers that are being decoded; one set is tried in each round until the search ends. That costs a pass
+over the window, counted as time of the draft. The set is kept from prompt to prompt, and on disk if it is saved.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from decode.checkpoints import importers
+from decode.common.files import write_atomically
+from decode.drafts.base import METADATA_FILE, Draft, DraftContext, Proposal, check_target
+from decode.drafts.self_speculation.early_exit import check_device
+from decode.drafts.self_speculation.sublayers import SublayerSkipper, from_bits
+from decode.drafts.self_speculation.swift_search import SkipSearch, SwiftConfig, load_search
+from decode.model.loading import Target
+from decode.model.runner import ModelRunner
+from decode.verification.rules import NO_DRAFT
+from decode.verification.sampling import has_finite_logits, warp
+
+STATE_FILE = "swift.json"
+
+
+class SwiftDraft(Draft):
+    """The target without the sub-layers of `search`; it drafts chains that end where the draft is unsure.
+
+    Whether a chain goes on depends on the tokens drafted so far, the last one included, which stays drafted: it is
+    verified like the others against the law that it was drawn from.
+    """
+
+    name = "swift"
+    on_host = True  # the search reads the answers, and the end of a chain is read in each step
+
+    def __init__(self, target: Target, config: SwiftConfig, search: SkipSearch | None = None):
+        """UserError for a target whose sub-layers cannot be skipped, or a `search` for another number of layers."""
+        self.target, self.config = target, config
+        self.skipper = SublayerSkipper(target.decoder.model)
+        self.search = search or SkipSearch(len(self.skipper.layers), config)
+        self.decoder = self.runner_without(self.search.state.best)
+        self.texts: list[list[int]] = []
+        self.prompts: list[int] = []  # lengths
+
+    def runner_without(self, bits: str) -> ModelRunner:
+        """The target without a set of sub-layers; it has no K/V buffers."""
+        return self.target.decoder.with_model(self.skipper.without(from_bits(bits)))
+
+    def begin_batch(self, request: DraftContext) -> None:
+        self.request = request
+        self.texts = [[] for _ in range(request.rows)]
+        self.prompts = [0] * request.rows
+        self.decoder.share_kv_cache(self.target.decoder)
+
+    def prefill(
+        self,
+        row: torch.Tensor,
+        prompts: torch.Tensor,
+        length: torch.Tensor,
+        features: torch.Tensor | None,
+    ) -> None:
+        for at, count in torch.stack([row, length], 1).tolist():
+            self.texts[at], self.prompts[at] = [], count
+
+    def on_commit(self, row: int, tokens: list[int]) -> None:
+        self.texts[row] += tokens
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        self._search_once()
+        rows, device, sampling = len(length), length.device, self.request.sampling
+        tokens = torch.full((rows, k), NO_DRAFT, device=device)
+        going = torch.ones(rows, dtype=torch.bool, device=device)
+        q, finite = [], []
+        last = history.gather(1, length[:, None] - 1)
+        for i in range(k):
+            if not bool(going.any()):
+                if not sampling.greedy:  # a row's random numbers do not depend on the others
+                    self.request.choose(torch.ones(rows, 1, device=device))
+                continue
+            logits = self.decoder.step(last, length - 1 + i)[:, -1]
+            finite.append(has_finite_logits(logits[:, None]))
+            if sampling.greedy:
+                token = logits.argmax(-1)
+            else:
+                q.append(warp(logits, sampling))
+                token = self.request.choose(q[-1])
+            tokens[:, i] = torch.where(going, token, NO_DRAFT)
+            going = going & is_sure(logits, token, self.config.skip_threshold)
+            last = token[:, None]
+        drawn_from = None if sampling.greedy else torch.stack(q + q[-1:] * (k - len(q)), 1)
+        return Proposal(tokens, drawn_from, finite=torch.stack(finite).all(0))
+
+    def _search_once(self) -> None:
+        """Tries one set on the first row whose answer is long enough, unless the search has ended."""
+        window = self.config.window
+        ready = [
+            row
+            for row, text in enumerate(self.texts)
+            if len(text) > self.prompts[row] + window and not self.search.finished
+        ]
+        if not ready:
+            return
+        bits = self.search.candidate()
+        if self.search.record(bits, self.matchness(bits, ready[0])):
+            self.decoder = self.runner_without(bits)
+            self.decoder.share_kv_cache(self.target.decoder)
+
+    def matchness(self, bits: str, row: int) -> float:
+        """Share of the first `window` tokens of a row's answer after which the target without these sub-layers gives
+        the answer's next token the highest probability.
+
+        It runs on a copy of the row's keys and values: the committed ones must stay those of the whole target.
+        """
+        start, window, device = self.prompts[row], self.config.window, self.target.decoder.device
+        text = torch.tensor(self.texts[row][start : start + window + 1], device=device)
+        candidate = self.runner_without(bits)
+        candidate.cache = self.target.decoder.cache.copy_row(row, start + window)
+        logits = candidate.step(text[None, :-1], torch.tensor([start], device=device))[0]
+        return float((logits.argmax(-1) == text[1:]).float().mean())
+
+    def save(self, folder: Path) -> None:
+        """Writes the search, from which `load` goes on, into a draft directory."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.search.save(folder / STATE_FILE)
+        facts = {"family": self.name, "tokenizer_hash": self.target.fingerprint}
+        write_atomically(folder / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
+
+
+def is_sure(logits: torch.Tensor, token: torch.Tensor, threshold: float) -> torch.Tensor:
+    """[B] bool: logits [B, V] give token [B] a probability of at least `threshold`, at temperature 1."""
+    probability = torch.softmax(logits.float(), -1).gather(1, token[:, None])[:, 0]
+    return probability >= threshold
+
+
+def load(path: str, target: Target, device: str, dtype: str) -> SwiftDraft:
+    """The draft that `SwiftDraft.save` wrote. UserError for another tokenizer or number of layers, and for a
+    `device` that is not the target's."""
+    check_device(path, target, device)
+    folder = importers.resolve_folder(path)
+    check_target(folder, target)
+    search = load_search(Path(folder) / STATE_FILE, target.decoder.config.num_hidden_layers)
+    return SwiftDraft(target, search.config, search)
