@@ -30,7 +30,8 @@ class BoundaryCheck:
         prompts: Mapping[str, Prompt],
     ):
         self.tokenizer, self.template, self.eos, self.prompts = tokenizer, template, eos, prompts
-        self.replied = self.endable = self.rendered = self.tokenized = 0
+        self.rows = self.replied = self.endable = 0
+        self.compared = self.rendered = self.tokenized = 0
         self.offsets: list[int] = []
         self.moved, self.unopened, self.lost_end, self.two_bos = (Defect() for _ in range(4))
         self.other_prompt, self.rewritten, self.changed_reply = (Defect() for _ in range(3))
@@ -38,6 +39,7 @@ class BoundaryCheck:
 
     def add(self, row: SeenRow) -> None:
         """Checks one row; pieces of plain text have no boundary."""
+        self.rows += 1
         bos = self.tokenizer.bos_token_id
         doubled = bos is not None and row.ids[:2] == [bos, bos]
         if doubled:
@@ -97,6 +99,7 @@ class BoundaryCheck:
 
     def _check_prompt(self, row: SeenRow) -> None:
         """Counts a row whose tokens before the first reply are not those that the target would be given."""
+        self.compared += 1
         prompt = self.prompts.get(row.row["id"])
         before: str | Messages | None = messages_before(row, 0)
         if prompt is not None and len(row.spans) == 1:
@@ -152,7 +155,6 @@ class BoundaryCheck:
     def findings(self, labels: int, worth: float) -> list[DataFinding]:
         """The findings; `labels` supervised tokens in all."""
         found = [*self._mask_findings(worth), *self._rendering_findings(labels, worth)]
-        found += template_findings(self.tokenizer, self.template, self.eos)
         return [finding for finding in found if finding.rows > 0]
 
     def _mask_findings(self, worth: float) -> list[DataFinding]:
@@ -178,19 +180,19 @@ class BoundaryCheck:
                 f"last label: {self.lost_end.tokens} ends are not learned, and drafts run on past them", REMAKE,
             ),
             self.two_bos.finding(
-                "BOS twice", stop_or_cost(self.two_bos.rows, of, worth), of,
-                f"{percent(self.two_bos.rows, of)} of the rows begin with two BOS tokens, which the target is not "
-                "served with: its distributions in them are others",
+                "BOS twice", stop_or_cost(self.two_bos.rows, self.rows, worth), self.rows,
+                f"{percent(self.two_bos.rows, self.rows)} of the rows begin with two BOS tokens, which the target is "
+                "not served with: its distributions in them are others",
                 "drop the BOS of the text (train/sample.py does) and make the set again",
             ),
         ]  # fmt: skip
 
     def _rendering_findings(self, labels: int, worth: float) -> list[DataFinding]:
-        rendered, of = self.rendered, self.tokenized
+        compared, rendered, of = self.compared, self.rendered, self.tokenized
         return [
             self.other_prompt.finding(
-                "prompt is rendered otherwise", "costs", rendered,
-                f"{percent(self.other_prompt.rows, rendered)} of the rows looked at begin with other tokens than the "
+                "prompt is rendered otherwise", "costs", compared,
+                f"{percent(self.other_prompt.rows, compared)} of the rows looked at begin with other tokens than the "
                 "template gives today: the draft learns contexts that are never served",
                 "sample again with the template that is served",
             ),
@@ -207,9 +209,9 @@ class BoundaryCheck:
                 "nothing, for answers of the target itself",
             ),
             self.unread.finding(
-                "chat cannot be read back", cost_or_note(self.unread.rows, self.replied, worth), self.replied,
-                f"{percent(self.unread.rows, self.replied)} of the rows are no rendering of the target's template, or "
-                "one with the date of that day: whether they are what is served is not known",
+                "chat cannot be read back", cost_or_note(self.unread.rows, compared, worth), compared,
+                f"{percent(self.unread.rows, compared)} of the rows looked at are no rendering of the target's "
+                "template, or one with the date of that day: whether they are what is served is not known",
                 "compare with the prompts: give --sources too, or sample again",
             ),
             self.trailing.finding(
@@ -272,39 +274,3 @@ def common_prefix(a: Any, b: Any) -> int:
     """Length of what two sequences have in common at their beginning."""
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
     return min(len(a), len(b)) if same is None else same
-
-
-def template_findings(
-    tokenizer: Any, template: ChatTemplate | None, eos: frozenset[int]
-) -> list[DataFinding]:
-    """What is wrong with the tokenizer's template, whatever the rows are; `template` is what probing it gave."""
-    found = []
-    if template is None:
-        if tokenizer.chat_template is None:
-            return []
-        return [
-            DataFinding(
-                "template refuses a simple chat", "stops", 1, 1,
-                "the target's chat template renders no message of a user: no prompt reaches the target as served",
-                "mend chat_template.jinja of the target",
-            )
-        ]  # fmt: skip
-    if template.turn_end and template.turn_end[0] not in eos:
-        ends = tokenizer.decode(template.turn_end)
-        known = ", ".join(repr(tokenizer.decode([i])) for i in sorted(eos)[:4])
-        found.append(
-            DataFinding(
-                "a turn's end is no EOS", "stops", 1, 1,
-                f"the template ends replies with {ends!r}, but generation ends at {known}: answers run on to the limit",
-                "add its id to eos_token_id in the target's generation_config.json, and sample again",
-            )
-        )  # fmt: skip
-    if template.doubles_bos:
-        found.append(
-            DataFinding(
-                "template and tokenizer both add BOS", "note", 1, 1,
-                "an engine that tokenises the rendered chat as text gives the target two BOS tokens",
-                "serve through the chat API, or tokenise with add_special_tokens false",
-            )
-        )  # fmt: skip
-    return found

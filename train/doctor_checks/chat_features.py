@@ -157,6 +157,42 @@ def source_findings(
     return facts, [finding for finding in found if finding is not None and finding.rows > 0]
 
 
+def template_findings(
+    tokenizer: Any, template: ChatTemplate | None, eos: frozenset[int]
+) -> list[DataFinding]:
+    """What is wrong with the tokenizer's template, whatever the rows are; `template` is what probing it gave."""
+    found = []
+    if template is None:
+        if tokenizer.chat_template is None:
+            return []
+        return [
+            DataFinding(
+                "template refuses a simple chat", "stops", 1, 1,
+                "the target's chat template renders no message of a user: no prompt reaches the target as served",
+                "mend chat_template.jinja of the target",
+            )
+        ]  # fmt: skip
+    if template.turn_end and template.turn_end[0] not in eos:
+        ends = tokenizer.decode(template.turn_end)
+        known = ", ".join(repr(tokenizer.decode([i])) for i in sorted(eos)[:4])
+        found.append(
+            DataFinding(
+                "a turn's end is no EOS", "stops", 1, 1,
+                f"the template ends replies with {ends!r}, but generation ends at {known}: answers run on to the limit",
+                "add its id to eos_token_id in the target's generation_config.json, and sample again",
+            )
+        )  # fmt: skip
+    if template.doubles_bos:
+        found.append(
+            DataFinding(
+                "template and tokenizer both add BOS", "note", 1, 1,
+                "an engine that tokenises the rendered chat as text gives the target two BOS tokens",
+                "serve through the chat API, or tokenise with add_special_tokens false",
+            )
+        )  # fmt: skip
+    return found
+
+
 def _lost(what: str, defect: Defect, kept: Kept, total: int) -> DataFinding | None:
     """The finding about messages that the template does not keep."""
     if kept == "kept":

@@ -21,8 +21,8 @@ from train.data.prompt_pipeline import TargetTokenizer, evaluation_texts
 from train.data.prompts import Prompt, encode_prompt, read_prompts_with_duplicates
 from train.data.sources import PromptSource
 from train.doctor_checks.answers import AnswerCheck
-from train.doctor_checks.boundary import BoundaryCheck, template_findings
-from train.doctor_checks.chat_features import FeatureCheck, source_findings
+from train.doctor_checks.boundary import BoundaryCheck
+from train.doctor_checks.chat_features import FeatureCheck, source_findings, template_findings
 from train.doctor_checks.findings import (
     DataFinding,
     Defect,
@@ -120,6 +120,7 @@ def examine_sets(
     findings = by_severity(
         [
             *others,
+            *template_findings(reader.tokenizer, template, reader.eos),
             *boundary.findings(labels, s.worth),
             *answers.findings(s.worth),
             *overlap.findings(s.worth),
