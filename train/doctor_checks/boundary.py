@@ -209,7 +209,7 @@ class BoundaryCheck:
                 "nothing, for answers of the target itself",
             ),
             self.unread.finding(
-                "chat cannot be read back", cost_or_note(self.unread.rows, compared, worth), compared,
+                "chat cannot be read back", "note", compared,
                 f"{percent(self.unread.rows, compared)} of the rows looked at are no rendering of the target's "
                 "template, or one with the date of that day: whether they are what is served is not known",
                 "compare with the prompts: give --sources too, or sample again",

@@ -31,6 +31,8 @@ class ChatTemplate:
     """Before a system message; "" if the template drops or refuses one."""
     system_to_user: str
     user_to_reply: str
+    user_to_earlier: str
+    """Before an earlier reply; it differs where the generation prompt opens a thought."""
     reply_to_user: str
     system: Kept
     tools: Kept
@@ -111,6 +113,7 @@ def probe(tokenizer: Any) -> ChatTemplate | None:
         before_system=before_system,
         system_to_user=system_to_user,
         user_to_reply=user_to_reply,
+        user_to_earlier=_between(longer, USER, REPLY) or user_to_reply,
         reply_to_user=_between(longer, REPLY, NEXT),
         system=system,
         tools=_probe_tools(tokenizer),
@@ -143,7 +146,7 @@ def unrender(template: ChatTemplate, text: str) -> Messages | None:
         return None
     end = template.tokenizer.decode(template.turn_end)
     while True:
-        asked, found, rest = rest.partition(template.user_to_reply)
+        asked, found, rest = _partition(rest, template.user_to_reply, template.user_to_earlier)
         if not found:
             return None
         messages.append(user(asked))
@@ -160,6 +163,12 @@ def unrender(template: ChatTemplate, text: str) -> Messages | None:
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def _partition(text: str, *separators: str) -> tuple[str, str, str]:
+    """str.partition at the separator that comes first; of two at one place, at the longer one."""
+    places = [(text.find(s), -len(s), s) for s in separators if s in text]
+    return text.partition(min(places)[2]) if places else (text, "", "")
 
 
 def _after(text: str, before: str) -> str:
@@ -195,15 +204,20 @@ def _probe_tools(tokenizer: Any) -> Kept:
     return _kept(render(tokenizer, [user(USER)], True, tools=tools), TOOL)
 
 
-def _tool_chat() -> Messages:
-    call = {"type": "function", "id": "call00001", "function": {"name": TOOL, "arguments": {}}}
+def _tool_chat(arguments: dict[str, Any] | str) -> Messages:
+    function = {"name": TOOL, "arguments": arguments}
+    call = {"type": "function", "id": "call00001", "function": function}
     return [user(USER), {"role": "assistant", "content": "", "tool_calls": [call]}]
 
 
 def _probe_tool_calls(tokenizer: Any) -> Kept:
-    return _kept(render(tokenizer, _tool_chat()), TOOL)
+    """Some templates take the arguments as an object, others as text."""
+    kept = [_kept(render(tokenizer, _tool_chat(arguments)), TOOL) for arguments in ({}, "{}")]
+    return min(kept, key=("kept", "dropped", "refused").index)
 
 
 def _probe_tool_results(tokenizer: Any) -> Kept:
     result = {"role": "tool", "content": LAST, "name": TOOL, "tool_call_id": "call00001"}
-    return _kept(render(tokenizer, [*_tool_chat(), result], True), LAST)
+    chats = [[*_tool_chat(arguments), result] for arguments in ({}, "{}")]
+    kept = [_kept(render(tokenizer, chat, True), LAST) for chat in chats]
+    return min(kept, key=("kept", "dropped", "refused").index)

@@ -19,6 +19,13 @@ INST = (  # as Mistral's: no generation prompt, the system message goes into the
 NO_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML
 )
+OPENS_A_THOUGHT = (  # as DeepSeek-R1's: replies begin with a thought, which the history loses
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<4>{{ m['content'].split('</think>')[-1] }}<1>"
+    "{% else %}<2>{{ m['content'] }}{% endif %}"
+    "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] + c['function']['arguments'] }}{% endfor %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<4><think>\n{% endif %}"
+)
 TOOLS = (
     "{% if tools %}<2>system\n{{ tools | tojson }}<1>\n{% endif %}"
     "{% for m in messages %}<2>{{ m['role'] }}\n{{ m['content'] }}"
@@ -46,6 +53,7 @@ def probed(template: str) -> ChatTemplate:
         (REASONING, "<2>assistant\n", {"drops_thoughts": True, "has_thinking_switch": True}),
         (CHATML, "<2>assistant\n", {"drops_thoughts": False, "has_thinking_switch": False}),
         (REASONING, "<2>assistant\n", {"rewrites_history": False}),
+        (OPENS_A_THOUGHT, "<4><think>\n", {"rewrites_history": True, "tool_calls": "kept"}),
     ],
 )
 def test_what_a_template_does(template: str, opening: str, facts: dict[str, Any]) -> None:
@@ -68,6 +76,19 @@ def test_a_text_goes_back_to_its_messages(template: str, system: str, turns: int
     assert text is not None
     assert unrender(found, text) == messages
     assert unrender(found, "x" + text) is None
+
+
+def test_earlier_replies_may_be_opened_otherwise() -> None:
+    """Bug: a chat of several turns is read as one question, because earlier replies have no thought."""
+    found = probed(OPENS_A_THOUGHT)
+    texts = ["what?", "this", "and then?"]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]
+    text = render(found.tokenizer, messages, opened=True)
+    assert text == "<2>what?<4>this<1><2>and then?<4><think>\n"
+    assert unrender(found, text) == messages
+    said = "so\n</think>that"
+    answered = [*messages, {"role": "assistant", "content": said}]
+    assert unrender(found, f"{text}{said}<1>") == answered
 
 
 def test_no_template_and_one_that_refuses() -> None:
