@@ -193,6 +193,10 @@ def _probe_system(tokenizer: Any) -> tuple[str, str, Kept]:
     return text.split(SYSTEM)[0], _between(text, SYSTEM, USER), "kept"
 
 
+ARGUMENTS: tuple[dict[str, Any] | str, ...] = ({}, "{}")
+"""Of a tool call: some templates take an object, others its text."""
+
+
 def _kept(text: str | None, mark: str) -> Kept:
     return "refused" if text is None else "kept" if mark in text else "dropped"
 
@@ -211,13 +215,12 @@ def _tool_chat(arguments: dict[str, Any] | str) -> Messages:
 
 
 def _probe_tool_calls(tokenizer: Any) -> Kept:
-    """Some templates take the arguments as an object, others as text."""
-    kept = [_kept(render(tokenizer, _tool_chat(arguments)), TOOL) for arguments in ({}, "{}")]
+    kept = [_kept(render(tokenizer, _tool_chat(arguments)), TOOL) for arguments in ARGUMENTS]
     return min(kept, key=("kept", "dropped", "refused").index)
 
 
 def _probe_tool_results(tokenizer: Any) -> Kept:
     result = {"role": "tool", "content": LAST, "name": TOOL, "tool_call_id": "call00001"}
-    chats = [[*_tool_chat(arguments), result] for arguments in ({}, "{}")]
+    chats = [[*_tool_chat(arguments), result] for arguments in ARGUMENTS]
     kept = [_kept(render(tokenizer, chat, True), LAST) for chat in chats]
     return min(kept, key=("kept", "dropped", "refused").index)
