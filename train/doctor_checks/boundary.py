@@ -4,6 +4,7 @@ A mask is right if it begins with the first token that the target would generate
 prompt, and ends with the EOS that ends a turn.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,7 @@ class BoundaryCheck:
         self.tokenizer, self.template, self.eos, self.prompts = tokenizer, template, eos, prompts
         self.rows = self.replied = self.endable = 0
         self.compared = self.rendered = self.tokenized = 0
-        self.offsets: list[int] = []
+        self.offsets: Counter[int] = Counter()
         self.moved, self.unopened, self.lost_end, self.two_bos = (Defect() for _ in range(4))
         self.other_prompt, self.rewritten, self.changed_reply = (Defect() for _ in range(3))
         self.unread, self.trailing, self.merged, self.other_tokens = (Defect() for _ in range(4))
@@ -64,7 +65,7 @@ class BoundaryCheck:
         if len(known) < len(offsets):
             self.unopened.add(row)
             return False
-        self.offsets += [offset for offset in known if offset != 0]
+        self.offsets.update(offset for offset in known if offset != 0)
         self.moved.add(row, sum(abs(offset) for offset in known))
         return False
 
@@ -158,14 +159,14 @@ class BoundaryCheck:
         return [finding for finding in found if finding.rows > 0]
 
     def _mask_findings(self, worth: float) -> list[DataFinding]:
-        late = sum(offset > 0 for offset in self.offsets)
-        by = ", ".join(f"{offset:+d}" for offset in sorted(set(self.offsets))[:6])
+        late = sum(number for offset, number in self.offsets.items() if offset > 0)
+        by = ", ".join(f"{offset:+d}" for offset in sorted(self.offsets)[:6])
         of = self.replied
         return [
             self.moved.finding(
                 "mask begins at the wrong token", stop_or_cost(self.moved.rows, of, worth), of,
                 f"{percent(self.moved.rows, of)} of the rows are masked from another token than the first generated "
-                f"one (by {by}; {late} too late, {len(self.offsets) - late} too early): {self.moved.tokens} labels "
+                f"one (by {by}; {late} too late, {self.offsets.total() - late} too early): {self.moved.tokens} labels "
                 "are missing or are the template's", REMAKE,
             ),
             self.unopened.finding(

@@ -115,7 +115,7 @@ def examine_sets(
         for check in (boundary, overlap, features, mix, coverage):
             check.add(row)
         looked += row.chosen
-        first += [row] if len(first) < s.show else []
+        first += [row.kept()] if len(first) < s.show else []
     labels = answers.labels
     findings = by_severity(
         [

@@ -43,7 +43,7 @@ class Defect:
         self.rows += 1
         self.tokens += tokens
         if len(self.examples) < MAX_EXAMPLES:
-            self.examples.append(row)
+            self.examples.append(row.kept())
 
     def finding(self, name: str, severity: Severity, of: int, cost: str, mend: str) -> DataFinding:
         """The finding about the counted rows, out of `of`."""

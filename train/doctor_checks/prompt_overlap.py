@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from train.data.filters import drop_near_duplicates, drop_overlaps
+from train.data.prompts import Prompt
 from train.doctor_checks.findings import DataFinding, Defect, cost_or_note, percent
 from train.doctor_checks.seen_rows import SeenRow
 
@@ -19,10 +20,10 @@ class OverlapCheck:
     similarity: float
     """Share of 5-word shingles in common from which prompts count as nearly equal; 0: not looked for."""
     rows: int = 0
-    waiting: list[SeenRow] = field(default_factory=list)
-    chosen: list[SeenRow] = field(default_factory=list)
+    waiting: list[tuple[SeenRow, Prompt]] = field(default_factory=list)
+    chosen: list[tuple[SeenRow, Prompt]] = field(default_factory=list)
     seen: dict[bytes, bytes] = field(default_factory=dict)
-    """{digest of what was asked: digest of the id of the content}, 16 bytes for each prompt."""
+    """{digest of what was asked: digest of the id of the content}, some 200 bytes for each prompt."""
     repeated: Defect = field(default_factory=Defect)
     evaluated: Defect = field(default_factory=Defect)
 
@@ -32,17 +33,18 @@ class OverlapCheck:
         content = _digest(row.row["id"].rpartition("#")[0] or row.row["id"])
         if self.seen.setdefault(_digest(row.asked), content) != content:
             self.repeated.add(row)
+        pair = row.kept(), row.as_prompt()
         if row.chosen:
-            self.chosen.append(row)
-        self.waiting.append(row)
+            self.chosen.append(pair)
+        self.waiting.append(pair)
         if len(self.waiting) == CHUNK:
             self._compare()
 
     def _compare(self) -> None:
         """Compares the waiting rows with the evaluation prompts."""
-        prompts = [row.as_prompt() for row in self.waiting]
+        prompts = [prompt for _, prompt in self.waiting]
         kept = {id(prompt) for prompt in drop_overlaps(prompts, self.evaluation_texts)[0]}
-        for row, prompt in zip(self.waiting, prompts, strict=True):
+        for row, prompt in self.waiting:
             if id(prompt) not in kept:
                 self.evaluated.add(row)
         self.waiting = []
@@ -74,15 +76,16 @@ class OverlapCheck:
 
     def _near_duplicates(self) -> tuple[Defect, int]:
         """(rows of the sample nearly equal to an earlier one, rows compared); equal ones are counted elsewhere."""
-        first = {row.asked: row for row in reversed(self.chosen)}
-        rows = [row for row in self.chosen if first[row.asked] is row and row.asked.strip()]
-        kept = drop_near_duplicates([row.as_prompt() for row in rows], self.similarity)[0]
+        first = {prompt.text or "": row for row, prompt in reversed(self.chosen)}
+        first.pop("", None)
+        prompts = {p.id: p for row, p in self.chosen if first.get(p.text or "") is row}
+        kept, _ = drop_near_duplicates(list(prompts.values()), self.similarity)
         names = {prompt.id for prompt in kept}
         near = Defect()
-        for row in rows:
-            if row.row["id"] not in names:
+        for row, prompt in self.chosen:
+            if prompts.get(prompt.id) is prompt and prompt.id not in names:
                 near.add(row)
-        return near, len(rows)
+        return near, len(prompts)
 
 
 def _digest(text: str) -> bytes:

@@ -1,8 +1,9 @@
 """A row of a sampled set, or a prompt, as the checks see it: labels, text and messages."""
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
@@ -68,6 +69,11 @@ class SeenRow:
             return "\n".join(m["content"] for m in self.messages if m["role"] == "user")
         end = len(self.ids) if self.is_window or not self.spans else self.spans[0][0]
         return self.tokenizer.decode(self.ids[:end], skip_special_tokens=True)
+
+    def kept(self) -> "SeenRow":
+        """The same row for keeping: without what was computed of it, and without the row group that it was read in."""
+        own = np.array(self.row["input_ids"], dtype=np.int32)
+        return replace(self, row={**self.row, "input_ids": cast(Sequence[int], own)})
 
     def as_prompt(self) -> Prompt:
         """What the user wrote, for the filters of prompts."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests import worlds
 from tests.train.doctor_checks.sets import chats, clean_rows, row_of, save_set, save_target
+from train.data import sample_store
 from train.data.batching import collate
 from train.data.sample_store import SampleRow
 from train.doctor_checks.rendering import masked_texts, print_samples
@@ -125,6 +126,19 @@ def test_a_terminal_gets_no_control_characters(tmp_path: Path) -> None:
     print_samples(Console(file=out, width=300), [seen(tokenizer, row)], 1000)  # type: ignore[arg-type]
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", out.getvalue())
     assert "a␛]0;x␇" in out.getvalue()
+
+
+def test_what_is_kept_of_a_row(tmp_path: Path) -> None:
+    """Bug: an example or a waiting row keeps 64 rows in memory, and its text and tokens as Python objects."""
+    tokenizer = save_target(tmp_path / "target")
+    save_set(tmp_path / "set", tokenizer, clean_rows(tokenizer))
+    row = seen(tokenizer, sample_store.read_shards(tmp_path / "set")[3])
+    assert (row.asked, len(row.replies)) != ("", 0)
+    kept = row.kept()
+    assert {"ids", "text", "asked", "replies", "messages"} <= vars(row).keys()
+    assert vars(kept).keys() == {"id", "row", "tokenizer", "template", "chosen"}
+    assert not np.shares_memory(np.asarray(kept.row["input_ids"]), np.asarray(row.row["input_ids"]))
+    assert (kept.ids, kept.text, kept.spans) == (row.ids, row.text, row.spans)
 
 
 def test_strict_and_the_files(tmp_path: Path) -> None:
