@@ -46,6 +46,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     "train": {
         "data": set(),
         "sampling": {"data"},
+        "doctor_checks": {"data"},
         "losses": {"data"},
         "teacher": {"data", "losses"},
         "families": {"data", "losses", "teacher"},

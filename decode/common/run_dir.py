@@ -143,22 +143,25 @@ def check_folder(path: Path) -> None:
         raise UserError(f"{path} is a file: name a folder with --out")
 
 
-def check_file(path: str, inputs: Sequence[str] = ()) -> None:
-    """UserError if the file `path` cannot be written at the end of a command, or is one of the `inputs`; "" is none."""
+def check_file(path: str, inputs: Sequence[str] = (), flag: str = "--out") -> None:
+    """UserError if the file `path` cannot be written at the end of a command, or is one of the `inputs`; "" is none.
+
+    `flag` is the setting that names the file.
+    """
     file = Path(path)
     if not path:
         return
     if file.is_dir():
-        raise UserError(f"{path} is a folder: name a file with --out")
+        raise UserError(f"{path} is a folder: name a file with {flag}")
     folder = next(parent for parent in file.absolute().parents if parent.exists())
     if not folder.is_dir():
-        raise UserError(f"{path}: {folder} is a file, not a folder: name another file with --out")
+        raise UserError(f"{path}: {folder} is a file, not a folder: name another file with {flag}")
     if not os.access(folder, os.W_OK):
         raise UserError(
-            f"{path}: no permission to write into {folder}: name another file with --out"
+            f"{path}: no permission to write into {folder}: name another file with {flag}"
         )
     if any(given and Path(given).resolve() == file.resolve() for given in inputs):
-        raise UserError(f"{path} is read by this command: name another file with --out")
+        raise UserError(f"{path} is read by this command: name another file with {flag}")
 
 
 def check_inputs_outside(out: Path, inputs: Sequence[str | Path]) -> None:

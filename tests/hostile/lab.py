@@ -31,6 +31,7 @@ from tests import worlds
 from tests.worlds import Done
 
 FIRST_ARGUMENT = {
+    "train/doctor.py": "data",
     "eval/report.py": "folder",
     "eval/advise.py": "report",
     "eval/transfer.py": "draft",
@@ -47,6 +48,7 @@ BASE = {
     "train/distill.py": "--target $lab/target --data $lab/samples --draft.init $lab/draft --loop.steps 4 "
     "--loop.batch_size 2 --loop.micro_batch 2 --loop.save_every 2 --loop.eval_every 0 --loop.max_length 64 "
     "--check.prompts 1 --check.max_new_tokens 4 --wandb disabled --out $out",
+    "train/doctor.py": "--data $lab/samples --target $lab/target --html $tmp/page.html --out $tmp/found.json",
     "eval/run.py": "--target $lab/target --methods '[{name: causal, draft: $lab/causal, k: 2}]' "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 4}]' --temperatures '[0.0]' --max_new_tokens 4 --k 2 "
     "--phase_prompts 0 --device cpu --out $out",

@@ -290,6 +290,7 @@ def cases() -> list[Case]:
     for damage, says in SAMPLES:
         steps = (copy("samples"), damage)
         samples.append(Case("train/distill.py", "--data $tmp/samples", says, steps))
+        samples.append(Case("train/doctor.py", "--data $tmp/samples", says, steps))
         samples.append(Case("scripts/publish.py", "--draft '' --samples $tmp/samples", says, steps))
     measured = []
     for reader, arguments in READERS.items():

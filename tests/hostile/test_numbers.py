@@ -77,6 +77,17 @@ NUMBERS = {
         ("draft.width", "-1"),
         ("draft.target_lora_rank", "0"),
     ],
+    "train/doctor.py": [
+        ("max_length", "0 -1"),
+        ("vocabs", "'[0]' '[-1]'"),
+        ("short", "0"),
+        ("near_duplicates", "0.3 1.5 .nan"),
+        ("worth", "-0.1 1.5 .nan"),
+        ("rows", "-1"),
+        ("show", "-1"),
+        ("show_tokens", "0"),
+        ("seed", "-1 99999999999999999999999"),
+    ],
     "eval/run.py": [
         ("k", "0 -1 1000000"),
         ("max_new_tokens", "0 -1"),

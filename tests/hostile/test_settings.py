@@ -172,6 +172,8 @@ WORDS = [
     ("scripts/referee.py", "--control true", "temperature"),
     ("scripts/experiments/data_curve.py", "--distill.draft.init ''", "draft"),
     ("eval/report.py", "--folder ''", "report.json"),
+    ("train/doctor.py", "--data ''", "--data"),
+    ("train/doctor.py", "--data '[]'", "--data"),
     ("eval/advise.py", "--report ''", "file"),
 ]  # fmt: skip
 """(command, arguments, what the message names)."""
@@ -184,6 +186,7 @@ FILES = [
     Case("train/sample.py", "--config $tmp/loop.yaml", "loop.yaml", (link("loop.yaml", "loop.yaml"),)),
     Case("eval/report.py", "", "folder", keep_base=False),
     Case("eval/advise.py", "", "report", keep_base=False),
+    Case("train/doctor.py", "", "--data", keep_base=False),
     Case("scripts/export.py", "", "draft", keep_base=False),
     Case("scripts/check_draft.py", "", "draft", keep_base=False),
     Case("scripts/publish.py", "", "draft", keep_base=False),

@@ -105,7 +105,9 @@ def load_prompts(
     for item in tokenized:  # two texts may share windows
         by_id.setdefault(item.prompt.id, item)
     duplicates += len(tokenized) - len(by_id)
-    clean, overlapping = drop_overlaps([x.prompt for x in by_id.values()], evaluation_texts(s))
+    clean, overlapping = drop_overlaps(
+        [x.prompt for x in by_id.values()], evaluation_texts(s.decontaminate)
+    )
     fitting = [prompt for prompt in clean if has_allowed_length(s, by_id[prompt.id])]
     kept, near = drop_near_duplicates(fitting, s.filters.near_duplicates)
     if len(kept) == 0:
@@ -150,8 +152,8 @@ def has_replies(prompt: Prompt) -> bool:
     return prompt.messages is not None or prompt.answer is not None
 
 
-def evaluation_texts(s: PromptConfig) -> list[str]:
-    """The bundled evaluation prompts and those of the files in `decontaminate`."""
-    paths = [s.decontaminate] if isinstance(s.decontaminate, str) else s.decontaminate
+def evaluation_texts(decontaminate: str | list[str]) -> list[str]:
+    """The bundled evaluation prompts and those of the files in `decontaminate`; an empty name is no file."""
+    paths = [decontaminate] if isinstance(decontaminate, str) else decontaminate
     texts = [text for path in paths if path for text in prompts.read_prompt_texts(Path(path))]
     return [*prompts.evaluation_texts(), *texts]

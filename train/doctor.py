@@ -1,0 +1,105 @@
+"""Examines a sampled set, or prompts before sampling: shows samples with the loss mask in colour and lists findings.
+
+    python train/doctor.py outputs/samples --target T
+    python train/doctor.py --target T --data '[{path: outputs/samples}, {path: outputs/more}]' --html doctor.html
+    python train/doctor.py --target T --sources '[{kind: file, path: prompts.jsonl}]' --strict true
+
+Each finding says how many rows have it, what it costs, and which setting mends it. stops: do not train on this; costs:
+acceptance or compute is lost; note: good to know. Only the target's tokenizer, chat template and config are read. The
+last line is JSON. With --strict true a finding that stops or costs ends the command with exit code 1.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from rich.console import Console
+
+from decode.common import files, provenance
+from decode.common.command import run_command
+from decode.common.errors import UserError
+from decode.common.run_dir import check_file
+from train.data import mixture
+from train.data.prompt_pipeline import load_target_tokenizer
+from train.doctor_checks import template as chat_template
+from train.doctor_checks.examination import (
+    DoctorConfig,
+    Examination,
+    examine_prompts,
+    examine_sets,
+    read_sources,
+)
+from train.doctor_checks.rendering import (
+    finding_json,
+    print_findings,
+    print_samples,
+    render_page,
+)
+
+DATA_TITLE, SOURCES_TITLE = "Sampled set", "Prompts before sampling"
+
+
+def check(s: DoctorConfig) -> None:
+    """UserError for settings that would fail only after the data was read."""
+    if not s.data and not s.sources:
+        raise UserError("nothing to examine: give --data, a sampled set, or --sources, prompts")
+    folders = [part.path for part in mixture.mixture_parts(s.data)] if s.data else []
+    evaluation = [s.decontaminate] if isinstance(s.decontaminate, str) else s.decontaminate
+    inputs = [s.target, *folders, *evaluation, *(source.path for source in s.sources)]
+    check_file(s.out, inputs)
+    check_file(s.html, inputs, "--html")
+    if s.out and Path(s.out).resolve() == Path(s.html or "-").resolve():
+        raise UserError(f"out and html are both {s.out}: name two files")
+
+
+def examine(s: DoctorConfig) -> tuple[dict[str, Examination], dict[str, str]]:
+    """({title: what was found}, facts about the chat template)."""
+    reader = load_target_tokenizer(s.target, s.revision)
+    template = chat_template.probe(reader.tokenizer)
+    prompts, duplicates = read_sources(s) if s.sources else ([], 0)
+    parts = {}
+    if s.data:
+        by_id = {prompt.id: prompt for prompt in prompts}
+        parts[DATA_TITLE] = examine_sets(s, reader, template, by_id)
+    if s.sources:
+        parts[SOURCES_TITLE] = examine_prompts(s, reader, template, prompts, duplicates)
+    return parts, {} if template is None else template.facts()
+
+
+def main(s: DoctorConfig) -> None:
+    check(s)
+    parts, template = examine(s)
+    console = Console()
+    if s.html:
+        page = render_page(s.target, template, parts, s.show_tokens)
+        files.write_atomically(Path(s.html), page)
+    for title, examined in parts.items():
+        if not s.html:
+            print_samples(console, examined.shown, s.show_tokens)
+        print_findings(console, title, examined)
+    findings = [finding for examined in parts.values() for finding in examined.findings]
+    graves = sum(finding.severity != "note" for finding in findings)
+    facts = {
+        "target": s.target,
+        "data": s.data if isinstance(s.data, str) else [part.path for part in s.data],
+        "parts": {
+            title: {"rows": x.rows, "labels": x.labels, "facts": x.facts}
+            for title, x in parts.items()
+        },
+        "template": template,
+        "findings": [finding_json(finding) for finding in findings],
+        "stops_or_costs": graves,
+    }
+    line = json.dumps(facts | provenance.collect())
+    if s.out:
+        files.write_atomically(Path(s.out), line + "\n")
+    print(line)
+    if s.strict and graves:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_command(main, DoctorConfig, __doc__, first="data")

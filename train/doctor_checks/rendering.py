@@ -1,0 +1,132 @@
+"""Samples with their loss mask, and the findings: for a terminal, as an HTML page, and as JSON."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from rich.console import Console
+from rich.text import Text
+
+from train.doctor_checks.examination import Examination
+from train.doctor_checks.findings import DataFinding
+from train.doctor_checks.seen_rows import SeenRow, decode
+
+LABEL_STYLE, READ_STYLE = "bold green", "dim"
+SEVERITY_STYLES = {"stops": "bold red", "costs": "yellow", "note": "cyan"}
+PAGE = "doctor.html.j2"
+PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+PICTURES |= dict.fromkeys(range(127, 160), "�")
+"""{control character: what is shown for it}."""
+
+
+@dataclass(frozen=True)
+class MaskedText:
+    """Consecutive text of a row that is supervised, or that is only read."""
+
+    text: str
+    supervised: bool
+    tokens: int
+
+
+def masked_texts(row: SeenRow, limit: int) -> list[MaskedText]:
+    """The row's text in pieces of one colour: at most `limit` tokens, from a quarter of them before the labels on.
+
+    A character whose tokens lie on both sides of a seam belongs to the piece of its last token.
+    """
+    labels = row.labels.tolist()
+    begin = labels.index(True) if True in labels else 0
+    start = max(0, begin - limit // 4) if len(labels) > limit else 0
+    pieces, at, text = [], start, ""
+    for supervised, group in groupby(labels[start : start + limit]):
+        end = at + len(list(group))
+        whole = decode(row.tokenizer, row.ids[start:end])
+        if end < len(labels):
+            whole = whole.rstrip("\ufffd")
+        same = whole.startswith(text)
+        new = whole[len(text) :] if same else decode(row.tokenizer, row.ids[at:end])
+        pieces.append(MaskedText(new, supervised, end - at))
+        text, at = whole, end
+    return pieces
+
+
+def visible(text: str) -> str:
+    """The text with control characters as pictures, line feeds and tabs excepted: a terminal would obey them."""
+    return text.translate(PICTURES)
+
+
+def describe_row(row: SeenRow) -> str:
+    """One line about a sample."""
+    labels = int(row.labels.sum())
+    ended = f", ended by {row.row['finish_reason']}" if row.spans else ""
+    name = visible(f"{row.id} ({row.row['source']})")
+    return f"{name}: {len(row.ids):,} tokens, {labels:,} supervised{ended}"
+
+
+def print_samples(console: Console, rows: Sequence[SeenRow], limit: int) -> None:
+    """Prints samples in colour; without colours supervised text stands in ⟦ ⟧."""
+    for row in rows:
+        console.print(Text(describe_row(row), style="bold"))
+        shown = Text()
+        for piece in masked_texts(row, limit):
+            marked = piece.supervised and not console.is_terminal
+            text = f"⟦{visible(piece.text)}⟧" if marked else visible(piece.text)
+            shown.append(text, style=LABEL_STYLE if piece.supervised else READ_STYLE)
+        console.print(shown, soft_wrap=True, highlight=False)
+        console.print()
+
+
+def print_findings(console: Console, title: str, examined: Examination) -> None:
+    """Prints the facts and the findings, the gravest first."""
+    console.print(Text(title, style="bold"))
+    for name, value in examined.facts.items():
+        console.print(Text(visible(f"  {name}: {value}")), soft_wrap=True, highlight=False)
+    console.print()
+    for finding in examined.findings:
+        head = Text(f"{finding.severity:<5} ", style=SEVERITY_STYLES[finding.severity])
+        head.append(f"{finding.name} ({finding.rows:,} of {finding.of:,})", style="bold")
+        console.print(head, soft_wrap=True, highlight=False)
+        lines = [finding.cost, f"mend: {finding.mend}"]
+        if finding.examples:
+            lines.append("examples: " + ", ".join(row.id for row in finding.examples))
+        for line in lines:
+            console.print(Text(visible(f"      {line}")), soft_wrap=True, highlight=False)
+    if not examined.findings:
+        console.print(Text("nothing was found", style="green"))
+    console.print()
+
+
+def finding_json(finding: DataFinding) -> dict[str, Any]:
+    """A finding as JSON."""
+    return {
+        "name": finding.name,
+        "severity": finding.severity,
+        "rows": finding.rows,
+        "of": finding.of,
+        "cost": finding.cost,
+        "mend": finding.mend,
+        "examples": [row.id for row in finding.examples],
+    }
+
+
+def render_page(
+    target: str, template: dict[str, Any], parts: dict[str, Examination], limit: int
+) -> str:
+    """One HTML page that needs no other file and no script. `parts`: {title: what was found}."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    samples = {
+        title: [(describe_row(row), masked_texts(row, limit)) for row in examined.shown]
+        for title, examined in parts.items()
+    }
+    environment.filters["visible"] = visible
+    return environment.get_template(PAGE).render(
+        target=target, template=template, parts=parts, samples=samples
+    )
