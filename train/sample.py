@@ -9,7 +9,6 @@ Several processes share the prompts. After a kill the same command resumes: no a
 twice, and each answer is the same as without the kill, because its random numbers depend on its id alone.
 """
 
-import hashlib
 import json
 import sys
 from collections import Counter
@@ -66,7 +65,6 @@ def write_texts(
 
 def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, int]) -> None:
     """Writes manifest.json: how the set was made, and how many prompts were answered or dropped."""
-    template = reader.tokenizer.chat_template
     sampling = {**asdict(s.sampling), "max_new_tokens": s.max_new_tokens}
     manifest.write_manifest(
         Path(s.out),
@@ -74,7 +72,7 @@ def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, i
             target=reader.name,
             revision=reader.revision,
             tokenizer_hash=reader.fingerprint,
-            chat_template_hash=template and hashlib.sha256(template.encode()).hexdigest()[:16],
+            chat_template_hash=reader.chat_template_hash,
             sampling=sampling if s.origin == "target" else {},
             seed=s.seed,
             counts=counts,

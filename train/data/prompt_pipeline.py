@@ -6,6 +6,7 @@
 4. filters.py          overlaps with evaluation, wrong lengths, near duplicates dropped
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +50,12 @@ class TargetTokenizer:
     fingerprint: str
     context: int
     eos: frozenset[int]
+
+    @property
+    def chat_template_hash(self) -> str | None:
+        """What manifests record of the chat template; None without one."""
+        template = self.tokenizer.chat_template
+        return template and hashlib.sha256(template.encode()).hexdigest()[:16]
 
     @classmethod
     def from_target(cls, target: Target) -> "TargetTokenizer":

@@ -4,7 +4,6 @@ Rows are read one by one. In memory stay counts, digests of prompts, a few examp
 text is rendered and tokenised again and compared in pairs.
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,7 +156,7 @@ def read_rows(
                 f"samples in {part.path} were made with tokenizer {manifest.tokenizer_hash} (target "
                 f"{manifest.target}), but {reader.name} has {reader.fingerprint}: name the target of the samples"
             )
-        if manifest.chat_template_hash != template_hash(reader):
+        if manifest.chat_template_hash != reader.chat_template_hash:
             findings.append(
                 DataFinding(
                     "made with another chat template", "costs", len(store), len(store),
@@ -252,9 +251,3 @@ def vocab_size(s: DoctorConfig) -> int:
     """Rows of the target's embedding, by its config."""
     config = load_config(s.target, "target", s.revision)
     return int(config.get_text_config(decoder=True).vocab_size)
-
-
-def template_hash(reader: TargetTokenizer) -> str | None:
-    """As in the manifest of a sampled set."""
-    template = reader.tokenizer.chat_template
-    return template and hashlib.sha256(template.encode()).hexdigest()[:16]
