@@ -36,7 +36,7 @@ from decode.verification.sampling import SamplingParams
 from eval.checks import transfer
 from eval.reporting.formatting import format_number, format_with_interval
 from eval.scaling.data_curve import DataCurve, law_of, missing_tokens, read_data_curve
-from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
+from eval.tasks.loading import Task, load_fitting_prompts
 
 Counts = dict[str, dict[str, list[int]]]
 """{prompt: {temperature: [emitted, rounds, accepted, reached]}}."""
@@ -83,23 +83,15 @@ def check(s: TransferConfig) -> None:
         raise UserError(f"retrain {s.retrain} is above keep {s.keep}: give a smaller one")
 
 
-def load_prompts(s: TransferConfig, target: Target) -> dict[tuple[str, str], TaskPrompt]:
-    """The prompts that fit the target's context, by task and id."""
-    items = [item for task in s.tasks for item in load_task_prompts(task, target)]
-    return {(item.task, item.id): item for item in items if not item.error}
-
-
 def measure(s: TransferConfig, target: Target, draft: Draft) -> Counts:
     """What the draft does to each prompt. UserError if no prompt fits the target."""
-    prompts = load_prompts(s, target)
-    if not prompts:
-        raise UserError("tasks have no prompt that fits the target's context: give others")
+    prompts = load_fitting_prompts(s.tasks, target)
     counts = transfer.count_acceptance(
-        target, draft, list(prompts.values()), s.temperatures, s.k, s.max_new_tokens
+        target, draft, prompts, s.temperatures, s.k, s.max_new_tokens
     )
     return {
-        "/".join(key): {temperature: rows[i] for temperature, rows in counts.items()}
-        for i, key in enumerate(prompts)
+        f"{item.task}/{item.id}": {temperature: rows[i] for temperature, rows in counts.items()}
+        for i, item in enumerate(prompts)
     }
 
 

@@ -87,6 +87,15 @@ def load_task_prompts(task: Task, target: Target) -> list[TaskPrompt]:
     return items
 
 
+def load_fitting_prompts(tasks: Sequence[Task], target: Target) -> list[TaskPrompt]:
+    """The prompts of all tasks, without those that are too long. UserError if none is left."""
+    found = [item for task in tasks for item in load_task_prompts(task, target)]
+    kept = [item for item in found if not item.error]
+    if not kept:
+        raise UserError("tasks have no prompt that fits the target's context: give others")
+    return kept
+
+
 def with_later_turns(
     items: Sequence[TaskPrompt],
     target: Target,

@@ -46,7 +46,7 @@ from decode.model.loading import Target, load_target
 from decode.model.packed_linear import PackedLinear
 from eval.benchmark.timing import synchronize
 from eval.metrics.roofline import measure_bandwidth
-from eval.tasks.loading import Task, load_task_prompts
+from eval.tasks.loading import Task, load_fitting_prompts
 
 MS = 1000.0
 MOST_VERIFIED = 16
@@ -201,10 +201,7 @@ def main(s: FloorConfig) -> None:
     check_file(s.out)
     target = load_target(s.target, s.device, s.dtype, s.revision)
     model, device = target.decoder.model, target.decoder.device
-    items = [item for task in s.tasks for item in load_task_prompts(task, target)]
-    prompts = [item.prompt_ids for item in items if not item.error]
-    if not prompts:
-        raise UserError("tasks have no prompt that fits the target's context: give others")
+    prompts = [item.prompt_ids for item in load_fitting_prompts(s.tasks, target)]
     layers = linear_layers(model)
     weights = sum(layer.weight.numel() for layer in layers)
     weight_bytes = sum(layer.weight.nbytes for layer in layers)

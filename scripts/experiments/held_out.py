@@ -11,10 +11,10 @@ from decode.common.errors import UserError
 from decode.drafts.base import check_request
 from decode.drafts.registry import load_draft
 from decode.engine.active_request import check_draft_length
-from decode.model.loading import Target, load_target
+from decode.model.loading import load_target
 from decode.verification.sampling import SamplingParams
 from eval.checks.transfer import count_acceptance
-from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
+from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts
 from train import distill
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig, RunComponents
@@ -49,7 +49,7 @@ def check_comparison(s: Comparison, run: DistillConfig) -> RunComponents:
     for temperature in s.temperatures:
         check_request(parts.trainable.to_draft(), s.k, SamplingParams(temperature))
     rows, _ = distill.load_rows(replace(run, supervise="answers"), parts.target)  # as they are
-    check_held_out(load_prompts(s.tasks, parts.target), rows, str(s.distill.data))
+    check_held_out(load_fitting_prompts(s.tasks, parts.target), rows, str(s.distill.data))
     return parts
 
 
@@ -63,18 +63,9 @@ def measure_draft(s: Comparison, folder: str) -> dict[str, list[list[int]]]:
     own = Path(folder) / "target"  # a target that was trained together with its draft
     name, revision = (str(own), None) if own.is_dir() else (s.distill.target, s.distill.revision)
     target = load_target(name, "auto", s.distill.target_dtype, revision)
-    prompts = load_prompts(s.tasks, target)
+    prompts = load_fitting_prompts(s.tasks, target)
     draft = load_draft(folder, target)
     return count_acceptance(target, draft, prompts, s.temperatures, s.k, s.max_new_tokens)
-
-
-def load_prompts(tasks: Sequence[Task], target: Target) -> list[TaskPrompt]:
-    """The prompts of all tasks, without those that are too long. UserError if none is left."""
-    found = [item for task in tasks for item in load_task_prompts(task, target)]
-    kept = [item for item in found if not item.error]
-    if not kept:
-        raise UserError("tasks have no prompt that fits the target's context: give others")
-    return kept
 
 
 def check_held_out(prompts: Sequence[TaskPrompt], rows: Sequence[SampleRow], data: str) -> None:

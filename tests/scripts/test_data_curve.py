@@ -96,14 +96,14 @@ def test_steps_follow_from_passes_with_a_floor() -> None:
 def test_prompts_of_the_data_are_not_held_out(world: worlds.World, data: Path) -> None:
     """Catches a curve on prompts that were trained on; a prompt that only begins like one of them is no other's."""
     from decode.model.loading import load_target
-    from eval.tasks.loading import Task
+    from eval.tasks.loading import Task, load_fitting_prompts
 
     target = load_target(str(world.target), "cpu")
     rows, _ = mixture.load(str(data), 512)
-    own = held_out.load_prompts([Task("own", str(world.prompts), limit=3)], target)
+    own = load_fitting_prompts([Task("own", str(world.prompts), limit=3)], target)
     with pytest.raises(UserError, match="task 'own' is in somewhere too"):
         held_out.check_held_out(own, rows, "somewhere")
-    held_out.check_held_out(held_out.load_prompts([Task("code", limit=3)], target), rows, "x")
+    held_out.check_held_out(load_fitting_prompts([Task("code", limit=3)], target), rows, "x")
 
 
 # ---- the command ----
