@@ -321,7 +321,6 @@ def distill(
         tracker.finish()
 
 
-@collective.process_group()
 def main(s: DistillConfig) -> None:
     accelerator = init_accelerator(s)
     console = Console(stderr=True, quiet=not accelerator.is_main_process)

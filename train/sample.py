@@ -168,7 +168,6 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
     return TargetTokenizer.from_target(target), engine
 
 
-@collective.process_group()
 def main(s: SampleConfig) -> None:
     check_engine(s)
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))

@@ -64,6 +64,10 @@ def run_command(
     try:
         with stop_signals():
             main(parse_settings(settings, about or "", words))
+        _leave_at_once_if_one_of_several(0)
+    except SystemExit as error:
+        _leave_at_once_if_one_of_several(int(error.code or 0))
+        raise
     except UserError as error:
         _end(2, f"error: {error}", error)
     except KeyboardInterrupt as error:
@@ -175,4 +179,17 @@ def _end(code: int, line: str, error: BaseException) -> NoReturn:
     if code == 2 or os.environ.get("RANK", "0") == "0":
         colon = "; " if code == 2 else ": "
         print(redact(line + (colon + notes if notes else "")), file=sys.stderr, flush=True)
+    _leave_at_once_if_one_of_several(code)
     sys.exit(code)
+
+
+def _leave_at_once_if_one_of_several(code: int) -> None:
+    """Ends a process that a launcher started beside others, without the interpreter's own shutdown.
+
+    In the shutdown Python unwinds threads that wait for its lock; one of torch.distributed's that is met in C++ code
+    aborts the process ("terminate called without an active exception", exit code -6) after all work is done.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

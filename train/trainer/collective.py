@@ -1,7 +1,6 @@
-"""Collectives over ranks: raising one rank's UserError on all, ending together, a value for all, an output folder."""
+"""Collectives over ranks: raising one rank's UserError on all, a value for all, an output folder."""
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,31 +37,6 @@ def raise_on_all_ranks(accelerator: Accelerator | PartialState) -> Iterator[None
         raise UserError(messages[0])
     if messages:
         sys.exit(2)
-
-
-@contextmanager
-def process_group() -> Iterator[None]:
-    """Ends the process group behind the block, and where all ranks leave it together: the main one with a UserError,
-    the others with exit code 2. Without this, threads of the group may abort a process that ends.
-
-    The others leave at once, without Python's own shutdown: on a loaded machine about one in a hundred did not return
-    from it, or from the end of the group, once the main process was gone.
-    """
-    try:
-        yield
-    except SingleRankError:
-        raise
-    except UserError:
-        PartialState().destroy_process_group()
-        raise
-    except SystemExit:
-        if not PartialState().is_main_process:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(2)
-        PartialState().destroy_process_group()
-        raise
-    PartialState().destroy_process_group()
 
 
 def broadcast(value: Any) -> Any:
