@@ -5,10 +5,10 @@ publish.py        makes a Hub folder of a draft or a sampled set, and uploads it
 export.py         writes a draft in another engine's layout
 check_draft.py    checks a draft's files against an engine's rules
 referee.py        compares vLLM's decoding with ours
+sweep.py          tries settings of a command, in a grid or at random, and ranks them
 track_report.py   adds a report to the W&B run of a training
-readme_table.py   writes a measured table into a Markdown page
 build_target.py   trains the bundled target and base draft
-benchmarks/, experiments/, engine_compat/   measurements, comparisons, serving engines
+benchmarks/, experiments/, engine_compat/, sweeps/   measurements, comparisons, serving engines, parts of sweep.py
 
 It may import decode/, eval/ and train/.
 """

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
+from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
 from decode.common.cli import parse_settings
 from decode.common.errors import UserError
+from decode.common.files import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILES = 12
@@ -54,7 +56,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "planning": {"data", "losses", "families", "trainer"},
         "hub": {"data", "families"},
     },
-    "scripts": {"benchmarks": set(), "experiments": set(), "engine_compat": set()},
+    "scripts": {"benchmarks": set(), "experiments": set(), "engine_compat": set(), "sweeps": set()},
 }
 """{package: {subpackage: the subpackages of the same package that it may import}}, each after those that it may import.
 
@@ -360,6 +362,23 @@ def load_config(file: Path) -> object:
     return parse_settings(settings.annotation, "", ["--config", str(file)])
 
 
+def accept_wandb_sweep(file: Path) -> None:
+    """Parses the settings of a W&B sweep as an agent passes them, at one end of each parameter's range."""
+    sweep = read_yaml(file)
+    first = {
+        name: next(
+            p[key] if key != "values" else p[key][0]
+            for key in ("value", "values", "min")
+            if key in p
+        )
+        for name, p in sweep["parameters"].items()
+    }
+    args = create_sweep_command_args({"args": {name: {"value": v} for name, v in first.items()}})
+    module = importlib.import_module(sweep["program"].removesuffix(".py").replace("/", "."))
+    (settings,) = inspect.signature(module.main).parameters.values()
+    parse_settings(settings.annotation, "", args["args"])
+
+
 def test_every_config_is_accepted() -> None:
     """Catches a YAML that its command refuses, or that no command reads: each is loaded as a user's would be."""
     files = sorted((ROOT / "configs").rglob("*.y*ml"))
@@ -367,6 +386,8 @@ def test_every_config_is_accepted() -> None:
     for file in files:
         if file.parent.name == "accelerate":
             load_config_from_file(str(file))
+        elif file.name == "wandb.yaml":
+            accept_wandb_sweep(file)
         else:
             load_config(file)
 
@@ -383,6 +404,9 @@ def test_bad_configs_are_seen(tmp_path: Path) -> None:
     file.write_text("# command: train/none.py\n")
     with pytest.raises(AssertionError, match="not there"):
         load_config(file)
+    file.write_text("program: train/distill.py\nparameters: {loop.learning_rate: {min: 1}}\n")
+    with pytest.raises(UserError, match="learning_rate"):
+        accept_wandb_sweep(file)
     file.write_text("distributed_type: MULTI_GPU\nno_such_setting: 1\n")
     with pytest.raises(ValueError, match="no_such_setting"):
         load_config_from_file(str(file))

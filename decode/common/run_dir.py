@@ -61,11 +61,11 @@ def open_run(
         raise UserError(
             "overwrite and resume are both true: one replaces the earlier run, the other continues it"
         )
-    _check_command(path, settings, command)
+    check_command(path, settings, command)
     path.mkdir(parents=True, exist_ok=True)
     with lock.hold(path / lock.LOCK_FILE, folder):
         _move_back(path)
-        _check_command(path, settings, command)
+        check_command(path, settings, command)
         resumes = False
         if (path / RUN_FILE).is_file():
             if settings.overwrite:
@@ -210,7 +210,7 @@ def owns(pattern: str, path: Path) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
-def _check_command(path: Path, settings: Any, command: str) -> None:
+def check_command(path: Path, settings: Any, command: str) -> None:
     """UserError unless the folder is absent, empty, or of an earlier run of this command."""
     run_file = path / RUN_FILE
     if run_file.is_file():

@@ -66,8 +66,11 @@ BASE = {
     "scripts/check_draft.py": "$lab/eagle3 --engine vllm --target $lab/target",
     "scripts/build_target.py": "--gsm8k $lab/gsm8k.jsonl --work $tmp/work --assets $tmp/assets --tokens 20000 "
     "--compile false",
-    "scripts/readme_table.py": "--report $lab/report/report.json --readme $tmp/page.md",
+    "scripts/experiments/readme_table.py": "--report $lab/report/report.json --readme $tmp/page.md",
     "scripts/track_report.py": "--run $tmp/causal --report $lab/report",
+    "scripts/sweep.py": "--words '[--target, $lab/target, --data, $lab/samples, --draft.init, $lab/draft, "
+    "--loop.steps, 2, --loop.batch_size, 2, --loop.micro_batch, 2, --loop.eval_every, 0, --loop.max_length, 64, "
+    "--wandb, disabled]' --grid '{loop.lr: [0.001]}' --metric train/loss --goal min --out $out",
     "scripts/referee.py": "$lab/causal --target $lab/target --python $lab/python",
     "scripts/experiments/compare_losses.py": "--sources '{a: {data: $lab/samples, losses: [forward_kl]}}' "
     "--target $lab/target --init $lab/draft --tokens 40 --batch_size 2 --seeds '[0]' --max_new_tokens 4 --limit 1 "

@@ -19,8 +19,11 @@ QUICK = {
     "scripts/export.py": (),
     "scripts/publish.py": (),
     "scripts/check_draft.py": (),
-    "scripts/readme_table.py": (write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),),
+    "scripts/experiments/readme_table.py": (
+        write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),
+    ),
     "scripts/track_report.py": (copy("causal"),),
+    "scripts/sweep.py": (),
     "scripts/experiments/data_curve.py": (),
     "scripts/experiments/reference_eagle3.py": (),
     "scripts/experiments/task_prompts.py": (),

@@ -44,6 +44,8 @@ FOREIGN = [
     *(Case(command, "--out .", "out") for command in RUNS),
     Case("scripts/export.py", "", "out", (THESIS,)),
     Case("scripts/publish.py", "", "out", (THESIS,)),
+    Case("scripts/sweep.py", "", "out", (THESIS,)),
+    Case("scripts/sweep.py", "", ("train/distill.py", "out"), (copy("causal", "out"),)),
     Case("scripts/experiments/data_curve.py", "", "out", (THESIS,)),
     Case("scripts/experiments/data_curve.py", "--overwrite true", "out", (copy("causal", "out"),)),
     Case("scripts/experiments/reference_eagle3.py", "", "out", (THESIS,)),
@@ -74,7 +76,7 @@ INPUTS = [
     Case("eval/tune.py", "--methods '[{name: causal, draft: $tmp/out/draft}]'", "draft", (copy("causal", "out/draft"),)),
     Case("eval/tune.py", "--tasks '[{name: own, path: $tmp/out/prompts.txt}]'", "prompts.txt", (copy("prompts.txt", "out/prompts.txt"),)),
     Case("eval/advise.py", "--report $tmp/r.json --out $tmp/r.json", "r.json", (copy("report/report.json", "r.json"),)),
-    Case("scripts/readme_table.py", "--report $tmp/r.json --readme $tmp/r.json", "r.json", (copy("report/report.json", "r.json"),)),
+    Case("scripts/experiments/readme_table.py", "--report $tmp/r.json --readme $tmp/r.json", "r.json", (copy("report/report.json", "r.json"),)),
 ]  # fmt: skip
 
 

@@ -155,6 +155,14 @@ NUMBERS = {
         ("draws", "0"),
         ("seed", "-1"),
     ],
+    "scripts/sweep.py": [
+        ("grid", "'{loop.lr: [.nan]}'"),
+        ("random", "'{loop.lr: {low: .nan, high: 1}}' '{loop.lr: {low: 2, high: 1}}'"),
+        ("draws", "0 -1"),
+        ("seed", "-1"),
+        ("workers", "-1"),
+        ("retries", "-1"),
+    ],
     "scripts/experiments/compare_losses.py": [
         ("tokens", "-1"),
         ("batch_size", "0"),

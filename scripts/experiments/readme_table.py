@@ -1,7 +1,8 @@
 """Writes the table of a report into the README, or into another page, between its two markers.
 
-python scripts/readme_table.py
-python scripts/readme_table.py --name heads --report docs/results/compare_heads.json --readme docs/families.md
+python scripts/experiments/readme_table.py
+python scripts/experiments/readme_table.py --name heads --report docs/results/compare_heads.json \
+    --readme docs/families.md
 """
 
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import yaml
 
