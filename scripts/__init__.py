@@ -6,7 +6,7 @@ export.py         writes a draft in another engine's layout
 check_draft.py    checks a draft's files against an engine's rules
 referee.py        compares vLLM's decoding with ours
 sweep.py          tries settings of a command, in a grid or at random, and ranks them
-track_report.py   adds a report to the W&B run of a training
+track_report.py   adds a report to the tracked run of a training
 build_target.py   trains the bundled target and base draft
 benchmarks/, experiments/, engine_compat/, sweeps/   measurements, comparisons, serving engines, parts of sweep.py
 

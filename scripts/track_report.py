@@ -57,7 +57,8 @@ def main(s: TrackReportConfig) -> None:
         if m[name] is not None
     }
     with lock.hold(run / lock.LOCK_FILE, run):
-        tracker = Tracker(run, trained.project, to_dict(trained), trained.wandb, resumed_step=step)
+        config = to_dict(trained)
+        tracker = Tracker(run, trained.project, config, trained.wandb, step, trained.tracker)
         tracker.log(step, values)
         tracker.artifact("report", "evaluation", files)
         tracker.finish()

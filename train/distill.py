@@ -45,7 +45,7 @@ from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
 from train.trainer.loop import LoopConfig, Training, build_optimizers, make_progress_bar, train
 from train.trainer.on_policy import OnPolicyBuffer, OnPolicyConfig
 from train.trainer.throughput import report_out_of_memory
-from train.trainer.tracking import NullTracker, Tracker
+from train.trainer.tracking import NullTracker, Tracker, TrackerName, check_tracker
 
 COMMAND = "train/distill.py"
 OWNED_FILES = (
@@ -56,6 +56,8 @@ OWNED_FILES = (
     "metrics.jsonl",
     "wandb_run_id.txt",
     "wandb/**",
+    "tensorboard/**",
+    "trackio/**",
     "checkpoints/latest",
     "checkpoints/step-*/**",
     "on_policy/**",
@@ -100,10 +102,13 @@ class DistillConfig:
     """Precision of the draft's forward pass; auto: bf16 on a GPU that has it, else fp32."""
     target_dtype: str = "float32"
     """Precision of the frozen target."""
+    tracker: TrackerName = "wandb"
+    """What logs metrics beside metrics.jsonl: Weights & Biases, TensorBoard (in out/tensorboard), Trackio (in
+    out/trackio, or where TRACKIO_DIR says) or none. The second and the third are packages to install."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """Weights & Biases; auto: online if there is an API key, else offline. metrics.jsonl is always written."""
     project: str = "draftsmith"
-    """Weights & Biases project."""
+    """Project in Weights & Biases or Trackio."""
     publish: TrainingPublishConfig = field(default_factory=TrainingPublishConfig)
     seed: Seed = 0
     out: str = "outputs/drafts/causal"
@@ -141,6 +146,7 @@ def init_accelerator(s: DistillConfig) -> Accelerator:
     accelerator = Accelerator(mixed_precision=resolve_precision(s, state.device.type))
     set_seed(s.seed)
     with collective.raise_on_all_ranks(accelerator):
+        check_tracker(s.tracker)
         family_trainer(s.draft.family).check_settings(s.draft)
         sharding.check(accelerator, s.draft.family, s.loop)
         batching.rank_slice(0, accelerator.num_processes, range(s.loop.batch_size))
@@ -281,7 +287,8 @@ def distill(
     tracker: Tracker | NullTracker = NullTracker()
     if is_main:
         config = {**to_dict(s), "hardware": provenance.hardware()}
-        tracker = Tracker(out, s.project, config, s.wandb, state.step if resumed else None)
+        resumed_step = state.step if resumed else None
+        tracker = Tracker(out, s.project, config, s.wandb, resumed_step, s.tracker)
 
     def measure() -> dict[str, float]:
         """τ and α, measured by the main process and broadcast to the others."""

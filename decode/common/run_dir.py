@@ -25,8 +25,8 @@ PREVIOUS_RUN = ".previous-run"
 MOVING = PREVIOUS_RUN + ".tmp"
 OWN_NAMES = (RUN_FILE, RUN_FILE + ".tmp", lock.LOCK_FILE, PREVIOUS_RUN, MOVING)
 HEADER = "# command: "
-CONTROL_SETTINGS = ("overwrite", "resume", "dry_run", "publish")
-"""Settings that say how a run starts and ends. They may differ between two starts of one run."""
+CONTROL_SETTINGS = ("overwrite", "resume", "dry_run", "publish", "tracker")
+"""Settings that say how a run starts and ends, and who logs it. They may differ between two starts of one run."""
 
 
 @dataclass(frozen=True)

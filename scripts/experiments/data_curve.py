@@ -73,7 +73,8 @@ OWNED_FILES = (
 class DataCurveConfig:
     distill: DistillConfig = field(default_factory=DistillConfig)
     """Settings of train/distill.py for every run, whose `data` is the sampled set to divide. Its seed, loop.steps,
-    loop.epochs, loop.eval_every, loop.keep_best, wandb, publish, out, resume, overwrite and dry_run have no effect."""
+    loop.epochs, loop.eval_every, loop.keep_best, tracker, wandb, publish, out, resume, overwrite and dry_run have no
+    effect."""
     sizes: list[Count] = field(default_factory=list)
     """Supervised tokens of each part; empty: `points` sizes, geometric, from all tokens ÷ `span` to all tokens."""
     points: Annotated[int, at_least(2, 100)] = 5
@@ -160,7 +161,7 @@ def run_settings(s: DataCurveConfig, steps: int, seed: int, rows: int, out: str)
     data = [MixturePart(str(s.distill.data), limit=rows)]
     loop = replace(s.distill.loop, steps=steps, epochs=0.0, eval_every=0, keep_best=False)
     return replace(
-        s.distill, data=data, loop=loop, seed=seed, out=out, wandb="disabled",
+        s.distill, data=data, loop=loop, seed=seed, out=out, tracker="none",
         publish=TrainingPublishConfig(), resume=False, overwrite=False, dry_run=False,
     )  # fmt: skip
 

@@ -62,8 +62,8 @@ class ReferenceEagle3Config:
     distill: DistillConfig = field(
         default_factory=lambda: DistillConfig(draft=DraftConfig(family="eagle3", vocab=2048, steps=4))
     )  # fmt: skip
-    """Our recipe: settings of train/distill.py. Its seed, loop.eval_every, loop.keep_best, wandb, publish, out, resume,
-    overwrite and dry_run have no effect."""
+    """Our recipe: settings of train/distill.py. Its seed, loop.eval_every, loop.keep_best, tracker, wandb, publish,
+    out, resume, overwrite and dry_run have no effect."""
     usual_lr: LearningRate = 1e-3
     """Peak learning rate of the usual recipe, whose batches, steps and draft are those of `distill`."""
     seeds: list[Seed] = field(default_factory=lambda: [0, 1, 2])
@@ -107,7 +107,7 @@ def run_settings(s: ReferenceEagle3Config, recipe: Recipe, seed: int, out: str) 
     """The settings of train/distill.py for one run."""
     settings = replace(
         s.distill, seed=seed, out=out, loop=replace(s.distill.loop, eval_every=0, keep_best=False),
-        wandb="disabled", publish=TrainingPublishConfig(), resume=False, overwrite=False, dry_run=False,
+        tracker="none", publish=TrainingPublishConfig(), resume=False, overwrite=False, dry_run=False,
     )  # fmt: skip
     if recipe == "ours":
         return settings

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from decode.common.cli import parse_settings, to_dict
 from decode.common.errors import UserError
 from decode.common.ranges import LARGEST, Count, CountOrZero, Seed, at_least
+from decode.common.run_dir import CONTROL_SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_TRIALS = 10_000
@@ -95,10 +96,11 @@ def plan_trials(s: SweepConfig) -> list[Trial]:
         words = ["--config", s.recipe] if s.recipe else []
         words += map(to_text, s.words)
         words += [f"--{name}={to_text(value)}" for name, value in settings.items()]
-        parsed = to_dict(parse_settings(command_settings, "", [*words, "--out=x"])) | {"out": ""}
+        parsed = to_dict(parse_settings(command_settings, "", [*words, "--out=x"]))
         if parsed.get("overwrite"):
             raise UserError("overwrite is true, and no trial could go on: leave it out")
-        resolved = json.dumps([s.command, parsed], sort_keys=True, default=str)
+        kept = {name: parsed[name] for name in parsed if name not in ("out", *CONTROL_SETTINGS)}
+        resolved = json.dumps([s.command, kept], sort_keys=True, default=str)
         name = f"{label(settings)}-{hashlib.sha256(resolved.encode()).hexdigest()[:8]}"
         folder = Path(s.out) / "trials" / name
         out = folder / out_name

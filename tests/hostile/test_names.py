@@ -57,6 +57,7 @@ NAMES = [
     ("train/distill.py", "--draft.family ngram", "ngram"),
     ("train/distill.py", "--weights.positions nonsense", "positions"),
     ("train/distill.py", "--wandb nonsense", "wandb"),
+    ("train/distill.py", "--tracker nonsense", "tracker"),
     ("decode/generate.py", "--draft telepathy", "telepathy"),
     ("decode/generate.py", "--draft early-exit", "early exit"),
     ("decode/generate.py", "--draft ''", "draft"),

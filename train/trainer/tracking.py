@@ -1,9 +1,10 @@
-"""Logging of a run's metrics: always as JSON lines on disk, and in Weights & Biases unless it is disabled.
+"""Logging of a run's metrics: always as JSON lines on disk, and in Weights & Biases, TensorBoard or Trackio.
 
-metrics.jsonl is the authoritative log. W&B may fail (no network, a killed service) without stopping the training.
-Nothing is written outside the run's output folder.
+metrics.jsonl is the authoritative log. The other may fail (no network, a killed service) without stopping the training.
+Nothing is written outside the run's output folder, unless TRACKIO_DIR names another for Trackio.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -11,10 +12,14 @@ import netrc
 import os
 import re
 import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
+
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from decode.common import damage
 from decode.common.errors import UserError
@@ -23,16 +28,20 @@ from decode.common.secret_patterns import redact
 
 LOG = logging.getLogger(__name__)
 
+TrackerName = Literal["wandb", "tensorboard", "trackio", "none"]
+TRACKERS = {"wandb": "W&B", "tensorboard": "TensorBoard", "trackio": "Trackio"}
+"""{setting: name in messages}; the last two are those of Accelerate."""
 WandbMode = Literal["auto", "online", "offline", "disabled"]
 SECRET_NAMES = ("token", "key", "password", "secret")
 
 
 class Tracker:
-    """Writes `<out>/metrics.jsonl` and a W&B run. For the main process only.
+    """Writes `<out>/metrics.jsonl` and a run of the tracker `name`. For the main process only.
 
     With `resumed_step` the run is resumed: lines of later steps are cut from the file, since those steps will be
-    trained again, and the same W&B run is continued. With None both start anew. `mode` auto follows WANDB_MODE if it is
-    set, else it is online if there is an API key, else offline. Online becomes offline when W&B cannot be reached.
+    trained again, and the same run is continued. With None both start anew. `mode` is that of W&B: auto follows
+    WANDB_MODE if it is set, else it is online if there is an API key, else offline. Online becomes offline when W&B
+    cannot be reached.
     """
 
     def __init__(
@@ -42,19 +51,21 @@ class Tracker:
         config: Mapping[str, Any],
         mode: WandbMode = "auto",
         resumed_step: int | None = None,
+        name: TrackerName = "wandb",
     ) -> None:
-        resolved = resolve_mode(mode)
+        resolved = resolve_mode(mode) if name == "wandb" else "disabled"
         path = out / "metrics.jsonl"
         write_atomically(path, _lines_up_to(path, resumed_step))
         self._file = path.open("a", encoding="utf-8")
         self._run: Any = None
+        self._name = name
+        if name in ("tensorboard", "trackio"):
+            self._run = self._call(lambda: _start_other(name, out, project, config, resumed_step))
         if resolved != "disabled":
             run_id = _run_id(out, resumed_step is not None)
-            self._run = self._call_wandb(
-                lambda: _start_wandb(out, project, config, resolved, run_id)
-            )
+            self._run = self._call(lambda: _start_wandb(out, project, config, resolved, run_id))
             if self._run is None and resolved == "online":  # a node without network: sync it later
-                self._run = self._call_wandb(
+                self._run = self._call(
                     lambda: _start_wandb(out, project, config, "offline", run_id)
                 )
 
@@ -63,29 +74,36 @@ class Tracker:
         line = {"step": step, **{name: _finite(value) for name, value in values.items()}}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        if self._run is not None:
-            self._call_wandb(lambda: self._run.log({"step": step, **values}))
+        if self._run is not None and self._name == "wandb":
+            self._call(lambda: self._run.log({"step": step, **values}))
+        elif self._run is not None:
+            self._call(lambda: self._run.log(dict(values), step=step))
 
     def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
         """Logs files and folders to W&B as one artifact of type `kind`."""
-        if self._run is not None:
-            self._call_wandb(lambda: self._run.log_artifact(_artifact(name, kind, paths)))
+        if self._run is not None and self._name == "wandb":
+            self._call(lambda: self._run.log_artifact(_artifact(name, kind, paths)))
 
     def finish(self) -> None:
-        """Closes the file and the W&B run."""
+        """Closes the file and the tracker's run."""
         self._file.close()
         if self._run is not None:
-            self._call_wandb(self._run.finish)
+            self._call(_finish_trackio if self._name == "trackio" else self._run.finish)
         self._run = None
 
-    def _call_wandb(self, action: Callable[[], Any]) -> Any:
-        """The result of `action`. If W&B fails: None, one warning, and W&B is off from then on."""
+    def _call(self, action: Callable[[], Any]) -> Any:
+        """The result of `action`. If the tracker fails: None, one warning, and it is off from then on.
+
+        What it prints goes to stderr: the last line on stdout is the command's JSON.
+        """
         try:
-            return action()
-        except Exception as error:  # no error of W&B may end a training
+            with contextlib.redirect_stdout(sys.stderr):
+                return action()
+        except Exception as error:  # no error of a tracker may end a training
             self._run = None
             reason = redact(" ".join(str(error).split()))
-            LOG.warning("W&B failed (metrics.jsonl is still written): %s", reason)
+            shown = TRACKERS[self._name]
+            LOG.warning("%s failed (metrics.jsonl is still written): %s", shown, reason)
             return None
 
 
@@ -100,6 +118,14 @@ class NullTracker:
 
     def finish(self) -> None:
         """Nothing."""
+
+
+def check_tracker(name: TrackerName) -> None:
+    """UserError if the package of the tracker is not installed."""
+    if name in ("tensorboard", "trackio") and name not in map(str, get_available_trackers()):
+        raise UserError(
+            f"tracker {name} is not installed: run `pip install {name}`, or name another"
+        )
 
 
 def resolve_mode(mode: WandbMode) -> str:
@@ -155,6 +181,44 @@ def _start_wandb(out: Path, project: str, config: Mapping[str, Any], mode: str, 
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run
+
+
+def _start_other(
+    name: str, out: Path, project: str, config: Mapping[str, Any], resumed_step: int | None
+) -> Any:
+    """A run of one of Accelerate's trackers. The settings are logged when it begins, under dotted names."""
+    PartialState()  # their logging needs it; a training has it already
+    resumed = resumed_step is not None
+    if name == "trackio":
+        os.environ.setdefault("TRACKIO_DIR", str(out.resolve() / "trackio"))
+        title = f"{out.resolve().name}-{_run_id(out, resumed)}"
+        tracker = LOGGER_TYPE_TO_CLASS[name](project, name=title, resume="allow", embed=False)
+    else:  # TensorBoard leaves out what was logged from step `purge_step` on
+        purge = None if resumed_step is None else resumed_step + 1
+        tracker = LOGGER_TYPE_TO_CLASS[name](name, str(out), purge_step=purge)
+    tracker.start()
+    if not resumed:
+        tracker.store_init_configuration(_flat(_mask_secrets(dict(config))))
+    return tracker
+
+
+def _finish_trackio() -> None:
+    """Finishes the run once: after Accelerate's way Trackio does it again at exit, and prints on stdout."""
+    import trackio
+
+    trackio.finish()
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names; what is neither a number nor text becomes text."""
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            out |= _flat(value, f"{prefix}{name}.")
+        else:
+            scalar = isinstance(value, int | float | str)
+            out[prefix + name] = value if scalar else json.dumps(value, default=str)
+    return out
 
 
 def _artifact(name: str, kind: str, paths: Sequence[Path]) -> Any:

@@ -119,5 +119,5 @@ def test_the_warning_that_wandb_failed_has_no_secret(
         raise ValueError(f"invalid key {SECRETS['W&B, v1']}")
 
     tracker = Tracker(tmp_path, "project", {}, "disabled")
-    tracker._call_wandb(fail)
+    tracker._call(fail)
     assert "invalid key ***" in caplog.text

@@ -35,7 +35,17 @@ SCHEMAS = {
     "data_curve.json": DATA_CURVE,
     "manifest.json": MANIFEST,
 }
-LEFT_OUT = ("features", "wandb", "project", "publish", "out", "resume", "overwrite", "dry_run")
+LEFT_OUT = (
+    "features",
+    "tracker",
+    "wandb",
+    "project",
+    "publish",
+    "out",
+    "resume",
+    "overwrite",
+    "dry_run",
+)
 """Settings of train/distill.py that say nothing of the draft and much of its maker."""
 
 

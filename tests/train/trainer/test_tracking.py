@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ def run_script(code: str, out: Path, home: Path) -> subprocess.CompletedProcess[
     """Runs `code` in a process with a home and temporary folder of its own and no W&B account."""
     home.mkdir()
     env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "XDG", "NETRC"))}
-    env |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "OUT": str(out)}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    env |= {"HOME": str(home), "PYTHONPATH": paths, "OUT": str(out)}
     # not below tmp_path: the service's socket has a short limit on its path
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         done = subprocess.run(
@@ -146,6 +148,103 @@ def test_a_failing_wandb_is_reported_once(tmp_path: Path, caplog: Any) -> None:
     assert len(caplog.records) == 1
     assert "service is gone" in caplog.text
     assert len(lines(tmp_path)) == 2
+
+
+class Recorded:
+    """Stands for one of Accelerate's trackers."""
+
+    def __init__(self, *args: Any, **named: Any):
+        self.calls: list[Any] = [(args, named)]
+
+    def start(self) -> None:
+        sys.stdout.write("hello\n")
+
+    def store_init_configuration(self, values: dict) -> None:
+        self.calls.append(values)
+
+    def log(self, values: dict, step: int) -> None:
+        self.calls.append((step, values))
+
+    def finish(self) -> None:
+        self.calls.append("end")
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "trackio"])
+def test_accelerates_trackers_log_beside_the_file(
+    name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: a tracker prints behind the command's JSON, forgets that the run was resumed, or learns a key."""
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, Recorded)
+    ends = SimpleNamespace(finish=lambda: seen[-1].append("end"))
+    monkeypatch.setitem(sys.modules, "trackio", ends)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "other"))
+    config = {"lr": 0.5, "data": [1, 2], "loop": {"steps": 3}, "hub": {"token": "hunter2"}}
+    seen: list[Any] = []
+    for resumed in (None, 1):
+        tracker = Tracker(tmp_path, "test", config, "online", resumed, name)
+        seen.append(tracker._run.calls)
+        tracker.log(2, {"loss": 1.0})
+        tracker.artifact("draft", "model", [tmp_path])
+        tracker.finish()
+    flat = {"lr": 0.5, "data": "[1, 2]", "loop.steps": 3, "hub.token": "***"}
+    assert seen[0][1:] == [flat, (2, {"loss": 1.0}), "end"]
+    assert seen[1][1:] == [(2, {"loss": 1.0}), "end"]
+    first, second = seen[0][0], seen[1][0]
+    if name == "tensorboard":
+        assert (first[1], second[1]) == ({"purge_step": None}, {"purge_step": 2})
+    else:
+        assert first == second
+    assert lines(tmp_path) == [{"step": 2, "loss": 1.0}]
+    assert capsys.readouterr().out == ""
+
+
+def test_no_tracker_needs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: without a tracker W&B is still asked for."""
+    monkeypatch.setenv("WANDB_MODE", "nonsense")
+    tracker = Tracker(tmp_path, "test", {}, name="none")
+    tracker.log(1, {"loss": 1.0})
+    tracker.finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a training runs for days and nobody sees it."""
+    monkeypatch.setattr(tracking, "get_available_trackers", lambda: ["wandb"])
+    for name in ("wandb", "none"):
+        tracking.check_tracker(name)  # type: ignore[arg-type]
+    with pytest.raises(
+        UserError, match="tracker trackio is not installed: run `pip install trackio`"
+    ):
+        tracking.check_tracker("trackio")
+
+
+REAL = """
+import os, sys
+from pathlib import Path
+
+from train.trainer.tracking import Tracker, check_tracker
+
+check_tracker(sys.argv[1])
+for resumed in (None, 2):
+    tracker = Tracker(Path(os.environ["OUT"]), "test", {"lr": 1.0, "on": None}, "auto", resumed, sys.argv[1])
+    assert tracker._run is not None
+    for step in (1, 2, 3):
+        tracker.log(step + (resumed or 0), {"loss": 1.0 / step})
+    tracker.finish()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensorboard", "trackio"])
+def test_the_real_packages_write_into_out(name: str, tmp_path: Path) -> None:
+    """Bug: what the stand-in above takes, the package refuses, or it writes into the home folder."""
+    pytest.importorskip(name)
+    out, home = tmp_path / "out", tmp_path / "home"
+    done = run_script(REAL.replace("sys.argv[1]", repr(name)), out, home)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert (out / name).is_dir()
+    assert list(home.rglob("*")) == []
 
 
 def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
