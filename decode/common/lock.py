@@ -22,15 +22,16 @@ LOCK_FILE = ".lock"
 
 
 @contextmanager
-def hold(file: Path, what: str | Path, wait: bool = False) -> Iterator[None]:
+def hold(file: Path, what: str | Path, wait: bool = False) -> Iterator[IO[str]]:
     """Holds the lock `file` during the block and deletes it afterwards; its folder must exist.
 
+    Gives the open file: a process that inherits it holds the lock on if this one is killed.
     While another process holds it: UserError, where `what` is the folder or file that the message is about; with `wait`
     it waits.
     """
     opened = _acquire(file, what, wait)
     try:
-        yield
+        yield opened
     finally:
         file.unlink(missing_ok=True)
         opened.close()

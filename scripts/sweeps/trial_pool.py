@@ -1,7 +1,7 @@
 """Runs the trials of a sweep, each in a process of its own, on one machine or on several that share the folder.
 
-A trial belongs to the process that holds the lock in its folder; the others take the next one and look again later. A
-trial that was left running when its sweep was killed still holds the lock of its own output folder, and is waited for.
+A trial belongs to the process that holds the lock in its folder; the others take the next one and look again later. The
+trial's own process inherits the lock: one that was left running when its sweep was killed is waited for.
 """
 
 import json
@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 
@@ -38,11 +38,19 @@ OF_LAUNCHER = re.compile(r"\S*(CalledProcessError|ChildFailedError)")
 
 
 @dataclass(frozen=True)
+class TrialClaim:
+    """The lock of a trial's folder, held until `stack` is closed and the processes that inherited `file` have ended."""
+
+    stack: ExitStack
+    file: IO[str]
+
+
+@dataclass(frozen=True)
 class RunningTrial:
-    """A trial's process, and the locks that are held for it."""
+    """A trial's process, and the lock that is held for it."""
 
     trial: Trial
-    claim: ExitStack
+    claim: TrialClaim
     attempt: int
     process: subprocess.Popen[bytes]
     started: float
@@ -109,7 +117,7 @@ class TrialPool:
                 continue
             self.waiting.remove(trial)
             if self.is_settled(trial):  # by another machine
-                claim.close()
+                claim.stack.close()
             else:
                 worker = idle.pop(0)
                 self.running[worker] = start_trial(self.s, worker, trial, claim, 1)
@@ -135,7 +143,7 @@ class TrialPool:
             "ended": datetime.now().astimezone().isoformat(),
         }
         files.write_atomically(trial.folder / RECORD, json.dumps(record, indent=1) + "\n")
-        running.claim.close()
+        running.claim.stack.close()
         del self.running[worker]
         self.look_at = 0.0
         self.say(f"{trial.name} {f'failed: {error}' if error else f'done, {duration(seconds)}'}")
@@ -146,7 +154,7 @@ class TrialPool:
             running.process.terminate()
         for running in self.running.values():
             running.process.wait()
-            running.claim.close()
+            running.claim.stack.close()
 
     def say(self, line: str) -> None:
         """Prints one line on stderr, beside the bars."""
@@ -161,23 +169,19 @@ def read_record(trial: Trial) -> dict[str, Any] | None:
         return None
 
 
-def claim_trial(trial: Trial) -> ExitStack | None:
-    """Holds the trial's lock until it is closed; None if another process has the trial or its output folder."""
+def claim_trial(trial: Trial) -> TrialClaim | None:
+    """Takes the lock of the trial's folder; None if another process has it."""
     trial.folder.mkdir(parents=True, exist_ok=True)
-    claim, own = ExitStack(), trial.out / lock.LOCK_FILE
+    stack = ExitStack()
     try:
-        claim.enter_context(lock.hold(trial.folder / lock.LOCK_FILE, trial.folder))
-        if own.exists():
-            with lock.hold(own, trial.out):
-                pass
+        file = stack.enter_context(lock.hold(trial.folder / lock.LOCK_FILE, trial.folder))
     except UserError:
-        claim.close()
         return None
-    return claim
+    return TrialClaim(stack, file)
 
 
 def start_trial(
-    s: SweepConfig, worker: int, trial: Trial, claim: ExitStack, attempt: int
+    s: SweepConfig, worker: int, trial: Trial, claim: TrialClaim, attempt: int
 ) -> RunningTrial:
     """Starts the trial's command in a process."""
     variables, prefix = split_launch(s.launch[worker % len(s.launch)] if s.launch else "")
@@ -185,8 +189,9 @@ def start_trial(
     command = [*(prefix or [sys.executable]), str(ROOT / s.command), *trial.words]
     with (trial.folder / STDOUT).open("wb") as out, (trial.folder / STDERR).open("wb") as err:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env
-        )
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env,
+            pass_fds=[claim.file.fileno()],
+        )  # fmt: skip
     return RunningTrial(trial, claim, attempt, process, time.monotonic())
 
 

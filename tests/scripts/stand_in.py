@@ -33,6 +33,7 @@ class StandInConfig:
 def main(s: StandInConfig) -> None:
     """Writes metrics.jsonl, and a line into starts.txt and steps.txt for each start and each step."""
     out = Path(s.out)
+    time.sleep(s.seconds)
     out.mkdir(parents=True, exist_ok=True)
     with lock.hold(out / lock.LOCK_FILE, out):
         append(out / "starts.txt", f"{os.getpid()} {os.environ.get('GPU', '-')}")
