@@ -218,6 +218,7 @@ ENTRY = {
     "quality": [QUALITY],
     "mode": word,
     "dtype": word,
+    "draft_dtype": word,
     "verification": word,
     "lossy": flag,
     "phase_ms": numbers("draft verify overhead"),
