@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from accelerate import PartialState
 from rich.console import Console
@@ -82,7 +83,7 @@ def wait_until_ready(
     process: "subprocess.Popen[bytes]",
     url: str,
     seconds: float,
-    log: "tempfile._TemporaryFileWrapper[str]",
+    log: TextIO,
 ) -> None:
     """Returns as soon as the server lists its models. UserError if it ends before, or takes longer than `seconds`."""
     end = time.monotonic() + seconds
