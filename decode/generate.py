@@ -64,7 +64,8 @@ class GenerateConfig:
     device: str = "auto"
     """cpu, cuda, cuda:1 and so on; auto: cuda if there is a GPU, else cpu."""
     dtype: str = "float32"
-    """float32, bfloat16 or float16, for the target and the draft."""
+    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao), for
+    the target and the draft."""
     rejected: bool = True
     """Show rejected tokens too. They are never shown outside a terminal."""
 

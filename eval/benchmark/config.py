@@ -126,7 +126,8 @@ class EvalConfig:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     dtype: str = "float32"
-    """float32, bfloat16 or float16; losslessness to the token is a property of float32."""
+    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao).
+    Losslessness to the token is a property of computing in float32."""
     seed: Seed = 0
     out: str = "outputs/eval"
     """Folder for the report. A run that was stopped goes on where it stopped."""
@@ -175,6 +176,8 @@ def check(s: EvalConfig) -> None:
             raise UserError(f"compare: no engine {engine!r}; there are {', '.join(ENGINES)}")
     if "vllm" in requested_engines(s) and not s.vllm_python:
         raise UserError("compare vllm: give --vllm_python, an interpreter that has vLLM")
+    if "vllm" in requested_engines(s) and s.dtype.startswith("int8"):
+        raise UserError(f"compare vllm: it has no dtype {s.dtype}: choose another or drop vllm")
     if s.check_law and max(s.temperatures) == 0:
         raise UserError("check_law tests sampling: add a temperature above 0")
     for m in s.methods:

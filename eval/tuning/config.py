@@ -69,7 +69,7 @@ class TuneConfig:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     dtype: str = "float32"
-    """float32, bfloat16 or float16."""
+    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao)."""
     seed: Seed = 0
     out: str = "outputs/tune"
     """Folder for the results."""

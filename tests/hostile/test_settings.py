@@ -143,6 +143,7 @@ WORDS = [
     ("eval/run.py", "--acceptance.pairs '[[causal, causal]]'", "pairs"),
     ("eval/run.py", "--check_law 100", "check_law"),
     ("eval/run.py", "--compare vllm", "vllm_python"),
+    ("eval/run.py", "--compare vllm --vllm_python python --dtype int8", "int8"),
     ("eval/tune.py", "--out ''", "out"),
     ("eval/tune.py", "--methods '[]'", "methods"),
     ("eval/tune.py", "--methods '[{name: s, alpha: [0.5]}]'", "alpha"),

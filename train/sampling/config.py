@@ -67,7 +67,7 @@ class SampleConfig:
     device: str = "auto"
     """auto, cpu or cuda; with several processes auto gives each its own GPU."""
     dtype: str = "float32"
-    """float32, bfloat16 or float16."""
+    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao)."""
     seed: Seed = 0
     out: str = "outputs/samples"
     """Folder of the sampled set."""
