@@ -32,7 +32,7 @@ FIELDS = {
 }  # fmt: skip
 ADDED = {
     "domain", "finish", "tokens_after_eos", "failed", "quality", "simulated", "mean_output_tokens", "histogram",
-    "draft_altered", "draft_dtype", "lookup",
+    "draft_altered", "draft_dtype", "lookup", "adaptive",
     "prefill", "decode",
 }  # fmt: skip
 INNER = {
