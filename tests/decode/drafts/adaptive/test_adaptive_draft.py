@@ -15,7 +15,7 @@ from decode.drafts.lookups.ngram import NgramDraft
 from decode.drafts.registry import add_lookup, make_adaptive
 from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.drafts.self_speculation.swift import SwiftDraft
-from decode.drafts.wrappers import CrossDeviceDraft
+from decode.drafts.wrappers import CrossDeviceDraft, DraftWrapper
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.engine.records import collect_outputs
 from decode.engine.warm_up import run_first_rounds
@@ -125,13 +125,20 @@ HALF = AdaptiveConfig("acceptance", round_ms=(1.0, 1.5))
 MIXED = 3 * ROUND_1**2 * 3
 
 
+class WholeText(DraftWrapper):
+    """`inner` of texts with a token everywhere: branches of weight 0 accept what was not drafted."""
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        return self.inner.propose(history.clamp_min(0), length, k)
+
+
 def law_distance(
     config: AdaptiveConfig, k: int, length: int, paths: int, rule: str = "exact"
 ) -> float:
     """Largest TV of the emitted text from the target's own law."""
     model = small(num_hidden_layers=2)
     own = tiny_target(model)
-    draft = AdaptiveDraft(partner(model), config)
+    draft = AdaptiveDraft(WholeText(partner(model)), config)
     law = engine_law(own, draft, k, length, LAW, paths, rule=rule)
     return distance_from_own_law(law, model, length, LAW)
 
@@ -172,7 +179,7 @@ def late_choice(
     self: AdaptiveDraft, history: torch.Tensor, length: torch.Tensor, k: int
 ) -> Proposal:
     """K is 0 in rows whose first token is 0: chosen when the tokens are known."""
-    proposal = PROPOSE(self, history.clamp_min(0), length, k)  # no token: of weight 0
+    proposal = PROPOSE(self, history, length, k)
     unpleasant = (proposal.tokens == 0).cumsum(1) > 0
     tokens = proposal.tokens.masked_fill(unpleasant, NO_DRAFT)
     return Proposal(tokens, proposal.q, finite=proposal.finite)
