@@ -18,6 +18,7 @@ from decode.common.ranges import (
     TreeWidth,
     at_least,
 )
+from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig, Milliseconds
 from decode.model.loading import pick_device
 from decode.verification.registry import find_rule
 from eval.tasks.dataset_specs import load_dataset_specs
@@ -58,6 +59,13 @@ class MethodConfig:
     """`ngram` or `suffix`: where the text repeats itself, copy from it and do not ask the draft; empty: never."""
     min_match: MatchLength = 3
     """Tokens that `lookup` must find again."""
+    adaptive: str = ""
+    """Draft at most `k`: `confidence` stops where the draft is unsure, `acceptance` takes the fastest length for what
+    was accepted so far, 0 included, `both`; empty: always `k`. For chains."""
+    confidence: Share = CONFIDENCE
+    """A chain of `adaptive` ends where the product of its tokens' probabilities falls below this."""
+    round_ms: list[Milliseconds] = field(default_factory=list)
+    """For `adaptive` by acceptance: milliseconds of a round with K = 0, 1, 2, …; empty: measured while decoding."""
     tree: TreeConfig = field(default_factory=TreeConfig)
     """For drafts that can propose trees, such as causal ones and early-exit, without `lookup`."""
     rule: str = "exact"
@@ -65,6 +73,11 @@ class MethodConfig:
     alpha: list[Share] = field(default_factory=list)
     """Simulates this acceptance rate by position (the last one continues), at temperature 0: the engine's speed with a
     draft of that quality and the cost of `draft` (none if that is empty). The report marks the method as simulated."""
+
+
+def adaptive_config(m: MethodConfig) -> AdaptiveConfig | None:
+    """How the method adapts the length of chains; None: it does not. UserError for an unknown way."""
+    return AdaptiveConfig(m.adaptive, m.confidence, tuple(m.round_ms)) if m.adaptive else None
 
 
 @dataclass
@@ -202,3 +215,11 @@ def check(s: EvalConfig) -> None:
             raise UserError(
                 f"method {m.name!r}: in mode graph the host cannot ask a lookup: choose eager or compiled"
             )
+        if m.adaptive and (m.alpha or s.mode == "graph"):
+            raise UserError(
+                f"method {m.name!r}: adaptive is for real drafts, and in mode graph the host cannot end a chain: "
+                "choose eager or compiled"
+            )
+        if m.round_ms and m.adaptive in ("", "confidence"):
+            raise UserError(f"method {m.name!r}: round_ms is for adaptive: acceptance or both")
+        adaptive_config(m)  # raises UserError

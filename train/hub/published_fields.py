@@ -191,6 +191,7 @@ ENTRY = {
     "prediction_missing": sentence,
     "tree": TREE,
     "lookup": {"name": word, "min_match": number},
+    "adaptive": {"by": word, "confidence": number},
     **GROUP,
     "domain": name,
     **numbers(
