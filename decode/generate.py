@@ -23,8 +23,9 @@ from rich.text import Text
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_text
-from decode.common.ranges import Count, DraftLength, MatchLength, Seed
-from decode.drafts.registry import add_lookup, pick_draft
+from decode.common.ranges import Count, DraftLength, MatchLength, Seed, Share
+from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig
+from decode.drafts.registry import add_lookup, make_adaptive, pick_draft
 from decode.engine.active_request import check_draft_length
 from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
@@ -55,6 +56,11 @@ class GenerateConfig:
     """Tokens that `lookup` must find again."""
     k: DraftLength = 4
     """Tokens drafted per round."""
+    adaptive: str = ""
+    """Draft at most `k`: `confidence` stops where the draft is unsure, `acceptance` takes the fastest length for what
+    was accepted so far, `both`; empty: always `k`."""
+    confidence: Share = CONFIDENCE
+    """A chain of `adaptive` ends where the product of its tokens' probabilities falls below this."""
     max_new_tokens: Count = 128
     """Tokens generated at most."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -64,7 +70,8 @@ class GenerateConfig:
     device: str = "auto"
     """cpu, cuda, cuda:1 and so on; auto: cuda if there is a GPU, else cpu."""
     dtype: str = "float32"
-    """float32, bfloat16 or float16, for the target and the draft."""
+    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao), for
+    the target and the draft."""
     rejected: bool = True
     """Show rejected tokens too. They are never shown outside a terminal."""
 
@@ -121,6 +128,8 @@ def main(s: GenerateConfig) -> None:
     draft = pick_draft(s.draft, target, dtype=s.dtype)
     if s.lookup:
         draft = add_lookup(draft, s.lookup, s.min_match, target)
+    if s.adaptive:
+        draft = make_adaptive(draft, AdaptiveConfig(s.adaptive, s.confidence))
     ids = encode_prompt(target.tokenizer, s.prompt)
     console = Console()
     output = DecodeRecord(ids)

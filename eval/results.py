@@ -11,6 +11,7 @@ from decode.verification.registry import find_rule
 from eval.benchmark.config import EvalConfig
 from eval.benchmark.methods import (
     Method,
+    describe_adaptive,
     describe_lookup,
     describe_tree,
     simulated_alpha,
@@ -62,6 +63,7 @@ def method_entry(
         "k": method.k,
         "tree": describe_tree(method.shape),
         "lookup": describe_lookup(s.methods, method.name),
+        "adaptive": describe_adaptive(s.methods, method.name),
         "temperature": temperature,
         "top_k": s.top_k,
         "top_p": s.top_p,

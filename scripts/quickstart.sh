@@ -6,7 +6,7 @@
 # `rm -r outputs/quickstart` starts over.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. scripts/env.sh ""
+. scripts/env.sh
 begun=$SECONDS
 
 stage() { printf '\n\033[1m[%s] %s\033[0m\n' "$(date +%T)" "$*"; }

@@ -3,7 +3,8 @@
 # tests with the lowest versions that pyproject.toml allows (tests/lowest/run.sh).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. scripts/env.sh dev
+extras=dev
+. scripts/env.sh
 ruff check .
 ruff format --check .
 mypy

@@ -3,6 +3,7 @@
     accelerate launch train/sample.py --config configs/quickstart/sample.yaml
     accelerate launch train/sample.py --target T --sources '[{kind: file, path: prompts.jsonl}]' --out DIR
     python train/sample.py --engine openai --url http://localhost:8000/v1 --target T --sources … --out DIR
+    python train/sample.py --engine vllm --vllm_python .venv-vllm/bin/python --target T --sources … --out DIR
     python train/sample.py --origin text --target T --sources '[{kind: file, path: chats.jsonl}]' --turns all --out DIR
 
 Several processes share the prompts. After a kill the same command resumes: no answer is lost, no prompt is answered
@@ -13,6 +14,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +44,7 @@ from train.data.prompt_pipeline import (
 from train.sampling import local_engine, server_client, server_engine
 from train.sampling.config import SampleConfig
 from train.sampling.rows import SKIPPED, ShardWriter
+from train.sampling.vllm_server import target_server
 from train.trainer import collective
 
 COMMAND = "train/sample.py"
@@ -112,7 +115,7 @@ def count_answers(
     supervised = sample_store.supervised_by_id(Path(s.out))
     answered = [supervised[p.prompt.id] for p in prompts if p.prompt.id in supervised]
     skipped = {}
-    if s.engine == "openai":
+    if s.served:
         reasons = sample_store.finish_reasons(Path(s.out))
         ended = Counter(reasons.get(prompt.prompt.id) for prompt in prompts)
         skipped = {reason: ended[reason] for reason in SKIPPED}
@@ -129,22 +132,24 @@ def count_answers(
 
 def check_some_answered(s: SampleConfig, counts: dict[str, int], failures: Counter[str]) -> None:
     """UserError if a server has given no usable answer at all: then something is wrong with all of them."""
-    if s.engine == "openai" and counts["answered"] == 0:
+    if s.served and counts["answered"] == 0:
         skipped = Counter({reason: counts[reason] for reason in SKIPPED if counts[reason]})
         why = ", ".join(f"{reason}: {count}" for reason, count in (failures + skipped).items())
         raise UserError(
-            f"the server at {s.url} answered none of {counts['asked']} prompts so that training could use it "
-            f"({why or 'all are too short or too long'})"
+            f"the server at {s.url or 'a port of this machine'} answered none of {counts['asked']} prompts so that "
+            f"training could use it ({why or 'all are too short or too long'})"
         )
 
 
 def check_engine(s: SampleConfig) -> None:
-    """UserError for settings of one engine that are given with the other."""
-    if s.engine == "local" and (s.url or s.model):
+    """UserError for settings of one engine that are given with another."""
+    if s.engine != "openai" and (s.url or s.model):
         raise UserError("--url and --model are of a server: add --engine openai, or drop them")
-    if s.engine == "openai" and s.origin == "text":
-        raise UserError("--origin text asks nobody for answers: drop --engine openai")
-    if s.engine == "openai" and s.draft != "none":
+    if s.engine != "vllm" and (s.vllm_python or s.vllm_args):
+        raise UserError("--vllm_python and --vllm_args: add --engine vllm, or drop them")
+    if s.served and s.origin == "text":
+        raise UserError(f"--origin text asks nobody for answers: drop --engine {s.engine}")
+    if s.served and s.draft != "none":
         raise UserError("--draft is for the local engine: give the draft to the server, or drop it")
 
 
@@ -152,7 +157,7 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
     """(the target's tokenizer, what writes the rows)."""
     if s.origin == "text":
         return load_target_tokenizer(s.target, s.revision), partial(write_texts, s)
-    if s.engine == "openai":
+    if s.served:
         with collective.raise_on_all_ranks(state):
             server = server_client.connect(s)
         reader = load_target_tokenizer(s.target, s.revision)
@@ -171,7 +176,14 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
 def main(s: SampleConfig) -> None:
     check_engine(s)
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    reader, engine = load_engine(s, state)
+    with target_server(s, state) if s.engine == "vllm" else nullcontext(s.url) as url:
+        write_answers(s, state, *load_engine(replace(s, url=url), state))
+
+
+def write_answers(
+    s: SampleConfig, state: PartialState, reader: TargetTokenizer, engine: Engine
+) -> None:
+    """Lets the engine answer the prompts that have no row in `out` yet, and writes the manifest."""
     prompts, dropped = load_prompts(s, reader)
     longest = reader.context - (s.origin == "target")  # an answer needs room for one token
     fitting = [prompt for prompt in prompts if 0 < prompt.tokens() <= longest]
@@ -198,12 +210,12 @@ def main(s: SampleConfig) -> None:
             check_some_answered(s, counts, failures)
             write_manifest(s, reader, counts)
             too_long = len(prompts) - len(fitting)
-            number = f"{too_long} " if s.engine == "openai" else ""
+            number = f"{too_long} " if s.served else ""
             console.print(
                 f"{counts['answered']} answered, {counts['failed']} failed ({number}too long for the context), "
                 f"{counts['answers_too_short']} with too short an answer: {s.out}"
             )
-            if s.engine == "openai":
+            if s.served:
                 print(json.dumps({**counts, "too_long": too_long, "failures": failures}))
 
 

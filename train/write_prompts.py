@@ -59,7 +59,7 @@ class WritePromptsConfig:
     device: str = "auto"
     """auto, cpu or cuda."""
     dtype: str = "float32"
-    """float32, bfloat16 or float16."""
+    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao)."""
     seed: Seed = 0
     out: str = "outputs/prompts"
     """Folder of prompts.jsonl, one chat a line."""

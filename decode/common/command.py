@@ -111,7 +111,7 @@ def stop_signals() -> Iterator[None]:
     """
     with _handlers(lambda number, _: stop(number)):
         if "ACCELERATE_MIXED_PRECISION" in os.environ:
-            _sigterm_when_the_launcher_ends()
+            end_with_parent()
         yield
 
 
@@ -166,8 +166,8 @@ def _end_at_once(*_: Any) -> None:
     os._exit(128 + signal.SIGINT)
 
 
-def _sigterm_when_the_launcher_ends() -> None:
-    """Asks Linux for it: the launcher of one process passes no signal on, and its child would go on unseen."""
+def end_with_parent() -> None:
+    """Asks Linux to send this process SIGTERM when its parent ends: not every launcher passes a signal on."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

@@ -8,6 +8,7 @@ medusa         Medusa heads
 eagle          EAGLE-1 and EAGLE-3 heads; eagle_model has their networks
 blocks/        drafts that propose a block in one pass: PARD, P-EAGLE, DFlash, DSpark
 mtp            native multi-token prediction layers; mtp_model has their network
+adaptive/      chains whose length follows the draft's confidence or a row's acceptance, for any draft of chains
 self_speculation/  parts of the target: its first layers, as they are or with a trained exit; all but some sub-layers
 lookups/       drafts without a model: prompt lookup, SuffixDecoding
 wrappers       drafts on another device, drafts with a lookup in front, and drafts whose proposals are recorded

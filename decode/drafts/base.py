@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common import damage
@@ -16,8 +17,22 @@ from decode.common.files import read_json_object
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import SlotMapping, TreeNodes
 from decode.model.loading import Target, load_tokenizer, tokenizer_fingerprint
+from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import Sampler, SamplingParams
 from decode.verification.tree import TreeShape, max_slots
+
+
+@dataclass(frozen=True)
+class ChainStop:
+    """Where chains end before K tokens. The token behind which a chain ends stays drafted: if its value decided whether
+    it is drafted, q would not be the distribution that drafted tokens have."""
+
+    limit: list[int]
+    """Tokens of each row's chain at most. Set anew, in place, before each `propose`."""
+    token: float = 0.0
+    """A chain ends behind a token to which the draft gives less probability than this, at temperature 1."""
+    path: float = 0.0
+    """A chain ends behind the token with which the product of these probabilities falls below this."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,7 @@ class DraftContext:
     k: int
     sampling: SamplingParams
     choose: Sampler
+    stop: ChainStop | None = None  # None: chains have K tokens
 
 
 @dataclass(frozen=True)
@@ -56,6 +72,16 @@ class Proposal:
     """[B] bool: the draft's logits were numbers; None: it has none. NaN would be accepted as any token."""
 
 
+def pad_chain(proposal: Proposal, width: int) -> Proposal:
+    """A chain with `width` columns at least: NO_DRAFT in those that it lacked. A tree as it is."""
+    missing = width - proposal.tokens.shape[1]
+    if proposal.tree is not None or missing <= 0:
+        return proposal
+    tokens = F.pad(proposal.tokens, (0, missing), value=NO_DRAFT)
+    q = None if proposal.q is None else F.pad(proposal.q, (0, 0, 0, missing))
+    return Proposal(tokens, q, finite=proposal.finite)
+
+
 class Draft:
     """Base class of everything that proposes tokens: a family overrides `propose` and what else it needs.
 
@@ -65,6 +91,8 @@ class Draft:
     name: str
     on_host: bool = False
     """It drafts from what `on_commit` brings, so the engine must read each round before it starts the next."""
+    may_be_empty: bool = False
+    """It reads the target's hidden states, and yet there are rounds in which no row drafts."""
     taps: HiddenStateSpec | None = None
     """Hidden states of the target that it reads: `prefill` and `update_hidden_states` bring them."""
     shape: TreeShape = None
@@ -106,13 +134,21 @@ class Draft:
         Only called for a draft with `taps`. It runs on the device, inside a round.
         """
 
+    def state_reader(self) -> "Draft":
+        """The draft whose `update_hidden_states` is called for this one. Compiled code is specific to its class."""
+        return self
+
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
-        """Up to k tokens, or k levels of a tree, after the first `length` [B] ids of history [B, S]."""
+        """Up to k tokens, or k levels of a tree, after the first `length` [B] ids of history [B, S].
+
+        k may be smaller than that of `begin_batch` for chains, which may have fewer columns than k if the draft is
+        asked to stop early (`DraftContext.stop`).
+        """
         raise NotImplementedError
 
     def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
-        """Takes the place of `propose` in a round whose tokens come from elsewhere: later proposals are those that the
-        text gives, as if the draft had been asked.
+        """Takes the place of `propose` in a round whose tokens, up to k, come from elsewhere or are not drafted at all:
+        later proposals are those that the text gives, as if the draft had been asked.
 
         Nothing is to be done for a draft whose state is kept by `prefill`, `update_hidden_states` and `on_commit`.
         """

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from decode.drafts.base import DraftContext, Proposal, TokenTree
+from decode.drafts.base import ChainStop, DraftContext, Proposal, TokenTree
 from decode.model.kv_cache import TreeNodes
 from decode.model.runner import ModelRunner
+from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import has_finite_logits, warp
 from decode.verification.tree import (
     DynamicTree,
@@ -145,24 +146,59 @@ def draft_chain(
     request: DraftContext,
     vocab: ReducedVocab | None = None,
 ) -> Proposal:
-    """A chain of k tokens, each drawn from the draft's distribution (greedy: its argmax), q [B, k, V]."""
-    tokens, q = [], []
+    """A chain of k tokens, each drawn from the draft's distribution (greedy: its argmax), q [B, k, V].
+
+    With `request.stop` a row has NO_DRAFT behind its end. No step runs once all rows have ended, and there are no
+    columns for what was not drafted; the random numbers of k tokens are drawn all the same.
+    """
+    tokens, q, stop = [], [], request.stop
     above = torch.zeros_like(length)[:, None]
+    path = torch.ones(len(length), device=length.device)  # of the drafted tokens' probabilities
+    going = path.bool() if stop is None else rows_going_on(stop, 0, path, path)
     for i in range(k):
         if request.sampling.greedy:
             index = logits.argmax(-1)
         else:
             q.append(warp(logits, request.sampling))
             index = request.choose(q[-1])
-        tokens.append(token_ids(vocab, index))
+        token = token_ids(vocab, index)
+        tokens.append(token if stop is None else torch.where(going, token, NO_DRAFT))
+        if stop is not None and i + 1 < k:
+            probability = token_probability(logits, index)
+            path = path * probability
+            going = going & rows_going_on(stop, i + 1, probability, path)
+            if not bool(going.any()):
+                discard_draws(request, length, k - i - 1)
+                break
         if i + 1 < k:
-            logits = step(tokens[-1][:, None], length + i, None, above)[:, -1]
+            logits = step(token[:, None], length + i, None, above)[:, -1]
     if not q:
         return Proposal(torch.stack(tokens, 1), None)
     drawn_from = torch.stack(q, 1)
     return Proposal(
         torch.stack(tokens, 1), drawn_from if vocab is None else vocab.spread(drawn_from)
     )
+
+
+def rows_going_on(
+    stop: ChainStop, drafted: int, probability: torch.Tensor, path: torch.Tensor
+) -> torch.Tensor:
+    """[B] bool: a chain of `drafted` tokens may have another, given probabilities [B] of its last token and of all."""
+    limit = torch.tensor(stop.limit, device=path.device)
+    return (limit > drafted) & (probability >= stop.token) & (path >= stop.path)
+
+
+def token_probability(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[B]: the probability of index [B] under logits [B, V] at temperature 1."""
+    return torch.softmax(logits.float(), -1).gather(1, index[:, None])[:, 0]
+
+
+def discard_draws(request: DraftContext, length: torch.Tensor, count: int) -> None:
+    """Draws the random numbers of `count` tokens that are not drafted: a row's numbers depend on no other row."""
+    if not request.sampling.greedy:
+        certain = torch.ones(len(length), 1, device=length.device)
+        for _ in range(count):
+            request.choose(certain)
 
 
 def draft_static_tree(

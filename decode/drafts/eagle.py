@@ -59,6 +59,7 @@ class CachedHead(Draft):
                 request.rows, count, self.width, self.device, self.dtype
             )
             self.allocated_shape = shape
+        self.unread = 1  # committed tokens at most that the KV cache lacks; of a prompt one
 
     def reserve(self, size: int) -> None:
         rows, allocated, count = self.allocated_shape
@@ -71,6 +72,18 @@ class CachedHead(Draft):
 
     def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
         self.state_buffer.update_hidden_states(features, count)
+
+    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+        """Reads what rounds have committed, without the LM head, as soon as the buffer of the target's states could not
+        hold it together with what this round commits."""
+        if self.unread + k + 1 > self.allocated_shape[2]:
+            self._read_committed(history, length)
+            self.unread = 0
+        self.unread += k + 1
+
+    def _read_committed(self, history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        """Brings the KV cache up to date with the states in the buffer."""
+        raise NotImplementedError
 
     def _positions(self) -> torch.Tensor:
         # As in the target: beyond its context longrope would use other frequencies for all rows.
@@ -102,6 +115,7 @@ class EagleDraft(CachedHead):
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         state = self._read_committed(history, length)
+        self.unread = k + 1
 
         def step(
             tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
@@ -115,10 +129,6 @@ class EagleDraft(CachedHead):
 
         first = self._logits(state)[:, 0]
         return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
-
-    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
-        """Runs the pairs of the round before, without the LM head: the target's states are kept for one round only."""
-        self._read_committed(history, length)
 
     def _read_committed(self, history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         """[B, 1, h]: the state after the last committed pair; the KV cache then holds every pair before it."""

@@ -14,6 +14,7 @@ import torch
 from decode.checkpoints import importers
 from decode.common.errors import UserError
 from decode.drafts import causal, eagle, medusa, mtp
+from decode.drafts.adaptive.adaptive_draft import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft, check_saved_draft, read_metadata
 from decode.drafts.blocks import dflash, pard, peagle
 from decode.drafts.lookups.ngram import NgramDraft
@@ -314,7 +315,18 @@ def add_lookup(draft: Draft | None, lookup: str, min_match: int, target: Target)
         raise UserError(
             f"draft {name!r} has no model for a lookup in front: give another or no lookup"
         )
+    if isinstance(draft, AdaptiveDraft):
+        raise UserError("a lookup belongs inside an adaptive draft: add it to the draft first")
     return TwoSourceDraft(lookups[lookup](min_match), draft, target.decoder.vocab_size)
+
+
+def make_adaptive(draft: Draft | None, config: AdaptiveConfig) -> AdaptiveDraft:
+    """`draft` with chains of adaptive length. UserError for a draft without a model."""
+    name = "none" if draft is None else draft.name
+    family = DRAFT_FAMILIES.get(name)
+    if draft is None or (family is not None and family.create_lookup is not None):
+        raise UserError(f"draft {name!r} has no model whose passes adaptive could save: drop it")
+    return AdaptiveDraft(draft, config)
 
 
 def draft_family(path: str) -> str:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal, TokenTree
+from decode.drafts.base import Draft, DraftContext, Proposal, TokenTree, pad_chain
+from decode.drafts.drafting import discard_draws
 from decode.model.kv_cache import SlotMapping, TreeNodes
 from decode.verification.rules import NO_DRAFT
 
@@ -21,6 +22,7 @@ class DraftWrapper(Draft):
     def __init__(self, inner: Draft):
         self.inner, self.on_host = inner, inner.on_host
         self.name, self.taps, self.shape = inner.name, inner.taps, inner.shape
+        self.may_be_empty = inner.may_be_empty
 
     def max_slots(self, k: int) -> int:
         return self.inner.max_slots(k)
@@ -48,6 +50,9 @@ class DraftWrapper(Draft):
 
     def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
         self.inner.update_hidden_states(features, count)
+
+    def state_reader(self) -> Draft:
+        return self.inner.state_reader()
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         return self.inner.propose(history, length, k)
@@ -104,6 +109,9 @@ class CrossDeviceDraft(DraftWrapper):
 
     def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
         self.inner.update_hidden_states(features.to(self.device), count.to(self.device))
+
+    def state_reader(self) -> Draft:
+        return self
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         proposal = self.inner.propose(history.to(self.device), length.to(self.device), k)
@@ -172,12 +180,14 @@ class TwoSourceDraft(DraftWrapper):
         rows, greedy = found.tolist(), self.request.sampling.greedy
         if all(rows):
             self.inner.skip(history, length, k)
-            if not greedy:
-                self._discard_draws(length, k)
+            self._discard_draws(length, k)
             # q and `finite` are given as in other rounds, because compiled code would be made anew without them.
             q = None if greedy else point_masses(copied, self.vocab_size)
             return Proposal(copied, q, finite=torch.ones_like(found))
-        drafted = self.inner.propose(history, length, k)
+        if self.request.stop is not None:  # in rows that copy no chain is needed
+            limit = self.request.stop.limit
+            limit[:] = [0 if copies else n for copies, n in zip(rows, limit, strict=True)]
+        drafted = pad_chain(self.inner.propose(history, length, k), k)
         if any(rows):
             self.inner.on_replaced(k)
         tokens = torch.where(found[:, None], copied, drafted.tokens)
@@ -189,9 +199,7 @@ class TwoSourceDraft(DraftWrapper):
 
     def _discard_draws(self, length: torch.Tensor, k: int) -> None:
         """Draws as many random numbers as `inner` does for a chain of k tokens."""
-        certain = torch.ones(len(length), 1, device=length.device)
-        for _ in range(k):
-            self.request.choose(certain)
+        discard_draws(self.request, length, k)
 
 
 def point_masses(tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from decode.drafts.base import Draft, Proposal
+from decode.drafts.base import Draft, Proposal, pad_chain
 from decode.engine.compile import compile_function
 from decode.model.loading import Target
 from decode.verification.registry import DraftedTokens, find_rule
@@ -111,8 +111,10 @@ def run_round(
     proposal = draft_part(draft, state, config.k, target.decoder.context)
     if device.type == "cpu":
         proposal = drop_empty_columns(proposal, compiled)
+    if compiled and proposal.tokens.shape[1] > 0:
+        proposal = pad_chain(proposal, config.k)
     drafted = synchronized_time(device, phases)
-    reader = draft if draft is not None and draft.taps is not None else None
+    reader = draft.state_reader() if draft is not None and draft.taps is not None else None
     results = target_part(target, state, proposal, config, reader)
     if phases is not None:
         phases.draft += drafted - start
@@ -132,7 +134,8 @@ def propose(draft: Draft | None, state: BatchState, k: int, context: int) -> Pro
 
 
 def drop_empty_columns(proposal: Proposal, compiled: bool) -> Proposal:
-    """A chain without the columns in which no row has a token; compiled code keeps all columns unless all are empty.
+    """A chain without the columns in which no row has a token; compiled code keeps all columns unless all are empty,
+    so that it has two shapes.
 
     It reads the tensor on the host, which costs nothing on a CPU and is forbidden on other devices.
     """
@@ -142,7 +145,7 @@ def drop_empty_columns(proposal: Proposal, compiled: bool) -> Proposal:
     used = int((tokens != NO_DRAFT).sum(1).max())
     if compiled and used > 0:
         return proposal
-    q = None if q is None else q[:, :used]
+    q = None if q is None or used == 0 else q[:, :used]
     return Proposal(tokens[:, :used], q, finite=proposal.finite)
 
 

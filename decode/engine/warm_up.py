@@ -35,7 +35,8 @@ def run_first_rounds(
     """
     engines, draft = [engine], engine.draft
     compiled_on_cpu = engine.mode == "compiled" and engine.device.type == "cpu"
-    if compiled_on_cpu and draft is not None and draft.shape is None and draft.taps is None:
+    may_be_empty = draft is not None and (draft.taps is None or draft.may_be_empty)
+    if compiled_on_cpu and draft is not None and draft.shape is None and may_be_empty:
         for drafts in (True, False):
             other = copy.copy(engine)
             other.draft = ForcedDraft(draft, drafts)

@@ -3,6 +3,7 @@
 - names: which names are paths and which are on the Hub, and the Hub when it cannot be reached
 - config_checks: whether the sizes in a config make sense
 - loading: models and tokenizers from a folder or the Hub, devices and dtypes, and `Target`
+- int8_weights: weights of linear layers in eight bits
 - gguf_files: GGUF models, dequantised once into a cached folder
 - compatibility: which models can be decoded with drafts, and for how many positions
 - runner: `ModelRunner`, prefill and decode steps of one model with its K/V cache

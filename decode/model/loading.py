@@ -18,13 +18,20 @@ from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.model.config_checks import check_sizes
 from decode.model.gguf_files import gguf_folder
+from decode.model.int8_weights import quantize_linear_layers
 from decode.model.names import check_name, load_error
 from decode.model.runner import ModelRunner
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Where it is not set, transformers asks on the terminal whether code from the model's folder shall run."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The values of `dtype` settings."""
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.float32,
+    "int8_bfloat16": torch.bfloat16,
+}
+"""The values of `dtype` settings, and what is computed in. int8: the weights of linear layers have eight bits."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,8 @@ def load_model(name: str, what: str, device: str, dtype: str, revision: str | No
         )
     model = model.to(device)
     check_finite(model, f"{what} {name!r}", dtype)
+    if dtype.startswith("int8"):
+        quantize_linear_layers(model)
     return model
 
 
@@ -236,7 +245,7 @@ def pick_device(device: str) -> str:
 
 
 def find_dtype(name: str) -> torch.dtype:
-    """The dtype of that name. UserError for one that models are not loaded in."""
+    """The dtype that is computed in. UserError for a name that is not in DTYPES."""
     if name not in DTYPES:
         raise UserError(f"dtype {name!r}: choose among {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -94,6 +94,7 @@ def patch_linear_layers(model: Any, recurse: bool = True) -> None:
         for module in (model.modules() if recurse else [model])
         for name, child in module.named_children()
         if type(child) is torch.nn.Linear
+        and type(child.weight) is torch.nn.Parameter  # not one in eight bits
         and child.weight.device.type == "cpu"
         and child.weight.dtype in DTYPES
     ]

@@ -18,6 +18,7 @@ from decode.common.ranges import (
     TreeWidth,
     at_least,
 )
+from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig, Milliseconds
 from decode.model.loading import pick_device
 from decode.verification.registry import find_rule
 from eval.tasks.dataset_specs import load_dataset_specs
@@ -58,6 +59,13 @@ class MethodConfig:
     """`ngram` or `suffix`: where the text repeats itself, copy from it and do not ask the draft; empty: never."""
     min_match: MatchLength = 3
     """Tokens that `lookup` must find again."""
+    adaptive: str = ""
+    """Draft at most `k`: `confidence` stops where the draft is unsure, `acceptance` takes the fastest length for what
+    was accepted so far, 0 included, `both`; empty: always `k`. For chains."""
+    confidence: Share = CONFIDENCE
+    """A chain of `adaptive` ends where the product of its tokens' probabilities falls below this."""
+    round_ms: list[Milliseconds] = field(default_factory=list)
+    """For `adaptive` by acceptance: milliseconds of a round with K = 0, 1, 2, …; empty: measured while decoding."""
     tree: TreeConfig = field(default_factory=TreeConfig)
     """For drafts that can propose trees, such as causal ones and early-exit, without `lookup`."""
     rule: str = "exact"
@@ -65,6 +73,11 @@ class MethodConfig:
     alpha: list[Share] = field(default_factory=list)
     """Simulates this acceptance rate by position (the last one continues), at temperature 0: the engine's speed with a
     draft of that quality and the cost of `draft` (none if that is empty). The report marks the method as simulated."""
+
+
+def adaptive_config(m: MethodConfig) -> AdaptiveConfig | None:
+    """How the method adapts the length of chains; None: it does not. UserError for an unknown way."""
+    return AdaptiveConfig(m.adaptive, m.confidence, tuple(m.round_ms)) if m.adaptive else None
 
 
 @dataclass
@@ -126,7 +139,8 @@ class EvalConfig:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     dtype: str = "float32"
-    """float32, bfloat16 or float16; losslessness to the token is a property of float32."""
+    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao).
+    Losslessness to the token is a property of computing in float32."""
     seed: Seed = 0
     out: str = "outputs/eval"
     """Folder for the report. A run that was stopped goes on where it stopped."""
@@ -175,6 +189,8 @@ def check(s: EvalConfig) -> None:
             raise UserError(f"compare: no engine {engine!r}; there are {', '.join(ENGINES)}")
     if "vllm" in requested_engines(s) and not s.vllm_python:
         raise UserError("compare vllm: give --vllm_python, an interpreter that has vLLM")
+    if "vllm" in requested_engines(s) and s.dtype.startswith("int8"):
+        raise UserError(f"compare vllm: it has no dtype {s.dtype}: choose another or drop vllm")
     if s.check_law and max(s.temperatures) == 0:
         raise UserError("check_law tests sampling: add a temperature above 0")
     for m in s.methods:
@@ -199,3 +215,11 @@ def check(s: EvalConfig) -> None:
             raise UserError(
                 f"method {m.name!r}: in mode graph the host cannot ask a lookup: choose eager or compiled"
             )
+        if m.adaptive and (m.alpha or s.mode == "graph"):
+            raise UserError(
+                f"method {m.name!r}: adaptive is for real drafts, and in mode graph the host cannot end a chain: "
+                "choose eager or compiled"
+            )
+        if m.round_ms and m.adaptive in ("", "confidence"):
+            raise UserError(f"method {m.name!r}: round_ms is for adaptive: acceptance or both")
+        adaptive_config(m)  # raises UserError

@@ -12,12 +12,13 @@ from decode.drafts.registry import (
     create_draft,
     find_family,
     load_draft,
+    make_adaptive,
 )
 from decode.drafts.wrappers import CrossDeviceDraft
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import Target
 from decode.verification.tree import DynamicTree, StaticTree, TreeShape, tree_from_paths
-from eval.benchmark.config import EvalConfig, MethodConfig, TreeConfig
+from eval.benchmark.config import EvalConfig, MethodConfig, TreeConfig, adaptive_config
 from eval.benchmark.simulated_draft import SimulatedDraft
 from eval.tasks.loading import TaskPrompt
 
@@ -35,6 +36,8 @@ class Method:
     """Verification rule (decode/verification/registry.py)."""
     shape: TreeShape = None
     """Token tree; None: a chain."""
+    adaptive: str = ""
+    """How its chains end before K tokens (`MethodConfig.adaptive`); empty: they do not."""
 
     @property
     def description(self) -> str:
@@ -43,6 +46,8 @@ class Method:
             return f"tree of {self.shape.nodes}, width {self.shape.width}, K = {self.k}"
         if isinstance(self.shape, StaticTree):
             return f"static tree of {len(self.shape.parents)}, depth {self.shape.depth}"
+        if self.adaptive:
+            return f"K up to {self.k} by {self.adaptive}"
         return f"K = {max(1, self.k)}"
 
     @property
@@ -68,7 +73,7 @@ def build_methods(s: EvalConfig, target: Target) -> list[Method]:
         draft = build_draft(m, target, s.dtype)
         if tree_shape(m.tree) is not None and not m.alpha and not drafts_trees(m):
             raise UserError(f"method {m.name!r} drafts chains only: give it no tree")
-        methods.append(Method(m.name, draft, depth, m.rule, draft.shape))
+        methods.append(Method(m.name, draft, depth, m.rule, draft.shape, m.adaptive))
     return methods
 
 
@@ -86,9 +91,12 @@ def draft_depth(m: MethodConfig, k: int) -> int:
 
 
 def build_draft(m: MethodConfig, target: Target, dtype: str) -> Draft:
-    """The draft that the settings name, with a lookup in front if they name one."""
+    """The draft that the settings name, with a lookup in front and chains of adaptive length if they ask for it."""
     draft = _build_draft_alone(m, target, dtype)
-    return add_lookup(draft, m.lookup, m.min_match, target) if m.lookup else draft
+    if m.lookup:
+        draft = add_lookup(draft, m.lookup, m.min_match, target)
+    config = adaptive_config(m)
+    return draft if config is None else make_adaptive(draft, config)
 
 
 def _build_draft_alone(m: MethodConfig, target: Target, dtype: str) -> Draft:
@@ -117,9 +125,9 @@ def follows_tree_shape(m: MethodConfig, draft: Draft) -> bool:
 
 
 def drafts_trees(m: MethodConfig) -> bool:
-    """Whether the method's drafts can propose trees: those of its family, without a lookup in front."""
+    """Whether the method's drafts can propose trees: those of its family, if nothing changes their chains."""
     family = find_family(m.draft) if m.draft else DRAFT_FAMILIES[m.name]
-    return family.supports_trees and not m.lookup
+    return family.supports_trees and not m.lookup and not m.adaptive
 
 
 def fit_simulated_drafts(
@@ -159,6 +167,14 @@ def describe_lookup(methods: Sequence[MethodConfig], name: str) -> dict[str, Any
     """{name, min_match} of the lookup in front of this method's draft; None: it has none."""
     m = next((m for m in methods if m.name == name and m.lookup), None)
     return None if m is None else {"name": m.lookup, "min_match": m.min_match}
+
+
+def describe_adaptive(methods: Sequence[MethodConfig], name: str) -> dict[str, Any] | None:
+    """{by, confidence} of this method's chains, confidence None where it has no part; None: they have K tokens."""
+    m = next((m for m in methods if m.name == name and m.adaptive), None)
+    if m is None:
+        return None
+    return {"by": m.adaptive, "confidence": None if m.adaptive == "acceptance" else m.confidence}
 
 
 def describe_tree(shape: TreeShape) -> dict[str, Any] | None:

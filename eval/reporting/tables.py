@@ -286,6 +286,8 @@ def _setup_table(methods: Sequence[ReportEntry]) -> Table:
         if lookup := m.get("lookup"):
             own = m["draft"] or m["name"]
             shown["draft"] = f"{own}, after {lookup['name']} from {lookup['min_match']} tokens on"
+        if adaptive := m.get("adaptive"):
+            shown["k"] = f"up to {m['k']}, by {adaptive['by']}"
         row = [format_value(shown[field]) for field in fields]
         if row not in rows:
             rows.append(row)

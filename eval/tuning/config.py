@@ -69,7 +69,7 @@ class TuneConfig:
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     dtype: str = "float32"
-    """float32, bfloat16 or float16."""
+    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao)."""
     seed: Seed = 0
     out: str = "outputs/tune"
     """Folder for the results."""
@@ -97,6 +97,10 @@ def check_config(s: TuneConfig) -> None:
         )
     if len(s.calibrate) != 2 or s.calibrate[0] >= s.calibrate[1]:
         raise UserError(f"calibrate {s.calibrate}: give two draft lengths, the smaller one first")
+    if any(m.adaptive for m in s.methods):
+        raise UserError(
+            "adaptive sets the draft length by itself: drop it from the methods to tune"
+        )
     if any(m.alpha for m in s.methods):
         raise UserError("simulated acceptance cannot be tuned: drop alpha from the methods")
 

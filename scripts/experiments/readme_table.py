@@ -1,15 +1,15 @@
 """Writes the table of a report into the README, or into another page, between its two markers.
 
 python scripts/experiments/readme_table.py
-python scripts/experiments/readme_table.py --name heads --report docs/results/compare_heads.json \
-    --readme docs/families.md
+python scripts/experiments/readme_table.py --layout positions --name families \
+  --report docs/results/families_smollm2.json --readme docs/families.md
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -32,19 +32,21 @@ class ReadmeTableConfig:
     """Replaces the block between <!-- NAME: begin --> and <!-- NAME: end -->."""
     readme: str = "README.md"
     """The file with that block."""
+    layout: Literal["pooled", "positions"] = "pooled"
+    """Columns of acceptance and speed: pooled α and tokens/s, or α at each position and the draft's ms a round."""
 
 
-def render_table(report: dict[str, Any]) -> str:
+def render_table(report: dict[str, Any], layout: str = "pooled") -> str:
     """A Markdown table with a row for each method and engine at each temperature, and a line on how it was measured.
 
-    Columns: pooled τ, α and tokens/s, the speed-up on each task if there are several, and on all of them together.
+    Columns: those of `layout`, the speed-up on each task if there are several, and on all of them together.
     """
     tasks = list(dict.fromkeys(m["task"] for m in report["methods"] if m["task"] != ALL_TASKS))
     shown = tasks if len(tasks) > 1 else []
     lines = [
-        "".join(f"| {name} " for name in ["T", "method", "τ", "α", "tokens/s", *shown])
+        "".join(f"| {name} " for name in ["T", "method", *LAYOUTS[layout], *shown])
         + "| speed-up [95 %] |",
-        "|---" * (6 + len(shown)) + "|",
+        "|---" * (3 + len(LAYOUTS[layout]) + len(shown)) + "|",
     ]
     entries = [*report["methods"], *map(engine_entry, report.get("engines") or [])]
     pooled = [m for m in entries if m["task"] == ALL_TASKS]
@@ -54,9 +56,7 @@ def render_table(report: dict[str, Any]) -> str:
         cells = [
             f"{m['temperature']:g}",
             m["name"],
-            format_number(m["tau"], 2),
-            "–" if m["alpha"] is None else format_with_interval(m["alpha"], m["alpha_ci"], 3),
-            format_number(m["tokens_per_second"], 0),
+            *(column(m) for column in LAYOUTS[layout].values()),
             *(f"{format_number(speedup, 2)}×" for speedup in speedups),
             format_with_interval(m["speedup"], m["speedup_ci"], 2, "×"),
         ]
@@ -70,6 +70,36 @@ def render_table(report: dict[str, Any]) -> str:
         f"{hardware['threads']} threads; {comparison_text(report)}",
     ]
     return "\n".join(lines)
+
+
+def pooled_alpha(m: dict[str, Any]) -> str:
+    return "–" if m["alpha"] is None else format_with_interval(m["alpha"], m["alpha_ci"], 3)
+
+
+def alpha_by_position(m: dict[str, Any]) -> str:
+    """`0.31, 0.30, 0.44`; a dash at a position that was never reached."""
+    values = m.get("alpha_by_position") or []
+    return ", ".join("–" if value is None else format_number(value, 2) for value in values) or "–"
+
+
+def draft_ms(m: dict[str, Any]) -> str:
+    phases = m.get("phase_ms") or {}
+    return format_number(phases["draft"], 1) if "draft" in phases else "–"
+
+
+LAYOUTS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
+    "pooled": {
+        "τ": lambda m: format_number(m["tau"], 2),
+        "α": pooled_alpha,
+        "tokens/s": lambda m: format_number(m["tokens_per_second"], 0),
+    },
+    "positions": {
+        "τ [95 %]": lambda m: format_with_interval(m["tau"], m.get("tau_ci"), 2),
+        "α by position": alpha_by_position,
+        "draft, ms a round": draft_ms,
+    },
+}
+"""{layout: {heading: the cell of a row}}: what stands between the method and its speed-ups."""
 
 
 def draft_lengths(entries: Sequence[dict[str, Any]]) -> str:
@@ -120,7 +150,7 @@ def main(s: ReadmeTableConfig) -> None:
     if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
         raise UserError(f"{path} needs the marker {begin} and then {end}, once each: add them")
     head, rest = text.split(begin)
-    table = render_table(read_report(Path(s.report)))
+    table = render_table(read_report(Path(s.report)), s.layout)
     write_atomically(path, f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}")
 
 

@@ -86,12 +86,16 @@ def test_outside_a_terminal_the_text_is_that_of_the_target(
     monkeypatch.setattr(generate, "load_target", lambda *args: target)
     texts = []
     monkeypatch.setattr(generate, "pick_draft", pick)
-    for draft, lookup in (("none", ""), ("ngram", ""), ("exit", "ngram"), ("exit", "suffix")):
+    ways = [("none", "", ""), ("ngram", "", ""), ("exit", "suffix", ""), ("exit", "", "both")]
+    for draft, lookup, adaptive in [*ways, ("exit", "ngram", "confidence")]:
         settings = GenerateConfig(
-            prompt="3 4 3 4 3", draft=draft, lookup=lookup, min_match=2, max_new_tokens=40
-        )
+            prompt="3 4 3 4 3", draft=draft, lookup=lookup, min_match=2, max_new_tokens=40,
+            adaptive=adaptive,
+        )  # fmt: skip
         generate.main(settings)
         texts.append(capsys.readouterr().out)
     assert len(set(texts)) == 1
     assert len(texts[0].split()) == 5 + 40
     assert "\x1b" not in texts[0]
+    with pytest.raises(UserError, match="adaptive 'often' is unknown"):
+        generate.main(GenerateConfig(prompt="3 4", draft="exit", adaptive="often"))

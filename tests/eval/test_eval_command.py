@@ -32,7 +32,7 @@ FIELDS = {
 }  # fmt: skip
 ADDED = {
     "domain", "finish", "tokens_after_eos", "failed", "quality", "simulated", "mean_output_tokens", "histogram",
-    "draft_altered", "draft_dtype", "lookup",
+    "draft_altered", "draft_dtype", "lookup", "adaptive",
     "prefill", "decode",
 }  # fmt: skip
 INNER = {
@@ -595,6 +595,30 @@ def test_a_lookup_before_a_draft_is_a_method_of_its_own(
     assert "float32, draft bfloat16" in text
 
 
+def test_an_adaptive_length_is_a_method_of_its_own(
+    world: World, evaluate: Callable, tmp_path: Path
+) -> None:
+    """Bug: the setting is dropped, changes the text, or its numbers pass for those of the draft at K."""
+    alone = {"name": "causal", "draft": str(world.draft)}
+    costs = {"round_ms": [1, 1.2, 1.4], "adaptive": "both", "confidence": 0.5}
+    done = evaluate("--methods", json.dumps([alone, {**alone, **costs, "name": "adaptive"}]))
+    assert done.code == 0, done.err
+    report = report_of(tmp_path / "out")
+    entries = {m["name"]: m for m in report["methods"] if m["task"] == "all"}
+    assert entries["adaptive"]["adaptive"] == {"by": "both", "confidence": 0.5}
+    assert entries["causal"]["adaptive"] is entries["plain"]["adaptive"] is None
+    assert entries["adaptive"]["lossless"]["greedy_identical"] is True
+    per_round = {
+        name: m["counts"]["drafted"] / m["counts"]["rounds"]
+        for name, m in entries.items()
+        if name != "plain"
+    }
+    assert per_round["adaptive"] < per_round["causal"]
+    sha = entries["adaptive"]["draft_sha256"]
+    assert {m["name"] for m in draft_entries(report, sha)} == {"causal"}
+    assert "by both" in (tmp_path / "out" / "report.md").read_text()
+
+
 @pytest.mark.slow
 def test_quality_stands_beside_plain(world: World, evaluate: Callable, tmp_path: Path) -> None:
     """Bug: a task with references has no score, or the arms of a lossless method differ in greedy score."""
@@ -689,6 +713,24 @@ def test_an_unknown_setting_ends_the_process_with_2(world: World, tmp_path: Path
         (
             ["--methods", "[{name: early-exit, layers: 1, lookup: ngram, tree: {nodes: 4}}]"],
             "no tree",
+        ),
+        (["--methods", "[{name: early-exit, layers: 1, adaptive: often}]"], "confidence, accept"),
+        (["--methods", "[{name: ngram, adaptive: acceptance}]"], "no model whose passes"),
+        (["--methods", "[{name: s, alpha: [0.5], adaptive: confidence}]"], "real drafts"),
+        (
+            ["--methods", "[{name: early-exit, layers: 1, adaptive: both, tree: {nodes: 4}}]"],
+            "no tree",
+        ),
+        (
+            ["--methods", "[{name: early-exit, layers: 1, adaptive: both, round_ms: [3]}]"],
+            "milliseconds",
+        ),
+        (
+            [
+                "--methods",
+                "[{name: early-exit, layers: 1, adaptive: confidence, round_ms: [3, 4]}]",
+            ],
+            "round_ms is for",
         ),
     ],
 )

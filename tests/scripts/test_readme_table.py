@@ -28,8 +28,9 @@ def make_report(tasks: list[str]) -> dict[str, Any]:
     }
 
 
-def rows_of(report: dict[str, Any]) -> list[list[str]]:
-    lines = [line for line in readme_table.render_table(report).splitlines() if line[:1] == "|"]
+def rows_of(report: dict[str, Any], layout: str = "pooled") -> list[list[str]]:
+    table = readme_table.render_table(report, layout)
+    lines = [line for line in table.splitlines() if line[:1] == "|"]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -68,3 +69,18 @@ def test_the_line_below_says_how_it_was_measured() -> None:
         "8 prompts, answers of up to 96 tokens, K = 3, batch 1, float32, eager; a CPU, 2 threads; greedy outputs equal "
         "to transformers' `generate`: 8 of 8 (ties 0, failures 0)."
     )
+
+
+def test_the_layout_of_positions_shows_where_a_draft_fails_and_what_it_costs() -> None:
+    """Bug: a position that was never reached counts as 0, or an engine without phases ends the table."""
+    report = make_report(["math"])
+    for m in report["methods"]:
+        m |= {"tau_ci": [1.2, 1.8], "alpha_by_position": [0.5, 0.25, None]}
+        m["phase_ms"] = {"draft": 4.26, "verify": 20.0, "overhead": 0.1}
+    head, _, *rows = rows_of(report, "positions")
+    assert head[2:5] == ["τ [95 %]", "α by position", "draft, ms a round"]
+    assert {row[1]: row[3:5] for row in rows} == {
+        "*transformers*": ["–", "–"],
+        "*transformers, prompt lookup*": ["–", "–"],
+        "eagle3": ["0.50, 0.25, –", "4.3"],
+    }

@@ -40,7 +40,7 @@ class CardInputs:
 
     @property
     def own_entries(self) -> list[ReportEntry]:
-        """The report's entries that were measured with exactly these weights, without a lookup in front."""
+        """The report's entries that were measured with exactly these weights and nothing else that drafts."""
         return [] if self.report is None else draft_entries(self.report, self.draft["draft_sha256"])
 
     @property

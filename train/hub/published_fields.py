@@ -191,6 +191,7 @@ ENTRY = {
     "prediction_missing": sentence,
     "tree": TREE,
     "lookup": {"name": word, "min_match": number},
+    "adaptive": {"by": word, "confidence": number},
     **GROUP,
     "domain": name,
     **numbers(
@@ -218,6 +219,7 @@ ENTRY = {
     "quality": [QUALITY],
     "mode": word,
     "dtype": word,
+    "draft_dtype": word,
     "verification": word,
     "lossy": flag,
     "phase_ms": numbers("draft verify overhead"),

@@ -33,21 +33,28 @@ class SampleConfig:
     """How answers are sampled. At temperature 1 they follow the target's own distribution."""
     max_new_tokens: Count = 256
     """Tokens of the longest answer. A chat ends with the first reply that was cut off here."""
-    engine: Literal["local", "openai"] = "local"
+    engine: Literal["local", "openai", "vllm"] = "local"
     """local: this project's engine loads the target; openai: a server that speaks OpenAI's API answers (vLLM, SGLang,
-    llama.cpp), and only the target's tokenizer and chat template are loaded."""
+    llama.cpp), and only the target's tokenizer and chat template are loaded; vllm: such a server is started for this
+    run, and ended with it."""
+    vllm_python: str = ""
+    """engine vllm: the interpreter of the environment with vLLM; empty: $VLLM_PYTHON, else .venv-vllm/bin/python."""
+    vllm_args: list[str] = field(default_factory=list)
+    """engine vllm: further arguments of its server, such as '[--tensor-parallel-size, "4"]'."""
+    start_timeout: Annotated[float, above(0, 86_400)] = 1800.0
+    """engine vllm: seconds that its server may take to load the target."""
     url: str = ""
     """engine openai: the address of the server's API, such as http://localhost:8000/v1. A key is read from the
     environment variable OPENAI_API_KEY."""
     model: str = ""
     """engine openai: the server's name for the target; empty: the only model that it serves."""
     concurrency: Annotated[int, at_least(1, 4096)] = 32
-    """engine openai: requests that each process has open at the same time."""
+    """engines openai and vllm: requests that each process has open at the same time."""
     timeout: Annotated[float, above(0, 86_400)] = 600.0
-    """engine openai: seconds until a request is given up and tried again."""
+    """engines openai and vllm: seconds until a request is given up and tried again."""
     retries: CountOrZero = 8
-    """engine openai: how often a request is repeated, after waits that double from 1 to 60 seconds, before its prompt
-    counts as failed. A failed prompt is asked again by the next start."""
+    """engines openai and vllm: how often a request is repeated, after waits that double from 1 to 60 seconds, before
+    its prompt counts as failed. A failed prompt is asked again by the next start."""
     batch_size: Count = 32
     """Prompts decoded together by each process. A row that is finished is refilled with the next prompt."""
     draft: str = "none"
@@ -60,7 +67,7 @@ class SampleConfig:
     device: str = "auto"
     """auto, cpu or cuda; with several processes auto gives each its own GPU."""
     dtype: str = "float32"
-    """float32, bfloat16 or float16."""
+    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao)."""
     seed: Seed = 0
     out: str = "outputs/samples"
     """Folder of the sampled set."""
@@ -68,3 +75,8 @@ class SampleConfig:
     """Resume in `out` although the settings differ. A run with the same settings resumes by itself."""
     overwrite: bool = False
     """Delete what an earlier run left in `out`."""
+
+    @property
+    def served(self) -> bool:
+        """Whether a server answers."""
+        return self.engine != "local"

@@ -58,7 +58,8 @@ class DFlashDraft(CachedHead):
             self._write_context(states, base, row)
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
-        self.skip(history, length, k)
+        self._read_committed(history, length)
+        self.unread = k + 1
         anchor = history.gather(1, length[:, None] - 1)
         size = self.block.index.shape[1]
         tokens = self.net.block_tokens(anchor[:, 0], size)
@@ -78,10 +79,10 @@ class DFlashDraft(CachedHead):
         step = level_step(base, correction)
         return draft_tokens(step, first, length, k, self.plan, self.request, self.vocab)
 
-    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
-        """Writes the context of the round before: the target's states are kept for one round only."""
+    def _read_committed(self, history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         states = self.state_buffer.states
         self._write_context(states, length - 1 - states.shape[1])
+        return states
 
     def _write_context(
         self, states: torch.Tensor, base: torch.Tensor, row: torch.Tensor | None = None

@@ -25,6 +25,7 @@ class PEagleDraft(EagleDraft):
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         depth = max_depth(self.shape, k)
         tokens, states = self._committed_pairs(history, length)
+        self.unread = k + 1
         masks = history.new_full((len(history), depth - 1), self.net.mask_token or 0)
         hidden = self.net.mask_hidden.expand(len(history), depth - 1, -1)
         inputs = self.net.init_state(torch.cat([states, hidden.to(states.dtype)], 1))

@@ -7,30 +7,33 @@ over the window, counted as time of the draft. The set is kept from prompt to pr
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from decode.checkpoints import importers
 from decode.common.files import write_atomically
-from decode.drafts.base import METADATA_FILE, Draft, DraftContext, Proposal, check_target
+from decode.drafts.base import (
+    METADATA_FILE,
+    ChainStop,
+    Draft,
+    DraftContext,
+    Proposal,
+    check_target,
+)
+from decode.drafts.drafting import decoder_step, draft_tokens
 from decode.drafts.self_speculation.early_exit import check_device
 from decode.drafts.self_speculation.sublayers import SublayerSkipper, from_bits
 from decode.drafts.self_speculation.swift_search import SkipSearch, SwiftConfig, load_search
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
-from decode.verification.rules import NO_DRAFT
-from decode.verification.sampling import has_finite_logits, warp
 
 STATE_FILE = "swift.json"
 
 
 class SwiftDraft(Draft):
-    """The target without the sub-layers of `search`; it drafts chains that end where the draft is unsure.
-
-    Whether a chain goes on depends on the tokens drafted so far, the last one included, which stays drafted: it is
-    verified like the others against the law that it was drawn from.
-    """
+    """The target without the sub-layers of `search`; it drafts chains that end where the draft is unsure."""
 
     name = "swift"
     on_host = True  # the search reads the answers, and the end of a chain is read in each step
@@ -49,7 +52,8 @@ class SwiftDraft(Draft):
         return self.target.decoder.with_model(self.skipper.without(from_bits(bits)))
 
     def begin_batch(self, request: DraftContext) -> None:
-        self.request = request
+        stop = request.stop or ChainStop([request.k] * request.rows)
+        self.request = replace(request, stop=replace(stop, token=self.config.skip_threshold))
         self.texts = [[] for _ in range(request.rows)]
         self.prompts = [0] * request.rows
         self.decoder.share_kv_cache(self.target.decoder)
@@ -69,28 +73,9 @@ class SwiftDraft(Draft):
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         self._search_once()
-        rows, device, sampling = len(length), length.device, self.request.sampling
-        tokens = torch.full((rows, k), NO_DRAFT, device=device)
-        going = torch.ones(rows, dtype=torch.bool, device=device)
-        q, finite = [], []
         last = history.gather(1, length[:, None] - 1)
-        for i in range(k):
-            if not bool(going.any()):
-                if not sampling.greedy:  # a row's random numbers do not depend on the others
-                    self.request.choose(torch.ones(rows, 1, device=device))
-                continue
-            logits = self.decoder.step(last, length - 1 + i)[:, -1]
-            finite.append(has_finite_logits(logits[:, None]))
-            if sampling.greedy:
-                token = logits.argmax(-1)
-            else:
-                q.append(warp(logits, sampling))
-                token = self.request.choose(q[-1])
-            tokens[:, i] = torch.where(going, token, NO_DRAFT)
-            going = going & is_sure(logits, token, self.config.skip_threshold)
-            last = token[:, None]
-        drawn_from = None if sampling.greedy else torch.stack(q + q[-1:] * (k - len(q)), 1)
-        return Proposal(tokens, drawn_from, finite=torch.stack(finite).all(0))
+        logits = self.decoder.step(last, length - 1)[:, -1]
+        return draft_tokens(decoder_step(self.decoder), logits, length, k, None, self.request)
 
     def _search_once(self) -> None:
         """Tries one set on the first row whose answer is long enough, unless the search has ended."""
@@ -126,12 +111,6 @@ class SwiftDraft(Draft):
         self.search.save(folder / STATE_FILE)
         facts = {"family": self.name, "tokenizer_hash": self.target.fingerprint}
         write_atomically(folder / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
-
-
-def is_sure(logits: torch.Tensor, token: torch.Tensor, threshold: float) -> torch.Tensor:
-    """[B] bool: logits [B, V] give token [B] a probability of at least `threshold`, at temperature 1."""
-    probability = torch.softmax(logits.float(), -1).gather(1, token[:, None])[:, 0]
-    return probability >= threshold
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> SwiftDraft:

@@ -173,3 +173,33 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=root, check=False
     )
     assert (done.returncode, done.stdout) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("pass", 0), ("raise UserError('no')", 2), ("sys.exit(2)", 2)]
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_of_several_processes_skips_the_interpreter_s_shutdown(
+    end: str, code: int, processes: int
+) -> None:
+    """In it threads of torch.distributed may abort a process whose work is done, and the launcher then fails."""
+    text = f"""
+import atexit, sys
+from dataclasses import dataclass
+from decode.common.command import run_command
+from decode.common.errors import UserError
+
+@dataclass
+class Settings: pass
+
+def main(_):
+    print("done")
+    {end}
+
+atexit.register(print, "shutdown")
+run_command(main, Settings, None, argv=[])
+"""
+    env = os.environ | {"WORLD_SIZE": str(processes)}
+    done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.split() == (["done", "shutdown"] if processes == 1 else ["done"])

@@ -392,17 +392,19 @@ def engine_law(
     length: int,
     sampling: SamplingParams,
     paths: int,
+    rule: str = "exact",
 ) -> torch.Tensor:
     """[prompt, V ** length]: what `speculate` emits, all of its choices walked at once."""
     choose = Branches(len(PROMPTS), paths)
     prompts = [prompt for prompt in PROMPTS for _ in range(paths)]
     outputs = decode(
-        target, draft, prompts, k=k, sampling=sampling, max_new_tokens=length, choose=choose
-    )
+        target, draft, prompts, k=k, sampling=sampling, max_new_tokens=length, choose=choose, rule=rule
+    )  # fmt: skip
     assert choose.walked == paths
     vocab = target.decoder.vocab_size
     base = vocab ** torch.arange(length - 1, -1, -1)
-    text = (torch.tensor([output.output_ids for output in outputs]) * base).sum(1)
+    ids = torch.tensor([output.output_ids for output in outputs]).clamp_min(0)  # no token: weight 0
+    text = (ids * base).sum(1)
     law = torch.zeros(len(PROMPTS), vocab**length, dtype=torch.float64)
     row = torch.arange(len(prompts)) // paths
     law.view(-1).scatter_add_(0, row * vocab**length + text, choose.weight)

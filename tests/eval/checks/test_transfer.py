@@ -102,3 +102,21 @@ def test_the_command_tells_a_copy_from_a_changed_target(world: World, tmp_path: 
     assert stranger["verdict"] == "refused"
     assert "tokenizer" in stranger["why"]
     assert [x["temperature"] for x in facts["targets"]] == [0, 1] * 4
+
+
+def test_a_target_is_compared_with_itself_in_eight_bits(world: World) -> None:
+    """Bug: the second dtype is not used, or a list of another length is cut."""
+    pytest.importorskip("torchao")
+    twice = json.dumps([str(world.target)] * 2)
+    arguments: list[object] = [
+        "eval/transfer.py", world.draft, "--targets", twice, "--k", 3, "--max_new_tokens", 24,
+        "--tasks", json.dumps([{"name": "own", "path": str(world.prompts)}]), "--temperatures", "[0.0]",
+    ]  # fmt: skip
+    done = worlds.call(*arguments, "--dtype", "[float32, int8]")
+    assert done.code == 0, done.err
+    own, rounded = json.loads(done.out.splitlines()[-1])["targets"]
+    assert (own["dtype"], rounded["dtype"]) == ("float32", "int8")
+    assert own["share"] == 1
+    assert rounded["tau"] != own["tau"]
+    for bad in ("float32", "[float32, int8, int8]", "[float32, float32]", "[float32, int7]"):
+        assert worlds.call(*arguments, "--dtype", bad).code == 2

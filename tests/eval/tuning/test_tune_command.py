@@ -478,6 +478,7 @@ def test_tuned_settings_run(tune: Callable[..., Done], tmp_path: Path) -> None:
         (["--batch_sizes", "[16]"], "8 prompts are too few"),
         (["--calibrate", "[6, 2]"], "the smaller one first"),
         (["--methods", "[{name: simulated, alpha: [0.9]}]"], "cannot be tuned"),
+        (["--methods", "[{name: early-exit, layers: 1, adaptive: both}]"], "drop it from the"),
         (["--temperatures", "[]"], "at least one temperature"),
     ],
 )

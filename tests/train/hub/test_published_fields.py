@@ -156,7 +156,7 @@ def test_a_pinned_target_stays_pinned(tmp_path: Path) -> None:
     [
         ("quickstart.json", REPORT, {"argv", "settings"}),
         ("assisted.json", REPORT, {"argv", "settings"}),
-        ("compare_heads.json", REPORT, {"argv", "settings"}),
+        ("eagles_smollm2.json", REPORT, {"argv", "settings"}),
         ("tuned.json", TUNED, {"argv", "settings", "refused"}),
         ("referee_eagle3.json", REFEREE, {"argv"}),
     ],

@@ -49,13 +49,18 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not VLLM, reason="VLLM_PYTHON names no interpreter with vLLM")
-def test_greedy_answers_of_vllm_are_the_local_engine_s(url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["openai", "vllm"])
+def test_greedy_answers_of_vllm_are_the_local_engine_s(
+    engine: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Bug: vLLM reads another prompt, its ids lack the EOS token, or defaults of its own change what is sampled."""
     settings = [
         "--target", TARGET, "--sources", "[{kind: bundled, path: all, limit: 16}]", "--max_new_tokens", 48,
         "--sampling.temperature", 0, "--device", "cpu",
     ]  # fmt: skip
-    served = ["--engine", "openai", "--url", url, "--concurrency", 8, "--out", tmp_path / "served"]
+    own = ["--vllm_python", VLLM, "--vllm_args", "[--enforce-eager]"]
+    where = own if engine == "vllm" else ["--url", request.getfixturevalue("url")]
+    served = ["--engine", engine, *where, "--concurrency", 8, "--out", tmp_path / "served"]
     assert summary(worlds.call("train/sample.py", *settings, *served))["answered"] == 16
     assert worlds.call("train/sample.py", *settings, "--out", tmp_path / "local").code == 0
     served_rows, local = rows_of(tmp_path / "served"), rows_of(tmp_path / "local")

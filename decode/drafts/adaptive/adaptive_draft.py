@@ -1,0 +1,132 @@
+"""A draft whose chains end by its own confidence, by the acceptance of the row so far, or by both.
+
+    draft = AdaptiveDraft(load_draft(path, target), AdaptiveConfig("acceptance"))
+    speculate(target, draft, prompts, k=6)  # up to six tokens a round
+
+Both leave the law of the output as it is. A chain may end behind any drafted token, and that token stays drafted; K of
+a round is known before any of its tokens is drawn.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+
+from decode.common.errors import UserError
+from decode.common.ranges import Share, above, check_ranges
+from decode.drafts.adaptive.controller import RoundTimes, RunningAcceptance, extend_costs
+from decode.drafts.base import ChainStop, Draft, DraftContext, Proposal
+from decode.drafts.drafting import discard_draws
+from decode.drafts.wrappers import DraftWrapper
+from decode.verification.rules import NO_DRAFT
+
+CONFIDENCE = 0.3
+"""Default of AdaptiveConfig.confidence."""
+WAYS = ("confidence", "acceptance", "both")
+Milliseconds = Annotated[float, above(0)]
+
+
+@dataclass(frozen=True)
+class AdaptiveConfig:
+    """How the length of chains is set. UserError for an unknown way and for numbers out of range."""
+
+    by: str = "confidence"
+    """`confidence`: a chain ends where the draft is unsure. `acceptance`: K of each row is the fastest for its running
+    acceptance and the cost of rounds, 0 included. `both`: the first, within the second."""
+    confidence: Share = CONFIDENCE
+    """A chain ends behind the token with which the product of its tokens' probabilities falls below this."""
+    round_ms: tuple[Milliseconds, ...] = ()
+    """Milliseconds of a round with K = 0, 1, 2, …, the last step going on; empty: they are measured while decoding.
+    With measured ones K depends on the clock, so that equal seeds may give different sampled texts."""
+
+    def __post_init__(self) -> None:
+        if self.by not in WAYS:
+            raise UserError(f"adaptive {self.by!r} is unknown: give {', '.join(WAYS)}")
+        check_ranges(self)
+        if self.round_ms:
+            extend_costs(self.round_ms, 0)
+
+
+class AdaptiveDraft(DraftWrapper):
+    """`inner`, whose chains have at most K tokens and often fewer.
+
+    A round in which no row drafts runs no pass of `inner`, whose `skip` keeps its state. A row's random numbers are the
+    same however many tokens it drafts, and its K depends on no other row unless costs are measured. The host reads each
+    proposal, so the draft's part is never compiled, and CUDA graphs are refused. A lookup belongs inside, not in front.
+    """
+
+    def __init__(self, inner: Draft, config: AdaptiveConfig = AdaptiveConfig()):
+        super().__init__(inner)
+        self.config = config
+        self.on_host = self.may_be_empty = True
+        self.times: dict[int, RoundTimes] = {}
+        """By number of rows; kept from batch to batch."""
+
+    def begin_batch(self, request: DraftContext) -> None:
+        """UserError for trees."""
+        if self.shape is not None or self.inner.shape is not None:
+            raise UserError(f"draft {self.name!r} adapts the length of chains: give it no tree")
+        self.request, rows = request, request.rows
+        self.stop: ChainStop | None = None
+        if self.config.by != "acceptance":
+            self.stop = ChainStop([request.k] * rows, path=self.config.confidence)
+        self.rows = [RunningAcceptance() for _ in range(rows)]
+        self.running: set[int] = set()  # rows that have committed since the last proposal
+        self.drafted = [0] * rows  # in the round that has not been committed yet
+        self.started: float | None = None  # when that round began
+        self.own_times = self.times.setdefault(rows, RoundTimes())
+        self.inner.begin_batch(replace(request, stop=self.stop))
+
+    def prefill(
+        self,
+        row: torch.Tensor,
+        prompts: torch.Tensor,
+        length: torch.Tensor,
+        features: torch.Tensor | None,
+    ) -> None:
+        for at in row.tolist():
+            self.rows[at], self.drafted[at] = RunningAcceptance(), 0
+        self.inner.prefill(row, prompts, length, features)
+
+    def on_commit(self, row: int, tokens: list[int]) -> None:
+        if self.started is not None:  # the first row of the round
+            self.own_times.record(max(self.drafted), 1000 * (time.perf_counter() - self.started))
+            self.started = None
+        self.rows[row].record(self.drafted[row], len(tokens) - 1)
+        self.running.add(row)
+        self.inner.on_commit(row, tokens)
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        """As many columns as the longest chain has tokens."""
+        self.started = time.perf_counter()
+        limits = self._limits(k)
+        self.drafted, self.running, longest = limits, set(), max(limits)
+        if longest == 0:
+            self.inner.skip(history, length, 0)
+            discard_draws(self.request, length, k)
+            every = torch.ones_like(length, dtype=torch.bool)
+            return Proposal(history[:, :0], None, finite=every)
+        if self.stop is not None:
+            self.stop.limit[:] = limits
+        proposal = self.inner.propose(history, length, longest)
+        discard_draws(self.request, length, k - longest)
+        if proposal.tree is not None:
+            raise UserError(f"draft {self.name!r} drafts trees, whose length cannot be adapted")
+        place = torch.arange(proposal.tokens.shape[1], device=length.device)
+        inside = place < torch.tensor(limits, device=length.device)[:, None]
+        tokens = torch.where(inside, proposal.tokens, NO_DRAFT)
+        self.drafted = (tokens != NO_DRAFT).sum(1).tolist()
+        return replace(proposal, tokens=tokens)
+
+    def _limits(self, k: int) -> list[int]:
+        """Tokens of each row's chain at most; 0 for rows that have ended, which the engine still asks for."""
+        rows = range(len(self.rows))
+        if self.config.by == "confidence":
+            return [k if row in self.running else 0 for row in rows]
+        if self.config.round_ms:
+            trial, costs = None, extend_costs(self.config.round_ms, k)
+        else:
+            trial, costs = self.own_times.next_trial(k), self.own_times.round_ms(k)
+        lengths = [row.next_length(costs) if trial is None else trial for row in self.rows]
+        return [n if row in self.running else 0 for row, n in zip(rows, lengths, strict=True)]
