@@ -19,7 +19,6 @@ from eval.engine_logs.counts import (
 )
 
 PREFIX = "vllm:spec_decode_num_"
-BY_LENGTH = "acceptance_histogram_by_draft_length"
 
 
 def from_response(body: Mapping[str, Any], where: str) -> RequestCounts:
@@ -31,37 +30,33 @@ def from_response(body: Mapping[str, Any], where: str) -> RequestCounts:
             f"{where} has no metrics.speculative_decoding: start vLLM with --per-request-spec-decode-metrics summary, "
             "and ask for one answer a request"
         )
-    rounds = read_count(found, "num_spec_steps", where)
-    histograms = _histograms(found, where)
-    accepted_at, reached_at = by_position(histograms)
-    if sum(map(sum, histograms.values())) != (rounds if histograms else 0):
-        raise UserError(f"{where}: the histogram is not of {rounds} steps: the log is damaged")
-    return checked(
-        RequestCounts(
-            rounds,
-            read_count(found, "num_draft_tokens", where),
-            read_count(found, "num_accepted_draft_tokens", where),
-            accepted_at,
-            reached_at,
-            engine_length=found.get("mean_acceptance_length"),
-        ),
-        where,
+    rounds, drafted, accepted = (
+        read_count(found, key, where)
+        for key in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
     )
-
-
-def _histograms(found: Mapping[str, Any], where: str) -> dict[int, list[int]]:
-    """{drafted tokens: rounds that accepted 0, 1, …}; {} if the log does not say how many each round drafted."""
-    if isinstance(found.get(BY_LENGTH), Mapping):
-        return {
-            read_count({BY_LENGTH: int(k) if k.isdecimal() else k}, BY_LENGTH, where): (
-                read_histogram(h, BY_LENGTH, where)
-            )
-            for k, h in found[BY_LENGTH].items()
-        }
     histogram = read_histogram(found.get("acceptance_histogram"), "acceptance_histogram", where)
-    k, rounds = len(histogram) - 1, sum(histogram)
-    fixed = read_count(found, "num_draft_tokens", where) == k * rounds
-    return {k: histogram} if fixed else {}
+    k = len(histogram) - 1
+    accepted_at, reached_at = by_position({k: histogram})
+    by_length = found.get("acceptance_histogram_by_draft_length")
+    if isinstance(by_length, Mapping):
+        reached_at = by_position(_read_lengths(by_length, where))[1]
+        reached_at += (0,) * (k - len(reached_at))
+    elif drafted != k * rounds:
+        reached_at = ()  # rounds of several lengths, and nothing says how many of each
+    if sum(histogram) != rounds:
+        raise UserError(f"{where}: the histogram is not of {rounds} steps: the log is damaged")
+    length = found.get("mean_acceptance_length")
+    counts = RequestCounts(rounds, drafted, accepted, accepted_at, reached_at, engine_length=length)
+    return checked(counts, where)
+
+
+def _read_lengths(by_length: Mapping[str, Any], where: str) -> dict[int, list[int]]:
+    """{drafted tokens: rounds that accepted 0, 1, … of them}."""
+    lengths = {k: int(k) if k.isdecimal() else k for k in by_length}
+    return {
+        read_count(lengths, k, where): read_histogram(rounds, f"draft length {k}", where)
+        for k, rounds in by_length.items()
+    }
 
 
 def from_dump(path: str, before: str = "") -> EngineLog:
