@@ -14,7 +14,7 @@ DASHBOARDS = {
     "vllm": "vLLM's log line and /metrics give pooled figures (mean acceptance length = τ, draft acceptance rate); "
     "its responses one length a request, and averaging those gives the mean of requests.",
     "sglang": "SGLang's gauges are pooled over the last interval; spec_accept_length of a response counts prefill's "
-    "token too, and averaging those gives a mean of requests above τ.",
+    "token too, and so does the mean of requests that averaging those gives.",
     "llamacpp": "llama.cpp prints an acceptance rate and a mean length for each request, so averages of its lines are "
     "means of requests.",
 }

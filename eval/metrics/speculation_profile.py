@@ -19,6 +19,9 @@ DIGITS = 6
 AUTOREGRESSIVE = frozenset(("causal", "eagle1", "eagle3", "mtp", "medusa", "early-exit", "layerskip"))  # fmt: skip
 """Families whose chain of K tokens begins with their chain of K − 1, so that one K says what shorter ones give."""
 
+NEEDED = frozenset(("k", "histogram", "mean_accept_length", "unconditional_by_position_ci"))
+"""What older reports lack in part."""
+
 Entry = Mapping[str, Any]
 """One object of report["methods"]."""
 
@@ -45,10 +48,10 @@ def speculation_profile(
 def is_measured(entry: Entry) -> bool:
     """Whether the entry has rounds of a real draft, and the fields of reports since this file exists."""
     return (
-        entry["k"] > 0
+        entry.keys() >= NEEDED
+        and entry["k"] > 0
         and not entry.get("simulated")
-        and "mean_accept_length" in entry
-        and entry["counts"]["rounds"] > 0
+        and sum(entry["histogram"]) > 0
     )
 
 
@@ -99,7 +102,7 @@ def build_profile(
             "num_samples": entry["prompts"],
             "dtype": entry["dtype"],
             "tree": entry["tree"],
-            "seed": report["seed"],
+            "seed": report.get("seed"),
         },
         "validation": validate(mean, rates["marginal_accept_rates"]),
     }  # fmt: skip
