@@ -1,9 +1,10 @@
 """Measures drafts: acceptance, speed-up, losslessness, and what to do about the result.
 
 Commands: run.py (a report), tune.py (the fastest settings), report.py (a report's pages again), advise.py (whether to
-use speculative decoding), transfer.py (whether a draft fits another target). evaluate.py measures what a report holds;
+use speculative decoding), transfer.py (whether a draft fits another target), rescore.py (figures from the logs of
+serving engines). evaluate.py measures what a report holds;
 results.py forms its elements.
 
-Packages: metrics, tasks <- benchmark <- checks, tuning; metrics <- reporting <- scaling; commands on top.
-Imports decode only.
+Packages: metrics, tasks <- benchmark <- checks, tuning; metrics <- engine_logs; metrics <- reporting <- scaling;
+commands on top. Imports decode only.
 """

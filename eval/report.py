@@ -1,4 +1,5 @@
-"""Renders a report.json (schema 1) again as report.md and as report.html, one page that needs no other file.
+"""Renders a report.json (schema 1) again: report.md, report.html (one page that needs no other file) and, if a draft
+was measured, speculation_profile.json.
 
     python eval/report.py outputs/quickstart/report
     python eval/report.py DIR --tuned outputs/tune/tuned.json  # adds the plots of a tuning run

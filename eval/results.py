@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from decode.drafts.base import draft_sha256, is_altered
+from decode.drafts.registry import DRAFT_FAMILIES, find_family
 from decode.engine.records import DecodeRecord
 from decode.verification.registry import find_rule
 from eval.benchmark.config import EvalConfig
@@ -60,6 +61,7 @@ def method_entry(
     return {
         "name": method.name,
         "draft": path or None,
+        "family": draft_family_name(method, path),
         "k": method.k,
         "tree": describe_tree(method.shape),
         "lookup": describe_lookup(s.methods, method.name),
@@ -88,6 +90,15 @@ def method_entry(
         "phase_ms": phases,
         "lossless": verdict or {"greedy_identical": None, "prompts": len(records)},
     }
+
+
+def draft_family_name(method: Method, path: str) -> str | None:
+    """The family of a method's draft; None for plain decoding, and for a simulated draft."""
+    if simulated_alpha(method) is not None:
+        return None
+    if path:
+        return find_family(path).name
+    return method.name if method.name in DRAFT_FAMILIES else None
 
 
 def count_tokens_after_eos(ids: Sequence[int], eos: frozenset[int]) -> int:

@@ -43,6 +43,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "checks": {"metrics", "tasks", "benchmark"},
         "tuning": {"metrics", "tasks", "benchmark"},
         "reporting": {"metrics"},
+        "engine_logs": {"metrics"},
         "scaling": {"metrics", "reporting"},
     },
     "train": {

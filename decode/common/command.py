@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any, NoReturn, TypeVar
 
 from decode.common.cli import parse_settings
@@ -54,13 +55,15 @@ def run_command(
 ) -> None:
     """Parses the command line, calls `main`, and ends as the module says: with one line on stderr and SystemExit.
 
-    `about` is the text of --help. The setting named `first` may be the first argument, without its flag. `argv` is
-    the command line after the command's name, sys.argv by default. What a stopped run saved is added to the line:
-    `main` leaves it with `add_note` on the exception.
+    `about` is the text of --help. The settings named in `first`, separated by spaces, may be the first arguments,
+    without their flags. `argv` is the command line after the command's name, sys.argv by default. What a stopped run
+    saved is added to the line: `main` leaves it with `add_note` on the exception.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if first and words and not words[0].startswith("-"):
-        words = [f"--{first}", *words]
+    names = first.split()
+    given = list(takewhile(lambda word: not word.startswith("-"), words))[: len(names)]
+    flagged = [x for name, word in zip(names, given, strict=False) for x in (f"--{name}", word)]
+    words = [*flagged, *words[len(given) :]]
     try:
         with stop_signals():
             main(parse_settings(settings, about or "", words))

@@ -16,6 +16,7 @@ from decode.engine.records import DecodeRecord
 from eval.metrics.bootstrap import (
     Array,
     Interval,
+    mean_of_ratios,
     paired_difference_interval,
     paired_ratio_interval,
     ratio_interval,
@@ -165,12 +166,16 @@ def summarize(
 
     `k` is the number of positions: the draft length, a tree's depth, 0 for plain decoding. Values that cannot be
     computed are None, never NaN. `counts` holds the sums of the ratios: tau = emitted ÷ rounds, α_i =
-    accepted_by_position ÷ rounds_by_position (rounds that reached i). `plain_records` are plain decoding of (at least)
-    the same prompts; without them there is no speed-up.
+    accepted_by_position ÷ rounds_by_position (rounds that reached i). `mean_accept_length` is 1 + accepted ÷ rounds:
+    τ without trimming at the end of an answer; its `per_request` is the mean of the prompts' own. `plain_records` are
+    plain decoding of (at least) the same prompts; without them there is no speed-up.
     """
     reached, taken = reached_by_position(records, k), accepted_by_position(records, k)
     tokens = [s.output_tokens for s in records]
     seconds = [s.seconds for s in records]
+    rounds = round_counts(records)
+    untrimmed = rounds + accepted_tokens(records)
+    per_request, per_request_ci = mean_of_ratios(untrimmed, rounds, seed)
     return {
         "prompts": len(records),
         "tau": tau(records),
@@ -186,6 +191,15 @@ def summarize(
             accepted_tokens(records), drafted_tokens(records), seed
         ),
         "unconditional_by_position": unconditional_by_position(records, k),
+        "unconditional_by_position_ci": [
+            ratio_interval(taken[:, i], rounds, seed) for i in range(k)
+        ],
+        "mean_accept_length": {
+            "pooled": ratio_or_none(untrimmed.sum(), rounds.sum()),
+            "ci": ratio_interval(untrimmed, rounds, seed),
+            "per_request": per_request,
+            "per_request_ci": per_request_ci,
+        },
         "histogram": accepted_length_histogram(records, k),
         "counts": {
             "rounds": int(round_counts(records).sum()),

@@ -67,6 +67,21 @@ def paired_difference_interval(
     return _percentile_interval(_safe_divide(sums[0], sums[1]) - _safe_divide(sums[2], sums[3]))
 
 
+def mean_of_ratios(
+    numerators: Numbers, denominators: Numbers, seed: int
+) -> tuple[float | None, Interval | None]:
+    """The mean over prompts of numerator ÷ denominator, both [n prompts], and its interval.
+
+    It weighs a short answer like a long one, which pooling does not. Prompts without a denominator are left out; None
+    where nothing is left, or too little for an interval.
+    """
+    top, bottom = (np.asarray(x, dtype=np.float64) for x in (numerators, denominators))
+    ratios = top[bottom > 0] / bottom[bottom > 0]
+    if len(ratios) == 0:
+        return None, None
+    return float(ratios.mean()), ratio_interval(ratios, np.ones(len(ratios)), seed)
+
+
 def _safe_divide(numerators: Array, denominators: Array) -> Array:
     """Element by element; NaN where the denominator is 0, which `_percentile_interval` drops."""
     out: Array = np.full(numerators.shape, np.nan)

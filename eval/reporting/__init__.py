@@ -8,7 +8,7 @@
 - token_traces: a few answers with the origin (draft or target) of each token.
 - decision: whether to switch speculative decoding on; checklist: the production checklist;
   advice: both of them together, as `eval/advise.py` prints them.
-- render: writes report.json, report.md and report.html (template: report.html.j2).
+- render: writes report.json, report.md, report.html (template: report.html.j2) and speculation_profile.json.
 
 May import eval.metrics and decode, nothing else of eval.
 """

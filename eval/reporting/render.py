@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from rich import box
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from decode.common.files import write_atomically
 from eval.metrics.roofline import with_model_sizes
+from eval.metrics.speculation_profile import speculation_profile
 from eval.reporting.advice import advise
 from eval.reporting.checklist import tuned_table
 from eval.reporting.figures import build_charts
@@ -71,8 +73,9 @@ def write_report(
     tuned: Tuned | None = None,
     charts: Sequence[ReportChart] = (),
 ) -> None:
-    """Writes report.json, report.md and report.html into `folder`. ValueError for NaN or infinity in the report.
+    """Writes report.json, report.md and report.html into `folder`, and speculation_profile.json of measured drafts.
 
+    ValueError for NaN or infinity in the report.
     traces, tuned, charts: as in `render_html`.
     """
     report = with_model_sizes(report)
@@ -81,6 +84,16 @@ def write_report(
     write_atomically(folder / "report.json", text + "\n")
     write_atomically(folder / "report.md", render_markdown(report))
     write_atomically(folder / "report.html", render_html(report, traces, tuned, charts))
+    write_profile(speculation_profile(report), folder)
+
+
+def write_profile(profile: dict[str, Any] | None, folder: Path) -> None:
+    """Writes speculation_profile.json; without a profile, removes that of an earlier report."""
+    file = folder / "speculation_profile.json"
+    if profile is None:
+        file.unlink(missing_ok=True)
+    else:
+        write_atomically(file, json.dumps(profile, indent=1, allow_nan=False) + "\n")
 
 
 def render_markdown(report: Report) -> str:

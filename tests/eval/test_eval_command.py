@@ -32,7 +32,8 @@ FIELDS = {
 }  # fmt: skip
 ADDED = {
     "domain", "finish", "tokens_after_eos", "failed", "quality", "simulated", "mean_output_tokens", "histogram",
-    "draft_altered", "draft_dtype", "lookup", "adaptive",
+    "draft_altered", "draft_dtype", "lookup", "adaptive", "family", "mean_accept_length",
+    "unconditional_by_position_ci",
     "prefill", "decode",
 }  # fmt: skip
 INNER = {
@@ -155,6 +156,32 @@ def test_report_has_every_field_for_every_method_task_and_temperature(
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     assert drafts["causal-base"] == (str(world.draft), digest)
     assert drafts["ngram"] == (None, None)
+
+
+def test_the_profile_follows_from_the_outputs(
+    evaluated: tuple[Path, Done], report: dict[str, Any]
+) -> None:
+    """Bug: rounds of another method or temperature, or lengths without the target's token."""
+    profile = json.loads((evaluated[0] / "speculation_profile.json").read_text())
+    all_profiles = [profile, *profile["other_profiles"]]
+    settings = [(x["name"], x["measurement_conditions"]["temperature"]) for x in all_profiles]
+    assert sorted(settings) == [(name, t) for name in ("causal-base", "ngram") for t in (0.0, 1.0)]
+    assert settings[0][1] == 0.0
+    for (name, temperature), found in zip(settings, all_profiles, strict=True):
+        rounds = [
+            accepted
+            for line in lines_of(evaluated[0])
+            if (line["method"], line["temperature"]) == (name, temperature)
+            for _, accepted in line["rounds"]
+        ]
+        shares = [sum(a >= i for a in rounds) / len(rounds) for i in range(1, K + 1)]
+        assert found["marginal_accept_rates"] == pytest.approx(shares, abs=1e-6)
+        assert found["mean_accept_length"] == pytest.approx(1 + sum(rounds) / len(rounds), abs=1e-6)
+        assert found["validation"]["mean_consistency"]["passed"]
+        assert found["per_category"].keys() == {"long", "short"}
+        assert found["method"] == {"ngram": "ngram", "causal-base": "draft_model"}[name]
+        conditions = found["measurement_conditions"]
+        assert (conditions["num_samples"], conditions["concurrency"]) == (12, 1)
 
 
 def test_numbers_follow_from_the_outputs(

@@ -35,11 +35,12 @@ FIRST_ARGUMENT = {
     "eval/report.py": "folder",
     "eval/advise.py": "report",
     "eval/transfer.py": "draft",
+    "eval/rescore.py": "log other",
     "scripts/export.py": "draft",
     "scripts/check_draft.py": "draft",
     "scripts/referee.py": "draft",
 }
-"""The setting that may come first without its flag."""
+"""The settings that may come first without their flags."""
 BASE = {
     "train/sample.py": "--target $lab/target --sources '[{kind: file, path: $lab/prompts.jsonl, limit: 12}]' "
     "--max_new_tokens 6 --shard_rows 4 --device cpu --out $out",
@@ -60,6 +61,7 @@ BASE = {
     "eval/advise.py": "$lab/report/report.json --out $tmp/advice.md",
     "eval/transfer.py": "$lab/causal --targets '[$lab/target, $lab/chat]' --k 2 --max_new_tokens 4 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --device cpu --out $tmp/out.json",
+    "eval/rescore.py": "$root/tests/golden/engine_logs/vllm.jsonl --json $tmp/out.json",
     "decode/generate.py": "--target $lab/target --draft ngram --prompt abc --max_new_tokens 4 --device cpu",
     "scripts/export.py": "$lab/eagle3 --format flat --target $lab/target --out $out",
     "scripts/publish.py": "--draft $lab/eagle3 --repo me/draft --out $out",

@@ -12,6 +12,7 @@ QUICK = {
     "eval/report.py": (copy("report"),),
     "eval/advise.py": (),
     "eval/transfer.py": (),
+    "eval/rescore.py": (),
     "train/doctor.py": (),
     "decode/generate.py": (),
     "scripts/benchmarks/sample_bench.py": (),

@@ -184,6 +184,8 @@ WORDS = [
     ("train/doctor.py", "--data ''", "--data"),
     ("train/doctor.py", "--data '[]'", "--data"),
     ("eval/advise.py", "--report ''", "file"),
+    ("eval/rescore.py", "--log ''", "file"),
+    ("eval/rescore.py", "--format trtllm", "format"),
 ]  # fmt: skip
 """(command, arguments, what the message names)."""
 
@@ -195,6 +197,7 @@ FILES = [
     Case("train/sample.py", "--config $tmp/loop.yaml", "loop.yaml", (link("loop.yaml", "loop.yaml"),)),
     Case("eval/report.py", "", "folder", keep_base=False),
     Case("eval/advise.py", "", "report", keep_base=False),
+    Case("eval/rescore.py", "", "log", keep_base=False),
     Case("train/doctor.py", "", "--data", keep_base=False),
     Case("scripts/export.py", "", "draft", keep_base=False),
     Case("scripts/check_draft.py", "", "draft", keep_base=False),

@@ -127,6 +127,11 @@ def cases() -> list[Case]:
     for path, what, content in TASK_FILES:
         tasks = f"--tasks '[{{name: own, path: $tmp/{path}}}]'"
         out.append(Case("eval/run.py", tasks, path, (write(path, content, what),)))
+    for what, content in JSONL:
+        arguments = "--log $tmp/a.jsonl"
+        out.append(
+            Case("eval/rescore.py", arguments, "a.jsonl", (write("a.jsonl", content, what),))
+        )
     for what, content in ANSWERED:
         sources = "--origin text --sources '[{kind: file, path: $tmp/a.jsonl}]'"
         out.append(Case("train/sample.py", sources, "a.jsonl", (write("a.jsonl", content, what),)))

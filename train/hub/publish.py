@@ -21,12 +21,20 @@ from decode.common.run_dir import RUN_FILE, replace_folder
 from decode.common.secret_patterns import redact
 from decode.drafts.base import METADATA_FILE, MODEL_FILES, check_saved_tokenizer, draft_sha256
 from decode.drafts.registry import saved_families
+from eval.metrics.speculation_profile import speculation_profile
 from eval.reporting.report_data import draft_entries
 from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.hub import dataset_card, model_card, redaction, serving_configs
 from train.hub.card_tables import card_images, data_curve_images
 from train.hub.card_text import CardInputs
-from train.hub.published_fields import DATA_CURVE, REFEREE, REPORT, TUNED, draft_schema
+from train.hub.published_fields import (
+    DATA_CURVE,
+    PROFILE,
+    REFEREE,
+    REPORT,
+    TUNED,
+    draft_schema,
+)
 from train.hub.upload import (
     MARKER_FILES,
     HubLabels,
@@ -44,7 +52,7 @@ OWNED_FILES = (
     *MODEL_FILES,
     *(f"target/{name}" for name in MODEL_FILES),
     *(METADATA_FILE, RUN_FILE, "README.md"),
-    *("report.json", "referee.json", "tuned.json", "data_curve.json"),
+    *("report.json", "referee.json", "tuned.json", "data_curve.json", "speculation_profile.json"),
     *("serving/**", "images/*.svg", "shards/*.parquet", MANIFEST_FILE),
     *(".cache/**", ".gitattributes"),  # written by an upload
 )
@@ -105,6 +113,7 @@ def build_draft_folder(
             "referee.json": inputs.referee,
             "tuned.json": inputs.tuned,
             "data_curve.json": inputs.data_curve,
+            "speculation_profile.json": _own_profile(inputs, repo, known),
         }
         for file, content in measured.items():
             if content is not None:
@@ -264,6 +273,16 @@ def _published_in_full(facts: Mapping[str, Any]) -> set[str]:
     asked = (facts.get("training") or {}).get("revision")
     pinned = {asked} if asked and asked == target.get("revision") else set()
     return pinned | {facts["draft_sha256"]}
+
+
+def _own_profile(inputs: CardInputs, repo: str, known: set[str]) -> dict[str, Any] | None:
+    """speculation_profile.json of the published draft, which goes by the name of its repository."""
+    entries = [{**entry, "draft": repo} for entry in inputs.own_entries]
+    profile = speculation_profile(inputs.report, entries) if inputs.report else None
+    selected: dict[str, Any] | None = redaction.select(
+        profile, PROFILE, "speculation_profile.json", known
+    )
+    return selected
 
 
 def _copy_published_files(source: Path, out: Path) -> list[str]:

@@ -188,6 +188,7 @@ ENTRY = {
     "draft": place,
     "draft_sha256": digest,
     "draft_altered": flag,
+    "family": word,
     "prediction_missing": sentence,
     "tree": TREE,
     "lookup": {"name": word, "min_match": number},
@@ -203,6 +204,8 @@ ENTRY = {
         "tokens_per_second_ci speedup_ci simulated"
     ),
     "alpha_by_position_ci": [NUMBERS],
+    "unconditional_by_position_ci": [NUMBERS],
+    "mean_accept_length": {**numbers("pooled per_request"), **lists("ci per_request_ci")},
     "counts": {
         **numbers("rounds drafted accepted emitted output_tokens"),
         **lists("rounds_by_position accepted_by_position"),
@@ -285,6 +288,47 @@ REPORT = {
     "models": {"target": MODEL_SIZE, "drafts": Names(MODEL_SIZE)},
 }
 """report.json of eval/run.py."""
+RATES = {
+    **lists("conditional_accept_rates marginal_accept_rates mean_accept_length_ci tau_ci"),
+    "marginal_accept_rates_ci": [NUMBERS],
+    **numbers("mean_accept_length tau"),
+}
+ONE_PROFILE = {
+    "schema_version": version,
+    "measured": flag,
+    "method": word,
+    "name": name,
+    "draft_checkpoint": {"name": place, "sha256": digest},
+    "target_model": {"name": place, "revision": revision},
+    **numbers("num_speculative_tokens block_size max_supported_k mean_accept_length_per_request"),
+    "verification_method": word,
+    "lossy": flag,
+    **RATES,
+    **lists("alpha_by_position mean_accept_length_per_request_ci"),
+    "alpha_by_position_ci": [NUMBERS],
+    "accept_length_model": word,
+    "accept_length_by_k": Names(number),
+    "acceptance_length_histogram": Names(number),
+    "per_category": Names({**RATES, "num_samples": number}),
+    "measurement_conditions": {
+        **numbers("temperature concurrency num_samples seed"),
+        "engine": word,
+        "dtype": word,
+        "tree": TREE,
+    },
+    "validation": {
+        "mean_consistency": {
+            **numbers("implied_mean_accept_length reported_mean_accept_length abs_delta tolerance"),
+            "passed": flag,
+        },
+        "marginal_monotonicity": {
+            "passed": flag,
+            "violations": [numbers("position value previous")],
+        },
+    },
+}
+PROFILE = {**ONE_PROFILE, "other_profiles": [ONE_PROFILE]}
+"""speculation_profile.json, made from the entries of report.json."""
 CELL = {
     "method": name,
     "setting": setting,

@@ -22,7 +22,15 @@ from train.data import sample_store
 from train.data.manifest import Manifest, write_manifest
 from train.distill import DistillConfig
 from train.hub import publish, published_fields, redaction, upload
-from train.hub.published_fields import DATA_CURVE, MANIFEST, REFEREE, REPORT, TUNED, draft_schema
+from train.hub.published_fields import (
+    DATA_CURVE,
+    MANIFEST,
+    PROFILE,
+    REFEREE,
+    REPORT,
+    TUNED,
+    draft_schema,
+)
 from train.hub.redaction import Names
 from train.hub.upload import HubLabels
 
@@ -33,6 +41,7 @@ SCHEMAS = {
     "tuned.json": TUNED,
     "referee.json": REFEREE,
     "data_curve.json": DATA_CURVE,
+    "speculation_profile.json": PROFILE,
     "manifest.json": MANIFEST,
 }
 LEFT_OUT = (

@@ -1,0 +1,11 @@
+"""What serving engines log of speculative decoding, read into the counts that our metrics use.
+
+- counts: drafted and accepted tokens of one request, or of a whole server.
+- prometheus: the lines of a /metrics dump.
+- vllm_log, sglang_log, llamacpp_log: one engine's responses, or its dump, as counts.
+- reading: which engine wrote a log.
+- scoring: τ, α and acceptance rate of a log, pooled and as a mean over requests.
+- comparison: two logs of the same prompts: difference, interval, p-value and power.
+
+May import eval.metrics and decode, nothing else of eval. docs/engine_logs.md says where each format was read.
+"""

@@ -1,0 +1,108 @@
+"""Scores the logs of serving engines by one definition: τ, α and acceptance rate, and whether two logs are apart.
+
+    python eval/rescore.py responses.jsonl                    # of vLLM, SGLang or llama.cpp, found out by content
+    python eval/rescore.py a.jsonl b.jsonl --json both.json   # the same prompts: difference, p-value and power
+    python eval/rescore.py after.txt --before before.txt      # /metrics dumps of vLLM or SGLang
+
+Pooled figures stand beside the means over requests, which weigh a short answer like a long one; both are printed by
+some engine under the same name. docs/engine_logs.md lists the formats and how to have engines write them.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from rich.console import Console
+from rich.table import Table
+
+from decode.common.command import run_command
+from decode.common.files import write_atomically
+from decode.common.run_dir import check_file
+from eval.engine_logs.comparison import compare
+from eval.engine_logs.reading import Format, read_log
+from eval.engine_logs.scoring import score
+from eval.reporting.formatting import format_number, format_with_interval
+
+NAMES = {"tau": "τ", "alpha": "α", "acceptance_rate": "acceptance rate"}
+
+
+@dataclass
+class RescoreConfig:
+    log: str
+    """JSON lines of responses, or a /metrics dump; may be given first, without --log."""
+    other: str = ""
+    """A log of the same prompts, to compare with; may be given second, without --other."""
+    before: str = ""
+    """An earlier /metrics dump of the same server, which is subtracted."""
+    format: Format = "auto"
+    """The engine that wrote the logs; auto: found out by their content."""
+    json: str = ""
+    """File for the result; empty: none."""
+
+
+def figures_table(scored: dict[str, Any]) -> Table:
+    """The pooled figures beside the means over requests."""
+    requests = scored["requests"]
+    of = "totals of a server" if requests is None else f"{requests} requests"
+    table = Table(title=f"{scored['log']}: {scored['engine']}, {of}", title_justify="left")
+    for column in ("", "pooled [95 %]", "mean of requests [95 %]"):
+        table.add_column(column)
+    for key, name in NAMES.items():
+        x = scored.get(key) or dict.fromkeys(("pooled", "ci", "mean_of_requests", "mean_of_requests_ci"))  # fmt: skip
+        mean = format_with_interval(x["mean_of_requests"], x["mean_of_requests_ci"], 3)
+        table.add_row(name, format_with_interval(x["pooled"], x["ci"], 3), mean)
+    if scored["engine_mean_length"] is not None:
+        table.add_row("the engine's own length", "–", format_number(scored["engine_mean_length"], 3))  # fmt: skip
+    for key, value in scored["gauges"].items():
+        table.add_row(f"{key} (last interval)", format_number(value, 3), "–")
+    return table
+
+
+def positions_table(scored: dict[str, Any]) -> Table:
+    """Acceptance by position."""
+    table = Table("position", "accepted ÷ rounds [95 %]", "α [95 %]")
+    for x in scored["by_position"]:
+        share = format_with_interval(x["unconditional"], x["unconditional_ci"], 3)
+        table.add_row(str(x["position"]), share, format_with_interval(x["alpha"], x["alpha_ci"], 3))
+    return table
+
+
+def differences_table(found: dict[str, Any]) -> Table:
+    """What the first log has more than the second."""
+    table = Table("", f"first − second, {found['prompts']} prompts [95 %]")
+    for key, name in NAMES.items():
+        if key in found["differences"]:
+            x = found["differences"][key]
+            table.add_row(name, format_with_interval(x["difference"], x["ci"], 3, signed=True))
+    return table
+
+
+def main(s: RescoreConfig) -> None:
+    """Prints the figures of each log, and the verdict on two."""
+    check_file(s.json, [s.log, s.other, s.before], "--json")
+    logs = [read_log(s.log, s.format, s.before)]
+    logs += [read_log(s.other, s.format)] if s.other else []
+    found = compare(*logs) if len(logs) > 1 else None
+    console = Console(highlight=False, soft_wrap=True)
+    scored = [score(log) for log in logs]
+    for one in scored:
+        console.print(figures_table(one))
+        if one["by_position"]:
+            console.print(positions_table(one))
+        console.print(*one["notes"], sep="\n", markup=False)
+    if found is not None:
+        console.print(differences_table(found))
+        console.print(found["verdict"], markup=False)
+    if s.json:
+        result = {"logs": scored, "comparison": found}
+        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+        write_atomically(Path(s.json), text + "\n")
+
+
+if __name__ == "__main__":
+    run_command(main, RescoreConfig, __doc__, first="log other")
