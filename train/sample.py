@@ -14,7 +14,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -176,8 +176,18 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
 def main(s: SampleConfig) -> None:
     check_engine(s)
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    with target_server(s, state) if s.engine == "vllm" else nullcontext(s.url) as url:
-        write_answers(s, state, *load_engine(replace(s, url=url), state))
+    if s.engine != "vllm":
+        write_answers(s, state, *load_engine(s, state))
+        return
+    with ExitStack() as server:
+        url = ""
+        with collective.raise_on_all_ranks(state):
+            if state.is_main_process:
+                Console(stderr=True).print(f"vLLM starts to serve {s.target}")
+                url = server.enter_context(target_server(s, state.num_processes))
+        at = replace(s, url=collective.broadcast(url))
+        write_answers(s, state, *load_engine(at, state))
+        state.wait_for_everyone()  # the server ends with the main process's block
 
 
 def write_answers(

@@ -26,8 +26,8 @@ from decode.engine.round import (
     synchronized_time,
 )
 from decode.model.kv_cache import SlotMapping
+from decode.model.linear_layers import begin_request
 from decode.model.loading import Target
-from decode.model.packed_linear import begin_request
 from decode.verification.registry import find_rule
 from decode.verification.sampling import (
     CounterRNG,

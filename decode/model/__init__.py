@@ -3,7 +3,6 @@
 - names: which names are paths and which are on the Hub, and the Hub when it cannot be reached
 - config_checks: whether the sizes in a config make sense
 - loading: models and tokenizers from a folder or the Hub, devices and dtypes, and `Target`
-- int8_weights: weights of linear layers in eight bits
 - gguf_files: GGUF models, dequantised once into a cached folder
 - compatibility: which models can be decoded with drafts, and for how many positions
 - runner: `ModelRunner`, prefill and decode steps of one model with its K/V cache
@@ -12,7 +11,7 @@
 - split_kv_attention: its Triton kernel for long buffers on a GPU
 - layer_stack: where the decoder layers and the final norm of a model are, and models with others
 - hidden_states: hidden states captured during a forward, and the LM head as a function
-- packed_linear: linear layers whose weights are packed for a CPU's fast kernels
+- linear_layers: weights packed for a CPU's fast kernels, or in eight bits
 
 It imports decode.common only.
 """

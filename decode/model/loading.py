@@ -18,7 +18,7 @@ from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.model.config_checks import check_sizes
 from decode.model.gguf_files import gguf_folder
-from decode.model.int8_weights import quantize_linear_layers
+from decode.model.linear_layers import quantize_linear_layers
 from decode.model.names import check_name, load_error
 from decode.model.runner import ModelRunner
 

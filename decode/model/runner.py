@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import logging
 
-from decode.model import attention, packed_linear
+from decode.model import attention, linear_layers
 from decode.model.compatibility import (
     check_supported,
     check_trial_pass,
@@ -46,7 +46,7 @@ class ModelRunner:
         self.model.set_attn_implementation(attention.ATTENTION_NAME)
         use_grouped_experts(self.model)
         check_trial_pass(self.model)
-        packed_linear.patch_linear_layers(self.model)
+        linear_layers.patch_linear_layers(self.model)
         self.config = model.config.get_text_config(decoder=True)
         self.device: torch.device = model.device
         self.context: int = context_length(self.config)
@@ -153,7 +153,7 @@ class ModelRunner:
         model = self.model if norm is None else with_final_norm(self.model, norm)
         if ids is not None:
             model = with_head_rows(model, ids)
-            packed_linear.patch_linear_layers(model, recurse=False)  # layers are the target's
+            linear_layers.patch_linear_layers(model, recurse=False)  # layers are the target's
         return self.with_model(with_layers(model, range(count)))
 
     def with_model(self, model: Any) -> "ModelRunner":

@@ -12,51 +12,41 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from accelerate import PartialState
-from rich.console import Console
-
 from decode.common.command import end_with_parent
 from decode.common.errors import UserError
 from decode.model.gguf_files import gguf_folder
 from eval.benchmark.vllm_client import find_interpreter
 from train.sampling.config import SampleConfig
-from train.trainer import collective
 
 LOG_TAIL = 1500
 """Characters of the server's log in an error."""
 
 
 @contextmanager
-def target_server(s: SampleConfig, state: PartialState) -> Iterator[str]:
-    """The address of the API at which all ranks reach a server of `s.target`; the main one starts it and ends it.
+def target_server(s: SampleConfig, processes: int) -> Iterator[str]:
+    """The address of the API of a server of `s.target` for so many client processes; it ends with the block.
 
-    UserError with the end of the server's log if it does not start, or not within `s.start_timeout` seconds.
+    UserError with the end of its log if it does not start, or not within `s.start_timeout` seconds.
     """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/v1"
     with tempfile.TemporaryFile("w+") as log:
-        process, url = None, ""
+        process = subprocess.Popen(
+            server_command(s, port, processes),
+            stdout=log,
+            stderr=log,
+            cwd=tempfile.gettempdir(),
+            env={"VLLM_NO_USAGE_STATS": "1", **os.environ},
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,
+        )
         try:
-            with collective.raise_on_all_ranks(state):
-                if state.is_main_process:
-                    port = free_port()
-                    url = f"http://127.0.0.1:{port}/v1"
-                    process = subprocess.Popen(
-                        server_command(s, port, state.num_processes),
-                        stdout=log,
-                        stderr=log,
-                        cwd=tempfile.gettempdir(),
-                        env={"VLLM_NO_USAGE_STATS": "1", **os.environ},
-                        preexec_fn=end_with_parent if sys.platform == "linux" else None,
-                    )
-                    Console(stderr=True).print(f"vLLM starts to serve {s.target}")
-                    wait_until_ready(process, url, s.start_timeout, log)
-            yield collective.broadcast(url)
-            state.wait_for_everyone()
+            wait_until_ready(process, url, s.start_timeout, log)
+            yield url
         finally:
-            if process is not None:
-                process.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
-                process.kill()
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
 
 
 def server_command(s: SampleConfig, port: int, processes: int) -> list[str]:

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from decode.model.packed_linear import PackedLinear, begin_request, patch_linear_layers
+from decode.model.linear_layers import PackedLinear, begin_request, patch_linear_layers
 from decode.model.runner import ModelRunner
 from tests.tiny import tiny_model
 

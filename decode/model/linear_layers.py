@@ -1,11 +1,15 @@
-"""Linear layers that decode on a CPU with a copy of their weights that is packed for oneDNN's kernels."""
+"""Linear layers with a copy of their weights that is packed for oneDNN's kernels, or with weights in eight bits."""
 
+import logging
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
+
+from decode.common.errors import UserError
 
 DTYPES = (torch.float32, torch.bfloat16)
 SAMPLED = 64
@@ -102,3 +106,30 @@ def patch_linear_layers(model: Any, recurse: bool = True) -> None:
     if torch.backends.mkldnn.is_available() and size < psutil.virtual_memory().available / 2:
         for module, name, child in layers:
             setattr(module, name, PackedLinear(child))
+
+
+def quantize_linear_layers(model: Any) -> None:
+    """Turns the weights of the linear layers into int8 with one scale for each row; the LM head keeps its dtype.
+
+    The LM head is left because drafts copy rows of it, and it often is the embedding too. Experts that a model holds
+    as stacked tensors are no linear layers and stay as they are. UserError without torchao.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(
+            logging.WARNING
+        )  # torchao reports each kernel of other devices that it cannot load
+        try:
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        except ImportError as error:
+            raise UserError(
+                "dtype int8 needs torchao: pip install torchao, or choose another dtype"
+            ) from error
+        finally:
+            logging.disable(logging.NOTSET)
+        head = model.get_output_embeddings()
+        quantize_(
+            model,
+            Int8WeightOnlyConfig(),
+            filter_fn=lambda module, _: isinstance(module, torch.nn.Linear) and module is not head,
+        )
