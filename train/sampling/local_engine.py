@@ -1,5 +1,6 @@
 """Answers of this project's own engine, with the target loaded in each process."""
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -81,5 +82,4 @@ def group_by_turns(
     ordered = sorted(prompts, key=order)
     singles = sum(len(prompt.conversation.prompt_segments) == 1 for prompt in prompts)
     starts = [*range(0, singles, one_turn), *range(singles, len(ordered), several_turns)]
-    ends = [*starts[1:], len(ordered)]
-    return [ordered[start:end] for start, end in zip(starts, ends, strict=True)]
+    return [ordered[start:end] for start, end in itertools.pairwise([*starts, len(ordered)])]
