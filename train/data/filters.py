@@ -106,7 +106,7 @@ class NearDuplicates:
             return False
         self.count += 1
         if self.count == len(self.signatures):
-            rows = self.count + self.count // 8 + 1024
+            rows = self.count + self.count // 16 + 1024
             self.signatures.resize((rows, len(bands)), refcheck=False)
             self.earlier.resize((rows, len(bands)), refcheck=False)
         self.signatures[self.count], self.earlier[self.count] = signature, newest

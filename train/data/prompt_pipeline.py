@@ -35,7 +35,7 @@ WRONG_LENGTHS = "dropped_by_length"
 NEAR_DUPLICATES = "dropped_as_near_duplicates"
 FILTERS = (OVERLAPS, WRONG_LENGTHS, NEAR_DUPLICATES)
 """Names of the counts of prompts that the filters drop, in their order."""
-TOKENIZED_TOGETHER = 1000
+TOKENIZED_TOGETHER = 256
 """Prompts in one call of the tokenizer."""
 
 
