@@ -81,7 +81,7 @@ class StageTable:
 def _memory(key: str) -> float:
     """A line of the kernel's status of this process, in MB."""
     status = Path("/proc/self/status").read_text()
-    return int(re.findall(rf"{key}:\s*(\d+) kB", status)[0]) / 1000
+    return int(re.findall(rf"{key}:\s*(\d+) kB", status)[0]) * 1024 / 1e6
 
 
 def write_prompts(path: Path, count: int, seed: int) -> None:

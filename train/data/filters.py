@@ -62,6 +62,7 @@ class EvaluationOverlap:
         self.grams = {gram for text in texts for gram in _ngrams(text)}
 
     def overlaps(self, text: str) -> bool:
+        """Whether the text overlaps one of the evaluation texts."""
         text = _normalize_whitespace(text)
         if not self.grams.isdisjoint(_ngrams(text)):
             return True
