@@ -61,7 +61,7 @@ def write_texts(
     bar = bars.add_task("writing", total=len(texts), speed="")
     with ShardWriter(s) as writer:
         for text in texts:
-            writer.add(text.prompt, text.conversation, "")
+            writer.add(text, text.conversation, "")
             bars.advance(bar)
     return Counter()
 
@@ -93,10 +93,10 @@ def unanswered_prompts(
     with collective.raise_on_all_ranks(state):
         if state.is_main_process:
             sample_store.remove_partial(Path(s.out))
-            manifest.set_damaged_aside(Path(s.out), {prompt.prompt.id for prompt in prompts})
+            manifest.set_damaged_aside(Path(s.out), {prompt.id for prompt in prompts})
     done = sample_store.done_ids(Path(s.out))
     state.wait_for_everyone()  # no rank writes a shard before every rank has read which prompts are done
-    return [prompt for prompt in prompts if prompt.prompt.id not in done]
+    return [prompt for prompt in prompts if prompt.id not in done]
 
 
 def input_paths(s: SampleConfig) -> list[str]:
@@ -112,14 +112,9 @@ def count_answers(
 
     Only a server's answers can be skipped; their counts also say why.
     """
+    skipped = count_skipped(s, prompts) if s.served else {}
     supervised = sample_store.supervised_by_id(Path(s.out))
-    answered = [supervised[p.prompt.id] for p in prompts if p.prompt.id in supervised]
-    skipped = {}
-    if s.served:
-        reasons = sample_store.finish_reasons(Path(s.out))
-        ended = Counter(reasons.get(prompt.prompt.id) for prompt in prompts)
-        skipped = {reason: ended[reason] for reason in SKIPPED}
-        skipped["skipped"] = sum(skipped.values())
+    answered = [supervised[p.id] for p in prompts if p.id in supervised]
     return {
         "asked": len(prompts),
         "answered": sum(answered),
@@ -128,6 +123,14 @@ def count_answers(
         **skipped,
         **dropped,
     }
+
+
+def count_skipped(s: SampleConfig, prompts: Sequence[TokenizedPrompt]) -> dict[str, int]:
+    """{why replies were skipped: of how many prompts}, and their sum as `skipped`."""
+    reasons = sample_store.finish_reasons(Path(s.out))
+    ended = Counter(reasons.get(prompt.id) for prompt in prompts)
+    counts = {reason: ended[reason] for reason in SKIPPED}
+    return {**counts, "skipped": sum(counts.values())}
 
 
 def check_some_answered(s: SampleConfig, counts: dict[str, int], failures: Counter[str]) -> None:

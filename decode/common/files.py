@@ -11,9 +11,9 @@ import json
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -55,11 +55,28 @@ def read_text(path: str | Path) -> str:
 
     A file whose name ends in .gz is decompressed.
     """
-    path = Path(path)
+    with _open_text(Path(path)) as file:
+        return file.read()
+
+
+def read_lines(path: str | Path) -> Iterator[str]:
+    """The lines of `read_text` with their line feeds, one in memory at a time."""
+    with _open_text(Path(path)) as file:
+        try:
+            yield from file
+        except UnicodeDecodeError:
+            file.seek(0)
+            file.read()  # raises it again with its place in the whole file
+            raise
+
+
+@contextlib.contextmanager
+def _open_text(path: Path) -> Iterator[IO[str]]:
+    """The opened file; faults while it is opened or read are UserErrors."""
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8-sig") as file:
-            return file.read()
+            yield file
     except FileNotFoundError as error:
         if path.is_symlink():
             raise UserError(f"{path} is a link to a file that does not exist: mend it") from error
@@ -100,14 +117,16 @@ def read_json_object(
 
 
 def parse_jsonl(text: str, path: str | Path) -> Iterator[tuple[str, Any]]:
-    """("path:line", value) for each line of `text` that is not blank. UserError names path and line if it is not JSON.
+    """`parse_json_lines` of a text. Lines end at line feeds only: JSON strings may hold others, such as U+2028."""
+    return parse_json_lines(text.split("\n"), path)
 
-    Lines end at line feeds only: JSON strings may contain other separators, such as U+2028.
-    """
-    for number, line in enumerate(text.split("\n"), start=1):
+
+def parse_json_lines(lines: Iterable[str], path: str | Path) -> Iterator[tuple[str, Any]]:
+    """("path:line", value) for each line that is not blank. UserError names path and line if it is not JSON."""
+    for number, line in enumerate(lines, start=1):
         if line.strip() != "":
             where = f"{path}:{number}"
-            yield where, parse_json(line, where, "write one JSON value per line")
+            yield where, parse_json(line.rstrip("\n"), where, "write one JSON value per line")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

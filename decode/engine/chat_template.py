@@ -1,5 +1,6 @@
 """A prompt as token ids: with the tokenizer's chat template where it has one, else as plain text."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from decode.common.errors import UserError, one_line
@@ -14,28 +15,40 @@ def encode_prompt(tokenizer: Any, prompt: str | Messages) -> list[int]:
     A plain text becomes one user message if the tokenizer has a chat template. UserError for messages when it has
     none, for messages that the template refuses, and for a prompt without tokens or with half of a surrogate pair.
     """
-    check_characters(prompt, "the prompt")
+    return encode_prompts(tokenizer, [prompt])[0]
+
+
+def encode_prompts(tokenizer: Any, prompts: Sequence[str | Messages]) -> list[list[int]]:
+    """`encode_prompt` of each, in one call of the tokenizer, which is faster. UserError if one of them has a fault."""
+    if len(prompts) == 0:
+        return []
+    for prompt in prompts:
+        check_characters(prompt, "the prompt")
     if tokenizer.chat_template is None:
-        if not isinstance(prompt, str):
+        if not all(isinstance(prompt, str) for prompt in prompts):
             raise UserError(
                 "the prompt is a chat, but the target's tokenizer has no chat template: use an instruction-tuned "
                 "target or plain text prompts"
             )
-        ids = tokenizer(prompt)["input_ids"]
+        encoded = tokenizer(list(prompts))["input_ids"]
     else:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        ids = apply_template(
-            tokenizer, messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+        encoded = apply_template(
+            tokenizer, chats, add_generation_prompt=True, tokenize=True, return_dict=False
         )
+    return [_with_one_bos(ids, tokenizer.bos_token_id) for ids in encoded]
+
+
+def _with_one_bos(ids: list[int], bos: int | None) -> list[int]:
+    """The ids of a prompt without a repeated BOS at their beginning. UserError if there are none."""
     if len(ids) == 0:
         raise UserError("the prompt has no tokens: give at least one word")
-    bos = tokenizer.bos_token_id
     while bos is not None and ids[:2] == [bos, bos]:  # the text or the template has a BOS too
         ids = ids[1:]
     return list(ids)
 
 
-def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> Any:
+def apply_template(tokenizer: Any, messages: Messages | list[Messages], **options: Any) -> Any:
     """tokenizer.apply_chat_template(messages, **options). UserError when the template raises an error."""
     try:
         return tokenizer.apply_chat_template(messages, **options)

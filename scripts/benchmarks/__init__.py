@@ -3,6 +3,7 @@
 decoder_bench.py   command: this decoder beside transformers' own, milliseconds a token
 floor.py           command: what a step of the target could take at best on this machine, and what it takes
 train_bench.py     command: training throughput of every draft family, and where a step's time goes
+prompts_bench.py   command: memory and time of a million prompts around the engine of train/sample.py
 sample_bench.py    command: sampling throughput on a CPU beside transformers' and vLLM's
 sampling_engines.py  the engines that it compares;  vllm_sampler.py  runs in vLLM's environment
 gpu_bench.py       command: everything about speed that needs a GPU, in stages

@@ -161,6 +161,15 @@ def test_rows_do_not_depend_on_the_batch(
     assert rows_of(tmp_path / "out") == rows_of(undisturbed[0])
 
 
+def test_rows_do_not_depend_on_the_group(
+    world: World, undisturbed: tuple[Path, Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: prompts of a second group get the answers, seeds or rows of the first."""
+    monkeypatch.setattr("train.sampling.local_engine.GROUP_BATCHES", 2)
+    assert sample(world, tmp_path / "out").code == 0
+    assert rows_of(tmp_path / "out") == rows_of(undisturbed[0])
+
+
 @pytest.mark.parametrize("suffix", ["run.yaml.tmp", ".parquet.tmp", "manifest.json.tmp"])
 def test_killed_just_before_a_rename(
     small: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str

@@ -4,6 +4,7 @@ A sampled set stores the token ids that were generated, never text that was toke
 joined as ids, and what a chat template puts between them is found by rendering it.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.common.errors import UserError
 from decode.engine.chat_template import apply_template
-from train.data.prompts import Prompt, encode_prompt, make_prompt
+from train.data.prompts import Prompt, encode_prompt, encode_prompts, make_prompt
 
 TurnSelection = Literal["last", "all"]
 Messages = list[dict[str, Any]]
@@ -20,7 +21,7 @@ PROBE_REPLY = "<think>\nwhy\n</think>\n\nso"
 """A placeholder reply with reasoning, which reveals templates that remove reasoning from earlier turns."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Conversation:
     """prompt_segments[0], replies[0], prompt_segments[1], replies[1], …
 
@@ -28,12 +29,19 @@ class Conversation:
     many replies as segments.
     """
 
-    prompt_segments: list[list[int]]
-    replies: list[list[int]]
+    prompt_segments: Sequence[Sequence[int]]
+    replies: Sequence[Sequence[int]]
+
+    def packed(self) -> "Conversation":
+        """The same conversation in a tenth of the memory: 4 bytes a token."""
+        return Conversation(
+            tuple(array("i", segment) for segment in self.prompt_segments),
+            tuple(array("i", reply) for reply in self.replies),
+        )
 
 
 def join_turns(
-    prompt_segments: Sequence[list[int]], replies: Sequence[list[int]]
+    prompt_segments: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[list[int]]]:
     """(all token ids up to the end of the last reply, [start, end) of each reply in them)."""
     ids: list[int] = []
@@ -45,9 +53,28 @@ def join_turns(
     return ids, spans
 
 
-def skip_repeated_turn_end(reply: Sequence[int], segment: list[int]) -> list[int]:
+def skip_repeated_turn_end(reply: Sequence[int], segment: Sequence[int]) -> Sequence[int]:
     """The prompt segment after `reply`, without its first token if that repeats the end-of-turn token of the reply."""
-    return segment[1:] if segment[:1] == list(reply[-1:]) else segment
+    return segment[1:] if list(segment[:1]) == list(reply[-1:]) else segment
+
+
+def conversations_without_replies(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], turns: TurnSelection
+) -> list[Conversation]:
+    """`conversation_without_replies` of each; those of one turn are tokenised together."""
+    one_turn = [prompt for prompt in prompts if has_one_turn(prompt, turns)]
+    encoded = iter(encode_prompts(tokenizer, one_turn))
+    return [
+        Conversation([next(encoded)], [])
+        if has_one_turn(prompt, turns)
+        else conversation_without_replies(tokenizer, prompt, turns)
+        for prompt in prompts
+    ]
+
+
+def has_one_turn(prompt: Prompt, turns: TurnSelection) -> bool:
+    """Whether only one reply is to be generated."""
+    return turns == "last" or all(m["role"] != "assistant" for m in prompt.messages or [])
 
 
 def conversation_without_replies(
@@ -58,9 +85,9 @@ def conversation_without_replies(
     With `turns` all the target's replies replace every reply of the chat. UserError for a template that would change
     the target's earlier replies when it renders later turns.
     """
-    messages = prompt.messages or []
-    if turns == "last" or all(message["role"] != "assistant" for message in messages):
+    if has_one_turn(prompt, turns):
         return Conversation([encode_prompt(tokenizer, prompt)], [])
+    messages = prompt.messages or []
     parts: list[Messages] = [[]]
     for before, message in zip([None, *messages], messages, strict=False):
         if message["role"] == "assistant":

@@ -1,5 +1,6 @@
 """Step 4 of 4 from sources to prompts: drops overlaps with evaluation, near duplicates, and wrong lengths."""
 
+import itertools
 import re
 import zlib
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ MINHASH_COUNT = 128
 """Hashes in the MinHash signature of a text."""
 LSH_BAND_SIZE = 4
 """Neighbouring hashes that must be equal in two signatures before the signatures are compared in full."""
+BUCKET_BITS = 18
+"""Bits of a bucket's number: 2^18 buckets of each band, in which 10^6 texts make lists of 4."""
+BUCKET_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass
@@ -44,57 +48,98 @@ class FilterConfig:
             )
 
 
-def drop_overlaps(prompts: list[Prompt], evaluation_texts: list[str]) -> tuple[list[Prompt], int]:
-    """(prompts that do not overlap the evaluation texts, number of prompts dropped).
+class EvaluationOverlap:
+    """Finds texts that overlap evaluation texts.
 
-    A prompt overlaps if it equals, contains or is a substring of an evaluation text, or has 13 consecutive words in
+    A text overlaps if it equals, contains or is a substring of an evaluation text, or has 13 consecutive words in
     common with one. White space is ignored.
     """
-    texts = [_normalize_whitespace(text) for text in evaluation_texts]
-    joined = "\0".join(texts)
-    short = [text for text in texts if len(text.split()) < SHORT_TEXT_WORDS]
-    grams = {gram for text in texts for gram in _ngrams(text)}
 
-    def overlaps(prompt: Prompt) -> bool:
-        text = _normalize_whitespace(prompt_text(prompt))
-        if not grams.isdisjoint(_ngrams(text)):
+    def __init__(self, evaluation_texts: list[str]):
+        texts = [_normalize_whitespace(text) for text in evaluation_texts]
+        self.joined = "\0".join(texts)
+        self.short = [text for text in texts if len(text.split()) < SHORT_TEXT_WORDS]
+        self.grams = {gram for text in texts for gram in _ngrams(text)}
+
+    def overlaps(self, text: str) -> bool:
+        """Whether the text overlaps one of the evaluation texts."""
+        text = _normalize_whitespace(text)
+        if not self.grams.isdisjoint(_ngrams(text)):
             return True
-        within = len(text.split()) < SHORT_TEXT_WORDS and text in joined
-        return within or any(other in text for other in short)
+        within = len(text.split()) < SHORT_TEXT_WORDS and text in self.joined
+        return within or any(other in text for other in self.short)
 
-    kept = [prompt for prompt in prompts if not overlaps(prompt)]
+
+def drop_overlaps(prompts: list[Prompt], evaluation_texts: list[str]) -> tuple[list[Prompt], int]:
+    """(prompts that do not overlap the evaluation texts, number of prompts dropped)."""
+    evaluation = EvaluationOverlap(evaluation_texts)
+    kept = [prompt for prompt in prompts if not evaluation.overlaps(prompt_text(prompt))]
     return kept, len(prompts) - len(kept)
+
+
+class NearDuplicates:
+    """Texts that resemble none before them: some 400 bytes for each.
+
+    Similarity is the Jaccard index of the texts' 5-word shingles, estimated by MinHash (Broder 1997) from 128 hashes
+    per text, to within about 0.05. The low 16 bits of the hashes are kept (b-bit MinHash, Li and König 2010). Texts are
+    compared in full if all hashes of one of 32 bands are equal; for each band, texts whose band has the same hash are
+    a linked list.
+    """
+
+    def __init__(self, similarity: float):
+        self.similarity = similarity
+        self.count = 0
+        bands = MINHASH_COUNT // LSH_BAND_SIZE
+        self.newest = np.zeros((bands, 1 << BUCKET_BITS), dtype=np.int32)
+        """[bands, buckets] number of the last text in a bucket, 1 for the first text; 0: there is none."""
+        self.earlier = np.zeros((1, bands), dtype=np.int32)
+        """[texts + 1, bands] the text before this one in its bucket of each band."""
+        self.signatures = np.zeros((1, bands), dtype=np.uint64)
+        """[texts + 1, bands] 4 hashes of 16 bits in each number."""
+
+    def add(self, text: str) -> bool:
+        """Adds the text and returns True, or returns False if it is a near duplicate of a text that was added."""
+        signature = minhash_signature(text).astype(np.uint16).view(np.uint64)
+        buckets = (signature * BUCKET_FACTOR) >> np.uint64(64 - BUCKET_BITS)
+        bands = np.arange(len(signature))
+        newest = self.newest[bands, buckets]
+        if self._resembles(signature, bands, newest):
+            return False
+        self.count += 1
+        if self.count == len(self.signatures):
+            rows = self.count + self.count // 16 + 1024
+            self.signatures.resize((rows, len(bands)), refcheck=False)
+            self.earlier.resize((rows, len(bands)), refcheck=False)
+        self.signatures[self.count], self.earlier[self.count] = signature, newest
+        self.newest[bands, buckets] = self.count
+        return True
+
+    def _resembles(self, signature: np.ndarray, bands: np.ndarray, texts: np.ndarray) -> bool:
+        """Whether a text in the lists that begin with `texts` [bands] resembles one with this signature."""
+        hashes = signature.view(np.uint16)
+        while (there := texts > 0).any():
+            texts, bands = texts[there], bands[there]
+            candidates = texts[self.signatures[texts, bands] == signature[bands]]
+            if len(candidates) > 0:
+                equal = self.signatures[candidates].view(np.uint16) == hashes
+                if equal.mean(1).max() >= self.similarity:
+                    return True
+            texts = self.earlier[texts, bands]
+        return False
 
 
 def drop_near_duplicates(prompts: list[Prompt], similarity: float) -> tuple[list[Prompt], int]:
     """(prompts that are not near duplicates of an earlier one, number of prompts dropped).
 
-    Prompts with the same content are kept or dropped together. Similarity is the Jaccard index of the texts' 5-word
-    shingles, estimated by MinHash (Broder 1997) from 128 hashes per text, to within about 0.05.
+    Prompts with the same content that follow each other are kept or dropped together.
     """
     if similarity == 0:
         return prompts, 0
-    is_duplicate: dict[str, bool] = {}
-    signatures: list[np.ndarray] = []
-    buckets: dict[bytes, list[int]] = {}
-    for prompt in prompts:
-        content = prompt.id.rpartition("#")[0]
-        if content in is_duplicate:
-            continue
-        signature = minhash_signature(prompt_text(prompt))
-        keys = [
-            bytes([i]) + signature[i * LSH_BAND_SIZE : (i + 1) * LSH_BAND_SIZE].tobytes()
-            for i in range(MINHASH_COUNT // LSH_BAND_SIZE)
-        ]
-        candidates = {other for key in keys for other in buckets.get(key, [])}
-        is_duplicate[content] = any(
-            np.mean(signatures[i] == signature) >= similarity for i in candidates
-        )
-        if not is_duplicate[content]:
-            for key in keys:
-                buckets.setdefault(key, []).append(len(signatures))
-            signatures.append(signature)
-    kept = [prompt for prompt in prompts if not is_duplicate[prompt.id.rpartition("#")[0]]]
+    unlike, kept = NearDuplicates(similarity), []
+    for _, group in itertools.groupby(prompts, lambda prompt: prompt.content_id):
+        samples = list(group)
+        if unlike.add(prompt_text(samples[0])):
+            kept += samples
     return kept, len(prompts) - len(kept)
 
 

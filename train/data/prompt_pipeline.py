@@ -1,4 +1,4 @@
-"""The whole way from sources to tokenised prompts; every dropped prompt is counted.
+"""The whole way from sources to tokenised prompts, one prompt after the other; every dropped prompt is counted.
 
 1. sources.py          reads raw contents
 2. prompts.py          contents -> Prompts: limits, exact duplicates dropped
@@ -7,6 +7,9 @@
 """
 
 import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,9 +26,17 @@ from decode.model.loading import (
 )
 from train.data import conversations, prompts
 from train.data.conversations import Conversation
-from train.data.filters import FilterConfig, drop_near_duplicates, drop_overlaps, has_wrong_length
-from train.data.prompts import Prompt
+from train.data.filters import EvaluationOverlap, FilterConfig, NearDuplicates, has_wrong_length
+from train.data.prompts import REPEATS, Prompt
 from train.data.sources import PromptSource
+
+OVERLAPS = "dropped_as_evaluation"
+WRONG_LENGTHS = "dropped_by_length"
+NEAR_DUPLICATES = "dropped_as_near_duplicates"
+FILTERS = (OVERLAPS, WRONG_LENGTHS, NEAR_DUPLICATES)
+"""Names of the counts of prompts that the filters drop, in their order."""
+TOKENIZED_TOGETHER = 256
+"""Prompts in one call of the tokenizer."""
 
 
 class PromptConfig(Protocol):
@@ -66,21 +77,18 @@ class TargetTokenizer:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt and its conversation in token ids."""
+    """A prompt as token ids, which are all that is needed once it has passed the filters."""
 
-    prompt: Prompt
+    id: str
+    source: str
     conversation: Conversation
 
     def tokens(self) -> int:
         """How many tokens must fit the context: those of the first prompt segment, or with replies all."""
-        if not self.conversation.replies:
-            return len(self.conversation.prompt_segments[0])
-        ids, _ = conversations.join_turns(
-            self.conversation.prompt_segments, self.conversation.replies
-        )
-        return len(ids)
+        segments, replies = self.conversation.prompt_segments, self.conversation.replies
+        return sum(map(len, [*segments, *replies])) if replies else len(segments[0])
 
 
 def load_target_tokenizer(name: str, revision: str | None) -> TargetTokenizer:
@@ -103,55 +111,89 @@ def load_target_tokenizer(name: str, revision: str | None) -> TargetTokenizer:
 def load_prompts(
     s: PromptConfig, reader: TargetTokenizer
 ) -> tuple[list[TokenizedPrompt], dict[str, int]]:
-    """(tokenised prompts, {reason: number of prompts dropped for it}). UserError if none is left."""
-    read, duplicates = prompts.read_prompts_with_duplicates(s.sources, s.seed, s.origin == "text")
-    if len(read) == 0:
+    """(tokenised prompts, {reason: number of prompts dropped for it}). UserError if none is left.
+
+    Prompts pass all steps one after the other, and only the token ids of those that are kept stay in memory.
+    """
+    dropped = Counter(dict.fromkeys((REPEATS, *FILTERS), 0))
+    read = prompts.stream_prompts(s.sources, s.seed, dropped, s.origin == "text")
+    tokenize = tokenize_texts if s.origin == "text" else tokenize_prompts
+    evaluation = EvaluationOverlap(evaluation_texts(s.decontaminate))
+    unlike = NearDuplicates(s.filters.near_duplicates)
+    kept: list[TokenizedPrompt] = []
+    reason = ""
+    for prompt, conversation in tokenize(s, read, reader, dropped):
+        if (
+            prompt.sample == 0
+        ):  # those that follow have the same content, and are kept or dropped with it
+            reason = _why_dropped(s, prompt, conversation, evaluation, unlike)
+            packed = conversation.packed()
+        if reason:
+            dropped[reason] += 1
+        else:
+            kept.append(TokenizedPrompt(prompt.id, prompt.source, packed))
+    total = len(kept) + sum(dropped[name] for name in FILTERS)
+    if total == 0:
         raise UserError("the sources hold no prompts: add a source or raise a limit")
-    tokenized = [item for prompt in read for item in tokenize_prompt(s, prompt, reader)]
-    by_id: dict[str, TokenizedPrompt] = {}
-    for item in tokenized:  # two texts may share windows
-        by_id.setdefault(item.prompt.id, item)
-    duplicates += len(tokenized) - len(by_id)
-    clean, overlapping = drop_overlaps(
-        [x.prompt for x in by_id.values()], evaluation_texts(s.decontaminate)
-    )
-    fitting = [prompt for prompt in clean if has_allowed_length(s, by_id[prompt.id])]
-    kept, near = drop_near_duplicates(fitting, s.filters.near_duplicates)
     if len(kept) == 0:
         raise UserError(
-            f"of {len(tokenized)} prompts none is left ({overlapping} overlap evaluation prompts, "
-            f"{len(clean) - len(fitting)} are of the wrong length): add others or loosen `filters`"
+            f"of {total} prompts none is left ({dropped[OVERLAPS]} overlap evaluation prompts, "
+            f"{dropped[WRONG_LENGTHS]} are of the wrong length): add others or loosen `filters`"
         )
-    return [by_id[prompt.id] for prompt in kept], {
-        "dropped_as_repeats": duplicates,
-        "dropped_as_evaluation": overlapping,
-        "dropped_by_length": len(clean) - len(fitting),
-        "dropped_as_near_duplicates": near,
-    }
+    return kept, dict(dropped)
 
 
-def tokenize_prompt(
-    s: PromptConfig, prompt: Prompt, reader: TargetTokenizer
-) -> list[TokenizedPrompt]:
-    """The prompt as one conversation; for origin text a text without an answer becomes several windows."""
-    if s.origin == "text" and not has_replies(prompt):
-        windows = conversations.split_into_windows(reader.tokenizer, prompt, s.window)
-        return [TokenizedPrompt(window, conversation) for window, conversation in windows]
-    if s.origin == "text":
-        conversation = conversations.conversation_with_replies(
-            reader.tokenizer, prompt, s.turns, reader.eos
+def _why_dropped(
+    s: PromptConfig,
+    prompt: Prompt,
+    conversation: Conversation,
+    evaluation: EvaluationOverlap,
+    unlike: NearDuplicates,
+) -> str:
+    """The name of the first filter that a prompt does not pass; "" if it passes all."""
+    text = prompts.prompt_text(prompt)
+    if evaluation.overlaps(text):
+        return OVERLAPS
+    is_window = s.origin == "text" and not has_replies(prompt)  # windows may be of any length
+    if not is_window and has_wrong_length(len(conversation.prompt_segments[0]), s.filters):
+        return WRONG_LENGTHS
+    return NEAR_DUPLICATES if unlike.similarity > 0 and not unlike.add(text) else ""
+
+
+def tokenize_prompts(
+    s: PromptConfig, read: Iterator[Prompt], reader: TargetTokenizer, dropped: Counter[str]
+) -> Iterator[tuple[Prompt, Conversation]]:
+    """Prompts whose replies the target will generate, tokenised many at a time."""
+    while some := list(itertools.islice(read, TOKENIZED_TOGETHER)):
+        yield from zip(
+            some,
+            conversations.conversations_without_replies(reader.tokenizer, some, s.turns),
+            strict=True,
         )
-    else:
-        conversation = conversations.conversation_without_replies(reader.tokenizer, prompt, s.turns)
-    return [TokenizedPrompt(prompt, conversation)]
 
 
-def has_allowed_length(s: PromptConfig, tokenized: TokenizedPrompt) -> bool:
-    """Whether the prompt's length is within the filters' limits; windows of a text are not limited."""
-    is_window = s.origin == "text" and not has_replies(tokenized.prompt)
-    return is_window or not has_wrong_length(
-        len(tokenized.conversation.prompt_segments[0]), s.filters
-    )
+def tokenize_texts(
+    s: PromptConfig, read: Iterator[Prompt], reader: TargetTokenizer, dropped: Counter[str]
+) -> Iterator[tuple[Prompt, Conversation]]:
+    """Prompts of origin text with their replies; a text without an answer becomes several windows.
+
+    Texts may share windows: repeated ones are counted in `dropped`.
+    """
+    seen: set[str] = set()
+    for prompt in read:
+        if has_replies(prompt):
+            conversation = conversations.conversation_with_replies(
+                reader.tokenizer, prompt, s.turns, reader.eos
+            )
+            items = [(prompt, conversation)]
+        else:
+            items = conversations.split_into_windows(reader.tokenizer, prompt, s.window)
+        for item, conversation in items:
+            if item.id in seen:
+                dropped[REPEATS] += 1
+            else:
+                seen.add(item.id)
+                yield item, conversation
 
 
 def has_replies(prompt: Prompt) -> bool:

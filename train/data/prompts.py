@@ -1,5 +1,7 @@
 """Step 2 of 4 from sources to prompts: contents become Prompts with ids; limits apply and exact duplicates are dropped.
 
+Prompts are streamed: only their ids stay in memory, to find duplicates.
+
 A prompt is plain text to continue, a chat to answer, or for origin text either of them with its answer. Its id is a
 hash of its content, so ids are the same on every machine and in every run; resuming and decontamination rely on that.
 """
@@ -8,8 +10,9 @@ import hashlib
 import itertools
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,11 @@ from train.data.sources import (
     read_source,
 )
 
+REPEATS = "dropped_as_repeats"
+"""Name of the count of contents that had come earlier."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """Plain `text` or the `messages` of a chat; the other one is None."""
 
@@ -39,6 +45,11 @@ class Prompt:
     """0 .. samples - 1: several answers may be generated for one content."""
     answer: str | None = None
     """The answer to `text`, for origin text if the source has one."""
+
+    @property
+    def content_id(self) -> str:
+        """The part of the id that all samples of a content have in common."""
+        return self.id.rpartition("#")[0]
 
 
 def read_prompts(
@@ -58,23 +69,38 @@ def read_prompts_with_duplicates(
 
     With `answered` (origin text) prompts carry their answers, and files and modules come as whole texts.
     """
-    seen: set[str] = set()
-    prompts: list[Prompt] = []
-    duplicates = [0]
+    dropped = Counter[str]()
+    prompts = list(stream_prompts(sources, seed, dropped, answered, root))
+    return prompts, dropped[REPEATS]
+
+
+def stream_prompts(
+    sources: list[PromptSource],
+    seed: int,
+    dropped: Counter[str],
+    answered: bool = False,
+    root: Path = BUNDLED_PROMPTS,
+) -> Iterator[Prompt]:
+    """The prompts of `read_prompts_with_duplicates` one by one; contents that had come earlier count in `dropped`.
+
+    The samples of a content follow each other.
+    """
     for source in sources:
         check(source, answered)
+    seen: set[str] = set()
+    for source in sources:
         rng = random.Random(f"{seed} {source.kind} {source.path} {source.split}")
-        before = len(prompts)
         contents = read_source(source, rng, root, answered)
-        new_contents = _drop_duplicates(contents, seen, duplicates)
-        for label, content in itertools.islice(new_contents, source.limit):
-            prompts += [make_prompt(label, content, sample) for sample in range(source.samples)]
-        taken = (len(prompts) - before) // source.samples
+        taken = 0
+        for prompt in itertools.islice(_drop_duplicates(contents, seen, dropped), source.limit):
+            taken += 1
+            yield prompt
+            for sample in range(1, source.samples):
+                yield replace(prompt, id=f"{prompt.content_id}#{sample}", sample=sample)
         if source.kind == "stdlib" and source.limit is not None and taken < source.limit:
             raise UserError(
                 f"source stdlib: limit {source.limit}, but only {taken} excerpts were found: lower it"
             )
-    return prompts, duplicates[0]
 
 
 def evaluation_texts(root: Path = BUNDLED_PROMPTS) -> list[str]:
@@ -104,17 +130,28 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
         raise UserError(f"prompt {prompt.id} of {prompt.source}: {error}") from error
 
 
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> list[list[int]]:
+    """`encode_prompt` of each, many times faster for thousands of them."""
+    contents = [prompt.text if prompt.text is not None else prompt.messages for prompt in prompts]
+    try:
+        return chat_template.encode_prompts(tokenizer, [content or "" for content in contents])
+    except UserError:
+        return [encode_prompt(tokenizer, prompt) for prompt in prompts]  # names the prompt
+
+
 def _drop_duplicates(
-    candidates: Iterator[tuple[str, Content]], seen: set[str], duplicates: list[int]
-) -> Iterator[tuple[str, Content]]:
-    """Candidates whose content is not in `seen`, to which they are added; the others are counted in `duplicates[0]`."""
+    candidates: Iterator[tuple[str, Content]], seen: set[str], dropped: Counter[str]
+) -> Iterator[Prompt]:
+    """The first samples of candidates whose id is not in `seen`, to which it is added; the others are counted."""
     for label, content in candidates:
-        digest = _digest(content)
-        if digest in seen:
-            duplicates[0] += 1
+        prompt = make_prompt(label, content, 0)
+        if prompt.id in seen:
+            dropped[REPEATS] += 1
         else:
-            seen.add(digest)
-            yield label, content
+            seen.add(prompt.id)
+            yield prompt
 
 
 def make_prompt(label: str, content: Content, sample: int) -> Prompt:

@@ -7,6 +7,7 @@ a finished set has.
 
 import functools
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict, cast, overload
@@ -186,7 +187,7 @@ def finish_reasons(folder: Path) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for path in shard_paths(folder):
         batch = _read(_open(path), path, None, ["id", "finish_reason"])
-        ended = batch.column("finish_reason").to_pylist()
+        ended = map(sys.intern, batch.column("finish_reason").to_pylist())
         reasons |= zip(batch.column("id").to_pylist(), ended, strict=True)
     return reasons
 

@@ -1,15 +1,19 @@
-"""Step 1 of 4 from sources to prompts: raw contents of bundled files, the standard library, files, the Hub."""
+"""Step 1 of 4 from sources to prompts: raw contents of bundled files, the standard library, files, the Hub.
+
+Files of the user's and data sets may hold millions of prompts: they are read one after the other, and memory holds the
+place of each line or row where they are shuffled.
+"""
 
 import itertools
 import random
-import re
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from decode.common.errors import UserError
-from decode.common.files import parse_jsonl, read_text
+from decode.common.files import parse_json_lines, read_lines, read_text
 from decode.common.ranges import Count, at_least
 from eval.tasks.dataset_specs import load_hub_dataset
 from train.data import python_corpus
@@ -86,6 +90,9 @@ def read_source(
             yield "stdlib", excerpt
     elif source.kind == "hub":
         yield from ((source.path, content) for content in _read_hub(source, rng, answered))
+    elif source.kind == "file":
+        name = Path(source.path).name  # without its folder, which stays private
+        yield from ((name, content) for content in _read_file(source, rng, answered))
     else:
         if source.kind == "stdlib":
             texts = [
@@ -93,10 +100,8 @@ def read_source(
                 *python_corpus.read_help_topics(False).values(),
             ]
             labelled: list[tuple[str, Content]] = [("stdlib", text) for text in texts]
-        elif source.kind == "bundled":
-            labelled = _read_bundled(source.path, root)
         else:
-            labelled = _read_file(source, answered)
+            labelled = _read_bundled(source.path, root)
         if source.limit is not None:
             rng.shuffle(labelled)
         yield from labelled
@@ -111,34 +116,70 @@ def _read_bundled(domain: str, root: Path) -> list[tuple[str, Content]]:
     ]
 
 
-def _read_file(source: PromptSource, answered: bool) -> list[tuple[str, Content]]:
-    """Contents of a .jsonl or .txt file, labelled by the file's name without its folder, which stays private."""
-    path = Path(source.path)
-    if path.suffix not in (".jsonl", ".txt"):
-        raise UserError(f"prompt file {path}: must end in .jsonl or .txt")
-    contents: list[Content]
+def _read_file(source: PromptSource, rng: random.Random, answered: bool) -> Iterator[Content]:
+    """The contents of a .jsonl or .txt file, shuffled where a limit will choose among them. UserError for none."""
+    path, shuffled = Path(source.path), source.limit is not None
+    contents: Iterable[Content]
     if path.suffix == ".jsonl":
-        contents = read_jsonl(path, answered)
-    else:
         contents = (
-            [text for text in [read_text(path)] if text.strip()]
-            if answered
-            else _read_paragraphs(path)
+            _read_shuffled_jsonl(path, rng, answered) if shuffled else read_jsonl(path, answered)
         )
-    if len(contents) == 0:
+    elif path.suffix == ".txt":
+        contents = _read_whole_text(path) if answered else _read_paragraphs(path)
+        if shuffled:
+            contents = list(contents)
+            rng.shuffle(contents)
+    else:
+        raise UserError(f"prompt file {path}: must end in .jsonl or .txt")
+    empty = True
+    for content in contents:
+        empty = False
+        yield content
+    if empty:
         raise UserError(f"prompt file {path}: has no prompts: add some or drop the source")
-    return [(path.name, content) for content in contents]
 
 
-def _read_paragraphs(path: Path) -> list[Content]:
-    paragraphs = re.split(r"\n[ \t]*\n", read_text(path))
-    return [text.strip("\n") for text in paragraphs if text.strip() != ""]
+def _read_whole_text(path: Path) -> list[Content]:
+    """The text of a file, if there is any."""
+    return [text for text in [read_text(path)] if text.strip() != ""]
 
 
-def read_jsonl(path: Path, answered: bool) -> list[Content]:
+def _read_paragraphs(path: Path) -> Iterator[Content]:
+    """What stands between blank lines; of two blank lines the second one belongs to the paragraph behind them."""
+    lines: list[str] = []
+    for line in itertools.chain(read_lines(path), ["\n"]):
+        if lines and line.strip(" \t") == "\n":
+            text = "".join(lines).strip("\n")
+            lines = []
+            if text.strip() != "":
+                yield text
+        else:
+            lines.append(line)
+
+
+def read_jsonl(path: Path, answered: bool) -> Iterator[Content]:
     """One content for each line that is not blank. UserError names path and line of a bad one."""
-    contents = []
-    for where, record in parse_jsonl(read_text(path), path):
+    return _parse_contents(read_lines(path), path, answered)
+
+
+def _read_shuffled_jsonl(path: Path, rng: random.Random, answered: bool) -> Iterator[Content]:
+    """The contents of `read_jsonl` in random order; every line is checked before the first one is given."""
+    for _ in read_jsonl(path, answered):
+        pass
+    starts, end = array("q"), 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.decode().strip("\ufeff").strip() != "":
+                starts.append(end)
+            end += len(line)
+        rng.shuffle(starts)  # type: ignore[arg-type]
+        for start in starts:
+            file.seek(start)
+            yield from _parse_contents([file.readline().decode("utf-8-sig")], path, answered)
+
+
+def _parse_contents(lines: Iterable[str], path: Path, answered: bool) -> Iterator[Content]:
+    for where, record in parse_json_lines(lines, path):
         known = ("prompt", "text", "messages")
         keys = [key for key in known if isinstance(record, dict) and key in record]
         if len(keys) == 0:
@@ -146,8 +187,7 @@ def read_jsonl(path: Path, answered: bool) -> list[Content]:
         content = _content(record[keys[0]], where, record.get("response"), answered)
         if content is None:
             raise UserError(f"{where}: `{keys[0]}` is empty: fill it or remove the line")
-        contents.append(content)
-    return contents
+        yield content
 
 
 def _read_hub(source: PromptSource, rng: random.Random, answered: bool) -> Iterator[Content]:
@@ -161,9 +201,9 @@ def _read_hub(source: PromptSource, rng: random.Random, answered: bool) -> Itera
             data.shuffle(rng.getrandbits(32), buffer_size=SHUFFLE_BUFFER) if limited else data
         )
     else:
-        order = list(range(len(data)))
+        order = array("q", range(len(data)))
         if source.limit is not None:
-            rng.shuffle(order)
+            rng.shuffle(order)  # type: ignore[arg-type]
         rows = ((index, data[index]) for index in order)
     for index, row in rows:
         for column in (source.column, source.response):

@@ -7,7 +7,7 @@ from pathlib import Path
 from decode.engine.records import DecodeRecord
 from train.data import sample_store
 from train.data.conversations import Conversation, join_turns, skip_repeated_turn_end
-from train.data.prompts import Prompt
+from train.data.prompt_pipeline import TokenizedPrompt
 from train.sampling.config import SampleConfig
 
 
@@ -26,9 +26,9 @@ SKIPPED = {
 class ConversationState:
     """A conversation while its replies are generated turn by turn."""
 
-    def __init__(self, prompt: Prompt, conversation: Conversation):
-        self.prompt, self.prompt_segments = prompt, conversation.prompt_segments[:1]
-        self.pending_turns = conversation.prompt_segments[1:]
+    def __init__(self, prompt: TokenizedPrompt):
+        segments = list(prompt.conversation.prompt_segments)
+        self.prompt, self.prompt_segments, self.pending_turns = prompt, segments[:1], segments[1:]
         self.replies: list[list[int]] = []
         self.finish_reason = ""
 
@@ -72,13 +72,13 @@ class ShardWriter:
         self.s = s
         self.rows: list[sample_store.SampleRow] = []
 
-    def add(self, prompt: Prompt, conversation: Conversation, finish_reason: str) -> None:
+    def add(self, prompt: TokenizedPrompt, conversation: Conversation, finish_reason: str) -> None:
         """Adds the row of one finished conversation."""
         self.rows.append(make_row(self.s, prompt, conversation, finish_reason))
         if len(self.rows) >= self.s.shard_rows:
             self.write()
 
-    def add_skipped(self, prompt: Prompt, prompt_ids: list[int], reason: str) -> None:
+    def add_skipped(self, prompt: TokenizedPrompt, prompt_ids: list[int], reason: str) -> None:
         """Adds a row without loss spans for a prompt that is not to be asked again; `reason` is a key of SKIPPED."""
         self.add(prompt, Conversation([prompt_ids], [[]]), reason)
 
@@ -98,7 +98,7 @@ class ShardWriter:
 
 
 def make_row(
-    s: SampleConfig, prompt: Prompt, conversation: Conversation, finish_reason: str
+    s: SampleConfig, prompt: TokenizedPrompt, conversation: Conversation, finish_reason: str
 ) -> sample_store.SampleRow:
     """A finished conversation as a row of the sampled set; replies that are too short get no loss spans."""
     ids, spans = join_turns(conversation.prompt_segments, conversation.replies)

@@ -91,7 +91,7 @@ class ServerSampling:
     async def _work(self, server: Completions, waiting: Iterator[TokenizedPrompt]) -> None:
         """Answers prompts that wait, one after the other, as long as there are any."""
         for prompt in waiting:
-            state = ConversationState(prompt.prompt, prompt.conversation)
+            state = ConversationState(prompt)
             try:
                 await self._answer(server, state)
             except UnusableReplyError as error:

@@ -1,6 +1,8 @@
 import dataclasses
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from train.data.filters import drop_overlaps
 from train.data.prompts import (
     Prompt,
     encode_prompt,
+    encode_prompts,
     evaluation_texts,
     read_prompts,
     read_prompts_with_duplicates,
@@ -150,6 +153,49 @@ def test_white_space_at_the_end_of_a_prompt_is_kept(tmp_path: Path) -> None:
     """Bug: stripping a prompt that stops inside an indentation changes what follows."""
     path = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "def f():\n   "}])
     assert read_prompts([PromptSource("file", str(path))], seed=0)[0].text == "def f():\n   "
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_limit_takes_lines_as_a_shuffled_list_would(tmp_path: Path, end: str) -> None:
+    """Bug: lines that are found by their place in the file lose bytes of the mark, or come in another order than they
+    did, so that sets of earlier versions cannot be resumed."""
+    records = [json.dumps({"prompt": f"é{i}" * (i % 7 + 1)}, ensure_ascii=False) for i in range(50)]
+    path = tmp_path / "own.jsonl"
+    lines = [
+        line for record in records for line in ([record, " \u3000"] if "3" in record else [record])
+    ]
+    path.write_text("\ufeff" + end.join(lines), encoding="utf-8", newline="")
+    source = PromptSource("file", str(path), limit=20)
+    expected = [json.loads(record)["prompt"] for record in records]
+    random.Random(f"7 file {path} train").shuffle(expected)
+    assert [prompt.text for prompt in read_prompts([source], seed=7)] == expected[:20]
+    path.write_text("\n".join([*records, "{"]), encoding="utf-8")
+    with pytest.raises(UserError, match="own.jsonl:51 is not valid JSON"):
+        read_prompts([source], seed=7)
+
+
+def test_paragraphs_are_those_of_a_regular_expression(tmp_path: Path) -> None:
+    """Bug: text files are cut at other places when they are read line by line."""
+    rng = random.Random(0)
+    path = tmp_path / "own.txt"
+    for _ in range(300):
+        text = (
+            "".join(rng.choices(["a", "b", "\n", "\n", "\n", " ", "\t", "\r", "\x0b"], k=25)) + "x"
+        )
+        path.write_text(text, encoding="utf-8", newline="")
+        parts = re.split(r"\n[ \t]*\n", path.read_text(encoding="utf-8"))
+        expected = [part.strip("\n") for part in parts if part.strip() != ""]
+        found = [prompt.text for prompt in read_prompts([PromptSource("file", str(path))], seed=0)]
+        assert found == list(dict.fromkeys(expected))
+
+
+def test_text_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    """Bug: the byte that is named is counted from somewhere in the middle of the file."""
+    path = tmp_path / "own.jsonl"
+    path.write_bytes(b'{"prompt": "good"}\n' * 5000 + b'{"prompt": "\xff"}\n')
+    for limit in (None, 3):
+        with pytest.raises(UserError, match=r"own.jsonl is not UTF-8 text \(byte 95012\)"):
+            read_prompts([PromptSource("file", str(path), limit=limit)], seed=0)
 
 
 def test_text_files_are_split_at_blank_lines(tmp_path: Path) -> None:
@@ -313,6 +359,24 @@ def test_template_and_tokenizer_do_not_both_add_bos() -> None:
     assert encode_prompt(tokenizer, text_prompt("hello world")) == expected
     twice = tiny_tokenizer("{{ bos_token }} " + TEMPLATE)
     assert encode_prompt(twice, chat) == expected
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE, "{{ bos_token }} " + TEMPLATE])
+def test_many_prompts_are_encoded_as_one(template: str | None) -> None:
+    """Bug: prompts that are tokenised together are padded, or get other ids than alone."""
+    tokenizer = tiny_tokenizer(template)
+    prompts = [text_prompt(" ".join(["hello"] * n)) for n in range(1, 6)]
+    if template:
+        prompts += [
+            chat_prompt(
+                {"role": "system", "content": "hello"}, {"role": "user", "content": "world"}
+            )
+        ]
+    single = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    assert encode_prompts(tokenizer, prompts) == single
+    bad = dataclasses.replace(text_prompt("\ud800"), id="bad#0")
+    with pytest.raises(UserError, match="prompt bad#0 of test: the prompt has .*surrogate"):
+        encode_prompts(tokenizer, [*prompts, bad])
 
 
 def test_a_chat_that_the_template_refuses_is_named() -> None:

@@ -1,0 +1,73 @@
+"""The whole way from sources to tokenised prompts: one prompt after the other gives what step after step would."""
+
+import json
+import random
+from array import array
+from pathlib import Path
+
+import pytest
+
+from tests.worlds import byte_tokenizer
+from train.data.filters import (
+    FilterConfig,
+    drop_near_duplicates,
+    drop_overlaps,
+    has_wrong_length,
+)
+from train.data.prompt_pipeline import TargetTokenizer, evaluation_texts, load_prompts
+from train.data.prompts import encode_prompt, read_prompts_with_duplicates
+from train.data.sources import PromptSource
+from train.sampling.config import SampleConfig
+
+
+def texts() -> list[str]:
+    """500 texts: some are equal, some nearly so, some are long, short or repeat what is evaluated."""
+    rng = random.Random(0)
+    found = [
+        " ".join(f"w{rng.randrange(300)}" for _ in range(rng.randint(1, 60))) for _ in range(420)
+    ]
+    found += [text.upper() for text in rng.sample(found, 40)] + rng.sample(found, 20)
+    found += [f"before {text} after" for text in rng.sample(found, 20)]
+    rng.shuffle(found)
+    return found
+
+
+@pytest.mark.parametrize("limit", [None, 300])
+def test_prompts_are_kept_and_counted_as_step_by_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    """Bug: samples of one prompt part, a batch of the tokenizer mixes prompts up, or a prompt that another filter
+    drops makes later ones near duplicates."""
+    monkeypatch.setattr("train.data.prompt_pipeline.TOKENIZED_TOGETHER", 7)
+    every = texts()
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": x}) + "\n" for x in every))
+    (tmp_path / "b.txt").write_text("\n\n".join(every[::5] + ["only here"]))
+    (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "\n".join(every[:3])}) + "\n")
+    s = SampleConfig(
+        sources=[
+            PromptSource("file", str(tmp_path / "a.jsonl"), limit=limit, samples=2),
+            PromptSource("file", str(tmp_path / "b.txt"), limit=limit),
+        ],
+        filters=FilterConfig(min_prompt=30, max_prompt=220, near_duplicates=0.8),
+        decontaminate=str(tmp_path / "eval.jsonl"),
+    )
+    tokenizer = byte_tokenizer()
+    reader = TargetTokenizer("tiny", None, tokenizer, "", 512, frozenset({0}))
+    found, dropped = load_prompts(s, reader)
+
+    read, repeats = read_prompts_with_duplicates(s.sources, s.seed)
+    clean, overlapping = drop_overlaps(read, evaluation_texts(s.decontaminate))
+    ids = {prompt.id: encode_prompt(tokenizer, prompt) for prompt in clean}
+    fitting = [prompt for prompt in clean if not has_wrong_length(len(ids[prompt.id]), s.filters)]
+    kept, near = drop_near_duplicates(fitting, 0.8)
+    assert [(prompt.id, prompt.source) for prompt in found] == [(p.id, p.source) for p in kept]
+    assert [prompt.conversation.prompt_segments for prompt in found] == [
+        (array("i", ids[prompt.id]),) for prompt in kept
+    ]
+    assert dropped == {
+        "dropped_as_repeats": repeats,
+        "dropped_as_evaluation": overlapping,
+        "dropped_by_length": len(clean) - len(fitting),
+        "dropped_as_near_duplicates": near,
+    }
+    assert min(dropped.values()) > 0
