@@ -1,8 +1,11 @@
-"""Numbers, intervals and tables as text; values that were not measured become a dash."""
+"""Numbers, intervals and tables as text, and HTML pages; values that were not measured become a dash."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import jinja2
 
 Interval = Sequence[float] | None
 """[low, high] of a 95 % interval; None if it was not measured."""
@@ -94,3 +97,14 @@ def table_markdown(table: Table) -> str:
         "| " + " | ".join(escape_markdown(cell) for cell in line) + " |" for line in lines
     )
     return f"## {escape_markdown(table.title)}\n\n{body}"
+
+
+def html_templates(folder: Path) -> jinja2.Environment:
+    """The templates of a folder for HTML pages: every value is escaped, and an unknown name is an error."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -22,6 +21,7 @@ from eval.reporting.formatting import (
     format_method,
     format_number,
     format_with_interval,
+    html_templates,
     table_markdown,
 )
 from eval.reporting.plots import ReportChart
@@ -118,28 +118,25 @@ def render_html(
 
     tuned: a tuning run on the same target; adds its table and plots. charts: further figures, behind the report's own.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     tables = report_tables(report) + ([] if tuned is None else [tuned_table(tuned)])
-    return environment.get_template(TEMPLATE).render(
-        target=target_name(report),
-        cards=headline_figures(report),
-        verdicts=summary_lines(report),
-        lossless=f"{lossless_verdict(report)} {distribution_verdict(report)}".strip(),
-        broken=is_output_changed(report),
-        charts=[*build_charts(report, tuned), *charts],
-        traces=traces,
-        tables=[table for table in tables if not table.detail],
-        details=[table for table in tables if table.detail],
-        advice=advise(report, tuned),
-        command=benchmark_command(report),
-        settings=report.get("settings"),
-        definitions=DEFINITIONS,
+    return (
+        html_templates(Path(__file__).parent)
+        .get_template(TEMPLATE)
+        .render(
+            target=target_name(report),
+            cards=headline_figures(report),
+            verdicts=summary_lines(report),
+            lossless=f"{lossless_verdict(report)} {distribution_verdict(report)}".strip(),
+            broken=is_output_changed(report),
+            charts=[*build_charts(report, tuned), *charts],
+            traces=traces,
+            tables=[table for table in tables if not table.detail],
+            details=[table for table in tables if table.detail],
+            advice=advise(report, tuned),
+            command=benchmark_command(report),
+            settings=report.get("settings"),
+            definitions=DEFINITIONS,
+        )
     )
 
 

@@ -6,10 +6,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from rich.console import Console
 from rich.text import Text
 
+from eval.reporting.formatting import html_templates
 from train.doctor_checks.examination import Examination
 from train.doctor_checks.findings import DataFinding
 from train.doctor_checks.seen_rows import SeenRow, decode
@@ -115,13 +115,7 @@ def render_page(
     target: str, template: dict[str, Any], parts: dict[str, Examination], limit: int
 ) -> str:
     """One HTML page that needs no other file and no script. `parts`: {title: what was found}."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = html_templates(Path(__file__).parent)
     samples = {
         title: [(describe_row(row), masked_texts(row, limit)) for row in examined.shown]
         for title, examined in parts.items()
