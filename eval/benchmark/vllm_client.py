@@ -16,6 +16,7 @@ from typing import Any
 from decode.common.errors import UserError
 from decode.drafts.registry import find_family, saved_families
 from decode.engine.engine import row_seeds
+from decode.model.gguf_files import gguf_folder
 from decode.verification.sampling import SamplingParams
 
 WORKER_SCRIPT = Path(__file__).with_name("vllm_worker.py")
@@ -48,7 +49,7 @@ def speculative_config(draft: str, k: int, **more: Any) -> dict[str, Any]:
         known = ", ".join(name for name, one in saved_families().items() if one.engines.vllm)
         raise UserError(f"{draft}: vLLM has no method for family {family.name!r}; it has {known}")
     return {
-        "model": _resolve_path(draft),
+        "model": model_path(draft),
         "method": family.engines.vllm,
         "num_speculative_tokens": k,
         **family.engines.vllm_options,
@@ -81,7 +82,7 @@ def build_job(
     """
     seeds = [1 + row for row in row_seeds(seed, draws * len(prompts))]  # 0 is the engine's seed
     return {
-        "target": _resolve_path(target),
+        "target": model_path(target),
         "dtype": dtype,
         "speculative": speculative,
         "prompts": [list(prompt) for prompt in prompts],
@@ -120,6 +121,7 @@ def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, 
             raise UserError(f"vLLM failed:\n{log.read()[-3000:]}")
 
 
-def _resolve_path(name: str) -> str:
-    """A folder's absolute path, since vLLM runs in another working directory; a Hub name as it is."""
-    return str(Path(name).resolve()) if Path(name).exists() else name
+def model_path(name: str, revision: str | None = None) -> str:
+    """An absolute path, since vLLM runs in another folder: the cached one of a GGUF. A Hub name as it is."""
+    folder = gguf_folder(name, revision) or name
+    return str(Path(folder).resolve()) if Path(folder).exists() else folder

@@ -39,7 +39,7 @@ from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, Seed, at_least
 from decode.common.run_dir import check_file
 from decode.model.loading import Target, load_model, load_target
-from eval.benchmark.vllm_client import find_interpreter, has_vllm
+from eval.benchmark.vllm_client import find_interpreter, has_vllm, model_path
 from scripts.benchmarks.sampling_engines import (
     ContinuousSampler,
     PaddedSampler,
@@ -140,7 +140,7 @@ def start_engines(
             engines[name] = ContinuousSampler(model, eos, rows, longest, s.seed)
         elif python:
             job = {
-                "target": str(Path(s.target).resolve()) if Path(s.target).exists() else s.target,
+                "target": model_path(s.target),
                 "dtype": s.dtype,
                 "rows": rows,
                 "max_model_len": longest,

@@ -14,8 +14,7 @@ from typing import TextIO
 
 from decode.common.command import end_with_parent
 from decode.common.errors import UserError
-from decode.model.gguf_files import gguf_folder
-from eval.benchmark.vllm_client import find_interpreter
+from eval.benchmark.vllm_client import find_interpreter, model_path
 from train.sampling.config import SampleConfig
 
 LOG_TAIL = 1500
@@ -51,9 +50,8 @@ def target_server(s: SampleConfig, processes: int) -> Iterator[str]:
 
 def server_command(s: SampleConfig, port: int, processes: int) -> list[str]:
     """The command line: one model under its own name, and no sampling settings but those of the requests."""
-    folder = gguf_folder(s.target, s.revision) or s.target
-    model = str(Path(folder).resolve()) if Path(folder).exists() else folder
-    revision = ["--revision", s.revision] if s.revision and not Path(folder).exists() else []
+    model = model_path(s.target, s.revision)
+    revision = ["--revision", s.revision] if s.revision and not Path(model).exists() else []
     return [
         *(find_interpreter(s.vllm_python), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model, "--served-model-name", "target", "--dtype", s.dtype, *revision),

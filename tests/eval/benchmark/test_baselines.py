@@ -254,3 +254,17 @@ def test_vllm_drafts_a_block_in_one_pass(family: str, tmp_path: Path) -> None:
     """Catches a block draft that vLLM would run token by token, as a small LM or an EAGLE-3 head."""
     (tmp_path / "draftsmith.json").write_text(json.dumps({"family": family}))
     assert vllm_client.speculative_config(str(tmp_path), 6)["parallel_drafting"] is True
+
+
+def test_vllm_is_given_the_folder_of_a_gguf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: vLLM reads the file itself as a config, and fails after everything else was measured."""
+    monkeypatch.setattr(
+        vllm_client, "gguf_folder", lambda name, _: str(tmp_path) if "gguf" in name else None
+    )
+    monkeypatch.chdir(tmp_path)
+    for name, path in (("model.gguf", tmp_path), (".", tmp_path), ("org/name", "org/name")):
+        assert vllm_client.build_job(name, [[1]], max_new_tokens=1, max_model_len=8)[
+            "target"
+        ] == str(path)
