@@ -103,11 +103,14 @@ LAYOUTS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
 
 
 def draft_lengths(entries: Sequence[dict[str, Any]]) -> str:
-    """`K = 3`, or, where methods differ, `K = 3 (ngram), 2 (eagle3)`."""
-    k = {m["name"].strip("*"): m["k"] for m in entries if m["k"] > 0}
-    if len(set(k.values())) == 1:
-        return f"K = {next(iter(k.values()))}"
-    return "K = " + ", ".join(f"{length} ({name})" for name, length in k.items())
+    """`K = 3`, or, where methods differ, that of most of them first: `K = 3, but 6 (dspark, pard)`."""
+    names: dict[int, list[str]] = {}
+    for m in entries:
+        name = m["name"].strip("*")
+        if m["k"] > 0 and name not in names.get(m["k"], []):
+            names.setdefault(m["k"], []).append(name)
+    usual, *others = sorted(names, key=lambda k: -len(names[k]))
+    return f"K = {usual}" + "".join(f", but {k} ({', '.join(names[k])})" for k in others)
 
 
 def engine_entry(e: dict[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def test_each_method_has_its_own_draft_length() -> None:
     for m in report["methods"]:
         m["k"] = 2
     last = readme_table.render_table(report).splitlines()[-1]
-    assert ", K = 2 (eagle3), 3 (transformers, prompt lookup), batch 1" in last
+    assert ", K = 2, but 3 (transformers, prompt lookup), batch 1" in last
 
 
 def test_the_line_below_says_how_it_was_measured() -> None:
