@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the head of assets/eagle3-smollm2 from nothing and measures the README's table: SmolLM2-135M-Instruct answers
 # 5,000 prompts, an EAGLE-3 head learns from the answers, and is measured on MT-bench, HumanEval, GSM8K and CNN/DailyMail.
-# Every family that needs no heads of the target's own is trained for 300 steps on the same answers and measured too.
+# Every family is trained for 300 steps on the same answers and measured too.
 # These and GSM8K's training questions come from the Hugging Face Hub. Two CPU cores with AVX512-BF16: hours.
 # Run again, it continues where it stopped. GSM8K=FILE reads the questions from a .jsonl file.
 set -euo pipefail
@@ -30,6 +30,7 @@ python eval/run.py --config configs/smollm2/eval.yaml
 python scripts/track_report.py --run $out/drafts/eagle3_longer --report $out/report
 family eagle3_300 'eagle3, vocab: 8192, steps: 3'
 family eagle1 'eagle1'
+family mtp 'mtp, steps: 3'
 family medusa 'medusa, heads: 3'
 family layerskip 'layerskip, vocab: 8192, exit_layer: 8'
 family pard 'pard, layers: [0, 1, 28, 29], vocab: 8192, block: 6'

@@ -34,6 +34,7 @@ from decode.drafts.base import check_request
 from decode.drafts.registry import pick_draft
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import load_target
+from eval.benchmark.vllm_client import find_interpreter
 from train.data import manifest, sample_store
 from train.data.prompt_pipeline import (
     TargetTokenizer,
@@ -154,6 +155,8 @@ def check_engine(s: SampleConfig) -> None:
         raise UserError(f"--origin text asks nobody for answers: drop --engine {s.engine}")
     if s.served and s.draft != "none":
         raise UserError("--draft is for the local engine: give the draft to the server, or drop it")
+    if s.engine == "vllm":
+        find_interpreter(s.vllm_python)  # UserError here rather than behind a line of progress
 
 
 def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, Engine]:

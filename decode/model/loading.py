@@ -3,7 +3,7 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,13 +24,12 @@ from decode.model.runner import ModelRunner
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Where it is not set, transformers asks on the terminal whether code from the model's folder shall run."""
-DTYPES = {
+NUMBER_TYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-    "int8": torch.float32,
-    "int8_bfloat16": torch.bfloat16,
 }
+DTYPES = NUMBER_TYPES | {"int8": torch.float32, "int8_bfloat16": torch.bfloat16}
 """The values of `dtype` settings, and what is computed in. int8: the weights of linear layers have eight bits."""
 
 
@@ -244,11 +243,11 @@ def pick_device(device: str) -> str:
     return device
 
 
-def find_dtype(name: str) -> torch.dtype:
-    """The dtype that is computed in. UserError for a name that is not in DTYPES."""
-    if name not in DTYPES:
-        raise UserError(f"dtype {name!r}: choose among {', '.join(DTYPES)}")
-    return DTYPES[name]
+def find_dtype(name: str, allowed: Mapping[str, torch.dtype] = DTYPES) -> torch.dtype:
+    """The dtype that is computed in. UserError for a name that is not allowed."""
+    if name not in allowed:
+        raise UserError(f"dtype {name!r}: choose among {', '.join(allowed)}")
+    return allowed[name]
 
 
 def _eos_ids(model: Any, name: str) -> frozenset[int]:

@@ -50,7 +50,7 @@ from decode.drafts.causal import CausalDraft
 from decode.drafts.registry import load_draft
 from decode.engine.compile import COMPILE_OPTIONS
 from decode.engine.engine import decode
-from decode.model.loading import find_dtype, load_target, pick_device
+from decode.model.loading import NUMBER_TYPES, find_dtype, load_target, pick_device
 from decode.model.names import check_name
 from decode.model.runner import ModelRunner
 from eval.tasks.loading import Task, load_task_prompts
@@ -249,7 +249,7 @@ def main(s: GpuBenchConfig) -> None:
             raise UserError(f"{setting} {shape!r}: choose among {', '.join(SHAPES)}, self-test")
     check_file(s.out)
     pick_device(s.device)
-    find_dtype(s.dtype)
+    find_dtype(s.dtype, NUMBER_TYPES)
     check_name(s.target, "target")
     console = Console(stderr=True, width=150)
     self_test = s.shape == "self-test" or not pick_device(s.device).startswith("cuda")

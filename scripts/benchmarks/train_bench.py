@@ -31,7 +31,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count
 from decode.common.run_dir import check_file
-from decode.model.loading import Target, find_dtype, pick_device
+from decode.model.loading import NUMBER_TYPES, Target, find_dtype, pick_device
 from decode.model.runner import ModelRunner
 from train.data.batching import Batch, collate
 from train.data.sample_store import SampleRow
@@ -205,7 +205,7 @@ def train_step(trainee: TrainableDraft, batch: Batch, optimizer: torch.optim.Opt
 def main(s: TrainBenchConfig) -> None:
     check_file(s.out)
     pick_device(s.device)  # UserErrors here rather than in every run
-    find_dtype(s.dtype)
+    find_dtype(s.dtype, NUMBER_TYPES)
     if not s.families or not s.sizes:
         raise UserError("families or sizes is empty: give at least one of each")
     for family in s.families:

@@ -109,6 +109,8 @@ def draft_lengths(entries: Sequence[dict[str, Any]]) -> str:
         name = m["name"].strip("*")
         if m["k"] > 0 and name not in names.get(m["k"], []):
             names.setdefault(m["k"], []).append(name)
+    if not names:
+        return "no drafts"
     usual, *others = sorted(names, key=lambda k: -len(names[k]))
     return f"K = {usual}" + "".join(f", but {k} ({', '.join(names[k])})" for k in others)
 

@@ -76,8 +76,8 @@ def test_outside_a_terminal_the_text_is_that_of_the_target(
         chat_template = None
         bos_token_id = None
 
-        def __call__(self, text: str) -> dict[str, list[int]]:
-            return {"input_ids": [int(word) for word in text.split()]}
+        def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
+            return {"input_ids": [[int(word) for word in text.split()] for text in texts]}
 
         def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
             return "".join(f" {i}" for i in ids)
