@@ -119,24 +119,21 @@ def render_html(
     tuned: a tuning run on the same target; adds its table and plots. charts: further figures, behind the report's own.
     """
     tables = report_tables(report) + ([] if tuned is None else [tuned_table(tuned)])
-    return (
-        html_templates(Path(__file__).parent)
-        .get_template(TEMPLATE)
-        .render(
-            target=target_name(report),
-            cards=headline_figures(report),
-            verdicts=summary_lines(report),
-            lossless=f"{lossless_verdict(report)} {distribution_verdict(report)}".strip(),
-            broken=is_output_changed(report),
-            charts=[*build_charts(report, tuned), *charts],
-            traces=traces,
-            tables=[table for table in tables if not table.detail],
-            details=[table for table in tables if table.detail],
-            advice=advise(report, tuned),
-            command=benchmark_command(report),
-            settings=report.get("settings"),
-            definitions=DEFINITIONS,
-        )
+    template = html_templates(Path(__file__).parent).get_template(TEMPLATE)
+    return template.render(
+        target=target_name(report),
+        cards=headline_figures(report),
+        verdicts=summary_lines(report),
+        lossless=f"{lossless_verdict(report)} {distribution_verdict(report)}".strip(),
+        broken=is_output_changed(report),
+        charts=[*build_charts(report, tuned), *charts],
+        traces=traces,
+        tables=[table for table in tables if not table.detail],
+        details=[table for table in tables if table.detail],
+        advice=advise(report, tuned),
+        command=benchmark_command(report),
+        settings=report.get("settings"),
+        definitions=DEFINITIONS,
     )
 
 

@@ -123,9 +123,7 @@ def load_prompts(
     kept: list[TokenizedPrompt] = []
     reason = ""
     for prompt, conversation in tokenize(s, read, reader, dropped):
-        if (
-            prompt.sample == 0
-        ):  # those that follow have the same content, and are kept or dropped with it
+        if prompt.sample == 0:  # the others have the same content, and are kept or dropped with it
             reason = _why_dropped(s, prompt, conversation, evaluation, unlike)
             packed = conversation.packed()
         if reason:

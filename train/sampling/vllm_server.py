@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -36,7 +35,7 @@ def target_server(s: SampleConfig, processes: int) -> Iterator[str]:
             stderr=log,
             cwd=tempfile.gettempdir(),
             env={"VLLM_NO_USAGE_STATS": "1", **os.environ},
-            preexec_fn=end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent,
         )
         try:
             wait_until_ready(process, url, s.start_timeout, log)
