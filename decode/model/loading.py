@@ -11,12 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.utils import logging
 
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.model.config_checks import check_sizes
+from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.gguf_files import gguf_folder
 from decode.model.linear_layers import quantize_linear_layers
 from decode.model.names import check_name, load_error
@@ -47,6 +54,11 @@ class Target:
     """That of its tokenizer (`tokenizer_fingerprint`)."""
     eos: frozenset[int]
     """Ids that end a text; empty when the model has none."""
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether an encoder reads its prompts (decode/model/encoder_decoder)."""
+        return bool(self.decoder.model.config.is_encoder_decoder)
 
     @cached_property
     def eos_ids(self) -> torch.Tensor:
@@ -91,16 +103,16 @@ def _read_config(name: str, what: str, revision: str | None, folder: str) -> Any
 
 
 def load_model(name: str, what: str, device: str, dtype: str, revision: str | None = None) -> Any:
-    """A causal LM of transformers in eval mode; UserError when it is not there, damaged, or lacks weights.
+    """A causal LM or encoder-decoder of transformers in eval mode.
 
-    `what` is its role ("target", "draft") in error messages.
+    UserError when it is not there, damaged, or lacks weights. `what` is its role ("target", "draft") in error messages.
     """
     device, number_type = pick_device(device), find_dtype(dtype)
     folder = model_folder(name, what, revision)
-    _read_config(name, what, revision, folder)  # one that makes no sense may build for hours
+    config = _read_config(name, what, revision, folder)  # nonsense may build for hours
     try:
         with _quietly():
-            result: Any = AutoModelForCausalLM.from_pretrained(
+            result: Any = auto_class(config).from_pretrained(
                 folder,
                 revision=revision,
                 **NO_CODE,
@@ -129,6 +141,11 @@ def load_model(name: str, what: str, device: str, dtype: str, revision: str | No
     if dtype.startswith("int8"):
         quantize_linear_layers(model)
     return model
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that builds a language model of this config: causal, or encoder-decoder."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def check_finite(model: Any, what: str, dtype: str) -> None:
@@ -271,7 +288,7 @@ def load_target(
     tokenizer = load_tokenizer(name, revision)
     check_tokenizer_size(tokenizer, model.get_input_embeddings().weight.shape[0], name)
     return Target(
-        decoder=ModelRunner(model),
+        decoder=build_runner(model),
         tokenizer=tokenizer,
         name=name,
         revision=vars(model.config).get("_commit_hash") or revision,

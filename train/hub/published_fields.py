@@ -112,6 +112,7 @@ MANIFEST = {
     "git_sha": digest,
     "versions": VERSIONS,
     "engine": word,
+    "encoder_decoder": flag,
 }
 """manifest.json of a sampled set."""
 TRAINING = {
