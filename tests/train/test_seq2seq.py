@@ -204,6 +204,22 @@ def test_a_report_of_an_encoder_decoder(world: Seq2SeqWorld, trained: Path, tmp_
     ]  # fmt: skip
 
 
+def test_generate_prints_the_answer(world: Seq2SeqWorld) -> None:
+    text = world.texts[0]
+    target = load_target(str(world.target))
+    [output] = decode(target, None, [target.tokenizer(text)["input_ids"]], max_new_tokens=NEW)
+    done = worlds.call(
+        "decode/generate.py", "--target", world.target, "--draft", world.draft, "--prompt", text,
+        "--max_new_tokens", NEW,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    tokenizer = target.tokenizer
+    pieces = [tokenizer.decode([token], skip_special_tokens=True) for token in output.output_ids]
+    assert done.out.startswith(f"{text}\n")
+    assert f"{len(output.output_ids)} tokens" in done.err
+    assert sum(map(len, pieces)) > 0
+
+
 def test_layers_and_new_configs_make_drafts(
     world: Seq2SeqWorld, data: Path, tmp_path: Path
 ) -> None:
