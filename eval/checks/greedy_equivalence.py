@@ -103,14 +103,19 @@ def wider_precision(model: Any) -> Iterator[None]:
     wide = WIDER_DTYPE.get(model.dtype, torch.float64)
     kept: dict[torch.nn.Parameter, torch.Tensor] = {}
 
+    def weights(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+        """Its own and its children's: T5 converts what it passes on to the dtype of the child."""
+        for part in (module, *module.children()):
+            yield from (w for w in part.parameters(recurse=False) if w.is_floating_point())
+
     def widen(module: torch.nn.Module, _: Any) -> None:
-        for weight in module.parameters(recurse=False):
-            if weight.is_floating_point():
+        for weight in weights(module):
+            if weight not in kept:
                 kept[weight] = weight.data
                 weight.data = weight.data.to(wide)
 
     def restore(module: torch.nn.Module, *_: Any) -> None:
-        for weight in module.parameters(recurse=False):
+        for weight in weights(module):
             if weight in kept:
                 weight.data = kept.pop(weight)
 

@@ -56,22 +56,21 @@ DRAFTS: dict[str, Any] = {
 # ---- greedy text ----
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", slow_except(VARIANTS, ["t5", "t5-v1.1"]))
 def test_greedy_text_equals_generate(variant: str) -> None:
     """Catches positions counted for the whole batch, prompts of other rows or their padding that are read, K/V of
     rejected drafts, a start token in the wrong slot, scaled attention, and rows refilled with an older prompt's states.
     """
     model = tiny_t5(variant)
     target = t5_target(model)
-    want = [generated(model, prompt, 24) for prompt in PROMPTS]
+    want = [generated(model, prompt, 16) for prompt in PROMPTS]
     assert len({tuple(text) for text in want}) == len(PROMPTS)  # the prompt matters
     for name, make in DRAFTS.items():
-        for rows in (None, 2):
-            outputs = decode(target, make(target), PROMPTS, k=3, max_new_tokens=24, rows=rows)
-            assert [output.output_ids for output in outputs] == want, (name, rows)
+        outputs = decode(target, make(target), PROMPTS, k=3, max_new_tokens=16, rows=2)
+        assert [output.output_ids for output in outputs] == want, name
+        if name == "chain":
             counts = {accepted for output in outputs for _, accepted in output.rounds}
-            if name == "chain":
-                assert min(counts) < max(counts) == 3  # roll-back was tried
+            assert min(counts) < max(counts) == 3  # roll-back was tried
 
 
 @pytest.mark.parametrize("draft", ["chain", "dynamic tree"])
