@@ -12,6 +12,7 @@ from decode.common.cli import to_yaml
 from decode.common.errors import UserError
 from decode.common.progress import ProgressLog
 from decode.engine.records import DecodeRecord
+from decode.model.encoder_decoder.plain_passes import prepare_generate
 from decode.model.loading import Target, load_model, load_target
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
 from eval.benchmark.config import EvalConfig
@@ -74,7 +75,8 @@ def evaluate(
         raise UserError(f"no prompt can be decoded; the first {first_bad.id!r} {first_bad.error}")
     methods = [PLAIN_DECODING, *build_methods(s, target)]
     fit_simulated_drafts(methods, target, items, s.max_new_tokens)
-    model = load_model(s.target, "target", str(target.decoder.device), s.dtype, s.revision)
+    device = str(target.decoder.device)
+    model = prepare_generate(load_model(s.target, "target", device, s.dtype, s.revision))
     context = TimingContext(target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed)
     work = EvalContext(s, model, methods, undecodable, context, journal, progress)
     references = _reference_outputs(work) if 0.0 in s.temperatures else {}

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from decode.common.errors import first_line
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookups.ngram import NgramDraft
-from decode.model.encoder_decoder.plain_passes import generated_ids, start_id
+from decode.model.encoder_decoder.plain_passes import generated_ids, prepare_generate, start_id
 from decode.model.loading import Target, load_model
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig
@@ -39,7 +39,8 @@ class TransformersEngine:
         if method is not None and not self.lookup:
             assert isinstance(method.draft, CausalDraft)
             own = next(m for m in s.methods if m.name == method.name)
-            assistant = load_model(own.draft, "draft", str(model.device), own.dtype or s.dtype)
+            dtype = own.dtype or s.dtype
+            assistant = prepare_generate(load_model(own.draft, "draft", str(model.device), dtype))
             config = assistant.generation_config
             config.num_assistant_tokens = method.k
             config.num_assistant_tokens_schedule = "constant"

@@ -53,7 +53,7 @@ def distill(world: Seq2SeqWorld, data: Path, out: Path, *more: object) -> worlds
     return worlds.call(
         "train/distill.py", "--target", world.target, "--data", data, "--out", out,
         "--loop.steps", 60, "--loop.batch_size", 8, "--loop.lr", 3e-3, "--tracker", "none",
-        "--check.prompts", 4, "--check.max_new_tokens", 8, *more,
+        "--loop.log_every", 1, "--check.prompts", 4, "--check.max_new_tokens", 8, *more,
     )  # fmt: skip
 
 
@@ -164,19 +164,16 @@ def test_states_of_training_are_those_that_decoding_drafts_with() -> None:
 
 
 def test_a_draft_is_trained_and_decodes(world: Seq2SeqWorld, data: Path, trained: Path) -> None:
-    """Training moves the draft towards the target, and its folder is a T5 that is loaded and drafts exactly."""
+    """The loss falls, and the folder is a T5 that is loaded and drafts exactly."""
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    assert len(losses) == 60
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
     target = load_target(str(world.target))
     prompts = [target.tokenizer(text)["input_ids"] for text in world.texts]
     plain = decode(target, None, prompts, max_new_tokens=NEW)
-    accepted = {}
-    for name, folder in (("before", world.draft), ("after", trained)):
-        draft = load_draft(str(folder), target)
-        outputs = decode(target, draft, prompts, k=3, max_new_tokens=NEW)
-        assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]
-        accepted[name] = sum(a for o in outputs for _, a in o.rounds) / sum(
-            d for o in outputs for d, _ in o.rounds
-        )
-    assert accepted["after"] > accepted["before"]
+    outputs = decode(target, load_draft(str(trained), target), prompts, k=3, max_new_tokens=NEW)
+    assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]
 
 
 def test_a_report_of_an_encoder_decoder(world: Seq2SeqWorld, trained: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from decode.common.errors import UserError
+from decode.model.layer_stack import decoder_config
 
 
 def start_id(model: Any) -> int:
@@ -16,6 +17,17 @@ def start_id(model: Any) -> int:
     raise UserError(
         f"this {model.config.model_type} model names no decoder_start_token_id: add it to generation_config.json"
     )
+
+
+def prepare_generate(model: Any) -> Any:
+    """`model` with a config by which `generate` caches all layers of the decoder; it is not to be saved any more.
+
+    transformers makes a cache of as many layers as the encoder has, and fails where the decoder has more.
+    """
+    if model.config.is_encoder_decoder:
+        layers = decoder_config(model).num_hidden_layers
+        model.config.num_hidden_layers = max(model.config.num_hidden_layers, layers)
+    return model
 
 
 def generated_ids(model: Any, output: torch.Tensor, prompt_tokens: int) -> list[int]:

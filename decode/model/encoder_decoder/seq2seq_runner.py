@@ -11,6 +11,7 @@ from decode.model.encoder_decoder.plain_passes import start_id
 from decode.model.encoder_decoder.ragged_positions import RaggedPositionBias
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import TreeNodes
+from decode.model.linear_layers import begin_request
 from decode.model.runner import ModelRunner
 
 TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -90,6 +91,7 @@ class Seq2SeqRunner(ModelRunner):
         tokens = torch.zeros(2, max(lengths), dtype=torch.long, device=self.device)
         length = torch.tensor(lengths, device=self.device)
         fed = torch.tensor([answer, answer], device=self.device)
+        begin_request()  # weights may have been trained since they were packed
         try:
             self.allocate(2, 16)
             self.prefill(tokens, length)

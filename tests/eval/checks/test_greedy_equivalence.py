@@ -14,7 +14,7 @@ from eval.checks import greedy_equivalence
 from eval.tasks.loading import TaskPrompt
 from tests import worlds
 from tests.seq2seq import START, generated, tiny_t5
-from tests.tiny import FEW, reference, tiny_model, tiny_prompts
+from tests.tiny import FEW, VOCAB, reference, tiny_model, tiny_prompts
 from tests.worlds import World
 
 K, NEW = 3, 16
@@ -183,7 +183,7 @@ def test_an_encoder_decoder_is_judged_by_its_own_passes() -> None:
     model = tiny_t5()
     [prompt] = tiny_prompts(9)
     answer = generated(model, prompt, 8)
-    pair = answer[5], answer[5] + 1
+    pair = answer[5], (answer[5] + 1) % VOCAB
     gap, noise = greedy_equivalence.measure_pair(model, prompt, answer[:5], pair, K)
     read = torch.tensor([[START, *answer[:5]]])
     with torch.no_grad():
