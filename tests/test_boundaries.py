@@ -48,10 +48,11 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     },
     "train": {
         "data": set(),
-        "sampling": {"data"},
+        "servers": set(),
+        "sampling": {"data", "servers"},
         "doctor_checks": {"data"},
         "losses": {"data"},
-        "teacher": {"data", "losses"},
+        "teacher": {"data", "losses", "servers"},
         "families": {"data", "losses", "teacher"},
         "trainer": {"data", "losses", "teacher", "families"},
         "planning": {"data", "losses", "families", "trainer"},

@@ -15,7 +15,7 @@ from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
 from decode.model.attention import attention_forward, forward_context
-from decode.model.hidden_states import HiddenStateBuffer, HiddenStateHooks, HiddenStateSpec, LMHead
+from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, LMHead, check_taps
 from decode.model.kv_cache import SlotMapping, StaticKVCache, TreeNodes
 from decode.model.linear_layers import patch_linear_layers
 from decode.model.loading import DTYPES, Target
@@ -197,7 +197,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
                     f"draft {path!r} has {flag} {config[flag]} and was trained with {trained}: get the files again"
                 )
         taps = HiddenStateSpec(layouts.aux_layers(config, target.decoder.config.num_hidden_layers))
-        HiddenStateHooks(target.decoder.model, taps).remove()  # UserError for layers it has not
+        check_taps(taps, target.decoder.config.num_hidden_layers)
         ids = layouts.draft_to_target_ids(path, config, tensors)
         if ids is None and "lm_head.weight" not in tensors:  # then the head is the target's
             tensors["lm_head.weight"] = target.decoder.model.get_output_embeddings().weight.detach()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import logging
 
+from decode.common.errors import UserError
 from decode.model import attention, linear_layers
 from decode.model.compatibility import (
     check_supported,
@@ -66,7 +67,10 @@ class ModelRunner:
         """Provides K/V buffers for `rows` sequences of up to `size` tokens each; their contents are stale.
 
         Buffers of the same shape are used again: compiled code and captured graphs know them by their addresses.
+        UserError for a model that was loaded without its layers.
         """
+        if self.model.config.get_text_config(decoder=True).num_hidden_layers == 0:
+            raise UserError("this target was loaded without its layers, and cannot decode")
         layers = self.config.num_hidden_layers
         if (rows, size) != self.shape:
             self.cache = StaticKVCache(layers, rows, size, self.device)
