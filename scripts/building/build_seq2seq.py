@@ -43,7 +43,7 @@ TASKS = {
 SIZES = {
     "small": (48, 1, 1),
     "base": (64, 1, 2),
-    "large": (96, 2, 4),
+    "large": (96, 2, 3),
     "target": (128, 2, 8),
 }
 """{model: (width, encoder layers, decoder layers)}. A small step costs what its layers cost to start, so that the depth
@@ -61,9 +61,9 @@ Pair = tuple[str, str]
 class BuildSeq2SeqConfig:
     out: str = "outputs/seq2seq"
     """Folder that receives the models, the prompts and, until a model is finished, its checkpoints."""
-    steps: Count = 900
+    steps: Count = 600
     """Training steps of every model; odd steps read summaries, even ones translations."""
-    batch_size: Count = 64
+    batch_size: Count = 48
     """Pairs a step."""
     muon_lr: LearningRate = 0.02
     """Peak learning rate of Muon, which trains the matrices of the layers."""
@@ -132,7 +132,7 @@ def build_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
 def new_model(size: str, tokenizer: PreTrainedTokenizerFast) -> Any:
     """A randomly initialised T5 of SIZES[size], without dropout: no pair is read twice."""
     width, encoder_layers, decoder_layers = SIZES[size]
-    return T5ForConditionalGeneration(
+    model = T5ForConditionalGeneration(
         T5Config(
             vocab_size=len(tokenizer),
             d_model=width,
@@ -148,6 +148,10 @@ def new_model(size: str, tokenizer: PreTrainedTokenizerFast) -> Any:
             decoder_start_token_id=tokenizer.pad_token_id,
         )
     )
+    model.lm_head.weight.data.mul_(
+        width**-0.5
+    )  # as transformers leaves it, the first loss is above 30 nats
+    return model
 
 
 def encode_batch(

@@ -3,6 +3,8 @@
 python scripts/experiments/readme_table.py
 python scripts/experiments/readme_table.py --layout positions --name families \
   --report docs/results/families_smollm2.json --readme docs/families.md
+python scripts/experiments/readme_table.py --layout sizes --name sizes \
+  --report outputs/seq2seq/report/report.json --readme docs/seq2seq.md
 """
 
 import sys
@@ -22,6 +24,7 @@ from decode.common.files import read_text, write_atomically
 from eval.metrics.common import ALL_TASKS
 from eval.reporting.formatting import format_number, format_with_interval
 from eval.reporting.report_data import read_report
+from scripts.experiments import draft_sizes
 
 
 @dataclass
@@ -32,44 +35,65 @@ class ReadmeTableConfig:
     """Replaces the block between <!-- NAME: begin --> and <!-- NAME: end -->."""
     readme: str = "README.md"
     """The file with that block."""
-    layout: Literal["pooled", "positions"] = "pooled"
-    """Columns of acceptance and speed: pooled α and tokens/s, or α at each position and the draft's ms a round."""
+    layout: Literal["pooled", "positions", "sizes"] = "pooled"
+    """pooled: a row for each T and method, with pooled α and tokens/s; positions: α at each position and the draft's ms
+    a round instead; sizes: the table of Leviathan et al., a row for each task, T and draft."""
 
 
 def render_table(report: dict[str, Any], layout: str = "pooled") -> str:
-    """A Markdown table with a row for each method and engine at each temperature, and a line on how it was measured.
+    """A Markdown table in the layout, and a line on how it was measured; of `sizes` also one on its orderings."""
+    if layout == "sizes":
+        head, rows = list(draft_sizes.HEADINGS), draft_sizes.size_rows(report)
+    else:
+        head, rows = method_rows(report, layout)
+    lines = ["".join(f"| {cell} " for cell in row) + "|" for row in (head, *rows)]
+    lines.insert(1, "|---" * len(head) + "|")
+    if layout == "sizes":
+        lines += ["", draft_sizes.orderings_text(report)]
+    return "\n".join([*lines, "", measurement_line(report)])
+
+
+def method_rows(report: dict[str, Any], layout: str) -> tuple[list[str], list[list[str]]]:
+    """The headings, and a row for each method and engine at each temperature.
 
     Columns: those of `layout`, the speed-up on each task if there are several, and on all of them together.
     """
     tasks = list(dict.fromkeys(m["task"] for m in report["methods"] if m["task"] != ALL_TASKS))
     shown = tasks if len(tasks) > 1 else []
-    lines = [
-        "".join(f"| {name} " for name in ["T", "method", *LAYOUTS[layout], *shown])
-        + "| speed-up [95 %] |",
-        "|---" * (3 + len(LAYOUTS[layout]) + len(shown)) + "|",
-    ]
-    entries = [*report["methods"], *map(engine_entry, report.get("engines") or [])]
+    head = ["T", "method", *LAYOUTS[layout], *shown, "speed-up [95 %]"]
+    entries = all_entries(report)
     pooled = [m for m in entries if m["task"] == ALL_TASKS]
     by_task = {(m["name"], m["temperature"], m["task"]): m for m in entries}
+    rows = []
     for m in sorted(pooled, key=lambda m: (m["temperature"], m["speedup"] or 0)):
         speedups = [by_task[m["name"], m["temperature"], task]["speedup"] for task in shown]
-        cells = [
-            f"{m['temperature']:g}",
-            m["name"],
-            *(column(m) for column in LAYOUTS[layout].values()),
-            *(f"{format_number(speedup, 2)}×" for speedup in speedups),
-            format_with_interval(m["speedup"], m["speedup_ci"], 2, "×"),
-        ]
-        lines.append("".join(f"| {cell} " for cell in cells) + "|")
+        rows.append(
+            [
+                f"{m['temperature']:g}",
+                m["name"],
+                *(column(m) for column in LAYOUTS[layout].values()),
+                *(f"{format_number(speedup, 2)}×" for speedup in speedups),
+                format_with_interval(m["speedup"], m["speedup_ci"], 2, "×"),
+            ]
+        )
+    return head, rows
+
+
+def all_entries(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of our methods and of other engines."""
+    return [*report["methods"], *map(engine_entry, report.get("engines") or [])]
+
+
+def measurement_line(report: dict[str, Any]) -> str:
+    """Prompts, lengths, machine and how many greedy outputs are the target's own."""
     hardware = report["hardware"]
     settings = yaml.safe_load(report["settings"])
-    lines += [
-        "",
+    pooled = [m for m in all_entries(report) if m["task"] == ALL_TASKS]
+    return (
         f"{pooled[0]['prompts']} prompts, answers of up to {settings['max_new_tokens']} tokens, "
         f"{draft_lengths(pooled)}, batch 1, {settings['dtype']}, {settings['mode']}; {hardware['device']}, "
-        f"{hardware['threads']} threads; {comparison_text(report)}",
-    ]
-    return "\n".join(lines)
+        f"{hardware['threads']} threads; {comparison_text(report)}"
+    )
 
 
 def pooled_alpha(m: dict[str, Any]) -> str:
