@@ -25,7 +25,7 @@ if not __package__:
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration, logging
 
 from decode.common.command import run_command
 from decode.common.files import write_atomically
@@ -51,7 +51,7 @@ of the decoders sets the cost ratio c."""
 HEAD_SIZE = 16
 PAD, EOS, UNKNOWN = "<pad>", "</s>", "<unk>"
 """Ids 0, 1 and 2 as in T5; the decoder starts with PAD."""
-TOKENIZER_PAIRS = 3000
+TOKENIZER_PAIRS = 1500
 IGNORED_LABEL = -100
 Pair = tuple[str, str]
 """(the encoder's text with its task's beginning, the answer)."""
@@ -61,7 +61,7 @@ Pair = tuple[str, str]
 class BuildSeq2SeqConfig:
     out: str = "outputs/seq2seq"
     """Folder that receives the models, the prompts and, until a model is finished, its checkpoints."""
-    steps: Count = 600
+    steps: Count = 500
     """Training steps of every model; odd steps read summaries, even ones translations."""
     batch_size: Count = 48
     """Pairs a step."""
@@ -262,6 +262,7 @@ def main(s: BuildSeq2SeqConfig) -> None:
     """Trains the four models one after the other and writes the prompts; the last line is JSON."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     owned = ["tokenizer/**", "prompts/**", *(f"{x}/**" for x in SIZES), *(f"{x}.pt" for x in SIZES)]
+    logging.disable_progress_bar()
     if s.threads:
         torch.set_num_threads(s.threads)
     with open_run(s.out, s, COMMAND, owned):
