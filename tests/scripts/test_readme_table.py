@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from scripts.experiments import draft_sizes, readme_table
+from scripts.tables import draft_sizes, large_target, readme_table
+from scripts.tables.large_target import DraftReads, LargeTarget
 
 
 def entry(name: str, task: str, speedup: float, **more: Any) -> dict[str, Any]:
@@ -147,3 +148,34 @@ def test_untimed_phases_leave_dashes() -> None:
     _, _, *rows = rows_of(report, "sizes")
     assert {(row[5], row[7]) for row in rows} == {("–", "–")}
     assert draft_sizes.orderings_text(report).endswith("fastest: small 4, large 0.")
+
+
+def test_costs_are_those_of_a_drafted_token_and_of_a_large_target() -> None:
+    """Bug: the draft's time of a round taken for that of a token, another method's bound, tokens per draft for τ."""
+    report = make_report(["math"])
+    report["engines"] = []
+    drafting = {"phase_ms": {"draft": 6.0, "verify": 21.0}, "counts": {"drafted": 30, "rounds": 10}}
+    for m in report["methods"]:
+        m |= {"predicted_speedup": 1.25, **drafting}
+    plain = {
+        "k": 0,
+        "phase_ms": {"verify": 20.0},
+        "alpha": None,
+        "counts": {"drafted": 0, "rounds": 9},
+    }
+    report["methods"].append(entry("plain", "all", 1.0, **plain))
+    large = {"eagle3": DraftReads(layers=0.25, head=1.0)}
+    head, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in readme_table.render_table(report, "costs", large).splitlines()
+        if line[:1] == "|" and "---" not in line
+    ]
+    assert head[2:] == ["τ [95 %]", "α", "c", "predicted", "speed-up [95 %]", "80 layers"]
+    shown = {row[1]: row for row in rows}
+    assert shown["eagle3"][4:6] == ["0.100", "1.25×"]
+    assert shown["plain"][4] == shown["plain"][-1] == "–"
+    target = LargeTarget()
+    assert 69e9 < target.weights + target.vocab * target.hidden < 71e9  # with its embedding
+    c = (20 * target.layer_weights + target.vocab * target.hidden) / target.weights
+    assert shown["eagle3"][-1] == f"{2.5 / (1 + 3 * c):.2f}×"
+    assert large_target.speedup(report["methods"][0], DraftReads(), target) == 2.5
