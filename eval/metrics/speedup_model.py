@@ -25,6 +25,14 @@ def expected_tokens(alpha_by_position: Sequence[float]) -> float:
     return total
 
 
+def leviathan_speedup(alpha: float, k: int, c: float) -> float:
+    """(1 - α^(K + 1)) / ((1 - α)(K c + 1)), theorem 3.8 of the paper above: c is a draft step over a target step.
+
+    It takes α as the same at all positions, verification of K + 1 tokens as one target step, and has no prefill.
+    """
+    return expected_tokens([alpha] * k) / (k * c + 1)
+
+
 @dataclass(frozen=True)
 class RoundCost:
     """Milliseconds of a round as a straight line in K, through rounds measured inside the decoding loop.

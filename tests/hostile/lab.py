@@ -68,7 +68,8 @@ BASE = {
     "scripts/check_draft.py": "$lab/eagle3 --engine vllm --target $lab/target",
     "scripts/build_target.py": "--gsm8k $lab/gsm8k.jsonl --work $tmp/work --assets $tmp/assets --tokens 20000 "
     "--compile false",
-    "scripts/experiments/readme_table.py": "--report $lab/report/report.json --readme $tmp/page.md",
+    "scripts/building/build_seq2seq.py": "--steps 2 --batch_size 2 --train_prompts 2 --eval_prompts 2 --out $out",
+    "scripts/tables/readme_table.py": "--report $lab/report/report.json --readme $tmp/page.md",
     "scripts/track_report.py": "--run $tmp/causal --report $lab/report",
     "scripts/sweep.py": "--words '[--target, $lab/target, --data, $lab/samples, --draft.init, $lab/draft, "
     "--loop.steps, 2, --loop.batch_size, 2, --loop.micro_batch, 2, --loop.eval_every, 0, --loop.max_length, 64, "

@@ -20,7 +20,7 @@ QUICK = {
     "scripts/export.py": (),
     "scripts/publish.py": (),
     "scripts/check_draft.py": (),
-    "scripts/experiments/readme_table.py": (
+    "scripts/tables/readme_table.py": (
         write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),
     ),
     "scripts/track_report.py": (copy("causal"),),

@@ -70,7 +70,7 @@ NAMES = [
     ("scripts/check_draft.py", "--engine llamacpp", "llamacpp"),
     ("scripts/check_draft.py", "--engine_version new", "new"),
     ("scripts/build_target.py", "--model big", "model"),
-    ("scripts/experiments/readme_table.py", "--name nonsense --readme $lab/prompts.txt", "nonsense"),
+    ("scripts/tables/readme_table.py", "--name nonsense --readme $lab/prompts.txt", "nonsense"),
     ("scripts/sweep.py", "--command nonsense", ("command", "nonsense")),
     ("scripts/sweep.py", "--command train/trainer/loop.py", "train/trainer/loop.py"),
     ("scripts/sweep.py", "--grid '{loop.steps: [2], loss: [forward_kl, nonsense]}'", "loss"),

@@ -12,6 +12,7 @@ from eval.metrics.speedup_model import (
     expected_tokens,
     fit_round_cost,
     fit_speedup_model,
+    leviathan_speedup,
     predicted_speedup,
     prediction_record,
     round_speedup_with_interval,
@@ -27,6 +28,17 @@ def test_worked_examples() -> None:
     assert expected_tokens([0.4] * 5) == pytest.approx(1.66, abs=0.005)
     assert expected_tokens([0.7] * 5) == pytest.approx(2.94, abs=0.005)
     assert expected_tokens([0.6] * 8) == pytest.approx(2.47, abs=0.005)
+
+
+def test_the_speedup_of_a_cost_ratio() -> None:
+    """Catches c paid once a round, not per drafted token, and α = 1 divided by zero. Leviathan et al., theorem 3.8."""
+    assert leviathan_speedup(0.75, 7, 0.02) == pytest.approx(
+        (1 - 0.75**8) / (0.25 * (7 * 0.02 + 1))
+    )
+    assert leviathan_speedup(0.9, 1, 0.9) == pytest.approx(
+        1.0
+    )  # α = c: drafting one token just pays
+    assert leviathan_speedup(1.0, 4, 0.25) == pytest.approx(2.5)
 
 
 def test_expected_tokens_equals_every_outcome_walked() -> None:
