@@ -4,6 +4,7 @@ compare_losses.py       command: which divergence and which data raise a small L
 compare_trainers.py     command: this training loop beside transformers' Trainer and TRL's GKDTrainer
 data_curve.py           command: how acceptance grows with the data, and what twice the data would give
 task_prompts.py         command: prompts like those of GSM8K, HumanEval and CNN/DailyMail to train on
+swift_matchness.py      command: draws how a search of SWIFT went
 readme_table.py         command: writes a measured table into a Markdown page
 reference_eagle3.py     command: the common EAGLE-3 training recipe beside this one
 reference_trainers.py   the trainers that compare_trainers.py compares with;  step_timer.py  clock of their steps
