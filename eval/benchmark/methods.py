@@ -37,10 +37,10 @@ class Method:
     """Verification rule (decode/verification/registry.py)."""
     shape: TreeShape = None
     """Token tree; None: a chain."""
-    layers: int = 0
-    """First layers of the target that draft, where their number is tuned; 0: it is not."""
     adaptive: str = ""
     """How its chains end before K tokens (`MethodConfig.adaptive`); empty: they do not."""
+    layers: int = 0
+    """First layers of the target that draft, where their number is tuned; 0: it is not."""
 
     @property
     def description(self) -> str:

@@ -388,7 +388,7 @@ def test_a_saved_search_goes_on(tmp_path: Path) -> None:
 def test_a_search_in_a_folder_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """Catches a state that is saved too late, random numbers that begin anew, and a history with holes."""
     more: dict[str, Any] = {"k": K, "max_new_tokens": LENGTH}
-    own = tiny_target(tiny_model("llama", num_hidden_layers=8))
+    own = tiny_target(tiny_model("llama", num_hidden_layers=6))
     straight = SwiftDraft(own, SEARCHING)
     decode(own, straight, PROMPTS[:1], **more)
     first = len(straight.search.state.history)
@@ -428,11 +428,11 @@ def test_a_search_of_other_sets_is_refused(change: dict[str, Any], tmp_path: Pat
 
 def test_the_command_goes_on_in_a_second_process(tmp_path: Path) -> None:
     """Catches settings and a folder that do not reach the draft."""
-    words = ["--prompt", "import os\nimport sys\n", "--draft", "swift", "--state", tmp_path, "--max_new_tokens", 16,
-             "--swift.window", 4, "--swift.skip_threshold", 0.3, "--swift.min_layers", 4]  # fmt: skip
+    words = ["--prompt", "import os\nimport sys\n", "--draft", "swift", "--state", tmp_path, "--max_new_tokens", 20,
+             "--swift.window", 12, "--swift.skip_threshold", 0.3, "--swift.min_layers", 4]  # fmt: skip
     counts = []
-    for _ in range(2):
-        done = worlds.run("decode/generate.py", *words)
+    for start in (worlds.call, worlds.run):
+        done = start("decode/generate.py", *words)
         assert done.code == 0, done.err
         content = json.loads((tmp_path / STATE_FILE).read_text())
         counts.append(len(content["state"]["history"]))
