@@ -26,6 +26,8 @@ from decode.common.files import read_text
 from decode.common.ranges import Count, DraftLength, MatchLength, Seed, Share
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig
 from decode.drafts.registry import add_lookup, make_adaptive, pick_draft
+from decode.drafts.self_speculation.swift import open_search
+from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.engine.active_request import check_draft_length
 from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
@@ -54,6 +56,10 @@ class GenerateConfig:
     """`ngram` or `suffix`: where the text repeats itself, copy from it and do not ask the draft; empty: never."""
     min_match: MatchLength = 3
     """Tokens that `lookup` must find again."""
+    swift: SwiftConfig = field(default_factory=SwiftConfig)
+    """--draft swift: settings of the drafted chains and of the search for the sub-layers to skip."""
+    state: str = ""
+    """--draft swift: folder in which the search is kept from run to run; empty: each run begins anew."""
     k: DraftLength = 4
     """Tokens drafted per round."""
     adaptive: str = ""
@@ -123,9 +129,15 @@ def main(s: GenerateConfig) -> None:
         raise UserError(f"{s.prompt_file} is empty: write the prompt into it")
     if not s.prompt:
         raise UserError("give --prompt TEXT or --prompt_file FILE")
+    if (s.swift != SwiftConfig() or s.state) and s.draft != "swift":
+        raise UserError("swift and state are settings of --draft swift")
     target = load_target(s.target, s.device, s.dtype, s.revision)
     check_draft_length(target, s.k)
-    draft = pick_draft(s.draft, target, dtype=s.dtype)
+    draft = (
+        open_search(target, s.swift, s.state)
+        if s.draft == "swift"
+        else pick_draft(s.draft, target, dtype=s.dtype)
+    )
     if s.lookup:
         draft = add_lookup(draft, s.lookup, s.min_match, target)
     if s.adaptive:

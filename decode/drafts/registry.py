@@ -220,6 +220,11 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
             load=early_exit.load,
             trainer="train.families.heads.layerskip:LayerSkip",
         ),
+        DraftFamily(
+            "layerskip2",
+            load=early_exit.load_own_exit,
+            trainer="train.families.heads.layerskip2:LayerSkip2",
+        ),
     )
 }
 """Every known family by name. `register_family` adds to it."""

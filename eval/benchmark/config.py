@@ -19,6 +19,7 @@ from decode.common.ranges import (
     at_least,
 )
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig, Milliseconds
+from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.model.loading import pick_device
 from decode.verification.registry import find_rule
 from eval.tasks.dataset_specs import load_dataset_specs
@@ -54,7 +55,11 @@ class MethodConfig:
     k: Annotated[int, at_least(0, MAX_DRAFT_LENGTH)] = 0
     """Tokens, or levels of a tree, drafted per round; 0 takes the setting `k`."""
     layers: CountOrZero = 0
-    """early-exit: number of the target's first layers that draft. swift: layers' worth that are never skipped."""
+    """early-exit: number of the target's first layers that draft. swift: the same as swift.min_layers."""
+    swift: SwiftConfig = field(default_factory=SwiftConfig)
+    """swift: settings of the drafted chains and of the search for the sub-layers to skip."""
+    state: str = ""
+    """swift: folder in which the search is kept from run to run; empty: each run begins anew."""
     lookup: str = ""
     """`ngram` or `suffix`: where the text repeats itself, copy from it and do not ask the draft; empty: never."""
     min_match: MatchLength = 3
@@ -100,7 +105,7 @@ class EvalConfig:
     revision: str | None = None
     """Commit, tag or branch of a target from the Hub."""
     original: str = ""
-    """The target before its heads were trained with it (Medusa-2); the report then measures how far it has moved."""
+    """The target before it was trained itself (medusa2, layerskip2); the report then measures how far it has moved."""
     methods: list[MethodConfig] = field(default_factory=lambda: [MethodConfig("ngram")])
     """Methods to compare with plain decoding, which is always measured."""
     tasks: list[Task] = field(
@@ -222,4 +227,8 @@ def check(s: EvalConfig) -> None:
             )
         if m.round_ms and m.adaptive in ("", "confidence"):
             raise UserError(f"method {m.name!r}: round_ms is for adaptive: acceptance or both")
+        if (m.swift != SwiftConfig() or m.state) and (m.name != "swift" or m.draft):
+            raise UserError(
+                f"method {m.name!r}: swift and state are for the method swift without a draft"
+            )
         adaptive_config(m)  # raises UserError

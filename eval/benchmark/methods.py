@@ -1,7 +1,7 @@
 """Methods: a draft at one setting, under a name. Built from the settings, and described for reports."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from decode.common.errors import UserError
@@ -14,6 +14,7 @@ from decode.drafts.registry import (
     load_draft,
     make_adaptive,
 )
+from decode.drafts.self_speculation.swift import open_search
 from decode.drafts.wrappers import CrossDeviceDraft
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import Target
@@ -38,17 +39,20 @@ class Method:
     """Token tree; None: a chain."""
     adaptive: str = ""
     """How its chains end before K tokens (`MethodConfig.adaptive`); empty: they do not."""
+    layers: int = 0
+    """First layers of the target that draft, where their number is tuned; 0: it is not."""
 
     @property
     def description(self) -> str:
         """The setting in words, for tables. Plain decoding is K = 1 there."""
+        exit_ = f"E = {self.layers}, " if self.layers else ""
         if isinstance(self.shape, DynamicTree):
-            return f"tree of {self.shape.nodes}, width {self.shape.width}, K = {self.k}"
+            return f"{exit_}tree of {self.shape.nodes}, width {self.shape.width}, K = {self.k}"
         if isinstance(self.shape, StaticTree):
-            return f"static tree of {len(self.shape.parents)}, depth {self.shape.depth}"
+            return f"{exit_}static tree of {len(self.shape.parents)}, depth {self.shape.depth}"
         if self.adaptive:
             return f"K up to {self.k} by {self.adaptive}"
-        return f"K = {max(1, self.k)}"
+        return f"{exit_}K = {max(1, self.k)}"
 
     @property
     def label(self) -> str:
@@ -110,6 +114,9 @@ def _build_draft_alone(m: MethodConfig, target: Target, dtype: str) -> Draft:
         raise UserError(
             f"method {m.name!r} has no `draft` whose dtype could be {m.dtype!r}: leave `dtype` out"
         )
+    if m.name == "swift":
+        config = replace(m.swift, min_layers=m.layers or m.swift.min_layers)
+        return open_search(target, config, m.state)
     draft = create_draft(m.name, target, m.layers, shape)
     if draft is not None:
         return draft

@@ -238,7 +238,7 @@ def _acceptance_difference_table(comparisons: Sequence[ReportEntry]) -> Table:
 
 
 def _target_drift_table(quality: ReportEntry | None) -> Table:
-    """A target that was trained together with its heads (Medusa-2), compared with the original target."""
+    """A target that was trained itself (Medusa-2, LayerSkip), compared with the original target."""
     header = ["before", "now", "n", "perplexity before", "now", "change of log perplexity", "KL"]
     if quality is None:
         return Table("", header, [])
@@ -256,9 +256,7 @@ def _target_drift_table(quality: ReportEntry | None) -> Table:
         ),
         format_number(quality["kl"], 4),
     ]
-    title = (
-        "Change of the target by training it with its heads, per token of the original's answers"
-    )
+    title = "Change of the target by training it, per token of the original's answers"
     return Table(title, header, [row])
 
 

@@ -118,6 +118,8 @@ class FamilyTrainer:
     """The draft can write text without the target, as on-policy training needs."""
     trains_target: ClassVar[bool] = False
     """The target's weights are trained as well."""
+    target_folder: ClassVar[str] = "target"
+    """Where a target that was trained as well is in the saved folder; ".": the folder itself is that target."""
 
     def build(self, context: FamilyContext) -> TrainableDraft:
         """The draft in training. UserError if settings, target and samples do not fit together."""

@@ -164,8 +164,10 @@ def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[
     if len(chats) > 0 and set(chats) == {None}:
         lines.append("Trained on plain text, without a chat template.")
     if facts.draft.get("original_target"):
+        inside = family_trainer(facts.draft["family"]).target_folder
+        where = "this folder is that target" if inside == "." else f"serve the one in `{inside}/`"
         lines.append(
-            "The target was trained together with it: serve the one in `target/`, which is not the original."
+            f"The target was trained together with it: {where}, which is not the original."
         )
     if not labels.base_model:
         lines.append(

@@ -24,6 +24,7 @@ from decode.drafts.registry import saved_families
 from eval.metrics.speculation_profile import speculation_profile
 from eval.reporting.report_data import draft_entries
 from train.data.manifest import MANIFEST_FILE, describe_shards
+from train.families.registry import family_trainer
 from train.hub import dataset_card, model_card, redaction, serving_configs
 from train.hub.card_tables import card_images, data_curve_images
 from train.hub.card_text import CardInputs
@@ -85,9 +86,10 @@ def build_draft_folder(
     redaction.check_values(vars(labels), "--labels")
     known = _published_in_full(recorded)
     facts = redaction.select(recorded, draft_schema(recorded), METADATA_FILE, known)
-    target = (
-        "./target" if facts.get("original_target") else labels.base_model or facts["target"]["name"]
-    )
+    target = labels.base_model or facts["target"]["name"]
+    if facts.get("original_target"):
+        inside = family_trainer(facts["family"]).target_folder
+        target = repo if inside == "." else f"./{inside}"
     facts["target"] = {**facts["target"], "name": target}
     inputs = CardInputs(
         facts,

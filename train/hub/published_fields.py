@@ -15,7 +15,8 @@ SHORT_COMMIT = 12
 """Digits of a published commit or checksum of another file: enough to find it, too few for a key."""
 PLACE = r"\w[\w.@+-]*(?:/\w[\w.@+-]*){0,5}|"
 OUTSIDE = r"[/~.]|[A-Za-z][\w.+-]*:[/\\]"
-SETTING = r"K = \d{1,4}|(?:static )?tree of \d{1,5}(?:, (?:width|depth) \d{1,4}|, K = \d{1,4}){0,2}"
+TREE_SETTING = r"(?:static )?tree of \d{1,5}(?:, (?:width|depth) \d{1,4}|, K = \d{1,4}){0,2}"
+SETTING = rf"(?:E = \d{{1,4}}, )?(?:K = \d{{1,4}}|{TREE_SETTING})"
 
 
 def prompt_id(value: Any, known: Collection[str]) -> str:
@@ -334,7 +335,7 @@ CELL = {
     "setting": setting,
     "tree": TREE,
     **GROUP,
-    **numbers("k tau alpha speedup"),
+    **numbers("k layers tau alpha speedup"),
     "ci": NUMBERS,
 }
 TUNED = {
@@ -350,7 +351,7 @@ TUNED = {
             {
                 "method": name,
                 **GROUP,
-                **numbers("fold k predicted measured error"),
+                **numbers("fold k layers predicted measured error"),
                 "ci": NUMBERS,
                 "counted": flag,
             }

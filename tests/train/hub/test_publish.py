@@ -106,6 +106,21 @@ def test_a_target_that_was_trained_along_is_published(tmp_path: Path) -> None:
     assert "serve the one in `target/`" in text
 
 
+def test_a_target_that_drafts_for_itself_is_published(tmp_path: Path) -> None:
+    """Catches commands that ask for a folder inside, and a card that is silent about the changed target."""
+    folder = drafts.draft(
+        tmp_path / "d",
+        "layerskip2",
+        target={"name": str(tmp_path / "d"), "revision": None},
+        original_target={"name": "org/target", "revision": None},
+    )
+    out = made(tmp_path, folder)
+    assert json.loads((out / METADATA_FILE).read_text())["target"]["name"] == "me/x"
+    text = (out / "README.md").read_text()
+    assert "base_model: org/target" in text
+    assert "this folder is that target, which is not the original" in text
+
+
 def damaged(folder: Path, what: str) -> tuple[Any, Any]:
     """(report, referee) of a draft that must not be published, for the named reason."""
     sha = drafts.sha_of(folder)
