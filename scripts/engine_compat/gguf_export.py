@@ -78,6 +78,8 @@ def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = 
         if key == "lm_head.weight" and model.config.tie_word_embeddings:
             continue  # llama.cpp takes the embedding's
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        if stored is None:
+            raise UserError(f"{name!r}: {key} has no name in GGUF: {OTHER_CONVERTER}")
         array = in_gguf_order(key, value.float().numpy(), model.config)
         kind = TYPES[dtype if array.ndim > 1 else "float32"]
         writer.add_tensor(stored, gguf.quantize(array, kind), raw_dtype=kind)

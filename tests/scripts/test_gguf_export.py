@@ -1,5 +1,6 @@
 """Exported GGUF files, read again by our own reader: the same weights, logits, tokenizer and ends of texts."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -128,17 +129,19 @@ def test_what_a_gguf_would_compute_otherwise_is_refused(
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    path = save(tmp_path / "model")
-    tokenizer = (tmp_path / "model" / "tokenizer.json").read_text()
-    other = save(tmp_path / "other")
-    digits = '"individual_digits": '
-    assert f"{digits}true" in tokenizer
-    unlike = tokenizer.replace(f"{digits}true", f"{digits}false")
-    (tmp_path / "other" / "tokenizer.json").write_text(unlike)
-    with pytest.raises(UserError, match="cuts texts as one of"):
-        write_gguf(other, tmp_path / "other.gguf")
+    """Catches texts that are cut otherwise, and a draft whose ids mean other tokens than the target's."""
+    path, other = save(tmp_path / "model"), save(tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["x"], vocab["y"] = vocab["y"], vocab["x"]
+    file.write_text(json.dumps(content))
     with pytest.raises(UserError, match="disagree on token ids"):
         write_gguf(path, tmp_path / "model.gguf", target=other)
+    content["pre_tokenizer"]["pretokenizers"][0]["individual_digits"] = False
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="cuts texts as one of"):
+        write_gguf(other, tmp_path / "other.gguf")
 
 
 def test_the_command_writes_a_model_that_loads(tmp_path: Path) -> None:

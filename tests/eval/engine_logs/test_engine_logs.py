@@ -138,7 +138,7 @@ def outputs(rounds: list[list[int]], **other: Any) -> str:
 
 
 def test_our_own_outputs(tmp_path: Path) -> None:
-    """Two rounds of 4 tokens accepted 2 and 4, two of 2 accepted 0 and 2, and one drafted nothing. Positions 1 to 4 were
+    """Two rounds of 4 tokens accepted 2 and 4, two of 2 accepted 0 and 2, one drafted nothing. Positions 1 to 4 were
     reached by 4, 3, 2 and 1 rounds: the last one, of 2 tokens, reached no third."""
     rounds = [[4, 2], [4, 4], [2, 0], [0, 0], [2, 2]]
     (tmp_path / "log").write_text(outputs(rounds) + outputs([[4, 4]], id="2"))
