@@ -38,8 +38,7 @@ TYPES: dict[str, gguf.GGMLQuantizationType] = {
     "float16": gguf.GGMLQuantizationType.F16,
     "bfloat16": gguf.GGMLQuantizationType.BF16,
 }
-"""What matrices are stored as; vectors are float32 always."""
-FILE_TYPES: dict[str, gguf.GGMLQuantizationType] = {
+FILE_TYPES: dict[str, gguf.LlamaFileType] = {
     "float32": gguf.LlamaFileType.ALL_F32,
     "float16": gguf.LlamaFileType.MOSTLY_F16,
     "bfloat16": gguf.LlamaFileType.MOSTLY_BF16,
