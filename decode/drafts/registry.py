@@ -49,6 +49,8 @@ class EngineMethods:
     """`decoding_type` in the speculative_config of TensorRT-LLM's PyTorch backend."""
     tensorrt_llm_options: tuple[str, ...] = ()
     """Lines of YAML that its options file needs besides speculative_config."""
+    llamacpp: str = ""
+    """--spec-type of llama.cpp, for a draft that scripts/export.py writes as GGUF."""
     transformers: bool = False
     """transformers takes the draft as assistant_model."""
     tgi: bool = False
@@ -121,6 +123,7 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
                 sglang="STANDALONE",
                 tensorrt_llm="DraftTarget",
                 tensorrt_llm_options=("disable_overlap_scheduler: true",),
+                llamacpp="draft-simple",
                 transformers=True,
             ),
         ),

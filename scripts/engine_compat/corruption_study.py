@@ -38,6 +38,7 @@ from eval.tasks.loading import Task, load_task_prompts
 from scripts.engine_compat import exporters, vllm_parity
 from scripts.engine_compat.checker import check_draft_files
 from scripts.engine_compat.corruptions import all_corruptions
+from scripts.engine_compat.greedy_parity import sum_counts
 
 
 @dataclass
@@ -77,7 +78,7 @@ def summarize_result(result: dict[str, Any]) -> dict[str, Any]:
     """vLLM's accepted counts, τ and acceptance rate; or "refused" with its error message."""
     if "error" in result:
         return {"vllm": "refused", "says": " ".join(result["error"].split())[:300]}
-    total = vllm_parity.sum_counts(result["answers"])
+    total = sum_counts(result["answers"])
     return {
         "vllm": "served",
         "version": result["vllm"],

@@ -39,6 +39,7 @@ FIRST_ARGUMENT = {
     "scripts/export.py": "draft",
     "scripts/check_draft.py": "draft",
     "scripts/referee.py": "draft",
+    "scripts/engine_compat/llamacpp_parity.py": "draft",
 }
 """The settings that may come first without their flags."""
 BASE = {
@@ -97,6 +98,7 @@ BASE = {
     "scripts/benchmarks/train_bench.py": "--sizes '[12x256]' --families '[medusa]' --device cpu --out $tmp/out.json",
     "scripts/benchmarks/gpu_bench.py": "--target $lab/target --draft $lab/causal --shape self-test --device cpu "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 4 --out $tmp/out.json",
+    "scripts/engine_compat/llamacpp_parity.py": "$lab/causal --target $lab/target --server $lab/python",
     "scripts/engine_compat/corruption_study.py": "--drafts $lab --target $root/assets/target --python $lab/python "
     "--out $tmp/out.json",
 }

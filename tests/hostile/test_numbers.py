@@ -257,6 +257,11 @@ NUMBERS = {
         ("bandwidth", "0 -1 .nan"),
     ],
     "scripts/engine_compat/corruption_study.py": [("k", "0"), ("max_new_tokens", "0")],
+    "scripts/engine_compat/llamacpp_parity.py": [
+        ("k", "0 -1"),
+        ("max_new_tokens", "0"),
+        ("margin", "-1 .nan"),
+    ],
 }
 """{command: (setting, values that it refuses)}."""
 

@@ -19,6 +19,7 @@ TARGETS = {
     "eval/tune.py": "target",
     "decode/generate.py": "target",
     "scripts/referee.py": "target",
+    "scripts/engine_compat/llamacpp_parity.py": "target",
     "scripts/export.py": "target",
     "scripts/check_draft.py": "target",
     "scripts/experiments/compare_losses.py": "target",
@@ -101,6 +102,9 @@ MISSING = (
     ("scripts/benchmarks/sample_bench.py", "--prompts ./gone.jsonl"),
     ("scripts/benchmarks/sample_bench.py", "--engines '[vllm]' --vllm ./gone"),
     ("scripts/engine_compat/corruption_study.py", "--drafts ./gone"),
+    ("scripts/engine_compat/llamacpp_parity.py", "--draft ./gone"),
+    ("scripts/engine_compat/llamacpp_parity.py", "--server ./gone"),
+    ("scripts/engine_compat/llamacpp_parity.py", "--target_gguf ./gone.gguf"),
 )  # fmt: skip
 """Nothing is called `gone`, and its message says so without asking the network."""
 
@@ -225,6 +229,10 @@ KINDS = [
     Case("scripts/benchmarks/decoder_bench.py", "--out $lab/report --race false --predict false", "report"),
     Case("scripts/referee.py", "--out $lab/report", "report"),
     Case("scripts/engine_compat/corruption_study.py", "--out $lab/report", "report"),
+    Case("scripts/engine_compat/llamacpp_parity.py", "--out $lab/report", "report"),
+    Case("scripts/engine_compat/llamacpp_parity.py", "--server $lab/prompts.txt", "prompts.txt"),
+    Case("scripts/engine_compat/llamacpp_parity.py", "--logs $lab/prompts.txt", "prompts.txt"),
+    Case("scripts/engine_compat/llamacpp_parity.py", "--draft $lab/eagle3", "eagle3"),
 ]  # fmt: skip
 
 UNREADABLE = [

@@ -203,6 +203,7 @@ FILES = [
     Case("scripts/check_draft.py", "", "draft", keep_base=False),
     Case("scripts/publish.py", "", "draft", keep_base=False),
     Case("scripts/referee.py", "", "draft", keep_base=False),
+    Case("scripts/engine_compat/llamacpp_parity.py", "", "draft", keep_base=False),
     Case("scripts/track_report.py", "", "run", keep_base=False),
     Case("scripts/experiments/compare_losses.py", "", "sources", keep_base=False),
 ]  # fmt: skip
