@@ -1,0 +1,347 @@
+"""Compares a forecast of eval/forecast.py with what vLLM then accepts, and how fast it is.
+
+    python scripts/experiments/forecast_check.py --target T --drafts '[DIR, vllm-ngram]' --vllm_python P
+
+For each draft the forecast is made from our measurement with the largest K; vLLM then serves the same prompts, greedily
+and at a temperature, with each K of --k and with its default rule (and once each with drawn drafts at the largest K).
+Milliseconds of vLLM's rounds come from other prompts (the last --calibration ones) and other K (--calibration_k).
+Answers do not end at EOS, so that all are equally long. Writes forecast_check.json into --out; each engine's answers
+are kept, and the same command goes on with a run that was stopped (or with --seconds).
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from rich.console import Console
+from rich.table import Table
+
+from decode.common import files, provenance, run_dir
+from decode.common.command import run_command
+from decode.common.errors import UserError
+from decode.common.ranges import Count, CountOrZero, DraftLength, Seed, Temperature
+from decode.drafts.base import draft_sha256
+from decode.model.loading import Target, load_target
+from eval.benchmark import vllm_client
+from eval.benchmark.journal import Journal
+from eval.forecast import ForecastConfig, load, measure_texts, speculative_config
+from eval.forecasting.chains import LOOKUPS
+from eval.forecasting.costs import EngineCost, fit_engine_cost, vllm_point
+from eval.forecasting.rounds import RULES, TextChains
+from eval.forecasting.rows import forecast_row
+from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
+
+COMMAND = "scripts/experiments/forecast_check.py"
+OWNED_FILES = ("journal.jsonl", "forecast_check.json")
+Answer = dict[str, Any]
+"""Of eval/benchmark/vllm_worker.py."""
+
+
+@dataclass
+class ForecastCheckConfig:
+    target: str = "assets/target"
+    drafts: list[str] = field(default_factory=lambda: ["assets/draft", "vllm-ngram"])
+    """Folders of drafts, or vllm-ngram."""
+    k: list[DraftLength] = field(default_factory=lambda: [2, 4])
+    """Draft lengths that vLLM serves for the comparison."""
+    calibration_k: list[DraftLength] = field(default_factory=lambda: [1, 5])
+    """Draft lengths whose rounds are timed: the milliseconds of the others are on a line through them."""
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
+    tasks: list[Task] = field(
+        default_factory=lambda: [Task(x, limit=5) for x in ("code", "prose", "arithmetic")]
+    )
+    calibration: Count = 3
+    """Prompts for the milliseconds of rounds, the last ones of the tasks in turn; they are not compared."""
+    answers: Count = 2
+    """Answers to each prompt in the forecast above temperature 0; vLLM gives one."""
+    max_new_tokens: Count = 48
+    vllm_python: str = ""
+    """Interpreter with vLLM; empty: $VLLM_PYTHON or .venv-vllm/bin/python."""
+    seconds: CountOrZero = 0
+    """After so many seconds no further engine of vLLM is started in this call; 0: all are."""
+    seed: Seed = 0
+    out: str = "outputs/forecast_check"
+    overwrite: bool = False
+
+
+def split_prompts(
+    items: Sequence[TaskPrompt], calibration: int
+) -> tuple[list[TaskPrompt], list[TaskPrompt]]:
+    """(prompts that are compared, prompts for the costs): one of each task in turn, from its end."""
+    by_task: dict[str, list[TaskPrompt]] = {}
+    for item in items:
+        by_task.setdefault(item.task, []).append(item)
+    tasks = list(by_task.values())
+    apart = [tasks[i % len(tasks)].pop() for i in range(calibration) if tasks[i % len(tasks)]]
+    compared = [item for task in tasks for item in task]
+    if not compared:
+        raise UserError("calibration takes all prompts: give fewer, or tasks with more prompts")
+    return compared, apart
+
+
+def forecast_config(s: ForecastCheckConfig, draft: str) -> ForecastConfig:
+    """The settings of eval/forecast.py for one draft."""
+    return ForecastConfig(
+        target=s.target,
+        draft=draft,
+        k=s.k,
+        temperatures=s.temperatures,
+        answers=s.answers,
+        max_new_tokens=s.max_new_tokens,
+        seed=s.seed,
+    )
+
+
+@dataclass(frozen=True)
+class Served:
+    """One engine of vLLM: its draft ("" for plain decoding), K and how it drafts."""
+
+    draft: str
+    k: int
+    drawn: bool = False
+
+    @property
+    def key(self) -> list[Any]:
+        return ["served", self.draft, self.k, self.drawn]
+
+
+def engines(s: ForecastCheckConfig, draft: str) -> list[Served]:
+    """The engines that one draft is compared with, and plain decoding."""
+    found = [Served("", 0), *(Served(draft, k) for k in sorted({*s.k, *s.calibration_k}))]
+    if draft != "vllm-ngram" and max(s.temperatures) > 0:
+        found.append(Served(draft, max(s.k), drawn=True))
+    return found
+
+
+def serve(
+    s: ForecastCheckConfig,
+    one: Served,
+    compared: Sequence[TaskPrompt],
+    apart: Sequence[TaskPrompt],
+) -> dict[str, Any]:
+    """{vllm, repaired, answers: {temperature: {costs, compared}}}: vLLM's answers to what this engine is needed for.
+
+    Each temperature begins with a prompt that is not counted. UserError with vLLM's message if it fails.
+    """
+    timed = one.k not in s.k and not one.drawn
+    parts = {
+        "costs": [item.prompt_ids for item in apart] if timed else [],
+        "compared": [item.prompt_ids for item in compared] if one.k not in s.calibration_k else [],
+    }
+    prompts = [apart[0].prompt_ids, *parts["costs"], *parts["compared"]]
+    temperatures = [t for t in s.temperatures if t > 0 or not one.drawn]
+    config = None
+    if one.draft:
+        config = speculative_config(forecast_config(s, one.draft), one.k)
+        config |= {"draft_sample_method": "probabilistic"} if one.drawn else {}
+    job = vllm_client.build_job(
+        s.target,
+        prompts * len(temperatures),
+        speculative=config,
+        max_new_tokens=s.max_new_tokens,
+        max_model_len=max(map(len, prompts)) + s.max_new_tokens + one.k + 1,
+        temperatures=[t for t in temperatures for _ in prompts],
+        seed=s.seed,
+        repair=True,
+    )
+    (result,) = vllm_client.run_jobs(s.vllm_python, [job])
+    if "error" in result:
+        raise UserError(f"vLLM failed with {one}: {result['error'][:600]}")
+    found = {}
+    for number, temperature in enumerate(temperatures):
+        own = result["answers"][number * len(prompts) + 1 : (number + 1) * len(prompts)]
+        count = len(parts["costs"])
+        found[str(temperature)] = {"costs": own[:count], "compared": own[count:]}
+    return {"vllm": result["vllm"], "repaired": result["repaired"], "answers": found}
+
+
+def vllm_cost(by_k: dict[int, Sequence[Answer]]) -> EngineCost:
+    """The costs of vLLM from answers with K = 0 and two other K."""
+    plain = vllm_point(by_k[0], 0, 1, 0, 0.0)
+    drafted = [vllm_point(by_k[k], k, 1, 0, plain.round_ms) for k in by_k if k > 0]
+    return fit_engine_cost([plain, *drafted])
+
+
+def served_figures(answers: Sequence[Answer], plain: Sequence[Answer]) -> dict[str, Any]:
+    """What vLLM did: counts, mean length of rounds that drafted, share accepted by position, and measured speed-up."""
+    rounds, accepted = (sum(a[name] for a in answers) for name in ("rounds", "accepted"))
+    by_position = [sum(x) for x in zip(*(a["by_position"] for a in answers), strict=True)]
+    return {
+        "rounds": rounds,
+        "accepted": by_position,
+        "mean_accept_length": 1 + accepted / rounds,
+        "unconditional_by_position": [x / rounds for x in by_position],
+        "speedup": sum(a["seconds"] for a in plain) / sum(a["seconds"] for a in answers),
+    }
+
+
+def inside(value: float, interval: Sequence[float] | None) -> bool:
+    """Whether the interval holds the value, to rounding."""
+    return interval is not None and interval[0] - 1e-9 <= value <= interval[1] + 1e-9
+
+
+def compare(
+    texts: Sequence[TextChains],
+    rule: str,
+    k: int,
+    served: dict[str, Any],
+    cost: EngineCost | None,
+    seed: int,
+    others: Sequence[str],
+) -> dict[str, Any]:
+    """One cell: the forecast beside what was served; `other_rules` says which wrong rules' intervals hold it too."""
+    row = forecast_row(texts, rule, k, seed, cost)
+    length = served["mean_accept_length"]
+    found: dict[str, Any] = {
+        "rule": rule,
+        "k": k,
+        "forecast": row,
+        "served": served,
+        "inside": inside(length, row["mean_accept_length_ci"]),
+        "positions_inside": sum(
+            map(inside, served["unconditional_by_position"], row["unconditional_by_position_ci"])
+        ),
+        "other_rules": {
+            other: inside(length, forecast_row(texts, other, k, seed)["mean_accept_length_ci"])
+            for other in others
+        },
+    }
+    if cost is not None:
+        found["speedup_error"] = row["speedup"] / served["speedup"] - 1
+    return found
+
+
+def check_draft_cells(
+    s: ForecastCheckConfig,
+    name: str,
+    family: str,
+    texts: dict[float, list[TextChains]],
+    served: dict[Served, dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """The cells of one draft: each temperature and K, and drawn drafts where vLLM has them."""
+
+    def answers(one: Served, temperature: float) -> dict[str, list[Answer]]:
+        found: dict[str, list[Answer]] = served[one]["answers"][str(temperature)]
+        return found
+
+    cells = []
+    for temperature in s.temperatures:
+        plain = answers(Served("", 0), temperature)
+        timed = {k: answers(Served(name, k), temperature)["costs"] for k in s.calibration_k}
+        cost = vllm_cost({0: plain["costs"], **timed})
+        place = {"draft": name, "family": family, "temperature": temperature}
+        rules = [] if family in LOOKUPS or temperature == 0 else list(RULES)
+        for k in s.k:
+            own = served_figures(
+                answers(Served(name, k), temperature)["compared"], plain["compared"]
+            )
+            others = [rule for rule in rules if rule != "greedy"]
+            cell = compare(texts[temperature], "greedy", k, own, cost, s.seed, others)
+            cells.append(place | cell | {"cost": asdict(cost)})
+        drawn = Served(name, max(s.k), drawn=True)
+        if rules and drawn in served:
+            own = served_figures(answers(drawn, temperature)["compared"], plain["compared"])
+            others = [rule for rule in rules if rule != "probabilistic"]
+            cell = compare(texts[temperature], "probabilistic", max(s.k), own, None, s.seed, others)
+            cells.append(place | cell)
+    return cells
+
+
+def summarize(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How many cells are inside, how many greedy ones are equal to the count, and the median error of speed-ups."""
+    greedy = [c for c in cells if c["temperature"] == 0]
+    errors = [abs(c["speedup_error"]) for c in cells if "speedup_error" in c]
+    return {
+        "cells": len(cells),
+        "inside": sum(c["inside"] for c in cells),
+        "positions": sum(c["k"] for c in cells),
+        "positions_inside": sum(c["positions_inside"] for c in cells),
+        "greedy_cells": len(greedy),
+        "greedy_equal": sum(
+            abs(c["forecast"]["counts"]["drafting_rounds"] - c["served"]["rounds"]) < 1e-6
+            and c["forecast"]["counts"]["accepted"] == c["served"]["accepted"]
+            for c in greedy
+        ),
+        "median_speedup_error": statistics.median(errors),
+        "largest_speedup_error": max(errors),
+    }
+
+
+def print_cells(cells: Sequence[dict[str, Any]]) -> None:
+    """The cells as a table on stderr."""
+    table = Table("draft", "T", "rule", "K", "forecast", "vLLM", "inside", "speed-up", "vLLM")
+    for c in cells:
+        row, served = c["forecast"], c["served"]
+        low, high = row["mean_accept_length_ci"] or (0, 0)
+        table.add_row(
+            Path(c["draft"]).name, f"{c['temperature']:g}", c["rule"], str(c["k"]),
+            f"{row['mean_accept_length']:.3f} [{low:.3f}, {high:.3f}]", f"{served['mean_accept_length']:.3f}",
+            str(c["inside"]), f"{row['speedup']:.2f}" if "speedup" in row else "–", f"{served['speedup']:.2f}",
+        )  # fmt: skip
+    Console(stderr=True).print(table)
+
+
+def run(s: ForecastCheckConfig, target: Target, journal: Journal) -> dict[str, Any] | None:
+    """forecast_check.json; None if --seconds ended the call before all engines were asked."""
+    end = time.monotonic() + s.seconds if s.seconds else float("inf")
+    compared, apart = split_prompts(load_fitting_prompts(s.tasks, target), s.calibration)
+    served: dict[Served, dict[str, Any]] = {}
+    cells = []
+    for name in s.drafts:
+        config = forecast_config(s, name)
+        draft = load(config, target)
+        texts = measure_texts(config, target, draft, compared, journal, [name])
+        for one in engines(s, name):
+            if journal.get(one.key) is None:
+                if time.monotonic() > end:
+                    return None
+                journal.put(one.key, serve(s, one, compared, apart))
+            served[one] = journal.get(one.key)
+        cells += check_draft_cells(s, name, draft.name, texts, served)
+    first = served[Served("", 0)]
+    return {
+        "target": {"name": target.name, "tokenizer": target.fingerprint},
+        "drafts": {name: draft_sha256(name) for name in s.drafts},
+        "tasks": [task_version(task) for task in s.tasks],
+        "prompts": len(compared),
+        "calibration_prompts": len(apart),
+        "max_new_tokens": s.max_new_tokens,
+        "vllm": first["vllm"],
+        "repaired": first["repaired"],
+        "summary": summarize(cells),
+        "cells": cells,
+        "seed": s.seed,
+        **provenance.collect(),
+    }
+
+
+def main(s: ForecastCheckConfig) -> None:
+    """Runs what the journal lacks, prints the comparison and writes forecast_check.json."""
+    vllm_client.find_interpreter(s.vllm_python)
+    if set(s.k) & set(s.calibration_k) or len(set(s.calibration_k)) != 2:
+        raise UserError("calibration_k must be two draft lengths that are not in k")
+    out = Path(s.out)
+    inputs = [s.target, *s.drafts, *(task.path for task in s.tasks)]
+    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, inputs):
+        target = replace(load_target(s.target, "cpu"), eos=frozenset())
+        journal = Journal(out / "journal.jsonl", provenance.hardware())
+        result = run(s, target, journal)
+        if result is None:
+            print("not all engines have been asked: start the same command again")
+            return
+        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+        files.write_atomically(out / "forecast_check.json", text + "\n")
+    print_cells(result["cells"])
+    print(json.dumps(result["summary"]))
+
+
+if __name__ == "__main__":
+    run_command(main, ForecastCheckConfig, __doc__)
