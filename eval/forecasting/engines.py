@@ -29,7 +29,8 @@ ENGINE_RULES = (
     ),
 )  # fmt: skip
 """Those of vLLM were read in the code of 0.32 (v1/sample/rejection_sampler.py, v1/worker/gpu/spec_decode); SGLang's in
-tests of its kernel tree_speculative_sampling_target_only. Only vLLM's first two were compared with the engine."""
+copies of its kernel tree_speculative_sampling_target_only, which accepts with p. Only vLLM's first two were compared
+with the engine (docs/results/forecast_vllm.json)."""
 
 
 def rules_of(engines: Sequence[str]) -> list[str]:

@@ -30,9 +30,7 @@ def forecast_markdown(result: Mapping[str, Any]) -> str:
         own = [x for x in rows if (x["temperature"], x["rule"]) == (temperature, rule)]
         title = f"T = {temperature:g}, {'any rule' if temperature == 0 else 'rule ' + rule}"
         parts.append(table_markdown(figures_table(title, own)))
-        tasks = tau_by_task(own)
-        if tasks is not None:
-            parts.append(table_markdown(tasks))
+        parts.append(table_markdown(tau_by_task(f"τ by task, {title}", own)))
     for entry in result["schedules"]:
         parts.append(schedule_text(entry))
     return "\n\n".join(parts) + "\n"
@@ -59,21 +57,15 @@ def figures_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table(title, header, cells)
 
 
-def tau_by_task(rows: Sequence[Mapping[str, Any]]) -> Table | None:
-    """τ with its interval by task and K; None for a single task."""
-    tasks = [x for x in dict.fromkeys(row["task"] for row in rows) if x != ALL_TASKS]
-    if not tasks:
-        return None
-    ks = list(dict.fromkeys(row["k"] for row in rows))
+def tau_by_task(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """τ with its interval by task (all of them together first) and K, from rows of one temperature and rule."""
     found = {(row["task"], row["k"]): row for row in rows}
-    cells = [
-        [
-            task,
-            *(format_with_interval(found[task, k]["tau"], found[task, k]["tau_ci"], 2) for k in ks),
-        ]
-        for task in tasks
-    ]
-    return Table("τ by task", ["task", *(f"K = {k}" for k in ks)], cells)
+    ks = list(dict.fromkeys(row["k"] for row in rows))
+    cells = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        own = [found.get((task, k), {"tau": None, "tau_ci": None}) for k in ks]
+        cells.append([task, *(format_with_interval(x["tau"], x["tau_ci"], 2) for x in own)])
+    return Table(title, ["task", *(f"K = {k}" for k in ks)], cells)
 
 
 def schedule_text(entry: Mapping[str, Any]) -> str:
