@@ -10,7 +10,6 @@ are kept, and the same command goes on with a run that was stopped (or with --se
 """
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -34,15 +33,12 @@ from eval.benchmark import vllm_client
 from eval.benchmark.journal import Journal
 from eval.forecast import ForecastConfig, load, measure_texts, speculative_config
 from eval.forecasting.chains import LOOKUPS
-from eval.forecasting.costs import EngineCost, fit_engine_cost, vllm_point
 from eval.forecasting.rounds import RULES, TextChains
-from eval.forecasting.rows import forecast_row
+from eval.forecasting.served import Answer, compare, served_figures, summarize, vllm_cost
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
 
 COMMAND = "scripts/experiments/forecast_check.py"
 OWNED_FILES = ("journal.jsonl", "forecast_check.json")
-Answer = dict[str, Any]
-"""Of eval/benchmark/vllm_worker.py."""
 
 
 @dataclass
@@ -163,62 +159,6 @@ def serve(
     return {"vllm": result["vllm"], "repaired": result["repaired"], "answers": found}
 
 
-def vllm_cost(by_k: dict[int, Sequence[Answer]]) -> EngineCost:
-    """The costs of vLLM from answers with K = 0 and two other K."""
-    plain = vllm_point(by_k[0], 0, 1, 0, 0.0)
-    drafted = [vllm_point(by_k[k], k, 1, 0, plain.round_ms) for k in by_k if k > 0]
-    return fit_engine_cost([plain, *drafted])
-
-
-def served_figures(answers: Sequence[Answer], plain: Sequence[Answer]) -> dict[str, Any]:
-    """What vLLM did: counts, mean length of rounds that drafted, share accepted by position, and measured speed-up."""
-    rounds, accepted = (sum(a[name] for a in answers) for name in ("rounds", "accepted"))
-    by_position = [sum(x) for x in zip(*(a["by_position"] for a in answers), strict=True)]
-    return {
-        "rounds": rounds,
-        "accepted": by_position,
-        "mean_accept_length": 1 + accepted / rounds,
-        "unconditional_by_position": [x / rounds for x in by_position],
-        "speedup": sum(a["seconds"] for a in plain) / sum(a["seconds"] for a in answers),
-    }
-
-
-def inside(value: float, interval: Sequence[float] | None) -> bool:
-    """Whether the interval holds the value, to rounding."""
-    return interval is not None and interval[0] - 1e-9 <= value <= interval[1] + 1e-9
-
-
-def compare(
-    texts: Sequence[TextChains],
-    rule: str,
-    k: int,
-    served: dict[str, Any],
-    cost: EngineCost | None,
-    seed: int,
-    others: Sequence[str],
-) -> dict[str, Any]:
-    """One cell: the forecast beside what was served; `other_rules` says which wrong rules' intervals hold it too."""
-    row = forecast_row(texts, rule, k, seed, cost)
-    length = served["mean_accept_length"]
-    found: dict[str, Any] = {
-        "rule": rule,
-        "k": k,
-        "forecast": row,
-        "served": served,
-        "inside": inside(length, row["mean_accept_length_ci"]),
-        "positions_inside": sum(
-            map(inside, served["unconditional_by_position"], row["unconditional_by_position_ci"])
-        ),
-        "other_rules": {
-            other: inside(length, forecast_row(texts, other, k, seed)["mean_accept_length_ci"])
-            for other in others
-        },
-    }
-    if cost is not None:
-        found["speedup_error"] = row["speedup"] / served["speedup"] - 1
-    return found
-
-
 def check_draft_cells(
     s: ForecastCheckConfig,
     name: str,
@@ -253,26 +193,6 @@ def check_draft_cells(
             cell = compare(texts[temperature], "probabilistic", max(s.k), own, None, s.seed, others)
             cells.append(place | cell)
     return cells
-
-
-def summarize(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How many cells are inside, how many greedy ones are equal to the count, and the median error of speed-ups."""
-    greedy = [c for c in cells if c["temperature"] == 0]
-    errors = [abs(c["speedup_error"]) for c in cells if "speedup_error" in c]
-    return {
-        "cells": len(cells),
-        "inside": sum(c["inside"] for c in cells),
-        "positions": sum(c["k"] for c in cells),
-        "positions_inside": sum(c["positions_inside"] for c in cells),
-        "greedy_cells": len(greedy),
-        "greedy_equal": sum(
-            abs(c["forecast"]["counts"]["drafting_rounds"] - c["served"]["rounds"]) < 1e-6
-            and c["forecast"]["counts"]["accepted"] == c["served"]["accepted"]
-            for c in greedy
-        ),
-        "median_speedup_error": statistics.median(errors),
-        "largest_speedup_error": max(errors),
-    }
 
 
 def print_cells(cells: Sequence[dict[str, Any]]) -> None:
