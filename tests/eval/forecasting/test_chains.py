@@ -98,7 +98,7 @@ def test_sampled_chances_are_those_of_transformers() -> None:
 
 
 def test_a_token_outside_the_drafts_vocabulary_has_no_chance() -> None:
-    target, draft, items = world("narrow")
+    target, draft, items = world("eagle3")
     assert draft.vocab_ids is not None
     outside = next(x for x in range(97) if x not in set(draft.vocab_ids.tolist()))
     text = [outside] * (TOKENS + K - 1)
