@@ -6,13 +6,12 @@ For each draft the forecast is made from our measurement with the largest K; vLL
 and at a temperature, with each K of --k and with its default rule (and once each with drawn drafts at the largest K).
 Milliseconds of vLLM's rounds come from other prompts (the last --calibration ones) and other K (--calibration_k).
 Answers do not end at EOS, so that all are equally long. Writes forecast_check.json into --out; each engine's answers
-are kept, and the same command goes on with a run that was stopped (or with --seconds).
+are kept, and the same command goes on with a run that was stopped.
 """
 
 import json
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from rich.table import Table
 from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.common.ranges import Count, CountOrZero, DraftLength, Seed, Temperature
+from decode.common.ranges import Count, DraftLength, Seed, Temperature
 from decode.drafts.base import draft_sha256
 from decode.model.loading import Target, load_target
 from eval.benchmark import vllm_client
@@ -49,7 +48,7 @@ class ForecastCheckConfig:
     k: list[DraftLength] = field(default_factory=lambda: [2, 4])
     """Draft lengths that vLLM serves for the comparison."""
     calibration_k: list[DraftLength] = field(default_factory=lambda: [1, 5])
-    """Draft lengths whose rounds are timed: the milliseconds of the others are on a line through them."""
+    """Two draft lengths whose rounds are timed on other prompts: milliseconds of others are on a line through them."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     tasks: list[Task] = field(
         default_factory=lambda: [Task(x, limit=5) for x in ("code", "prose", "arithmetic")]
@@ -61,8 +60,6 @@ class ForecastCheckConfig:
     max_new_tokens: Count = 48
     vllm_python: str = ""
     """Interpreter with vLLM; empty: $VLLM_PYTHON or .venv-vllm/bin/python."""
-    seconds: CountOrZero = 0
-    """After so many seconds no further engine of vLLM is started in this call; 0: all are."""
     seed: Seed = 0
     out: str = "outputs/forecast_check"
     overwrite: bool = False
@@ -117,28 +114,32 @@ def engines(s: ForecastCheckConfig, draft: str) -> list[Served]:
     return found
 
 
-def serve(
+def requests(
     s: ForecastCheckConfig,
     one: Served,
     compared: Sequence[TaskPrompt],
     apart: Sequence[TaskPrompt],
-) -> dict[str, Any]:
-    """{vllm, repaired, answers: {temperature: {costs, compared}}}: vLLM's answers to what this engine is needed for.
+) -> tuple[list[float], list[list[int]], int]:
+    """(temperatures, prompts, how many of the prompts are for the costs) of one engine.
 
-    Each temperature begins with a prompt that is not counted. UserError with vLLM's message if it fails.
+    At each temperature the first prompt is not counted, then come those for the costs, then those that are compared.
     """
-    timed = one.k not in s.k and not one.drawn
-    parts = {
-        "costs": [item.prompt_ids for item in apart] if timed else [],
-        "compared": [item.prompt_ids for item in compared] if one.k not in s.calibration_k else [],
-    }
-    prompts = [apart[0].prompt_ids, *parts["costs"], *parts["compared"]]
+    timed = one.k in (0, *s.calibration_k) and not one.drawn
+    costs = [item.prompt_ids for item in apart] if timed else []
+    others = [item.prompt_ids for item in compared] if one.k in (0, *s.k) else []
     temperatures = [t for t in s.temperatures if t > 0 or not one.drawn]
+    return temperatures, [apart[0].prompt_ids, *costs, *others], len(costs)
+
+
+def build_job(
+    s: ForecastCheckConfig, one: Served, temperatures: list[float], prompts: list[list[int]]
+) -> dict[str, Any]:
+    """The job of one engine for vLLM."""
     config = None
     if one.draft:
         config = speculative_config(forecast_config(s, one.draft), one.k)
         config |= {"draft_sample_method": "probabilistic"} if one.drawn else {}
-    job = vllm_client.build_job(
+    return vllm_client.build_job(
         s.target,
         prompts * len(temperatures),
         speculative=config,
@@ -148,15 +149,29 @@ def serve(
         seed=s.seed,
         repair=True,
     )
-    (result,) = vllm_client.run_jobs(s.vllm_python, [job])
-    if "error" in result:
-        raise UserError(f"vLLM failed with {one}: {result['error'][:600]}")
-    found = {}
-    for number, temperature in enumerate(temperatures):
-        own = result["answers"][number * len(prompts) + 1 : (number + 1) * len(prompts)]
-        count = len(parts["costs"])
-        found[str(temperature)] = {"costs": own[:count], "compared": own[count:]}
-    return {"vllm": result["vllm"], "repaired": result["repaired"], "answers": found}
+
+
+def serve(
+    s: ForecastCheckConfig,
+    engines: Sequence[Served],
+    compared: Sequence[TaskPrompt],
+    apart: Sequence[TaskPrompt],
+) -> Iterator[dict[str, Any]]:
+    """{vllm, repaired, answers: {temperature: {costs, compared}}} of each engine as soon as it is done.
+
+    UserError with vLLM's message if it fails.
+    """
+    asked = [requests(s, one, compared, apart) for one in engines]
+    jobs = [build_job(s, one, *ask[:2]) for one, ask in zip(engines, asked, strict=True)]
+    results = vllm_client.run_jobs(s.vllm_python, jobs) if jobs else iter(())
+    for one, (temperatures, prompts, costs), result in zip(engines, asked, results, strict=True):
+        if "error" in result:
+            raise UserError(f"vLLM failed with {one}: {result['error'][:600]}")
+        found = {}
+        for number, temperature in enumerate(temperatures):
+            own = result["answers"][number * len(prompts) + 1 : (number + 1) * len(prompts)]
+            found[str(temperature)] = {"costs": own[:costs], "compared": own[costs:]}
+        yield {"vllm": result["vllm"], "repaired": result["repaired"], "answers": found}
 
 
 def check_draft_cells(
@@ -209,9 +224,8 @@ def print_cells(cells: Sequence[dict[str, Any]]) -> None:
     Console(stderr=True).print(table)
 
 
-def run(s: ForecastCheckConfig, target: Target, journal: Journal) -> dict[str, Any] | None:
-    """forecast_check.json; None if --seconds ended the call before all engines were asked."""
-    end = time.monotonic() + s.seconds if s.seconds else float("inf")
+def run(s: ForecastCheckConfig, target: Target, journal: Journal) -> dict[str, Any]:
+    """forecast_check.json."""
     compared, apart = split_prompts(load_fitting_prompts(s.tasks, target), s.calibration)
     served: dict[Served, dict[str, Any]] = {}
     cells = []
@@ -219,12 +233,10 @@ def run(s: ForecastCheckConfig, target: Target, journal: Journal) -> dict[str, A
         config = forecast_config(s, name)
         draft = load(config, target)
         texts = measure_texts(config, target, draft, compared, journal, [name])
-        for one in engines(s, name):
-            if journal.get(one.key) is None:
-                if time.monotonic() > end:
-                    return None
-                journal.put(one.key, serve(s, one, compared, apart))
-            served[one] = journal.get(one.key)
+        missing = [one for one in engines(s, name) if journal.get(one.key) is None]
+        for one, answers in zip(missing, serve(s, missing, compared, apart), strict=True):
+            journal.put(one.key, answers)
+        served |= {one: journal.get(one.key) for one in engines(s, name)}
         cells += check_draft_cells(s, name, draft.name, texts, served)
     first = served[Served("", 0)]
     return {
@@ -246,17 +258,14 @@ def run(s: ForecastCheckConfig, target: Target, journal: Journal) -> dict[str, A
 def main(s: ForecastCheckConfig) -> None:
     """Runs what the journal lacks, prints the comparison and writes forecast_check.json."""
     vllm_client.find_interpreter(s.vllm_python)
-    if set(s.k) & set(s.calibration_k) or len(set(s.calibration_k)) != 2:
-        raise UserError("calibration_k must be two draft lengths that are not in k")
+    if len(set(s.calibration_k)) != 2:
+        raise UserError("calibration_k must be two different draft lengths")
     out = Path(s.out)
     inputs = [s.target, *s.drafts, *(task.path for task in s.tasks)]
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, inputs):
         target = replace(load_target(s.target, "cpu"), eos=frozenset())
         journal = Journal(out / "journal.jsonl", provenance.hardware())
         result = run(s, target, journal)
-        if result is None:
-            print("not all engines have been asked: start the same command again")
-            return
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
         files.write_atomically(out / "forecast_check.json", text + "\n")
     print_cells(result["cells"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from decode.common.errors import UserError
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
@@ -53,8 +54,8 @@ def answers(target: Target, job: dict[str, Any], lost: int) -> Iterator[dict[str
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """{lost, jobs}: what the stand-in for vLLM takes away, and what it was asked."""
-    state: dict[str, Any] = {"lost": 0, "jobs": []}
+    """{lost, jobs, stop}: what the stand-in for vLLM takes away, what it was asked, and the job that it fails on."""
+    state: dict[str, Any] = {"lost": 0, "jobs": [], "stop": 99}
     targets: dict[str, Target] = {}
 
     def run_jobs(python: str, jobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -62,6 +63,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             target = targets.setdefault(job["target"], load_target(job["target"], "cpu"))
             endless = Target(**{**vars(target), "eos": frozenset()})
             state["jobs"].append(job)
+            if len(state["jobs"]) == state["stop"]:
+                raise UserError("stopped")
             found = list(answers(endless, job, state["lost"]))
             yield {"vllm": "9.9", "repaired": [], "answers": found}
 
@@ -112,15 +115,11 @@ def test_greedy_forecasts_are_exact(tmp_path: Path, served: dict[str, Any]) -> N
 
 
 def test_a_run_goes_on(tmp_path: Path, served: dict[str, Any]) -> None:
-    """Catches an engine that is asked twice, and a result before all were asked."""
+    """Catches an engine that is asked twice after a run was stopped."""
     world = worlds.build(tmp_path, prompts=4)
-    more = ("--temperatures", "[0.0]", "--seconds", 1)
-    while not check(world, tmp_path / "out", *more):
-        assert len(served["jobs"]) < 6
-    assert [(job["speculative"] or {}).get("num_speculative_tokens") for job in served["jobs"]] == [
-        None,
-        1,
-        2,
-        3,
-        4,
-    ]
+    served["stop"] = 3
+    with pytest.raises(AssertionError, match="stopped"):
+        check(world, tmp_path / "out", "--temperatures", "[0.0]")
+    assert check(world, tmp_path / "out", "--temperatures", "[0.0]")["summary"]["cells"] == 2
+    asked = [(job["speculative"] or {}).get("num_speculative_tokens") for job in served["jobs"]]
+    assert asked == [None, 1, 2, 2, 3, 4]
