@@ -4,17 +4,17 @@ tokens for a chain that is made to follow the text."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext
+from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.engine.engine import decode, row_seeds
 from decode.model.linear_layers import begin_request
 from decode.model.loading import Target
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import SamplingParams, warp
 from eval.forecasting.rounds import TextChains
+from eval.metrics.bootstrap import Array
 from eval.metrics.speculation_profile import AUTOREGRESSIVE
 from eval.tasks.loading import TaskPrompt
 
@@ -74,6 +74,8 @@ def measure_chains(
     UserError if an answer does not fit the context.
     """
     check_draft(draft)
+    if s.max_new_tokens < 2:
+        raise UserError("max_new_tokens is 1: give at least 2, since prefill gives the first token")
     size = max(len(item.prompt_ids) for item in items) + s.max_new_tokens + 2 * s.k
     if size > target.decoder.context:
         raise UserError(
@@ -113,70 +115,83 @@ def follow_texts(
     prompts: Sequence[list[int]],
     texts: Sequence[list[int]],
     s: ChainSettings,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[Array, Array, Array, Array]:
     """(p, q, best, drafted) of TextChains with a row for each text in front: [B, S, K], and [B, S] of `drafted`.
 
     The texts are equally long. Each step of the target commits one token, as a round would that accepts nothing, so
     that a draft's state is what decoding gives it.
     """
-    decoder, device = target.decoder, target.decoder.device
-    rows, count, starts = len(prompts), len(texts[0]), s.max_new_tokens - 1
-    text = torch.tensor([list(x) for x in texts], device=device)
-    length = torch.tensor([len(x) for x in prompts], device=device)
-    width = int(length.max())
-    size = width + count + 2 * draft.max_slots(s.k) + 2
-    history = torch.zeros(rows, size, dtype=torch.long, device=device)
-    for line, prompt in zip(history, prompts, strict=True):
-        line[: len(prompt)] = torch.tensor(prompt, device=device)
+    decoder, rows = target.decoder, len(prompts)
+    text = torch.tensor([list(x) for x in texts], device=decoder.device)
+    count, starts = text.shape[1], s.max_new_tokens - 1
     greedy = s.temperature == 0
     sampling = SamplingParams(1.0 if greedy else s.temperature)  # only the order of q counts then
     follower = TextFollower(decoder.vocab_size, draft.vocab_ids)
-    begin_request()
-    decoder.allocate(rows, size)
-    decoder.capture_hidden_states(draft.taps)
-    draft.begin_batch(DraftContext(rows, size, s.k, sampling, follower))
-    for slots in [decoder.cache.slots, *draft.kv_slots()]:
-        slots.show(size)
-    row = torch.arange(rows, device=device)
-    logits = decoder.prefill(history[:, :width], length, row)
-    features = None if draft.taps is None else decoder.features
-    draft.prefill(row, history[:, :width], length, features)
-    p, q, best, drafted = [], [], [], []
+    history, length, logits = begin(target, draft, prompts, count, s.k, sampling, follower)
+    p, chains = [], []
     for i in range(count):
         token = text[:, i : i + 1]
         p.append(torch.ones(rows) if greedy else token_share(warp(logits, sampling), token[:, 0]))
         history.scatter_(1, length[:, None], token)
         length = length + 1
-        for at, prompt in enumerate(prompts):
-            draft.on_commit(at, [*prompt, texts[at][0]] if i == 0 else [texts[at][i]])
+        for row, prompt in enumerate(prompts):
+            draft.on_commit(row, [*prompt, texts[row][0]] if i == 0 else [texts[row][i]])
         if i < starts:
-            next_tokens = text[:, i + 1 : i + 1 + s.k]
-            follower.follow(next_tokens)
-            proposal = draft.propose(history, length, s.k)
-            real = (proposal.tokens != NO_DRAFT).sum(1)
-            if proposal.q is None:
-                is_best = proposal.tokens == next_tokens
-                share = is_best.double()
-            else:
-                is_best = proposal.q.argmax(-1) == next_tokens
-                share = token_share(proposal.q, next_tokens)
-            q.append(share.cpu())
-            best.append(is_best.cpu())
-            drafted.append(real.cpu())
+            follower.follow(text[:, i + 1 : i + 1 + s.k])
+            chains.append(read_chain(draft.propose(history, length, s.k), follower.tokens))
         if i + 1 < count:
             logits = decoder.step(token, length - 1)[:, -1]
             if draft.taps is not None:
-                draft.state_reader().update_hidden_states(decoder.features, torch.ones_like(length))
+                reader, states = draft.state_reader(), decoder.features
+                reader.update_hidden_states(states, torch.ones_like(length))
     decoder.capture_hidden_states(None)
-    chances = torch.stack(p, 1).double()  # [B, count]
     window = torch.arange(starts)[:, None] + 1 + torch.arange(s.k)
-    empty = torch.zeros(rows, 0, s.k)
-    return (
-        chances[:, window].numpy(),
-        (torch.stack(q, 1) if q else empty).double().numpy(),
-        (torch.stack(best, 1) if best else empty).bool().numpy(),
-        (torch.stack(drafted, 1) if drafted else empty[..., 0]).numpy(),
-    )
+    chances = torch.stack(p, 1).double()[:, window]  # [B, S, K]
+    q, best, drafted = (torch.stack(column, 1).numpy() for column in zip(*chains, strict=True))
+    return chances.numpy(), q, best, drafted
+
+
+def begin(
+    target: Target,
+    draft: Draft,
+    prompts: Sequence[list[int]],
+    count: int,
+    k: int,
+    sampling: SamplingParams,
+    follower: TextFollower,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(history [B, S], length [B], logits [B, V]) once target and draft have read the prompts and have room for `count`
+    more tokens."""
+    decoder = target.decoder
+    length = torch.tensor([len(x) for x in prompts], device=decoder.device)
+    width, rows = int(length.max()), len(prompts)
+    size = width + count + 2 * draft.max_slots(k) + 2
+    history = torch.zeros(rows, size, dtype=torch.long, device=decoder.device)
+    for line, prompt in zip(history, prompts, strict=True):
+        line[: len(prompt)] = torch.tensor(prompt, device=decoder.device)
+    begin_request()
+    decoder.allocate(rows, size)
+    decoder.capture_hidden_states(draft.taps)
+    draft.begin_batch(DraftContext(rows, size, k, sampling, follower))
+    for slots in [decoder.cache.slots, *draft.kv_slots()]:
+        slots.show(size)
+    row = torch.arange(rows, device=decoder.device)
+    logits = decoder.prefill(history[:, :width], length, row)
+    features = None if draft.taps is None else decoder.features
+    draft.prefill(row, history[:, :width], length, features)
+    return history, length, logits
+
+
+def read_chain(
+    proposal: Proposal, text: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(q [B, K], best [B, K], drafted [B]) of one chain that followed the text's tokens [B, K], on the host."""
+    drafted = (proposal.tokens != NO_DRAFT).sum(1).cpu()
+    if proposal.q is None:
+        match = (proposal.tokens == text).cpu()
+        return match.double(), match, drafted
+    best = (proposal.q.argmax(-1) == text).cpu()
+    return token_share(proposal.q, text), best, drafted
 
 
 def token_share(probabilities: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
