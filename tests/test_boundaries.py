@@ -45,6 +45,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "reporting": {"metrics"},
         "engine_logs": {"metrics"},
         "scaling": {"metrics", "reporting"},
+        "forecasting": {"metrics", "tasks", "benchmark", "reporting"},
     },
     "train": {
         "data": set(),

@@ -97,6 +97,8 @@ class Draft:
     """Hidden states of the target that it reads: `prefill` and `update_hidden_states` bring them."""
     shape: TreeShape = None
     """Shape of its proposals, in families that support trees."""
+    vocab_ids: torch.Tensor | None = None
+    """[Vd] the target's ids of the tokens that it draws from, in the order of a Sampler's weights; None: all."""
 
     def max_slots(self, k: int) -> int:
         """Slots past a row's length that a round may write to, in the draft's KV cache or in the target's."""

@@ -38,6 +38,7 @@ class CachedHead(Draft):
         self.vocab = None
         if net.ids is not None:
             self.vocab = ReducedVocab(net.ids, target.decoder.vocab_size)
+            self.vocab_ids = net.ids
         self.context = target.decoder.context
         hidden = target.decoder.config.hidden_size
         self.width = hidden * (len(net.taps.layers) + net.taps.final)

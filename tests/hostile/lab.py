@@ -63,6 +63,9 @@ BASE = {
     "eval/transfer.py": "$lab/causal --targets '[$lab/target, $lab/chat]' --k 2 --max_new_tokens 4 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --device cpu --out $tmp/out.json",
     "eval/rescore.py": "$root/tests/golden/engine_logs/vllm.jsonl --json $tmp/out.json",
+    "eval/forecast.py": "--target $lab/target --draft $lab/causal --k '[1, 2]' --temperatures '[0.0]' "
+    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 6 --batches '[1]' --cost_tokens 8 "
+    "--device cpu --out $out",
     "decode/generate.py": "--target $lab/target --draft ngram --prompt abc --max_new_tokens 4 --device cpu",
     "scripts/export.py": "$lab/eagle3 --format flat --target $lab/target --out $out",
     "scripts/publish.py": "--draft $lab/eagle3 --repo me/draft --out $out",
@@ -89,6 +92,9 @@ BASE = {
     "scripts/experiments/reference_eagle3.py": "--distill.target $lab/target --distill.data $lab/samples "
     "--distill.draft.vocab 64 --distill.draft.steps 2 --distill.draft.taps '[0, 1]' --distill.loop.steps 1 "
     "--distill.loop.batch_size 2 --seeds '[0]' --max_new_tokens 4 --tasks '[{name: code, limit: 2}]' --k 2 --out $out",
+    "scripts/experiments/forecast_check.py": "--target $lab/target --drafts '[$lab/causal]' --temperatures '[0.0]' "
+    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 3}]' --calibration 1 --max_new_tokens 6 "
+    "--vllm_python $lab/python --out $out",
     "scripts/benchmarks/decoder_bench.py": "--target $lab/target --draft $lab/causal --compiled false "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 4 --device cpu --out $tmp/out.json",
     "scripts/benchmarks/sample_bench.py": "--target $lab/target --prompts $lab/prompts.jsonl --batches '[2]' "

@@ -13,6 +13,7 @@ QUICK = {
     "eval/advise.py": (),
     "eval/transfer.py": (),
     "eval/rescore.py": (),
+    "eval/forecast.py": (),
     "train/doctor.py": (),
     "decode/generate.py": (),
     "scripts/benchmarks/sample_bench.py": (),

@@ -37,6 +37,8 @@ class CardInputs:
     """Those of tuned.json of eval/tune.py."""
     data_curve: Mapping[str, Any] | None = None
     """Those of data_curve.json of scripts/experiments/data_curve.py."""
+    forecast: Mapping[str, Any] | None = None
+    """Those of forecast.json of eval/forecast.py."""
 
     @property
     def own_entries(self) -> list[ReportEntry]:
@@ -205,6 +207,7 @@ def source_files(facts: CardInputs) -> str:
         "referee.json": facts.referee,
         "tuned.json": facts.tuned,
         "data_curve.json": facts.data_curve,
+        "forecast.json": facts.forecast,
     }
     names = [f"`{name}`" for name, content in measured.items() if content is not None]
     return (f", {', '.join(names)}" if names else "") + (

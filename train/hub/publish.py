@@ -30,6 +30,7 @@ from train.hub.card_tables import card_images, data_curve_images
 from train.hub.card_text import CardInputs
 from train.hub.published_fields import (
     DATA_CURVE,
+    FORECAST,
     PROFILE,
     REFEREE,
     REPORT,
@@ -54,6 +55,7 @@ OWNED_FILES = (
     *(f"target/{name}" for name in MODEL_FILES),
     *(METADATA_FILE, RUN_FILE, "README.md"),
     *("report.json", "referee.json", "tuned.json", "data_curve.json", "speculation_profile.json"),
+    "forecast.json",
     *("serving/**", "images/*.svg", "shards/*.parquet", MANIFEST_FILE),
     *(".cache/**", ".gitattributes"),  # written by an upload
 )
@@ -70,15 +72,16 @@ def build_draft_folder(
     checks: Mapping[str, Sequence[str]] | None = None,
     tuned: Mapping[str, Any] | None = None,
     data_curve: Mapping[str, Any] | None = None,
+    forecast: Mapping[str, Any] | None = None,
 ) -> PublishFolder:
     """Writes `out` and replaces an earlier one. UserError if report, referee's result or `tuned` are of other weights.
 
     `checks` is {engine: findings of its rules} of each engine that was checked, `tuned` is tuned.json of eval/tune.py,
-    `data_curve` is data_curve.json of scripts/experiments/data_curve.py.
+    `data_curve` is data_curve.json of scripts/experiments/data_curve.py, `forecast` forecast.json of eval/forecast.py.
     """
     check_repo_id(repo)
     check_output_folder(out, draft)
-    recorded = check_draft(draft, report, referee, tuned, data_curve)
+    recorded = check_draft(draft, report, referee, tuned, data_curve, forecast)
     config = layouts.read_config(str(draft))
     original = recorded.get("original_target") or recorded["target"]
     name = labels.base_model or ("" if Path(original["name"]).exists() else original["name"])
@@ -99,6 +102,7 @@ def build_draft_folder(
         redaction.strip_local_paths(checks or {}),
         redaction.select(tuned, TUNED, "tuned.json", known),
         redaction.select(data_curve, DATA_CURVE, "data_curve.json", known),
+        redaction.select(forecast, FORECAST, "forecast.json", known),
     )
     k, source = serving_configs.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
     layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
@@ -115,6 +119,7 @@ def build_draft_folder(
             "referee.json": inputs.referee,
             "tuned.json": inputs.tuned,
             "data_curve.json": inputs.data_curve,
+            "forecast.json": inputs.forecast,
             "speculation_profile.json": _own_profile(inputs, repo, known),
         }
         for file, content in measured.items():
@@ -157,6 +162,7 @@ def check_draft(
     referee: Mapping[str, Any] | None,
     tuned: Mapping[str, Any] | None = None,
     data_curve: Mapping[str, Any] | None = None,
+    forecast: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """draftsmith.json of a draft that may be published.
 
@@ -207,7 +213,22 @@ def check_draft(
         check_tuned(tuned, sha)
     if data_curve is not None:
         check_data_curve(data_curve, facts)
+    if forecast is not None:
+        check_forecast(forecast, sha)
     return facts
+
+
+def check_forecast(forecast: Mapping[str, Any], sha: str) -> None:
+    """UserError if it is the forecast.json of another draft, or lacks what the card shows."""
+    found = redaction.select(forecast, FORECAST, "forecast.json", {sha})
+    other = (found["draft"] or {}).get("sha256")
+    if other != sha:
+        raise UserError(
+            f"the forecast is of draft {_short(other)} and not {_short(sha)}: run eval/forecast.py on it"
+        )
+    needed = {"task", "rule", "temperature", "k", "tau", "tau_ci"}
+    if not all(needed <= row.keys() for row in found["rows"]):
+        raise UserError(f"forecast.json: each of rows needs {', '.join(sorted(needed))}")
 
 
 def check_data_curve(curve: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

@@ -393,6 +393,27 @@ DATA_CURVE = {
     **PROVENANCE,
 }
 """data_curve.json of scripts/experiments/data_curve.py."""
+FORECAST = {
+    "schema": number,
+    "target": TARGET,
+    "draft": {"name": place, "family": word, "sha256": digest},
+    "tasks": [name],
+    **numbers("max_new_tokens seed"),
+    "rows": [
+        {
+            "task": name,
+            "rule": word,
+            **numbers("temperature k prompts texts tau mean_accept_length alpha acceptance_rate"),
+            **lists("tau_ci mean_accept_length_ci alpha_ci alpha_by_position"),
+            "alpha_by_position_ci": [NUMBERS],
+            **lists("unconditional_by_position"),
+            "unconditional_by_position_ci": [NUMBERS],
+            "counts": {**numbers("emitted rounds drafting_rounds"), "accepted": NUMBERS},
+        }
+    ],
+    **PROVENANCE,
+}
+"""forecast.json of eval/forecast.py without its speeds, which are of one machine."""
 SIDE = {**numbers("rounds drafted accepted"), "by_position": NUMBERS}
 DISAGREEMENT = {"task": name, "id": prompt_id, "gap": number}
 REFEREE = {

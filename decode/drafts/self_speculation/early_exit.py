@@ -47,6 +47,7 @@ class EarlyExitDraft(Draft):
         self.decoder = target.decoder.first_layers(layers, adapter, adapter.ids)
         if adapter.ids is not None:
             self.vocab = ReducedVocab(adapter.ids, target.decoder.vocab_size)
+            self.vocab_ids = adapter.ids
 
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request

@@ -260,6 +260,22 @@ def test_the_card_shows_what_more_data_would_give(tmp_path: Path) -> None:
     assert "data-curve" not in (out / "README.md").read_text()
 
 
+def test_the_card_shows_tau_for_each_draft_length(tmp_path: Path) -> None:
+    """Catches the forecast of another draft, of drawn drafts, and speeds of one machine in a published file."""
+    folder, path, out = drafts.draft(tmp_path / "d"), tmp_path / "forecast.json", tmp_path / "out"
+    words = ("--draft", folder, "--repo", "me/x", "--out", out, "--forecast", path)
+    path.write_text(json.dumps(drafts.forecast(drafts.sha_of(folder)) | {"schedules": [{}]}))
+    done = worlds.call(COMMAND, *words)
+    assert done.code == 0, done.err
+    card = (out / "README.md").read_text()
+    assert card.count("| all | 1.60 [1.25, 1.75] | 1.70 [1.25, 1.75] |") == 2
+    assert "7.1" not in card
+    assert "`forecast.json`" in card
+    assert "schedules" not in json.loads((out / "forecast.json").read_text())
+    path.write_text(json.dumps(drafts.forecast("0" * 64)))
+    assert "run eval/forecast.py on it" in worlds.call(COMMAND, *words).error()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
