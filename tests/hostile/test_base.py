@@ -20,6 +20,7 @@ QUICK = {
     "scripts/export.py": (),
     "scripts/publish.py": (),
     "scripts/check_draft.py": (),
+    "scripts/audit.py": (),
     "scripts/experiments/readme_table.py": (
         write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),
     ),
