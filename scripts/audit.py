@@ -34,14 +34,14 @@ if not __package__:
 from rich.console import Console
 from rich.table import Table
 
-from decode.checkpoints import importers
+from decode.checkpoints import importers, layouts
 from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, Seed, Temperature
 from decode.common.run_dir import open_run
-from decode.model.loading import Target, find_dtype, load_target
+from decode.model.loading import Target, find_dtype, load_config, load_target
 from eval.benchmark import vllm_client
 from eval.engine_logs.reading import read_log
 from eval.tasks.loading import Task, load_task_prompts
@@ -97,6 +97,8 @@ def check(s: AuditConfig) -> None:
     if not s.tasks:
         raise UserError("tasks is empty: give at least one")
     find_dtype(s.dtype)
+    load_config(s.target, "target")
+    layouts.read_config(importers.resolve_folder(s.draft))
     if s.served == "vllm":
         vllm_client.find_interpreter(s.python)
     elif s.served == "llama.cpp":

@@ -30,7 +30,7 @@ from scripts.engine_compat.checkpoint_edits import (
 )
 from scripts.engine_compat.rules.checkpoint import read_draft, read_target
 from scripts.engine_compat.vllm_parity import PromptCounts, VllmParityConfig
-from tests.heads import knowing_net, save
+from tests.heads import INNER, knowing_net, save
 from tests.scripts.test_vllm_parity import reply, stand_in
 from tests.tiny import tiny_model, tiny_prompts, tiny_target
 
@@ -54,7 +54,8 @@ class World:
         self.items = [TaskPrompt("own", str(i), p) for i, p in enumerate(prompts)]
         for family in FAMILIES:
             net = knowing_net(family, self.target, texts, forget=0.2)
-            save(folder / family, family, net, self.target, torch.float32)
+            inner = {} if family == "medusa" else {"intermediate_size": INNER}
+            save(folder / family, family, net, self.target, torch.float32, **inner)
 
     def settings(self, draft: Path) -> VllmParityConfig:
         target = str(self.folder / "target")
@@ -94,9 +95,7 @@ def test_a_good_draft_raises_no_alarm(family: str, world: World, tmp_path: Path)
     """Catches a reading that is called better by chance, and a rule that blames a good draft."""
     draft = world.folder / family
     counts = world.counts(draft)
-    assert (
-        sum(x["accepted"] for x in counts) > 2 * PROMPTS
-    )  # a draft that accepts nothing hides everything
+    assert sum(x["accepted"] for x in counts) > 2 * PROMPTS  # without that nothing could show
     found = world.audit(draft, ServedCounts("engine", counts), tmp_path)
     assert found["causes"] == []
     assert found["written"]["same"] == PROMPTS

@@ -65,9 +65,8 @@ def decode_reading(
         copy_files(d, folder)
         reading.edit.apply(folder)
         try:
-            with (
-                warnings.catch_warnings()
-            ):  # a copy names no tokenizer; that of the draft was checked
+            with warnings.catch_warnings():
+                # A copy names no tokenizer; that of the draft was compared with the target's.
                 warnings.filterwarnings("ignore", message=".*was not made here.*")
                 draft = load_draft(str(folder), target, dtype=reading.dtype or dtype)
                 if reading.adjust is not None:

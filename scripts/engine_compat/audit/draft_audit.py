@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from decode.drafts.base import check_saved_tokenizer, draft_sha256, read_metadata
+from decode.drafts.base import check_saved_tokenizer, check_tokenizer, draft_sha256, read_metadata
 from decode.model.loading import Target
 from eval.tasks.loading import TaskPrompt
 from scripts.engine_compat.audit import naming
@@ -33,6 +33,9 @@ def audit_draft(
     Greedy: `s.temperature` is 0. UserError for a draft of another tokenizer and for files that nobody could read.
     """
     check_saved_tokenizer(s.draft)
+    recorded = read_metadata(s.draft).get("tokenizer_hash")
+    if recorded is not None:
+        check_tokenizer(s.draft, recorded, target)
     d = read_draft(s.draft, read_target(s.target, tokenizer=False))
     written, outcomes = decode_readings(s, target, d, items, served, dtype, out)
     causes = naming.name_causes(written, outcomes, served, findings)
