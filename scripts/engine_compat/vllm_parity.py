@@ -16,7 +16,7 @@ from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, Seed, Temperature, at_least
 from decode.common.run_dir import check_file
-from decode.drafts.base import draft_sha256
+from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
@@ -73,20 +73,29 @@ class VllmParityConfig:
 
 
 def run_ours(
-    s: VllmParityConfig, target: Target, prompts: Sequence[list[int]]
+    s: VllmParityConfig, target: Target, prompts: Sequence[list[int]], dtype: str = "float32"
 ) -> list[PromptCounts]:
-    """Our engine's counts for each prompt, by the names of vLLM's counters."""
-    draws = s.draws if s.temperature else 1
+    """Our engine's counts for each prompt, by the names of vLLM's counters; the draft computes in `dtype`."""
     greedy_drafts = s.temperature > 0 and draft_sampling(s)["ours"] == "likeliest"
     chain = tree_from_paths([[0] * n for n in range(1, s.k + 1)]) if greedy_drafts else None
+    rows = BATCH_ROWS if s.temperature else 1
+    draft = load_draft(s.draft, target, dtype=dtype, shape=chain)
+    return count_rounds(s, target, draft, prompts, rows)
+
+
+def count_rounds(
+    s: VllmParityConfig, target: Target, draft: Draft, prompts: Sequence[list[int]], rows: int
+) -> list[PromptCounts]:
+    """The counts of each prompt, decoded with `draft` in batches of `rows`."""
+    draws = s.draws if s.temperature else 1
     outputs = decode(
         target,
-        load_draft(s.draft, target, shape=chain),
+        draft,
         [prompt for prompt in prompts for _ in range(draws)],
         k=s.k,
         max_new_tokens=s.max_new_tokens,
         sampling=SamplingParams(s.temperature),
-        rows=BATCH_ROWS if s.temperature else 1,
+        rows=rows,
         seed=s.seed,
     )
     return records_counts(outputs, draws, s.k)
@@ -103,24 +112,31 @@ def draft_sampling(s: VllmParityConfig) -> dict[str, str]:
 
 def run_vllm(s: VllmParityConfig, target: Target, prompts: Sequence[list[int]]) -> dict[str, Any]:
     """vLLM's result, {vllm: version, repaired, answers: counts of each prompt}. UserError if it refuses the draft."""
+    (result,) = vllm_client.run_jobs(s.python, [build_vllm_job(s, target, prompts)])
+    if "error" in result:
+        raise UserError(f"vLLM refuses {s.draft!r}: {result['error'][:600]}")
+    return result
+
+
+def build_vllm_job(
+    s: VllmParityConfig, target: Target, prompts: Sequence[list[int]], dtype: str = "float32"
+) -> dict[str, Any]:
+    """The job in which vLLM decodes as `run_ours` does."""
     options = {}
     if s.temperature and draft_sampling(s)["vllm"] == "drawn":
         options = {"draft_sample_method": "probabilistic"}
-    job = vllm_client.build_job(
+    return vllm_client.build_job(
         s.target,
         prompts,
         speculative=vllm_client.speculative_config(s.draft, s.k, **options),
         max_new_tokens=s.max_new_tokens,
         max_model_len=context_length(target, prompts, s.k, s.max_new_tokens),
+        dtype=dtype,
         sampling=SamplingParams(s.temperature),
         seed=s.seed,
         draws=s.draws if s.temperature else 1,
         repair=s.repair and s.temperature > 0,
     )
-    (result,) = vllm_client.run_jobs(s.python, [job])
-    if "error" in result:
-        raise UserError(f"vLLM refuses {s.draft!r}: {result['error'][:600]}")
-    return result
 
 
 def context_length(

@@ -40,6 +40,7 @@ FIRST_ARGUMENT = {
     "scripts/check_draft.py": "draft",
     "scripts/referee.py": "draft",
     "scripts/engine_compat/llamacpp_parity.py": "draft",
+    "scripts/audit.py": "draft",
 }
 """The settings that may come first without their flags."""
 BASE = {
@@ -79,6 +80,8 @@ BASE = {
     "--loop.steps, 2, --loop.batch_size, 2, --loop.micro_batch, 2, --loop.eval_every, 0, --loop.max_length, 64, "
     "--wandb, disabled]' --grid '{loop.lr: [0.001]}' --metric train/loss --goal min --out $out",
     "scripts/referee.py": "$lab/causal --target $lab/target --python $lab/python",
+    "scripts/audit.py": "$lab/causal --target $lab/target --served none --k 2 --max_new_tokens 4 "
+    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --device cpu --out $out",
     "scripts/experiments/compare_losses.py": "--sources '{a: {data: $lab/samples, losses: [forward_kl]}}' "
     "--target $lab/target --init $lab/draft --tokens 40 --batch_size 2 --seeds '[0]' --max_new_tokens 4 --limit 1 "
     "--drafts $tmp/drafts --out $tmp/losses.json",

@@ -21,6 +21,7 @@ QUICK = {
     "scripts/export.py": (),
     "scripts/publish.py": (),
     "scripts/check_draft.py": (),
+    "scripts/audit.py": (),
     "scripts/tables/readme_table.py": (
         write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),
     ),

@@ -168,6 +168,13 @@ NUMBERS = {
         ("draws", "0"),
         ("seed", "-1"),
     ],
+    "scripts/audit.py": [
+        ("k", "0 -1"),
+        ("max_new_tokens", "0"),
+        ("temperature", "-1 .nan"),
+        ("draws", "0"),
+        ("seed", "-1"),
+    ],
     "scripts/sweep.py": [
         ("grid", "'{loop.lr: [.nan]}'"),
         ("random", "'{loop.lr: {low: .nan, high: 1}}' '{loop.lr: {low: 2, high: 1}}'"),
