@@ -3,6 +3,7 @@
 compare_losses.py       command: which divergence and which data raise a small LM's acceptance
 compare_trainers.py     command: this training loop beside transformers' Trainer and TRL's GKDTrainer
 data_curve.py           command: how acceptance grows with the data, and what twice the data would give
+constrained.py          command: a JSON task with and without a grammar, forced tokens and a draft
 task_prompts.py         command: prompts like those of GSM8K, HumanEval and CNN/DailyMail to train on
 readme_table.py         command: writes a measured table into a Markdown page
 reference_eagle3.py     command: the common EAGLE-3 training recipe beside this one
