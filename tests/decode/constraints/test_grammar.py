@@ -220,7 +220,7 @@ def test_the_experiment_measures_all_arms(
     schema.write_text(INLINE)
     constrained.main(
         constrained.ConstrainedConfig(
-            limit=2, max_new_tokens=40, device="cpu", out=str(out), json_schema=str(schema)
+            limit=1, max_new_tokens=40, device="cpu", out=str(out), json_schema=str(schema)
         )
     )
     capsys.readouterr()
