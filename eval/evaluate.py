@@ -11,6 +11,7 @@ from decode.common import provenance
 from decode.common.cli import to_yaml
 from decode.common.errors import UserError
 from decode.common.progress import ProgressLog
+from decode.constraints.grammar import build_matcher
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target, load_model, load_target
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
@@ -75,7 +76,10 @@ def evaluate(
     methods = [PLAIN_DECODING, *build_methods(s, target)]
     fit_simulated_drafts(methods, target, items, s.max_new_tokens)
     model = load_model(s.target, "target", str(target.decoder.device), s.dtype, s.revision)
-    context = TimingContext(target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed)
+    grammar = build_matcher(s.constraint, target)
+    context = TimingContext(
+        target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed, grammar
+    )
     work = EvalContext(s, model, methods, undecodable, context, journal, progress)
     references = _reference_outputs(work) if 0.0 in s.temperatures else {}
     report: dict[str, Any] = {
@@ -130,6 +134,7 @@ def _reference_outputs(work: EvalContext) -> dict[tuple[str, str], list[int]]:
         answer = partial(
             greedy_equivalence.reference_greedy_output,
             work.model, item.prompt_ids, work.s.max_new_tokens, work.target, item.stop,
+            work.timing.grammar,
         )  # fmt: skip
         key = ["reference", item.task, item.id]
         references[item.task, item.id] = work.journal.get_or_measure(key, answer)

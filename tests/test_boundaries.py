@@ -32,9 +32,10 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "common": set(),
         "model": {"common"},
         "verification": {"common"},
+        "constraints": {"common", "model", "verification"},
         "checkpoints": {"common", "model"},
-        "drafts": {"common", "model", "verification", "checkpoints"},
-        "engine": {"common", "model", "verification", "drafts"},
+        "drafts": {"common", "model", "verification", "constraints", "checkpoints"},
+        "engine": {"common", "model", "verification", "constraints", "drafts"},
     },
     "eval": {
         "metrics": set(),

@@ -14,6 +14,7 @@ from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
+from decode.constraints.rows import RowConstraints
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import SlotMapping, TreeNodes
 from decode.model.loading import Target, load_tokenizer, tokenizer_fingerprint
@@ -45,6 +46,10 @@ class DraftContext:
     sampling: SamplingParams
     choose: Sampler
     stop: ChainStop | None = None  # None: chains have K tokens
+    constraint: RowConstraints | None = None
+    """The grammars of the rows: tokens are drawn among those that they allow. None: there are none."""
+    extra: int = 0
+    """Tokens beyond `k` that a round may commit: forced ones, which the engine adds behind chains."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,9 @@ class Proposal:
     tree: TokenTree | None = None
     finite: torch.Tensor | None = None
     """[B] bool: the draft's logits were numbers; None: it has none. NaN would be accepted as any token."""
+    allowed: torch.Tensor | None = None
+    """[B, N + 1, V] bool, given by the engine for chains: the tokens that the rows' grammars allow after the committed
+    text and after each drafted token. None: all tokens."""
 
 
 def pad_chain(proposal: Proposal, width: int) -> Proposal:
@@ -157,7 +165,7 @@ class Draft:
 
     def on_replaced(self, k: int) -> None:
         """After `propose`: the target verifies other tokens, up to k, in some rows. Only a draft that takes the tokens
-        of its last proposal for those of the text has something to do."""
+        of its last proposal, or their number, for those of the text has something to do."""
 
 
 def check_request(draft: Draft, k: int, sampling: SamplingParams) -> None:

@@ -48,8 +48,9 @@ class CachedHead(Draft):
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request
         self.plan = build_tree_plan(self.shape, self.device)
-        # A round commits at most its levels and the bonus token: so many slots are rewritten from the target's states.
-        count = max_depth(self.shape, request.k) + 1
+        # A round commits at most its levels, forced tokens and the bonus token: so many slots are rewritten from the
+        # target's states.
+        count = max_depth(self.shape, request.k) + 1 + request.extra
         shape = request.rows, request.size, count
         if (
             shape != self.allocated_shape
@@ -81,6 +82,9 @@ class CachedHead(Draft):
             self._read_committed(history, length)
             self.unread = 0
         self.unread += k + 1
+
+    def on_replaced(self, k: int) -> None:
+        self.unread = k + 1
 
     def _read_committed(self, history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         """Brings the KV cache up to date with the states in the buffer."""

@@ -17,6 +17,7 @@ from decode.drafts import causal, eagle, medusa, mtp
 from decode.drafts.adaptive.adaptive_draft import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft, check_saved_draft, read_metadata
 from decode.drafts.blocks import dflash, pard, peagle
+from decode.drafts.lookups.grammar import GrammarDraft
 from decode.drafts.lookups.ngram import NgramDraft
 from decode.drafts.lookups.suffix import SuffixDraft
 from decode.drafts.self_speculation import early_exit, swift
@@ -99,6 +100,10 @@ def create_suffix(target: Target, layers: int, shape: TreeShape) -> Draft:
 
 def create_suffix_lookup(min_match: int) -> Draft:
     return SuffixDraft(shortest=min_match)
+
+
+def create_grammar(target: Target, layers: int, shape: TreeShape) -> Draft:
+    return GrammarDraft()
 
 
 def create_early_exit(target: Target, layers: int, shape: TreeShape) -> Draft:
@@ -216,6 +221,7 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
             supports_trees=False,
             has_weights=False,
         ),
+        DraftFamily("grammar", create=create_grammar, supports_trees=False, has_weights=False),
         DraftFamily("early-exit", create=create_early_exit),
         DraftFamily("swift", load=swift.load, create=create_swift, supports_trees=False),
         DraftFamily(
@@ -303,7 +309,7 @@ def create_draft(
 
 
 def pick_draft(name: str, target: Target, dtype: str = "float32") -> Draft | None:
-    """The draft for a command's setting `draft`: `none`, `ngram`, or a draft's folder or Hub name."""
+    """The draft for a command's setting `draft`: `none`, a family that needs no folder, or a folder or Hub name."""
     if name == "none":
         return None
     created = create_draft(name, target)

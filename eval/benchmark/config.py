@@ -18,6 +18,7 @@ from decode.common.ranges import (
     TreeWidth,
     at_least,
 )
+from decode.constraints.grammar import ConstraintConfig, is_constrained
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig, Milliseconds
 from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.model.loading import pick_device
@@ -45,7 +46,8 @@ class MethodConfig:
     """A draft and how it is used."""
 
     name: str
-    """ngram, suffix, early-exit and swift need no draft; any other name (causal, causal-base, …) needs one."""
+    """ngram, suffix, early-exit, swift and grammar (tokens that `constraint` forces) need no draft; any other name
+    (causal, causal-base, …) needs one."""
     draft: str = ""
     """Folder or Hub name of a saved draft."""
     device: str = ""
@@ -128,6 +130,8 @@ class EvalConfig:
     """compiled is faster after minutes of compilation, for all methods; graph (CUDA graphs) needs a GPU."""
     acceptance: AcceptanceComparisonConfig = field(default_factory=AcceptanceComparisonConfig)
     """Pairs of methods whose acceptance to compare."""
+    constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
+    """The grammar of all answers, of plain decoding too; none: any text. Needs llguidance."""
     compare: str = ""
     """Other engines on the same prompts, separated by commas: hf (transformers' generate), hf-assisted (its assisted
     generation, with each causal draft), hf-lookup (its prompt lookup, for each method ngram), vllm."""
@@ -161,7 +165,8 @@ def requested_engines(s: EvalConfig) -> list[str]:
 def input_paths(s: EvalConfig) -> list[str]:
     """What the run reads: folders and files, or names of other things."""
     models = [s.target, s.original, *(m.draft for m in s.methods)]
-    return [*models, *(task.path for task in s.tasks)]
+    grammars = [s.constraint.json_schema, s.constraint.grammar]
+    return [*models, *grammars, *(task.path for task in s.tasks)]
 
 
 def check(s: EvalConfig) -> None:
@@ -198,6 +203,8 @@ def check(s: EvalConfig) -> None:
         raise UserError(f"compare vllm: it has no dtype {s.dtype}: choose another or drop vllm")
     if s.check_law and max(s.temperatures) == 0:
         raise UserError("check_law tests sampling: add a temperature above 0")
+    if is_constrained(s.constraint):
+        _check_constrained(s)
     for m in s.methods:
         find_rule(m.rule)  # raises UserError
         if len(m.tree.paths) > MAX_DRAFT_LENGTH:
@@ -232,3 +239,20 @@ def check(s: EvalConfig) -> None:
                 f"method {m.name!r}: swift and state are for the method swift without a draft"
             )
         adaptive_config(m)  # raises UserError
+
+
+def _check_constrained(s: EvalConfig) -> None:
+    """UserError for what is not measured under a grammar."""
+    if s.mode != "eager":
+        raise UserError(
+            "constraint: a grammar is asked for each token on the host: choose mode eager"
+        )
+    if requested_engines(s) or s.check_law or s.original:
+        raise UserError(
+            "constraint: leave out compare, check_law and original, which know no grammar"
+        )
+    for m in s.methods:
+        if m.alpha or m.adaptive or m.tree.nodes > 0 or m.tree.paths:
+            raise UserError(
+                f"method {m.name!r}: a grammar follows chains of K real drafts: leave out alpha, adaptive and tree"
+            )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from decode.constraints.matcher import Matcher
 from decode.model.loading import Target
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import trim_at_stop
@@ -43,9 +44,25 @@ class GreedyMismatch:
 
 
 def reference_greedy_output(
-    model: Any, prompt: list[int], max_new_tokens: int, target: Target, stop: Sequence[str] = ()
+    model: Any,
+    prompt: list[int],
+    max_new_tokens: int,
+    target: Target,
+    stop: Sequence[str] = (),
+    grammar: Matcher | None = None,
 ) -> list[int]:
-    """Token ids of transformers' greedy `generate`, cut at the context length and the stop strings as ours are."""
+    """Token ids of transformers' greedy `generate`, cut at the context length and the stop strings as ours are.
+
+    With `grammar` it chooses among the tokens that this allows.
+    """
+
+    def allowed(_: int, text: torch.Tensor) -> list[int]:
+        assert grammar is not None
+        place = grammar.copy()
+        place.advance(text[len(prompt) :].tolist())
+        found: list[int] = place.allowed().nonzero()[:, 0].tolist()
+        return found
+
     ids = torch.tensor([prompt], device=model.device)
     room = min(max_new_tokens, target.decoder.context - len(prompt))
     eos = sorted(target.eos)
@@ -53,7 +70,12 @@ def reference_greedy_output(
         do_sample=False, max_new_tokens=room, eos_token_id=eos or None, pad_token_id=0
     )
     # Without a mask, generate() takes id 0 for padding and masks it in the prompt.
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=settings,
+        prefix_allowed_tokens_fn=None if grammar is None else allowed,
+    )
     return trim_at_stop(out[0, len(prompt) :].tolist(), stop, target.tokenizer)
 
 

@@ -208,7 +208,7 @@ ENTRY = {
     "unconditional_by_position_ci": [NUMBERS],
     "mean_accept_length": {**numbers("pooled per_request"), **lists("ci per_request_ci")},
     "counts": {
-        **numbers("rounds drafted accepted emitted output_tokens"),
+        **numbers("rounds drafted accepted forced emitted output_tokens"),
         **lists("rounds_by_position accepted_by_position"),
     },
     "latency_ms": {
@@ -219,7 +219,7 @@ ENTRY = {
     "prefill": SPEED,
     "decode": SPEED,
     "failed": FAILED,
-    "finish": numbers("eos length stop"),
+    "finish": numbers("eos length stop grammar"),
     "quality": [QUALITY],
     "mode": word,
     "dtype": word,
