@@ -46,15 +46,13 @@ def fit_round_cost(short: tuple[int, float], long: tuple[int, float]) -> RoundCo
     return RoundCost(short[1] - per_token * short[0], per_token)
 
 
-def mirror_round_ms(
-    lower_ms: float, upper_ms: float, draft_ms: float, reuse_rate: float, redraft_ms: float
-) -> float:
-    """Milliseconds of a round whose drafting runs beside the target's upper layers (Mirror-SD, arXiv 2510.13161).
+def mirror_round_ms(lower_ms: float, upper_ms: float, draft_ms: float, redraft_ms: float) -> float:
+    """Milliseconds of a round whose drafting runs beside the target's upper layers, on a device of its own.
 
-    T(1..ℓe) + max(T(ℓe+1..N), T_draft) + (1 - ρ) · T_redraft, where each side has a device of its own. `lower_ms`
-    includes whatever else of a round is not beside anything.
+    T(1..ℓe) + max(T(ℓe+1..N), T_draft) + (1 - ρ) · T_draft (Mirror-SD, arXiv 2510.13161). `lower_ms` includes what else
+    of a round is beside nothing; `redraft_ms` is a mean over all rounds, with 0 for those that used a branch.
     """
-    return lower_ms + max(upper_ms, draft_ms) + (1 - reuse_rate) * redraft_ms
+    return lower_ms + max(upper_ms, draft_ms) + redraft_ms
 
 
 def predicted_speedup(

@@ -74,14 +74,14 @@ def test_a_rows_text_does_not_depend_on_its_batch(sampling: SamplingParams) -> N
 
 
 def test_threads_never_change_the_output() -> None:
-    """Catches draws and K/V writes in the order of the threads: a hundred repetitions, sampled, rows used again."""
-    own = tiny_target(tiny_model("llama", dtype=torch.float64))
-    settings: dict[str, Any] = {"k": K, "sampling": SAMPLED, "max_new_tokens": 12, "rows": 2}
+    """Catches draws and K/V writes in the order of the threads: a hundred repetitions of sampled text."""
+    own = tiny_target(tiny_model("llama", dtype=torch.float64, num_hidden_layers=2))
+    settings: dict[str, Any] = {"k": 2, "sampling": SAMPLED, "max_new_tokens": 9}
     waiting = mirrored(own, MirrorConfig(1, 2, overlap=False))
-    want = decode(own, waiting, PROMPTS, **settings)
+    want = decode(own, waiting, PROMPTS[:2], **settings)
     draft = mirrored(own, MirrorConfig(1, 2))
     for _ in range(100):
-        got = decode(own, draft, PROMPTS, **settings)
+        got = decode(own, draft, PROMPTS[:2], **settings)
         assert texts(got) == texts(want)
         assert [o.rounds for o in got] == [o.rounds for o in want]
     assert draft.counts.reused == 100 * waiting.counts.reused > 0
@@ -115,8 +115,7 @@ def state_error(config: MirrorConfig, rows: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "rows"), [("two", 1), *((name, 2) for name in CONFIGS)])
 def test_q_is_what_the_text_gives(name: str, rows: int) -> None:
     """Catches a stale root, a branch of another outcome, K/V that were moved wrongly, positions and masks of nodes."""
     assert state_error(CONFIGS[name], rows) < 1e-6  # HF norms compute in fp32
@@ -254,7 +253,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("rule", ["exact", "block"])
-@pytest.mark.parametrize("name", slow_except(CASES, ["one", "longer"]))
+@pytest.mark.parametrize("name", slow_except(CASES, ["one"]))
 def test_sampled_text_has_the_targets_law(name: str, rule: str) -> None:
     """Catches a branch that is used for any reason but the outcome, and a q that is not its own. Exact."""
     assert law_distance(*CASES[name], rule) < 1e-7  # HF norms compute in fp32
