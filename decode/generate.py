@@ -27,7 +27,8 @@ from decode.common.files import read_text
 from decode.common.ranges import Count, DraftLength, MatchLength, Seed, Share
 from decode.constraints.grammar import ConstraintConfig, build_matcher
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig
-from decode.drafts.registry import add_lookup, make_adaptive, pick_draft
+from decode.drafts.mirror.mirror_draft import MirrorConfig
+from decode.drafts.registry import add_lookup, make_adaptive, make_mirror, pick_draft
 from decode.drafts.self_speculation.swift import open_search
 from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.engine.active_request import check_draft_length
@@ -70,6 +71,8 @@ class GenerateConfig:
     was accepted so far, `both`; empty: always `k`."""
     confidence: Share = CONFIDENCE
     """A chain of `adaptive` ends where the product of its tokens' probabilities falls below this."""
+    mirror: MirrorConfig = field(default_factory=MirrorConfig)
+    """Drafting while the target verifies; --mirror.exit_layer switches it on."""
     max_new_tokens: Count = 128
     """Tokens generated at most."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -153,6 +156,8 @@ def main(s: GenerateConfig) -> None:
         draft = add_lookup(draft, s.lookup, s.min_match, target)
     if s.adaptive:
         draft = make_adaptive(draft, AdaptiveConfig(s.adaptive, s.confidence))
+    if s.mirror.exit_layer:
+        draft = make_mirror(draft, s.mirror, target)
     matcher = build_matcher(ConstraintConfig(s.json_schema, s.regex, s.grammar), target)
     ids = encode_prompt(target.tokenizer, s.prompt)
     console = Console()

@@ -192,7 +192,8 @@ def _add_entries(
     rounds = {m: with_batch_rounds(records) for m, records in result.records.items()}
     plain_rounds = {(x.record.task, x.record.id): x for x in rounds[PLAIN_DECODING]}
     for method in work.methods:
-        phases = steps.get(method.label, {}).get("phases")
+        measured = steps.get(method.label, {})
+        phases, mirror = measured.get("phases"), measured.get("mirror")
         failures = [*work.undecodable, *result.failures[method]]
         mismatches = _greedy_mismatches(work, method, temperature, result, references)
         for group in work.groups():
@@ -214,7 +215,7 @@ def _add_entries(
             entry = method_entry(
                 s, method, paths.get(method.name, ""), group, temperature, own,
                 result.records[PLAIN_DECODING], quality, filter_failures(failures, group, domains),
-                verdict, phases if group == PromptGroup() else None, prediction, work.target.eos,
+                verdict, phases if group == PromptGroup() else None, mirror, prediction, work.target.eos,
             )  # fmt: skip
             report["domains" if group.domain else "methods"].append(entry)
 

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,8 @@ class Draft:
     """It reads the target's hidden states, and yet there are rounds in which no row drafts."""
     taps: HiddenStateSpec | None = None
     """Hidden states of the target that it reads: `prefill` and `update_hidden_states` bring them."""
+    eager_only: bool = False
+    """It acts in the middle of the target's pass (`during_verification`), which therefore is not compiled."""
     shape: TreeShape = None
     """Shape of its proposals, in families that support trees."""
     vocab_ids: torch.Tensor | None = None
@@ -162,6 +165,11 @@ class Draft:
 
         Nothing is to be done for a draft whose state is kept by `prefill`, `update_hidden_states` and `on_commit`.
         """
+
+    def during_verification(self) -> AbstractContextManager[None]:
+        """In force while the target verifies a proposal and the round is committed. A draft that reads the target in
+        the middle of its pass registers its hooks here, for this time alone: other drafts share the target."""
+        return nullcontext()
 
     def on_replaced(self, k: int) -> None:
         """After `propose`: the target verifies other tokens, up to k, in some rows. Only a draft that takes the tokens

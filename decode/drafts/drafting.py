@@ -152,11 +152,16 @@ def draft_chain(
 ) -> Proposal:
     """A chain of k tokens, each drawn from the draft's distribution (greedy: its argmax), q [B, k, V].
 
+    Without `request.stop` it may be R chains of each row: given logits [B, R, V], tokens are [B, k, R], q is
+    [B, k, R, V], and `step` gets tokens [B, 1, R] and returns [B, 1, R, V].
+
     With `request.stop` a row has NO_DRAFT behind its end. No step runs once all rows have ended, and there are no
     columns for what was not drafted; the random numbers of k tokens are drawn all the same. With `request.constraint`
     q is the draft's distribution over the tokens that the row's grammar allows after those drafted so far.
     """
-    tokens, q, stop = [], [], request.stop
+    tokens: list[torch.Tensor] = []
+    q: list[torch.Tensor] = []
+    stop = request.stop
     above = torch.zeros_like(length)[:, None]
     path = torch.ones(len(length), device=length.device)  # of the drafted tokens' probabilities
     going = path.bool() if stop is None else rows_going_on(stop, 0, path, path)

@@ -20,6 +20,7 @@ from decode.drafts.blocks import dflash, pard, peagle
 from decode.drafts.lookups.grammar import GrammarDraft
 from decode.drafts.lookups.ngram import NgramDraft
 from decode.drafts.lookups.suffix import SuffixDraft
+from decode.drafts.mirror.mirror_draft import MirrorConfig, MirrorDraft
 from decode.drafts.self_speculation import early_exit, swift
 from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.drafts.wrappers import CrossDeviceDraft, TwoSourceDraft
@@ -331,6 +332,8 @@ def add_lookup(draft: Draft | None, lookup: str, min_match: int, target: Target)
         )
     if isinstance(draft, AdaptiveDraft):
         raise UserError("a lookup belongs inside an adaptive draft: add it to the draft first")
+    if isinstance(draft, MirrorDraft):
+        raise UserError("mirror drafts before a lookup could look: give one of both")
     return TwoSourceDraft(lookups[lookup](min_match), draft, target.decoder.vocab_size)
 
 
@@ -340,7 +343,16 @@ def make_adaptive(draft: Draft | None, config: AdaptiveConfig) -> AdaptiveDraft:
     family = DRAFT_FAMILIES.get(name)
     if draft is None or (family is not None and family.create_lookup is not None):
         raise UserError(f"draft {name!r} has no model whose passes adaptive could save: drop it")
+    if isinstance(draft, MirrorDraft):
+        raise UserError("mirror drafts chains of one length: give it no adaptive")
     return AdaptiveDraft(draft, config)
+
+
+def make_mirror(draft: Draft | None, config: MirrorConfig, target: Target) -> MirrorDraft:
+    """`draft`, a small LM, drafting while the target verifies. UserError for any other draft."""
+    if draft is None:
+        raise UserError("mirror needs a small language model as draft: name one")
+    return MirrorDraft(draft, target, config)
 
 
 def draft_family(path: str) -> str:

@@ -95,6 +95,10 @@ class SpeculativeEngine:
             raise UserError(f"no mode {mode!r}; there are {', '.join(MODES)}")
         if mode == "graph" and (self.device.type != "cuda" or self.on_host):
             raise UserError("mode graph needs a CUDA device and a draft that proposes on it")
+        if mode != "eager" and draft is not None and draft.eager_only:
+            raise UserError(
+                f"draft {draft.name!r} acts in the middle of the target's pass: choose mode eager"
+            )
 
     def speculate(
         self,

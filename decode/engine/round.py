@@ -1,6 +1,7 @@
 """One round on the device: propose, verify in one pass of the target, accept, commit. No tensor is read on the host."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -126,7 +127,8 @@ def run_round(
         proposal = pad_chain(proposal, config.k)
     drafted = synchronized_time(device, phases)
     reader = draft.state_reader() if draft is not None and draft.taps is not None else None
-    results = target_part(target, state, proposal, config, reader)
+    with nullcontext() if draft is None else draft.during_verification():
+        results = target_part(target, state, proposal, config, reader)
     if phases is not None:
         phases.draft += drafted - start
         phases.verify += synchronized_time(device, phases) - drafted

@@ -58,6 +58,7 @@ class ModelRunner:
         self.can_skip_logits = not self.config.to_dict().get("num_kv_shared_layers")
         self.shape = 0, 0  # rows and slots of the buffers; the cache is empty until `allocate`
         self.cache = StaticKVCache(self.config.num_hidden_layers, 1, 1, self.device)
+        self.beside = False
         self.taps: HiddenStateSpec | None = None
         self.hidden_state_hooks: HiddenStateHooks | None = None
         self.features: torch.Tensor
@@ -84,6 +85,11 @@ class ModelRunner:
             self.hidden_state_hooks = self.taps = None  # stays None if HiddenStateHooks raises
             self.hidden_state_hooks = None if taps is None else HiddenStateHooks(self.model, taps)
             self.taps = taps
+
+    def run_beside(self) -> None:
+        """Lets this model run in a thread of its own from now on, while a model that was not told so runs."""
+        self.beside = True
+        self.model.set_attn_implementation(attention.BESIDE_NAME)
 
     def reserve(self, size: int) -> None:
         """Enlarges the K/V buffers to `size` tokens per row and keeps their contents."""
@@ -176,7 +182,7 @@ class ModelRunner:
         position = self.cache.slots.position.clamp_max(self.context - 1)
         if self.vocab_size > self.embedding_rows:
             tokens = tokens.clamp_max(self.embedding_rows - 1)
-        with attention.forward_context(self.cache.slots):
+        with attention.forward_context(self.cache.slots, self.beside):
             logits = self.model(
                 input_ids=tokens,
                 position_ids=position,

@@ -20,6 +20,7 @@ from decode.common.ranges import (
 )
 from decode.constraints.grammar import ConstraintConfig, is_constrained
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig, Milliseconds
+from decode.drafts.mirror.mirror_draft import MirrorConfig
 from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.model.loading import pick_device
 from decode.verification.registry import find_rule
@@ -73,6 +74,8 @@ class MethodConfig:
     """A chain of `adaptive` ends where the product of its tokens' probabilities falls below this."""
     round_ms: list[Milliseconds] = field(default_factory=list)
     """For `adaptive` by acceptance: milliseconds of a round with K = 0, 1, 2, …; empty: measured while decoding."""
+    mirror: MirrorConfig = field(default_factory=MirrorConfig)
+    """Drafting while the target verifies, for chains of small language models on a CPU; off with exit_layer 0."""
     tree: TreeConfig = field(default_factory=TreeConfig)
     """For drafts that can propose trees, such as causal ones and early-exit, without `lookup`."""
     rule: str = "exact"
@@ -239,6 +242,11 @@ def check(s: EvalConfig) -> None:
                 f"method {m.name!r}: swift and state are for the method swift without a draft"
             )
         adaptive_config(m)  # raises UserError
+        if m.mirror.exit_layer and (m.alpha or m.adaptive or m.lookup or s.mode != "eager"):
+            raise UserError(
+                f"method {m.name!r}: mirror is for small language models alone and mode eager: drop alpha, adaptive, "
+                "lookup and mode"
+            )
 
 
 def _check_constrained(s: EvalConfig) -> None:

@@ -1,6 +1,6 @@
 """The figures of a forecast: τ, α by position and speed-up for each task, temperature, rule and K, with intervals."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ def forecast_row(
 
 
 def forecast_rows(
-    texts: dict[float, Sequence[TextChains]],
+    texts: Mapping[float, Sequence[TextChains]],
     ks: Iterable[int],
     *,
     rules: Sequence[str],

@@ -48,10 +48,19 @@ class RoundCost:
         return self.fixed_ms + self.per_token_ms * k
 
 
-def fit_round_cost(short: tuple[int, float], long: tuple[int, float]) -> RoundCost:
+def fit_round_cost(short: tuple[float, float], long: tuple[float, float]) -> RoundCost:
     """Through two measured points (K, milliseconds a round)."""
     per_token = (long[1] - short[1]) / (long[0] - short[0])
     return RoundCost(short[1] - per_token * short[0], per_token)
+
+
+def mirror_round_ms(lower_ms: float, upper_ms: float, draft_ms: float, redraft_ms: float) -> float:
+    """Milliseconds of a round whose drafting runs beside the target's upper layers, on a device of its own.
+
+    T(1..ℓe) + max(T(ℓe+1..N), T_draft) + (1 - ρ) · T_draft (Mirror-SD, arXiv 2510.13161). `lower_ms` includes what else
+    of a round is beside nothing; `redraft_ms` is a mean over all rounds, with 0 for those that used a branch.
+    """
+    return lower_ms + max(upper_ms, draft_ms) + redraft_ms
 
 
 def predicted_speedup(

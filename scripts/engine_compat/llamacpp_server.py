@@ -41,7 +41,7 @@ def find_server(asked: str = "") -> str:
 def server_version(server: str) -> str:
     """What the executable says of its version."""
     done = subprocess.run([server, "--version"], capture_output=True, text=True)
-    return first_line((done.stdout + done.stderr).strip() or "unknown")
+    return ((done.stdout + done.stderr).strip() or "unknown").splitlines()[0]
 
 
 def server_command(

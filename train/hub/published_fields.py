@@ -194,6 +194,10 @@ ENTRY = {
     "tree": TREE,
     "lookup": {"name": word, "min_match": number},
     "adaptive": {"by": word, "confidence": number},
+    "mirror": {
+        **numbers("exit_layer branches reuse_rate exit_hit_rate hidden_share"),
+        "overlap": flag,
+    },
     **GROUP,
     "domain": name,
     **numbers(

@@ -13,6 +13,7 @@ from eval.metrics.speedup_model import (
     fit_round_cost,
     fit_speedup_model,
     leviathan_speedup,
+    mirror_round_ms,
     predicted_speedup,
     prediction_record,
     round_speedup_with_interval,
@@ -109,3 +110,9 @@ def test_speedup_of_rounds_pools_tokens() -> None:
     assert steady.is_precise
     assert prediction_record(3, 1.1, steady)["error"] == pytest.approx(0.1)
     assert round_speedup_with_interval(plain, [sample(0, [], 1)]) is None
+
+
+def test_a_mirrored_round_takes_the_longer_side() -> None:
+    """Catches the sum in place of the longer side, and drafting again that is left out."""
+    assert mirror_round_ms(5.0, 8.0, 3.0, 1.0) == 14.0
+    assert mirror_round_ms(5.0, 8.0, 10.0, 1.0) == 16.0
