@@ -5,7 +5,8 @@
     python eval/rescore.py after.txt --before before.txt      # /metrics dumps
 
 Pooled figures stand beside the means over requests, which weigh a short answer like a long one; both are printed by
-some engine under the same name. outputs.jsonl of eval/run.py is read as well. docs/engine_logs.md lists the formats and how to have engines write them.
+some engine under the same name. outputs.jsonl of eval/run.py is read as well. docs/engine_logs.md lists the formats and
+how to have engines write them.
 """
 
 import json
