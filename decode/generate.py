@@ -175,7 +175,10 @@ def main(s: GenerateConfig) -> None:
     ):
         # not before the first token: nothing is printed of what is refused
         if not output.output_ids:
-            console.print(Text(s.prompt), end="", soft_wrap=True, highlight=False)
+            end = (
+                "\n" if target.is_encoder_decoder else ""
+            )  # its answer does not continue the prompt
+            console.print(Text(s.prompt), end=end, soft_wrap=True, highlight=False)
         add_record(output, record)
         # Without colour, as in a file, rejected tokens would look like text.
         for tokens, style in styled_spans(record, s.rejected and console.is_terminal):

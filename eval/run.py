@@ -102,7 +102,7 @@ def main(s: EvalConfig) -> None:
         check_original(s.original, target)
     build_matcher(s.constraint, target)
     methods = build_methods(s, target)  # every mistake shows before the folder is changed
-    baselines.check(s, methods)
+    baselines.check(s, target, methods)
     check_requests(s, methods)
     for task in s.tasks:
         loading.load_task_prompts(task, target)

@@ -30,7 +30,7 @@ from decode.common.ranges import CountOrZero, Seed
 from decode.drafts.base import METADATA_FILE, MODEL_FILES, check_request, check_saved_draft
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
-from train.data import batching, mixture, sample_store
+from train.data import batching, manifest, mixture, sample_store
 from train.data.mixture import DataSpec
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.config import DraftConfig
@@ -131,6 +131,28 @@ def load_rows(s: DistillConfig, target: Target) -> tuple[mixture.Mixture, int]:
     )
 
 
+def check_encoder_decoder(s: DistillConfig, target: Target) -> None:
+    """UserError for samples of the other kind of target, and for settings that do not apply to an encoder-decoder."""
+    own = target.is_encoder_decoder
+    for part in mixture.mixture_parts(s.data):
+        if manifest.read_manifest(Path(part.path)).encoder_decoder != own:
+            kinds = ("a causal target", "an encoder-decoder")
+            raise UserError(
+                f"samples in {part.path} are of {kinds[not own]}, and {target.name!r} is {kinds[own]}: sample this one"
+            )
+    if not own:
+        return
+    wrong = {
+        "draft.family: train a causal draft, from a smaller encoder-decoder": s.draft.family != "causal",
+        "supervise: set it to answers, the decoder predicts no prompt": s.supervise == "all",
+        "loop.pack: set it to false, the encoder reads one prompt a row": s.loop.pack,
+        "features: leave it empty, the live target is the teacher": bool(s.features),
+    }  # fmt: skip
+    for advice, found in wrong.items():
+        if found:
+            raise UserError(f"target {target.name!r} is an encoder-decoder. {advice}")
+
+
 def max_sample_length(s: DistillConfig, target: Target) -> int:
     """Tokens that a sample may have; longer ones are cut."""
     return min(s.loop.max_length, target.decoder.context)
@@ -216,11 +238,12 @@ def load_components(
     target = load_target(
         s.target, str(accelerator.device), s.target_dtype, s.revision, with_layers=not s.states.url
     )
+    check_encoder_decoder(s, target)
     rows, dropped = load_rows(s, target)
     s = replace(s, loop=s.loop.resolve_epochs(len(rows)))
     if not s.overwrite:
         checkpoint.check_tokenizer(Path(s.out), target.fingerprint)
-    acceptance_eval = AcceptanceEval(s.check, target, s.seed)
+    acceptance_eval = AcceptanceEval(s.check, target, s.seed, rows)
     return s, RunComponents(target, rows, dropped, build_draft(s, target, rows), acceptance_eval)
 
 

@@ -33,7 +33,7 @@ from decode.common.progress import ProgressBars, progress_bars
 from decode.drafts.base import check_request
 from decode.drafts.registry import pick_draft
 from decode.engine.active_request import check_draft_length
-from decode.model.loading import load_target
+from decode.model.loading import load_config, load_target
 from eval.benchmark.vllm_client import find_interpreter
 from train.data import manifest, sample_store
 from train.data.prompt_pipeline import (
@@ -84,6 +84,7 @@ def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, i
             git_sha=provenance.git_sha(),
             versions=provenance.versions(),
             engine=s.engine,
+            encoder_decoder=reader.encoder_decoder,
         ),
     )
 
@@ -156,6 +157,10 @@ def check_engine(s: SampleConfig) -> None:
         raise UserError(f"--origin text asks nobody for answers: drop --engine {s.engine}")
     if s.served and s.draft != "none":
         raise UserError("--draft is for the local engine: give the draft to the server, or drop it")
+    if s.served and load_config(s.target, "target", s.revision).is_encoder_decoder:
+        raise UserError(
+            f"--engine {s.engine} serves causal targets: drop it for an encoder-decoder"
+        )
     if s.engine == "vllm":
         find_interpreter(s.vllm_python)  # UserError here rather than behind a line of progress
 

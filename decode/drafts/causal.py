@@ -5,6 +5,7 @@ import torch
 from decode.checkpoints import draft_vocab, importers
 from decode.drafts.base import Draft, DraftContext, Proposal, check_tokenizer, read_metadata
 from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens
+from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.kv_cache import SlotMapping
 from decode.model.loading import Target, load_model, load_tokenizer, tokenizer_fingerprint
 from decode.model.runner import ModelRunner
@@ -82,7 +83,7 @@ def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft:
     check_tokenizer(path, tokenizer_fingerprint(load_tokenizer(path)), target)
     model = load_model(path, "draft", device, dtype)
     ids = load_ids(path, min(target.decoder.vocab_size, len(model.get_output_embeddings().weight)))
-    return CausalDraft(ModelRunner(model, target.decoder.vocab_size, ids))
+    return CausalDraft(build_runner(model, target.decoder.vocab_size, ids))
 
 
 def load_ids(path: str, vocab_size: int) -> torch.Tensor | None:

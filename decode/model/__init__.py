@@ -1,4 +1,4 @@
-"""A causal LM of transformers that runs in fixed shapes: ragged rows, token trees and roll-back.
+"""A language model of transformers that runs in fixed shapes: ragged rows, token trees and roll-back.
 
 - names: which names are paths and which are on the Hub, and the Hub when it cannot be reached
 - config_checks: whether the sizes in a config make sense
@@ -11,6 +11,7 @@
 - split_kv_attention: its Triton kernel for long buffers on a GPU
 - layer_stack: where the decoder layers and the final norm of a model are, and models with others
 - hidden_states: hidden states captured during a forward, and the LM head as a function
+- encoder_decoder/: T5 behind the same steps, and its passes in transformers' own code
 - linear_layers: weights packed for a CPU's fast kernels, or in eight bits
 
 It imports decode.common only.

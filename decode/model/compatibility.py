@@ -18,6 +18,8 @@ OWN_ATTENTION = (
     "computes attention by itself (as those with ALiBi or local attention do) and not through transformers' "
     "AttentionInterface"
 )
+LONGEST = 1 << 16
+"""The context of models whose positions are relative and have no end."""
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -95,7 +97,8 @@ def _unsupported_reason(model: Any, config: Any) -> str | None:
 
 
 def context_length(config: Any) -> int:
-    """Positions that a row may have: those of the config, but with longrope only the ones before its long factors.
+    """Positions that a row may have: those of the config, but with longrope only the ones before its long factors;
+    LONGEST where positions have no limit (T5).
 
     From there on longrope changes the frequencies of all tokens of a forward, but not of cached keys: the text of a
     row would depend on the other rows and on the draft length.
@@ -105,7 +108,8 @@ def context_length(config: Any) -> int:
         for rope in rope_configs(config)
         if rope["rope_type"] == "longrope"
     ]
-    return min([config.max_position_embeddings, *original])
+    name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    return min([vars(config).get(name, LONGEST), *original])
 
 
 def rope_configs(config: Any) -> list[dict[str, Any]]:

@@ -122,23 +122,29 @@ class SlotMapping:
         return self.masks[key]
 
     def _build_mask(self, window: int | None) -> torch.Tensor:
+        distance, allow = self.distances()
+        return allow if window is None else allow & (distance < window)
+
+    def distances(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """([b, T, S] positions from each slot to the token, bool [b, T, S]: the slot is committed, or an ancestor's).
+
+        Distances to slots that are not visible mean nothing.
+        """
         position = self.position[:, :, None]
         if self.nodes is None:
-            distance = position - self.slot  # [b, T, S]
-            allow = distance >= 0
-        else:
-            relative = self.slot - self.base[:, None]  # [b, S]: the node in each slot
-            visible, depth = self.nodes.ancestor_mask, self.nodes.depth  # [b|1, T, N], [b|1, N]
-            inside = (relative >= 0) & (relative < depth.shape[-1])
-            at = relative.clamp(0, depth.shape[-1] - 1)
-            rows, count = self.write_slots.shape
-            ancestor = visible.expand(rows, -1, -1).gather(2, at[:, None].expand(-1, count, -1))
-            allow = (relative < 0)[:, None] | (inside[:, None] & ancestor)
-            slot_position = torch.where(
-                inside, self.base[:, None] + depth.expand(rows, -1).gather(1, at), self.slot
-            )
-            distance = position - slot_position[:, None]
-        return allow if window is None else allow & (distance < window)
+            distance = position - self.slot
+            return distance, distance >= 0
+        relative = self.slot - self.base[:, None]  # [b, S]: the node in each slot
+        visible, depth = self.nodes.ancestor_mask, self.nodes.depth  # [b|1, T, N], [b|1, N]
+        inside = (relative >= 0) & (relative < depth.shape[-1])
+        at = relative.clamp(0, depth.shape[-1] - 1)
+        rows, count = self.write_slots.shape
+        ancestor = visible.expand(rows, -1, -1).gather(2, at[:, None].expand(-1, count, -1))
+        allow = (relative < 0)[:, None] | (inside[:, None] & ancestor)
+        slot_position = torch.where(
+            inside, self.base[:, None] + depth.expand(rows, -1).gather(1, at), self.slot
+        )
+        return position - slot_position[:, None], allow
 
 
 class StaticKVLayer(CacheLayerMixin):

@@ -10,17 +10,25 @@ import torch
 from decode.common.errors import UserError
 
 
+def decoder_config(model: Any) -> Any:
+    """The config of the part that writes text: of a causal LM, or of the decoder of an encoder-decoder."""
+    if model.config.is_encoder_decoder:
+        return model.get_decoder().config
+    return model.config.get_text_config(decoder=True)
+
+
 def layer_stack(model: Any) -> torch.nn.ModuleList:
-    """The decoder layers of a causal LM: its one ModuleList of that length. UserError when that is not clear."""
+    """The decoder layers of a model: its one ModuleList of that length. UserError when that is not clear."""
     stack: torch.nn.ModuleList = model.get_submodule(layer_stack_name(model))
     return stack
 
 
 def layer_stack_name(model: Any) -> str:
     """The dotted name of `layer_stack` in `model`. ModuleLists inside a layer, such as its experts, do not count."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    count = decoder_config(model).num_hidden_layers
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
     names: list[str] = []
-    for name, module in model.named_modules():  # a module comes before those in it
+    for name, module in decoder.named_modules():  # a module comes before those in it
         inside = any(name.startswith(f"{outer}.") for outer in names)
         if isinstance(module, torch.nn.ModuleList) and len(module) == count and not inside:
             names.append(name)
@@ -28,7 +36,8 @@ def layer_stack_name(model: Any) -> str:
         raise UserError(
             f"cannot tell which modules of this {model.config.model_type} model are its {count} layers"
         )
-    return names[0]
+    own = next(name for name, module in model.named_modules() if module is decoder)
+    return f"{own}.{names[0]}" if own else names[0]
 
 
 def with_layers(model: Any, layers: Sequence[int]) -> Any:
@@ -43,8 +52,10 @@ def with_layers(model: Any, layers: Sequence[int]) -> Any:
 
 def renumber_layers(model: Any, layers: Sequence[int]) -> None:
     """Numbers the layers of `model`, a copy of the `layers` of another, from 0, so that its K/V cache has as few."""
-    config = model.config.get_text_config(decoder=True)
+    config = decoder_config(model)
     config.num_hidden_layers = len(layers)
+    if model.config.is_encoder_decoder:
+        model.config.num_decoder_layers = len(layers)
     for number, layer in enumerate(layer_stack(model)):
         for part in layer.modules():
             if "layer_idx" in vars(part):
@@ -67,7 +78,7 @@ def final_norm(model: Any) -> torch.nn.Module:
 
 def final_norm_name(model: Any) -> str:
     """The dotted name of `final_norm` in `model`: the one norm of the states' width that stands beside the layers."""
-    config = model.config.get_text_config(decoder=True)
+    config = decoder_config(model)
     parent = layer_stack_name(model).rpartition(".")[0]
     names = [
         name

@@ -11,12 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.utils import logging
 
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.model.config_checks import check_sizes
+from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.gguf_files import gguf_folder
 from decode.model.linear_layers import quantize_linear_layers
 from decode.model.names import check_name, load_error
@@ -47,6 +54,11 @@ class Target:
     """That of its tokenizer (`tokenizer_fingerprint`)."""
     eos: frozenset[int]
     """Ids that end a text; empty when the model has none."""
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether an encoder reads its prompts (decode/model/encoder_decoder)."""
+        return bool(self.decoder.model.config.is_encoder_decoder)
 
     @cached_property
     def eos_ids(self) -> torch.Tensor:
@@ -98,9 +110,9 @@ def load_model(
     revision: str | None = None,
     with_layers: bool = True,
 ) -> Any:
-    """A causal LM of transformers in eval mode; UserError when it is not there, damaged, or lacks weights.
+    """A causal LM or encoder-decoder of transformers in eval mode.
 
-    `what` is its role ("target", "draft") in error messages. Without its layers only the rest of the weights is read:
+    UserError when it is not there, damaged, or lacks weights. `what` is its role ("target", "draft") in error messages. Without its layers only the rest of the weights is read:
     embedding, final norm and LM head.
     """
     device, number_type = pick_device(device), find_dtype(dtype)
@@ -113,7 +125,7 @@ def load_model(
             text.layer_types = []
     try:
         with _quietly():
-            result: Any = AutoModelForCausalLM.from_pretrained(
+            result: Any = auto_class(config).from_pretrained(
                 folder,
                 config=config,
                 revision=revision,
@@ -143,6 +155,11 @@ def load_model(
     if dtype.startswith("int8"):
         quantize_linear_layers(model)
     return model
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that builds a language model of this config: causal, or encoder-decoder."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def check_finite(model: Any, what: str, dtype: str) -> None:
@@ -292,7 +309,7 @@ def load_target(
     model = load_model(name, "target", device, dtype, revision, with_layers)
     tokenizer = load_tokenizer(name, revision)
     check_tokenizer_size(tokenizer, model.get_input_embeddings().weight.shape[0], name)
-    decoder = ModelRunner(model)
+    decoder = build_runner(model)
     if not with_layers:
         decoder.config = load_config(name, "target", revision).get_text_config(decoder=True)
     return Target(

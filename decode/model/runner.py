@@ -20,7 +20,13 @@ from decode.model.compatibility import (
 )
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
-from decode.model.layer_stack import check_exit, with_final_norm, with_head_rows, with_layers
+from decode.model.layer_stack import (
+    check_exit,
+    decoder_config,
+    with_final_norm,
+    with_head_rows,
+    with_layers,
+)
 
 logging.disable_progress_bar()  # transformers' bars, one per shard, hide the command's own
 
@@ -38,17 +44,17 @@ class ModelRunner:
     drafts (decode/model/compatibility.py).
     """
 
+    can_compile = True
+    """Its steps can be compiled: all buffers have fixed shapes."""
+
     def __init__(self, model: Any, vocab_size: int | None = None, ids: torch.Tensor | None = None):
-        check_supported(model)
+        self.model = model.eval()
+        self.prepare_model()
         columns: int = model.get_output_embeddings().weight.shape[0]
         self.ids = None if ids is None else ids.to(model.device)
-        model = model.eval()
-        self.model = model if self.ids is None else with_head_rows(model, self.ids)
-        self.model.set_attn_implementation(attention.ATTENTION_NAME)
-        use_grouped_experts(self.model)
-        check_trial_pass(self.model)
-        linear_layers.patch_linear_layers(self.model)
-        self.config = model.config.get_text_config(decoder=True)
+        if self.ids is not None:
+            self.model = with_head_rows(model, self.ids)
+        self.config = decoder_config(model)
         self.device: torch.device = model.device
         self.context: int = context_length(self.config)
         self.vocab_size = columns if vocab_size is None else vocab_size
@@ -63,6 +69,18 @@ class ModelRunner:
         self.hidden_state_hooks: HiddenStateHooks | None = None
         self.features: torch.Tensor
         """[B, T, F] the captured hidden states of the last prefill or step."""
+        self.try_model()
+        linear_layers.patch_linear_layers(self.model)
+
+    def prepare_model(self) -> None:
+        """Makes the model run with our attention and caches. UserError if its properties do not allow that."""
+        check_supported(self.model)
+        self.model.set_attn_implementation(attention.ATTENTION_NAME)
+        use_grouped_experts(self.model)
+
+    def try_model(self) -> None:
+        """UserError unless a trial pass shows what no property does."""
+        check_trial_pass(self.model)
 
     def allocate(self, rows: int, size: int) -> None:
         """Provides K/V buffers for `rows` sequences of up to `size` tokens each; their contents are stale.
@@ -192,6 +210,10 @@ class ModelRunner:
             ).logits
         if self.hidden_state_hooks is not None:
             self.features = self.hidden_state_hooks.states()
+        return self.widen_logits(logits)
+
+    def widen_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """[..., V] from the model's own logits: -inf for tokens that it does not have, without surplus columns."""
         if self.ids is not None:
             return spread_logits(logits, self.ids, self.vocab_size)
         if self.missing_columns == 0:

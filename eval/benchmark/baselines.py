@@ -46,13 +46,15 @@ def engine_label(engine: str, method: Method | None) -> str:
     return f"{engine} {method.name if method else 'plain'}"
 
 
-def check(s: EvalConfig, methods: Sequence[Method]) -> None:
+def check(s: EvalConfig, target: Target, methods: Sequence[Method]) -> None:
     """UserError if an engine in `compare` is missing, or no method can run on it."""
     wanted = requested_engines(s)
     if "hf-assisted" in wanted and not _supported_methods("hf-assisted", methods, s):
         raise UserError("compare hf-assisted: give a method whose draft is a causal LM, no tree")
     if "hf-lookup" in wanted and not _supported_methods("hf-lookup", methods, s):
         raise UserError("compare hf-lookup: give the method ngram, whose k it takes")
+    if "vllm" in wanted and target.is_encoder_decoder:
+        raise UserError("compare vllm: it serves no encoder-decoders, drop vllm from --compare")
     if "vllm" in wanted and not vllm_client.has_vllm(s.vllm_python):
         raise UserError(
             f"compare vllm: {s.vllm_python!r} has no vLLM: install it there or drop vllm from --compare"

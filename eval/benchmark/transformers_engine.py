@@ -9,6 +9,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from decode.common.errors import first_line
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookups.ngram import NgramDraft
+from decode.model.encoder_decoder.plain_passes import generated_ids, start_id
 from decode.model.loading import Target, load_model
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig
@@ -61,7 +62,8 @@ class TransformersEngine:
             counting.remove()
         synchronize(ids.device)
         seconds = time.perf_counter() - start
-        answer = trim_at_stop(out[0, ids.shape[1] :].tolist(), item.stop, self.target.tokenizer)
+        found = generated_ids(self.model, out[0], ids.shape[1])
+        answer = trim_at_stop(found, item.stop, self.target.tokenizer)
         rounds = self.passes - (self.method is None)  # assisted, the first pass verifies drafts too
         return {"ids": answer, "seconds": seconds, "rounds": rounds, "accepted": None}
 
@@ -80,7 +82,11 @@ class TransformersEngine:
                 "top_k": self.sampling.top_k or None,
                 "top_p": self.sampling.top_p,
             }
-        stopping = StopStringCriteria(item, self.target.tokenizer)
+        start = len(item.prompt_ids)
+        if self.model.config.is_encoder_decoder:
+            settings["decoder_start_token_id"] = start_id(self.model)
+            start = 1
+        stopping = StopStringCriteria(item, self.target.tokenizer, start)
         out: torch.Tensor = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -97,11 +103,12 @@ class TransformersEngine:
 class StopStringCriteria(StoppingCriteria):
     """Ends `generate` where stop strings end our own answers, so that it is not timed on tokens that are cut off."""
 
-    def __init__(self, item: TaskPrompt, tokenizer: Any):
-        self.item, self.tokenizer, self.seen = item, tokenizer, len(item.prompt_ids)
+    def __init__(self, item: TaskPrompt, tokenizer: Any, start: int):
+        """`start`: where the answer begins in what `generate` has written."""
+        self.item, self.tokenizer, self.start, self.seen = item, tokenizer, start, start
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        start, answer = len(self.item.prompt_ids), input_ids[0].tolist()
+        start, answer = self.start, input_ids[0].tolist()
         end = length_at_stop(answer[start:], self.item.stop, self.tokenizer, self.seen - start)
         self.seen = len(answer)
         return torch.tensor([end is not None], device=input_ids.device)

@@ -20,6 +20,12 @@ import torch
 from transformers import GenerationConfig
 
 from decode.constraints.matcher import Matcher
+from decode.model.encoder_decoder.plain_passes import (
+    decoder_inputs,
+    generated_ids,
+    run_decoder,
+    start_id,
+)
 from decode.model.loading import Target
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import trim_at_stop
@@ -64,10 +70,15 @@ def reference_greedy_output(
         return found
 
     ids = torch.tensor([prompt], device=model.device)
+    begin = start_id(model) if model.config.is_encoder_decoder else None
     room = min(max_new_tokens, target.decoder.context - len(prompt))
     eos = sorted(target.eos)
     settings = GenerationConfig(
-        do_sample=False, max_new_tokens=room, eos_token_id=eos or None, pad_token_id=0
+        do_sample=False,
+        max_new_tokens=room,
+        eos_token_id=eos or None,
+        pad_token_id=0,
+        decoder_start_token_id=begin,
     )
     # Without a mask, generate() takes id 0 for padding and masks it in the prompt.
     out = model.generate(
@@ -76,7 +87,7 @@ def reference_greedy_output(
         generation_config=settings,
         prefix_allowed_tokens_fn=None if grammar is None else allowed,
     )
-    return trim_at_stop(out[0, len(prompt) :].tolist(), stop, target.tokenizer)
+    return trim_at_stop(generated_ids(model, out[0], len(prompt)), stop, target.tokenizer)
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
@@ -88,15 +99,20 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 @torch.inference_mode()
-def logits_after(model: Any, ids: list[int], start: int, width: int) -> torch.Tensor:
+def logits_after(
+    model: Any, ids: list[int], start: int, width: int, **arguments: Any
+) -> torch.Tensor:
     """Logits [V] of the token after `ids`, by one pass over ids[:start] and passes over `width` tokens each.
 
+    `arguments`: those of `decoder_inputs`.
     The last pass has its full width too, as in verification; the tokens that it reads past `ids` are arbitrary.
     """
     tokens = torch.tensor([[*ids, *ids[-1:] * width]], device=model.device)
     cache, at, end = None, 0, start
     while True:
-        out = model(tokens[:, at:end], past_key_values=cache, use_cache=True)
+        out = run_decoder(
+            model, tokens[:, at:end], past_key_values=cache, use_cache=True, **arguments
+        )
         if end >= len(ids):
             logits: torch.Tensor = out.logits[0, len(ids) - 1 - at].double()
             return logits
@@ -138,10 +154,12 @@ def measure_pair(
     model: Any, prompt: list[int], answer: list[int], pair: tuple[int, int], k: int
 ) -> tuple[float, float]:
     """(gap, noise) of two tokens after prompt + answer, as GreedyMismatch has them, for rounds of k drafted tokens."""
-    ids, start = [*prompt, *answer], len(prompt)
+    before, _ = decoder_inputs(model, prompt)
+    ids, start = [*before, *answer], len(before)
 
     def gap(start: int, width: int) -> float:
-        logits = logits_after(model, ids, start, width)
+        _, arguments = decoder_inputs(model, prompt)  # an encoder runs in the same precision
+        logits = logits_after(model, ids, start, width, **arguments)
         return float(logits[pair[0]] - logits[pair[1]])
 
     with wider_precision(model):

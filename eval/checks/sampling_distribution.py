@@ -27,6 +27,7 @@ from decode.drafts.base import Proposal
 from decode.drafts.wrappers import RecordingDraft
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord, collect_outputs
+from decode.model.encoder_decoder.plain_passes import answer_logits
 from decode.model.loading import Target
 from decode.verification.registry import find_rule
 from decode.verification.rules import NO_DRAFT
@@ -172,11 +173,10 @@ def _pit_values(
 
     `proposals`: that of each round, empty where the draft's distributions are not used. `row`: the text's row in them.
     """
-    ids = torch.tensor([output.prompt_ids + output.output_ids], device=model.device)
     n = len(output.output_ids)
-    logits = model(ids, use_cache=False).logits[0, -n - 1 : -1]
+    logits = answer_logits(model, output.prompt_ids, output.output_ids)
     p = warp(logits, sampling).double()
-    x = ids[0, -n:]
+    x = torch.tensor(output.output_ids, device=p.device)
     u = torch.from_numpy(rng.random(n)).to(p.device)
     p_x = p.gather(1, x[:, None])[:, 0]
 

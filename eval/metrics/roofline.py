@@ -69,7 +69,8 @@ class ModelSize:
     kv_values: int
     """Numbers that the K/V cache holds for one token; 0 for a draft without a cache."""
     experts: bool = False
-    """A mixture of experts: one token reads only part of the weights, so the bounds here are too low."""
+    """A mixture of experts, or an encoder and a decoder: one token reads only part of the weights, so the bounds here
+    are too low."""
 
 
 def read_model_size(folder: str | Path) -> ModelSize | None:
@@ -95,9 +96,14 @@ def read_model_size(folder: str | Path) -> ModelSize | None:
     )
     kv_heads = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or (hidden // heads if heads else 0)
-    experts = any(
-        config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")
-    )
+    if (
+        "d_kv" in config
+    ):  # T5: a prompt's token has keys in cross-attention, an answer's in self-attention
+        layers, kv_heads, width = (
+            config[name] for name in ("num_decoder_layers", "num_heads", "d_kv")
+        )
+    partly = ("num_experts", "num_local_experts", "n_routed_experts", "is_encoder_decoder")
+    experts = any(config.get(key) for key in partly)
     return ModelSize(
         parameters=parameters,
         kv_values=2 * layers * kv_heads * width,

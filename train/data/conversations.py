@@ -147,6 +147,20 @@ def conversation_with_replies(
     return Conversation(segments, replies)
 
 
+def encoder_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Conversation:
+    """A prompt and its answer for an encoder-decoder: two texts, each ended as the tokenizer ends them.
+
+    UserError for a text without an answer.
+    """
+    if prompt.text is None or prompt.answer is None:
+        raise UserError(
+            f"prompt {prompt.id} of {prompt.source} has no answer, and an encoder-decoder learns pairs: take a source "
+            "of kind hub with `column` and `response`"
+        )
+    answer = tokenizer(prompt.answer)["input_ids"]
+    return Conversation([encode_prompt(tokenizer, prompt)], [answer])
+
+
 def split_into_windows(
     tokenizer: PreTrainedTokenizerBase, prompt: Prompt, size: int
 ) -> list[tuple[Prompt, Conversation]]:

@@ -41,6 +41,9 @@ class Manifest:
     """{file name: {rows, sha256}}; None in a manifest of an earlier version."""
     engine: str = "local"
     """Who answered: local or openai, see SampleConfig."""
+    encoder_decoder: bool = False
+    """The target is one: what stands before a row's loss span is the encoder's input, what stands in it is the answer.
+    The decoder's start token is not stored."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

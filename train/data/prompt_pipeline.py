@@ -61,6 +61,8 @@ class TargetTokenizer:
     fingerprint: str
     context: int
     eos: frozenset[int]
+    encoder_decoder: bool = False
+    """Prompts are read by an encoder, which ends them as the tokenizer does (T5: with EOS)."""
 
     @property
     def chat_template_hash(self) -> str | None:
@@ -71,9 +73,14 @@ class TargetTokenizer:
     @classmethod
     def from_target(cls, target: Target) -> "TargetTokenizer":
         """The tokenizer of a loaded target."""
-        context = target.decoder.context
         return cls(
-            target.name, target.revision, target.tokenizer, target.fingerprint, context, target.eos
+            target.name,
+            target.revision,
+            target.tokenizer,
+            target.fingerprint,
+            target.decoder.context,
+            target.eos,
+            target.is_encoder_decoder,
         )
 
 
@@ -105,6 +112,7 @@ def load_target_tokenizer(name: str, revision: str | None) -> TargetTokenizer:
         fingerprint=tokenizer_fingerprint(tokenizer),
         context=compatibility.context_length(text),
         eos=frozenset({*listed, tokenizer.eos_token_id} - {None}),
+        encoder_decoder=config.is_encoder_decoder,
     )
 
 
@@ -179,7 +187,9 @@ def tokenize_texts(
     """
     seen: set[str] = set()
     for prompt in read:
-        if has_replies(prompt):
+        if reader.encoder_decoder:
+            items = [(prompt, conversations.encoder_pair(reader.tokenizer, prompt))]
+        elif has_replies(prompt):
             conversation = conversations.conversation_with_replies(
                 reader.tokenizer, prompt, s.turns, reader.eos
             )

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from decode.checkpoints import draft_vocab
 from decode.common.errors import UserError
@@ -19,10 +18,12 @@ from decode.drafts.base import Draft, check_tokenizer, read_metadata
 from decode.drafts.causal import CausalDraft, load_ids
 from decode.model import attention
 from decode.model.config_checks import check_sizes
+from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
 from decode.model.layer_stack import layer_stack, renumber_layers, with_layers
 from decode.model.loading import (
     Target,
+    auto_class,
     load_config,
     load_model,
     load_tokenizer,
@@ -117,7 +118,9 @@ class TrainableCausal(TrainableDraft):
     def __init__(self, context: FamilyContext):
         config, target = context.config.draft, context.target
         self.lm = build_causal_lm(config, target, context.device).train()
-        self.lm.set_attn_implementation(attention.ATTENTION_NAME)
+        check_same_kind(self.lm, target)
+        if not self.lm.config.is_encoder_decoder:
+            self.lm.set_attn_implementation(attention.ATTENTION_NAME)
         self.adapters = None
         if config.lora_rank:
             self.adapters = LoraAdapters(self.lm, config.lora_rank, config.init)
@@ -138,7 +141,7 @@ class TrainableCausal(TrainableDraft):
         return CausalDraft(self.language_model())
 
     def language_model(self) -> ModelRunner:
-        return ModelRunner(self.lm, ids=self.ids)
+        return build_runner(self.lm, ids=self.ids)
 
     def save(self, folder: Path) -> None:
         if self.adapters is None:
@@ -252,6 +255,16 @@ def build_causal_lm(s: DraftConfig, target: Target, device: str) -> Any:
     return model
 
 
+def check_same_kind(model: Any, target: Target) -> None:
+    """UserError unless draft and target are both causal LMs or both encoder-decoders: they read the same batches."""
+    kinds = {False: "a causal LM", True: "an encoder-decoder"}
+    own, wanted = (m.config.is_encoder_decoder for m in (model, target.decoder.model))
+    if own != wanted:
+        raise UserError(
+            f"the draft is {kinds[own]} and the target {kinds[wanted]}: give a draft.init of the target's kind"
+        )
+
+
 def resize_vocabulary(model: Any, size: int) -> None:
     """Gives `model` as many logits as the target has, in place: engines take no draft with more or fewer.
 
@@ -297,8 +310,10 @@ def random_init_config(changes: dict[str, Any], config: Any, vocab: int) -> Any:
 def random_init(changes: dict[str, Any], target: Target) -> Any:
     """A model of the target's kind with random weights; UserError if there can be none with these `changes`."""
     try:
-        config = random_init_config(changes, target.decoder.config, target.decoder.vocab_size)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        own = target.decoder.model.config
+        whole = own if own.is_encoder_decoder else target.decoder.config
+        config = random_init_config(changes, whole, target.decoder.vocab_size)
+        return auto_class(config).from_config(config, dtype=torch.float32)
     except UserError:
         raise
     except Exception as error:  # a dozen kinds, from a size that does not divide to a missing field
@@ -324,10 +339,15 @@ class LoraAdapters:
 
 
 def keep_layers(target: Target, layers: list[int]) -> Any:
-    """A copy of the target with only `layers`, renumbered from 0 so that its K/V cache has as few."""
+    """A copy of the target with only `layers`, renumbered from 0 so that its K/V cache has as few.
+
+    Of an encoder-decoder these are layers of the decoder; the encoder stays whole.
+    """
     depth = target.decoder.config.num_hidden_layers
     if not all(0 <= i < depth for i in layers) or sorted(set(layers)) != layers:
         raise UserError(f"draft.layers {layers}: name layers of 0 … {depth - 1} in rising order")
+    if target.is_encoder_decoder and 0 not in layers:
+        raise UserError(f"draft.layers {layers}: keep layer 0, which has the position bias of all")
     model = copy.deepcopy(with_layers(target.decoder.model, layers)).float()
     renumber_layers(model, layers)
     return model

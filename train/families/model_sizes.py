@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
-from decode.model.layer_stack import layer_stack
+from decode.model.layer_stack import decoder_config, layer_stack
+from decode.model.loading import auto_class
 
 
 @dataclass(frozen=True)
@@ -103,33 +104,46 @@ def target_activation_bytes(target: ModelShape, load: StepWorkload, scale: int) 
 
 
 def target_shape(config: PretrainedConfig) -> ModelShape:
-    """Sizes of a causal LM with this config."""
+    """Sizes of a language model with this config."""
     return model_shape(meta_model(config))
 
 
 def meta_model(config: PretrainedConfig) -> Any:
-    """A causal LM with this config on the meta device: it has shapes and no weights."""
+    """A language model with this config on the meta device: it has shapes and no weights."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return auto_class(config).from_config(config)
 
 
 def model_shape(model: Any) -> ModelShape:
-    """Sizes of a causal LM, which may be on the meta device."""
-    config = model.config.get_text_config(decoder=True)
+    """Sizes of a language model, which may be on the meta device.
+
+    Those of an encoder-decoder are its decoder's. A token of its rows passes the encoder or the decoder: as body
+    parameters the mean of both is counted.
+    """
+    config = decoder_config(model)
     fields = config.to_dict()
-    size = fields.get("head_dim") or config.hidden_size // config.num_attention_heads
+    size = (
+        fields.get(config.attribute_map.get("head_dim", "head_dim"))
+        or config.hidden_size // config.num_attention_heads
+    )
     experts = next((fields[k] for k in ("num_experts", "num_local_experts") if fields.get(k)), 0)
     routed = (fields.get("num_experts_per_tok") or 1) / experts if experts else 1.0
     body = sum(
         p.numel() * (routed if ".experts." in name else 1.0)
         for name, p in layer_stack(model).named_parameters()
     )
+    if model.config.is_encoder_decoder:
+        encoder = model.get_encoder()
+        own = count_parameters(encoder) - count_parameters(encoder.get_input_embeddings())
+        body = (body + own) / 2
     return ModelShape(
         parameters=count_parameters(model),
         body_parameters=int(body),
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        intermediate=fields.get("intermediate_size") or 4 * config.hidden_size,
+        intermediate=fields.get("intermediate_size")
+        or fields.get("d_ff")
+        or 4 * config.hidden_size,
         attention=config.num_attention_heads * size,
         heads=config.num_attention_heads,
         kv_width=2 * (fields.get("num_key_value_heads") or config.num_attention_heads) * size,

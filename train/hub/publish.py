@@ -83,6 +83,10 @@ def build_draft_folder(
     check_output_folder(out, draft)
     recorded = check_draft(draft, report, referee, tuned, data_curve, forecast)
     config = layouts.read_config(str(draft))
+    if config.get("is_encoder_decoder"):
+        raise UserError(
+            f"draft {draft} is an encoder-decoder: no serving engine drafts with one, upload its folder as it stands"
+        )
     original = recorded.get("original_target") or recorded["target"]
     name = labels.base_model or ("" if Path(original["name"]).exists() else original["name"])
     labels = HubLabels(name if is_repo_id(name) else "", labels.license, labels.dataset)

@@ -113,6 +113,7 @@ MANIFEST = {
     "git_sha": digest,
     "versions": VERSIONS,
     "engine": word,
+    "encoder_decoder": flag,
 }
 """manifest.json of a sampled set."""
 TRAINING = {

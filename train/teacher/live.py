@@ -12,6 +12,7 @@ from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LMHead
 from decode.model.loading import Target
 from decode.model.runner import logits_only_at
 from train.data.batching import Batch
+from train.teacher.answer_states import compute_answer_states
 
 
 def compute_hidden_states(model: Any, batch: Batch, taps: HiddenStateSpec) -> Tensor:
@@ -23,6 +24,8 @@ def compute_hidden_states(model: Any, batch: Batch, taps: HiddenStateSpec) -> Te
     checkpointing = any(vars(module).get("gradient_checkpointing") for module in model.modules())
     if batch.documents is not None and checkpointing:
         raise UserError("gradient checkpointing needs unpacked rows: set loop.pack to false")
+    if model.config.is_encoder_decoder:
+        return compute_answer_states(model, batch.input_ids, batch.loss_mask, taps)
     with attention.packed_documents(batch.documents):
         return run_for_states(model, batch.input_ids, batch.positions(), taps)
 

@@ -11,6 +11,7 @@ from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.metrics import acceptance
 from train.data.prompts import encode_prompt, read_prompts
+from train.data.sample_store import SampleRow
 from train.data.sources import DOMAINS, PromptSource
 
 
@@ -19,7 +20,8 @@ class AcceptanceEvalConfig:
     """The fixed prompts on which τ and α are measured during training, with the real decoder."""
 
     prompts: Count = 6
-    """How many; taken from the bundled training prompts, never from the evaluation prompts."""
+    """How many; taken from the bundled training prompts, never from the evaluation prompts. Of an encoder-decoder,
+    which answers only what it was made for, they are the first prompts of the training data."""
     k: DraftLength = 4
     """Tokens drafted per round."""
     max_new_tokens: Count = 32
@@ -27,11 +29,22 @@ class AcceptanceEvalConfig:
 
 
 class AcceptanceEval:
-    """Measures τ and α of a draft on the same prompts each time, equally many from each bundled domain."""
+    """Measures τ and α of a draft on the same prompts each time, equally many from each bundled domain.
 
-    def __init__(self, s: AcceptanceEvalConfig, target: Target, seed: int):
+    With an encoder-decoder as target they are those of the first `rows`.
+    """
+
+    def __init__(
+        self, s: AcceptanceEvalConfig, target: Target, seed: int, rows: Sequence[SampleRow] = ()
+    ):
         check_draft_length(target, s.k, "check.k")
         self.config, self.target, self.seed = s, target, seed
+        if target.is_encoder_decoder:
+            self.prompts = [
+                [int(token) for token in row["input_ids"][: row["loss_spans"][0][0]]]
+                for row in rows[: s.prompts]
+            ]
+            return
         limit = max(1, s.prompts // len(DOMAINS))
         sources = [PromptSource("bundled", domain, limit=limit) for domain in DOMAINS]
         self.prompts = [encode_prompt(target.tokenizer, p) for p in read_prompts(sources, seed)]

@@ -13,7 +13,8 @@ from decode.model.loading import Target, load_model, load_target
 from eval.checks import greedy_equivalence
 from eval.tasks.loading import TaskPrompt
 from tests import worlds
-from tests.tiny import FEW, reference, tiny_model
+from tests.seq2seq import START, generated, tiny_t5
+from tests.tiny import FEW, reference, tiny_model, tiny_prompts
 from tests.worlds import World
 
 K, NEW = 3, 16
@@ -175,3 +176,18 @@ def test_passes_of_any_width_read_the_same_text(
     whole = greedy_equivalence.logits_after(model, ids, len(ids), 1)
     parts = greedy_equivalence.logits_after(model, ids, len(item.prompt_ids), width)
     assert torch.allclose(parts, whole, atol=1e-4)
+
+
+def test_an_encoder_decoder_is_judged_by_its_own_passes() -> None:
+    """Catches a gap after the prompt instead of the answer, and an encoder that runs in another precision."""
+    model = tiny_t5()
+    [prompt] = tiny_prompts(9)
+    answer = generated(model, prompt, 8)
+    pair = answer[5], answer[5] + 1
+    gap, noise = greedy_equivalence.measure_pair(model, prompt, answer[:5], pair, K)
+    read = torch.tensor([[START, *answer[:5]]])
+    with torch.no_grad():
+        wide = copy.deepcopy(model).double()
+        logits = wide(input_ids=torch.tensor([prompt]), decoder_input_ids=read).logits[0, -1]
+    assert gap == pytest.approx(float(logits[pair[0]] - logits[pair[1]]), abs=1e-5)
+    assert 0 < noise < 1e-3
