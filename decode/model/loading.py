@@ -112,8 +112,8 @@ def load_model(
 ) -> Any:
     """A causal LM or encoder-decoder of transformers in eval mode.
 
-    UserError when it is not there, damaged, or lacks weights. `what` is its role ("target", "draft") in error messages. Without its layers only the rest of the weights is read:
-    embedding, final norm and LM head.
+    UserError when it is not there, damaged, or lacks weights. `what` is its role ("target", "draft") in error messages.
+    Without its layers only the rest of the weights is read: embedding, final norm and LM head.
     """
     device, number_type = pick_device(device), find_dtype(dtype)
     folder = model_folder(name, what, revision)
