@@ -42,7 +42,13 @@ from decode.model.loading import Target, load_target
 from eval.benchmark import vllm_client
 from eval.benchmark.journal import Journal
 from eval.forecasting import costs, schedule
-from eval.forecasting.chains import LOOKUPS, ChainSettings, check_draft, measure_chains
+from eval.forecasting.chains import (
+    LOOKUPS,
+    ChainSettings,
+    check_draft,
+    check_room,
+    measure_chains,
+)
 from eval.forecasting.engines import ENGINE_RULES, rules_of
 from eval.forecasting.pages import forecast_markdown
 from eval.forecasting.rounds import TextChains, text_from_json, text_to_json
@@ -112,7 +118,8 @@ class ForecastConfig:
 def check(s: ForecastConfig) -> None:
     """UserError for settings that contradict each other."""
     rules_of(s.engines)
-    for name, values in (("k", s.k), ("temperatures", s.temperatures), ("batches", s.batches)):
+    for name in ("k", "temperatures", "batches", "contexts"):
+        values = vars(s)[name]
         if not values or len(set(values)) < len(values):
             raise UserError(f"{name} is {values}: give at least one value and each one once")
     if s.prompt_lookup_min > s.prompt_lookup_max:
@@ -237,9 +244,10 @@ def schedules(
     return found
 
 
-def forecast(s: ForecastConfig, target: Target, draft: Draft, journal: Journal) -> dict[str, Any]:
+def forecast(
+    s: ForecastConfig, target: Target, draft: Draft, items: Sequence[TaskPrompt], journal: Journal
+) -> dict[str, Any]:
     """forecast.json."""
-    items = load_fitting_prompts(s.tasks, target)
     texts = measure_texts(s, target, draft, items, journal)
     points = measure_costs(s, target, draft, items, journal)
     by_shape = costs.group_costs(points)
@@ -267,11 +275,13 @@ def main(s: ForecastConfig) -> None:
     check(s)
     out = Path(s.out)
     inputs = [s.target, s.draft, s.costs, *(task.path for task in s.tasks)]
+    target = load_target(s.target, s.device, s.dtype)
+    draft = load(s, target)  # every mistake shows before the folder is changed
+    items = load_fitting_prompts(s.tasks, target)
+    check_room(target, items, ChainSettings(max(s.k), 0.0, s.max_new_tokens, s.rows))
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, inputs):
-        target = load_target(s.target, s.device, s.dtype)
-        draft = load(s, target)
         journal = Journal(out / "journal.jsonl", provenance.hardware())
-        result = forecast(s, target, draft, journal)
+        result = forecast(s, target, draft, items, journal)
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
         files.write_atomically(out / "forecast.json", text + "\n")
         page = forecast_markdown(result)

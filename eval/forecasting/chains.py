@@ -66,14 +66,8 @@ def check_draft(draft: Draft) -> None:
         )
 
 
-def measure_chains(
-    target: Target, draft: Draft, items: Sequence[TaskPrompt], s: ChainSettings, seed: int
-) -> list[TextChains]:
-    """The chains along one answer of the target to each prompt; a prompt may stand there several times.
-
-    UserError if an answer does not fit the context.
-    """
-    check_draft(draft)
+def check_room(target: Target, items: Sequence[TaskPrompt], s: ChainSettings) -> None:
+    """UserError if answers have no rounds, or do not fit the context."""
     if s.max_new_tokens < 2:
         raise UserError("max_new_tokens is 1: give at least 2, since prefill gives the first token")
     size = max(len(item.prompt_ids) for item in items) + s.max_new_tokens + 2 * s.k
@@ -82,6 +76,17 @@ def measure_chains(
             f"prompts, answers and drafts take up to {size} tokens and the context of {target.name} holds "
             f"{target.decoder.context}: give shorter prompts, a smaller max_new_tokens or k"
         )
+
+
+def measure_chains(
+    target: Target, draft: Draft, items: Sequence[TaskPrompt], s: ChainSettings, seed: int
+) -> list[TextChains]:
+    """The chains along one answer of the target to each prompt; a prompt may stand there several times.
+
+    UserError if the draft cannot be measured or an answer does not fit the context.
+    """
+    check_draft(draft)
+    check_room(target, items, s)
     sampling = SamplingParams(s.temperature)
     records = decode(
         replace(target, eos=frozenset()),  # the text goes on behind its end

@@ -26,7 +26,7 @@ from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, DraftLength, Seed, Temperature
-from decode.drafts.base import draft_sha256
+from decode.drafts.base import Draft, draft_sha256
 from decode.model.loading import Target, load_target
 from eval.benchmark import vllm_client
 from eval.benchmark.journal import Journal
@@ -224,14 +224,15 @@ def print_cells(cells: Sequence[dict[str, Any]]) -> None:
     Console(stderr=True).print(table)
 
 
-def run(s: ForecastCheckConfig, target: Target, journal: Journal) -> dict[str, Any]:
-    """forecast_check.json."""
+def run(
+    s: ForecastCheckConfig, target: Target, drafts: dict[str, Draft], journal: Journal
+) -> dict[str, Any]:
+    """forecast_check.json of these {name: draft}."""
     compared, apart = split_prompts(load_fitting_prompts(s.tasks, target), s.calibration)
     served: dict[Served, dict[str, Any]] = {}
     cells = []
-    for name in s.drafts:
+    for name, draft in drafts.items():
         config = forecast_config(s, name)
-        draft = load(config, target)
         texts = measure_texts(config, target, draft, compared, journal, [name])
         missing = [one for one in engines(s, name) if journal.get(one.key) is None]
         for one, answers in zip(missing, serve(s, missing, compared, apart), strict=True):
@@ -262,10 +263,11 @@ def main(s: ForecastCheckConfig) -> None:
         raise UserError("calibration_k must be two different draft lengths")
     out = Path(s.out)
     inputs = [s.target, *s.drafts, *(task.path for task in s.tasks)]
+    target = replace(load_target(s.target, "cpu"), eos=frozenset())
+    drafts = {name: load(forecast_config(s, name), target) for name in s.drafts}
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, inputs):
-        target = replace(load_target(s.target, "cpu"), eos=frozenset())
         journal = Journal(out / "journal.jsonl", provenance.hardware())
-        result = run(s, target, journal)
+        result = run(s, target, drafts, journal)
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
         files.write_atomically(out / "forecast_check.json", text + "\n")
     print_cells(result["cells"])
