@@ -203,7 +203,7 @@ def test_readings_differ_from_the_files(world: World) -> None:
         target = read_target(str(world.folder / "target"), tokenizer=False)
         d = read_draft(str(world.folder / family), target)
         says = [reading.says for reading in readings(d)]
-        assert len(set(says)) == len(says) > 3
+        assert len(set(says)) == len(says) > 1
 
 
 # ---- the command ----
@@ -281,3 +281,13 @@ def test_the_command_with_a_log(
                 tmp_path, served=str(log), tasks=[Task("code", limit=1)], out=str(tmp_path / "o2")
             )
         )
+
+
+def test_results_name_what_was_served_in_silence() -> None:
+    """Catches a damage in the committed results that vLLM served and nothing named, or a good draft that was blamed."""
+    rows = json.loads((ROOT / "docs/results/audit_damage.json").read_text())["rows"]
+    good = [row for row in rows if row["damage"] == "none"]
+    assert {row["family"] for row in good} == set(FAMILIES)
+    assert all(row["audit"]["named"] == [] for row in good)
+    served = [row for row in rows if row["damage"] != "none" and row["vllm"] == "served"]
+    assert [row["damage"] for row in served if not row["audit"]["named"]] == []

@@ -7,6 +7,7 @@ import torch
 
 from decode.checkpoints import layouts
 from decode.drafts.drafting import ReducedVocab
+from decode.model.hidden_states import HiddenStateSpec
 from scripts.engine_compat.audit.reading import (
     AdjustFn,
     Reading,
@@ -51,6 +52,18 @@ def taps(d: DraftFiles) -> Iterator[Reading]:
     if len(own) > 1:
         edit = reverse_columns(d, ["fc.weight"], len(own))
         yield Reading("taps", "the tapped states in the opposite order", edit)
+
+
+def earlier_state(d: DraftFiles) -> Iterator[Reading]:
+    """For heads that read the target's final state: the state that enters its last layer."""
+    assert d.target is not None
+    last: int = d.target.config["num_hidden_layers"] - 1
+
+    def adjust(draft: Any) -> None:
+        draft.taps = HiddenStateSpec((last,))
+
+    says = f"the state that enters layer {last} instead of the final one"
+    yield Reading("taps", says, combine(), adjust)
 
 
 def written_taps(d: DraftFiles, count: int) -> tuple[int, ...]:

@@ -194,8 +194,15 @@ EAGLE3 = (
 SUSPECTS: dict[str, tuple[Callable[[DraftFiles], Iterator[Reading]], ...]] = {
     "eagle3": EAGLE3,
     "peagle": EAGLE3,
-    "eagle1": (rope, missing_tensors, heads.biases, heads.swapped_inputs, heads.shared_matrices),
-    "medusa": (medusa_heads, missing_tensors),
+    "eagle1": (
+        heads.earlier_state,
+        rope,
+        missing_tensors,
+        heads.biases,
+        heads.swapped_inputs,
+        heads.shared_matrices,
+    ),
+    "medusa": (heads.earlier_state, medusa_heads, missing_tensors),
     "causal": (rope, missing_tensors, tied_head, whole_head),
 }
 """The suspects of a family. For the others only RoPE is switched."""
