@@ -142,7 +142,7 @@ def new_model(size: str, tokenizer: PreTrainedTokenizerFast) -> Any:
             num_layers=encoder_layers,
             num_decoder_layers=decoder_layers,
             dropout_rate=0.0,
-            tie_word_embeddings=False,
+            tie_word_embeddings=False,  # transformers ties them all the same, and does not scale outputs
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,
             decoder_start_token_id=tokenizer.pad_token_id,

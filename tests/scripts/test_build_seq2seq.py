@@ -171,7 +171,7 @@ def test_padding_changes_no_loss() -> None:
 
 
 def test_a_stopped_run_ends_with_the_same_models(tmp_path: Path) -> None:
-    """Catches steps that are lost or repeated, and folders that transformers does not load as they are."""
+    """Catches steps that are lost or repeated, and folders that transformers loads as another model."""
 
     def build(name: str) -> Done:
         return worlds.call("scripts/building/build_seq2seq.py", *TINY, "--out", tmp_path / name)
@@ -200,10 +200,14 @@ def test_a_stopped_run_ends_with_the_same_models(tmp_path: Path) -> None:
     assert sizes == sorted(sizes)
     folder = tmp_path / "whole"
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
-    row = json.loads((folder / "prompts" / "summary" / "eval.jsonl").read_text().splitlines()[0])
+    lines = (folder / "prompts" / "summary" / "eval.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    row = rows[0]
     ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
     assert ids[0, -1] == tokenizer.eos_token_id
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == row["prompt"]
     model = T5ForConditionalGeneration.from_pretrained(folder / "small")
+    pairs = [(row["prompt"], row["reference"]) for row in rows]
+    assert build_seq2seq.evaluate(model, tokenizer, pairs, "cpu") == facts[0]["held_out"]["summary"]
     out = model.generate(ids, max_new_tokens=3, do_sample=False)
     assert out[0, 0] == model.config.decoder_start_token_id == tokenizer.pad_token_id
