@@ -75,13 +75,15 @@ def test_a_rows_text_does_not_depend_on_its_batch(sampling: SamplingParams) -> N
 
 def test_threads_never_change_the_output() -> None:
     """Catches draws and K/V writes in the order of the threads: a hundred repetitions of sampled text."""
-    own = tiny_target(tiny_model("llama", dtype=torch.float64, num_hidden_layers=2))
-    settings: dict[str, Any] = {"k": 2, "sampling": SAMPLED, "max_new_tokens": 9}
-    waiting = mirrored(own, MirrorConfig(1, 2, overlap=False))
-    want = decode(own, waiting, PROMPTS[:2], **settings)
-    draft = mirrored(own, MirrorConfig(1, 2))
+    shape: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 8}  # few tokens: guesses hit
+    own = tiny_target(tiny_model("llama", dtype=torch.float64, **shape))
+    settings: dict[str, Any] = {"k": 2, "sampling": SAMPLED, "max_new_tokens": 8}
+    prompts = tiny_prompts(7, 1, vocab=8)
+    waiting = mirrored(own, MirrorConfig(1, 3, overlap=False))
+    want = decode(own, waiting, prompts, **settings)
+    draft = mirrored(own, MirrorConfig(1, 3))
     for _ in range(100):
-        got = decode(own, draft, PROMPTS[:2], **settings)
+        got = decode(own, draft, prompts, **settings)
         assert texts(got) == texts(want)
         assert [o.rounds for o in got] == [o.rounds for o in want]
     assert draft.counts.reused == 100 * waiting.counts.reused > 0
