@@ -61,6 +61,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "hub": {"data", "families"},
     },
     "scripts": {
+        "building": set(),
         "benchmarks": set(),
         "experiments": set(),
         "tables": set(),

@@ -13,6 +13,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -20,6 +21,7 @@ if not __package__:
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
+from decode.common.ranges import CountOrZero, at_least
 from eval.benchmark.vllm_client import find_interpreter, model_path
 from train.teacher.served import LAYERS_FILE
 
@@ -28,11 +30,11 @@ CONNECTOR_FOLDER = Path(__file__).resolve().parent / "servers"
 
 @dataclass
 class StatesServer:
-    target: str
+    target: str = "assets/target"
     """The target: a folder or a Hub name."""
-    layers: list[int]
+    layers: list[CountOrZero] = field(default_factory=lambda: [2, 6, 9, 12])
     """The inputs of these layers are written; the number of layers stands for the state behind the last one."""
-    folder: str
+    folder: str = "/dev/shm/states"
     """Where the states are written: a folder that the training sees too, in memory (/dev/shm) or on a fast disk."""
     revision: str | None = None
     """Commit, tag or branch of a Hub target."""
@@ -42,7 +44,7 @@ class StatesServer:
     """The interpreter of the environment with vLLM; empty: $VLLM_PYTHON, else .venv-vllm/bin/python."""
     host: str = "127.0.0.1"
     """Whoever reaches the server can make it fill the folder."""
-    port: int = 8000
+    port: Annotated[int, at_least(1, 65_535)] = 8000
     vllm_args: list[str] = field(default_factory=list)
     """Further arguments of the server, such as '[--tensor-parallel-size, "4"]'."""
 

@@ -8,6 +8,8 @@ target of the report, which a large target's draft need not have.
 from dataclasses import dataclass
 from typing import Any
 
+from decode.common.ranges import Share
+
 
 @dataclass(frozen=True)
 class LargeTarget:
@@ -36,9 +38,9 @@ class LargeTarget:
 class DraftReads:
     """The weights that one drafted token reads, as shares of the target's."""
 
-    layers: float = 0.0
+    layers: Share = 0.0
     """Share of the target's layers, or layers' worth of a draft of the same width."""
-    head: float = 0.0
+    head: Share = 0.0
     """Share of the rows of the LM head."""
 
     def cost(self, target: LargeTarget) -> float:

@@ -71,7 +71,7 @@ BASE = {
     "scripts/export.py": "$lab/eagle3 --format flat --target $lab/target --out $out",
     "scripts/publish.py": "--draft $lab/eagle3 --repo me/draft --out $out",
     "scripts/check_draft.py": "$lab/eagle3 --engine vllm --target $lab/target",
-    "scripts/build_target.py": "--gsm8k $lab/gsm8k.jsonl --work $tmp/work --assets $tmp/assets --tokens 20000 "
+    "scripts/building/build_target.py": "--gsm8k $lab/gsm8k.jsonl --work $tmp/work --assets $tmp/assets --tokens 20000 "
     "--compile false",
     "scripts/building/build_seq2seq.py": "--steps 2 --batch_size 2 --train_prompts 2 --eval_prompts 2 --out $out",
     "scripts/tables/readme_table.py": "--report $lab/report/report.json --readme $tmp/page.md",

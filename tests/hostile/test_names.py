@@ -71,7 +71,7 @@ NAMES = [
     ("scripts/export.py", "--draft $lab/causal --format hf --target org/none", "--target"),
     ("scripts/check_draft.py", "--engine llamacpp", "llamacpp"),
     ("scripts/check_draft.py", "--engine_version new", "new"),
-    ("scripts/build_target.py", "--model big", "model"),
+    ("scripts/building/build_target.py", "--model big", "model"),
     ("scripts/tables/readme_table.py", "--name nonsense --readme $lab/prompts.txt", "nonsense"),
     ("scripts/sweep.py", "--command nonsense", ("command", "nonsense")),
     ("scripts/sweep.py", "--command train/trainer/loop.py", "train/trainer/loop.py"),

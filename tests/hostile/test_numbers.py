@@ -136,7 +136,7 @@ NUMBERS = {
         ("sampling.top_p", "0 2 .nan"),
     ],
     "scripts/export.py": [("k", "0 -1")],
-    "scripts/build_target.py": [
+    "scripts/building/build_target.py": [
         ("tokens", "0 -1"),
         ("batch_tokens", "0 -1"),
         ("window", "0 -1"),

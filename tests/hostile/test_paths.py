@@ -80,7 +80,7 @@ MISSING = (
     ("scripts/publish.py", "--tuned ./gone.json"),
     ("scripts/publish.py", "--data_curve ./gone.json"),
     ("scripts/check_draft.py", "--draft ./gone"),
-    ("scripts/build_target.py", "--gsm8k ./gone.jsonl"),
+    ("scripts/building/build_target.py", "--gsm8k ./gone.jsonl"),
     ("scripts/tables/readme_table.py", "--readme ./gone.md"),
     ("scripts/tables/readme_table.py", "--report ./gone.json"),
     ("scripts/track_report.py", "--run ./gone"),
@@ -115,7 +115,7 @@ MISSING = (
 
 PAGE = "<!-- table: begin -->\n<!-- table: end -->\n"
 KINDS = [
-    Case("scripts/build_target.py", "--model draft", "tokenizer.json"),
+    Case("scripts/building/build_target.py", "--model draft", "tokenizer.json"),
     Case("train/sample.py", "--target $lab/prompts.txt", "prompts.txt"),
     Case("train/sample.py", "--target $tmp/empty", "empty", (folder("empty"),)),
     Case("train/sample.py", "--target $tmp/link", "link", (link("link", "gone"),)),
@@ -223,10 +223,10 @@ KINDS = [
     Case("scripts/audit.py", "--served $lab/prompts.txt", "prompts.txt"),
     Case("scripts/audit.py", "--draft $lab/samples", "samples"),
     Case("scripts/audit.py", "--out $tmp/page.md", "page.md", (write("page.md", PAGE),)),
-    Case("scripts/build_target.py", "--work $tmp/page.md", "page.md", (write("page.md", PAGE),)),
-    Case("scripts/build_target.py", "--gsm8k $lab/prompts.jsonl", "prompts.jsonl"),
-    Case("scripts/build_target.py", "--gsm8k $tmp/g.jsonl", "g.jsonl", (write("g.jsonl", "{}\n"),)),
-    Case("scripts/build_target.py", "--gsm8k $tmp/g.jsonl", "g.jsonl", (write("g.jsonl", "", "empty"),)),
+    Case("scripts/building/build_target.py", "--work $tmp/page.md", "page.md", (write("page.md", PAGE),)),
+    Case("scripts/building/build_target.py", "--gsm8k $lab/prompts.jsonl", "prompts.jsonl"),
+    Case("scripts/building/build_target.py", "--gsm8k $tmp/g.jsonl", "g.jsonl", (write("g.jsonl", "{}\n"),)),
+    Case("scripts/building/build_target.py", "--gsm8k $tmp/g.jsonl", "g.jsonl", (write("g.jsonl", "", "empty"),)),
     Case("scripts/experiments/compare_losses.py", "--out $lab/report", "report"),
     Case("scripts/experiments/compare_trainers.py", "--out $lab/report", "report"),
     Case("scripts/benchmarks/train_bench.py", "--out $lab/report", "report"),

@@ -3,8 +3,8 @@
 The corpus is Python's standard library and language reference, which every Python installation has, and the training
 questions of GSM8K. The run saves checkpoints (--save_every) and the same command continues it.
 
-    python scripts/build_target.py --model target --gsm8k openai/gsm8k
-    python scripts/build_target.py --model draft  --gsm8k path/to/train.jsonl
+    python scripts/building/build_target.py --model target --gsm8k openai/gsm8k
+    python scripts/building/build_target.py --model draft  --gsm8k path/to/train.jsonl
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from decode.common import lock
 from decode.common.command import Terminated, run_command
@@ -37,6 +37,7 @@ from eval.tasks.dataset_specs import load_hub_dataset
 from scripts.building.scratch_training import ScratchTraining, train_from_scratch
 from train.data import python_corpus
 
+COMMAND = "python scripts/building/build_target.py"
 EOS = "<|endoftext|>"
 HELD_OUT_QUESTIONS = 400  # the last ones of GSM8K's training set
 SHAPES: dict[
@@ -247,7 +248,7 @@ def provenance(
     return {
         "model": s.model,
         "parameters": parameters,
-        "command": f"python scripts/build_target.py --model {s.model} --gsm8k openai/gsm8k --tokens {s.tokens}",
+        "command": f"{COMMAND} --model {s.model} --gsm8k openai/gsm8k --tokens {s.tokens}",
         "settings": {k: v for k, v in asdict(s).items() if k not in ("gsm8k", "work", "assets")},
         "corpus": {
             "python": platform.python_version(),
@@ -265,7 +266,7 @@ README = """# The bundled {model}
 
 A {parameters:,}-parameter Llama (layers: {layers}, width {width}, heads of 64, tied embeddings,
 4,096-entry byte-level BPE without a chat template, context {window}), trained from scratch by this
-project. Weights: bf16 safetensors. The facts below are written by `scripts/build_target.py` from its
+project. Weights: bf16 safetensors. The facts below are written by `scripts/building/build_target.py` from its
 own run; `provenance.json` holds all of them.
 
 Rebuild: `{command}`
