@@ -57,7 +57,13 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "planning": {"data", "losses", "families", "trainer"},
         "hub": {"data", "families"},
     },
-    "scripts": {"benchmarks": set(), "experiments": set(), "engine_compat": set(), "sweeps": set()},
+    "scripts": {
+        "benchmarks": set(),
+        "building": set(),
+        "experiments": set(),
+        "engine_compat": set(),
+        "sweeps": set(),
+    },
 }
 """{package: {subpackage: the subpackages of the same package that it may import}}, each after those that it may import.
 
