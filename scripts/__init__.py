@@ -7,7 +7,6 @@ check_draft.py    checks a draft's files against an engine's rules
 referee.py        compares vLLM's decoding with ours
 audit.py          names what is wrong with a draft that an engine serves
 sweep.py          tries settings of a command, in a grid or at random, and ranks them
-track_report.py   adds a report to the tracked run of a training
 build_target.py   trains the bundled target and base draft
 benchmarks/, experiments/, engine_compat/, sweeps/   measurements, comparisons, serving engines, parts of sweep.py
 

@@ -27,7 +27,7 @@ done
 family() { $distill --config configs/smollm2/families.yaml --draft "{family: $2}" --out $out/drafts/$1; }
 family causal 'causal, layers: [0, 1, 28, 29], vocab: 8192'
 python eval/run.py --config configs/smollm2/eval.yaml
-python scripts/track_report.py --run $out/drafts/eagle3_longer --report $out/report
+python scripts/experiments/track_report.py --run $out/drafts/eagle3_longer --report $out/report
 family eagle3_300 'eagle3, vocab: 8192, steps: 3'
 family eagle1 'eagle1'
 family mtp 'mtp, steps: 3'

@@ -70,7 +70,7 @@ BASE = {
     "scripts/build_target.py": "--gsm8k $lab/gsm8k.jsonl --work $tmp/work --assets $tmp/assets --tokens 20000 "
     "--compile false",
     "scripts/experiments/readme_table.py": "--report $lab/report/report.json --readme $tmp/page.md",
-    "scripts/track_report.py": "--run $tmp/causal --report $lab/report",
+    "scripts/experiments/track_report.py": "--run $tmp/causal --report $lab/report",
     "scripts/sweep.py": "--words '[--target, $lab/target, --data, $lab/samples, --draft.init, $lab/draft, "
     "--loop.steps, 2, --loop.batch_size, 2, --loop.micro_batch, 2, --loop.eval_every, 0, --loop.max_length, 64, "
     "--wandb, disabled]' --grid '{loop.lr: [0.001]}' --metric train/loss --goal min --out $out",

@@ -24,7 +24,7 @@ QUICK = {
     "scripts/experiments/readme_table.py": (
         write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),
     ),
-    "scripts/track_report.py": (copy("causal"),),
+    "scripts/experiments/track_report.py": (copy("causal"),),
     "scripts/sweep.py": (),
     "scripts/experiments/data_curve.py": (),
     "scripts/experiments/reference_eagle3.py": (),

@@ -258,10 +258,10 @@ CHECKPOINTS = [
     Case("train/distill.py", "--overwrite false --resume true --loop.steps 6 --target $lab/stranger", "tokenizer"),
     Case("train/distill.py", "--overwrite false --resume true --draft.layers '[0]' --draft.init ''", "checkpoint"),
     Case("train/distill.py", "--overwrite false --resume true --draft.init '' --draft.family medusa --loop.steps 6", "checkpoint"),
-    Case("scripts/track_report.py", "--run $tmp/causal", "run.yaml", (copy("causal"), write("causal/run.yaml", "loop: [", "run.yaml cut"))),
-    Case("scripts/track_report.py", "--run $tmp/causal", "loop", (copy("causal"), write("causal/run.yaml", "loop: 3\n", "loop is 3"))),
-    Case("scripts/track_report.py", "--run $tmp/causal", "run.yaml", (copy("causal"), remove("causal/run.yaml"))),
-    Case("scripts/track_report.py", "--report $tmp/report", "report.html", (copy("causal"), copy("report"), remove("report/report.html"))),
+    Case("scripts/experiments/track_report.py", "--run $tmp/causal", "run.yaml", (copy("causal"), write("causal/run.yaml", "loop: [", "run.yaml cut"))),
+    Case("scripts/experiments/track_report.py", "--run $tmp/causal", "loop", (copy("causal"), write("causal/run.yaml", "loop: 3\n", "loop is 3"))),
+    Case("scripts/experiments/track_report.py", "--run $tmp/causal", "run.yaml", (copy("causal"), remove("causal/run.yaml"))),
+    Case("scripts/experiments/track_report.py", "--report $tmp/report", "report.html", (copy("causal"), copy("report"), remove("report/report.html"))),
 ]  # fmt: skip
 
 

@@ -206,7 +206,7 @@ FILES = [
     Case("scripts/publish.py", "", "draft", keep_base=False),
     Case("scripts/referee.py", "", "draft", keep_base=False),
     Case("scripts/audit.py", "", "draft", keep_base=False),
-    Case("scripts/track_report.py", "", "run", keep_base=False),
+    Case("scripts/experiments/track_report.py", "", "run", keep_base=False),
     Case("scripts/experiments/compare_losses.py", "", "sources", keep_base=False),
 ]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Adds a report to the W&B run in which its draft was trained, as an artifact and as summary metrics.
 
-python scripts/track_report.py --run outputs/bundled/drafts/causal --report outputs/bundled/report
+python scripts/experiments/track_report.py --run outputs/bundled/drafts/causal --report outputs/bundled/report
 """
 
 import sys
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from decode.common import lock
 from decode.common.cli import parse_settings, to_dict
