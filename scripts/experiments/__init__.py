@@ -3,6 +3,7 @@
 compare_losses.py       command: which divergence and which data raise a small LM's acceptance
 compare_trainers.py     command: this training loop beside transformers' Trainer and TRL's GKDTrainer
 data_curve.py           command: how acceptance grows with the data, and what twice the data would give
+forecast_check.py       command: eval/forecast.py beside what vLLM accepts and how long it takes
 constrained.py          command: a JSON task with and without a grammar, forced tokens and a draft
 task_prompts.py         command: prompts like those of GSM8K, HumanEval and CNN/DailyMail to train on
 mirror_ablation.py      command: drafting while the target verifies, by exit layer and number of branches
