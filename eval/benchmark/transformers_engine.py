@@ -9,7 +9,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from decode.common.errors import first_line
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookups.ngram import NgramDraft
-from decode.model.encoder_decoder.plain_passes import generated_ids, start_id
+from decode.model.encoder_decoder.plain_passes import generate_cache, generated_ids, start_id
 from decode.model.loading import Target, load_model
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig
@@ -92,6 +92,7 @@ class TransformersEngine:
             attention_mask=torch.ones_like(ids),
             generation_config=GenerationConfig(**settings),
             stopping_criteria=StoppingCriteriaList([stopping]),
+            **generate_cache(self.model),
             **self.assistant,
         )
         return out

@@ -22,6 +22,7 @@ from transformers import GenerationConfig
 from decode.constraints.matcher import Matcher
 from decode.model.encoder_decoder.plain_passes import (
     decoder_inputs,
+    generate_cache,
     generated_ids,
     run_decoder,
     start_id,
@@ -86,6 +87,7 @@ def reference_greedy_output(
         attention_mask=torch.ones_like(ids),
         generation_config=settings,
         prefix_allowed_tokens_fn=None if grammar is None else allowed,
+        **generate_cache(model),
     )
     return trim_at_stop(generated_ids(model, out[0], len(prompt)), stop, target.tokenizer)
 

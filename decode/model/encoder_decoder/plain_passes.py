@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from transformers import DynamicCache, EncoderDecoderCache
 
 from decode.common.errors import UserError
 
@@ -16,6 +17,14 @@ def start_id(model: Any) -> int:
     raise UserError(
         f"this {model.config.model_type} model names no decoder_start_token_id: add it to generation_config.json"
     )
+
+
+def generate_cache(model: Any) -> dict[str, Any]:
+    """The cache to give to `generate`: its own for an encoder-decoder has as many layers as the encoder, which ends in
+    an IndexError where the decoder has more (transformers 5.23). Empty for a causal LM."""
+    if not model.config.is_encoder_decoder:
+        return {}
+    return {"past_key_values": EncoderDecoderCache(DynamicCache(), DynamicCache())}
 
 
 def generated_ids(model: Any, output: torch.Tensor, prompt_tokens: int) -> list[int]:
