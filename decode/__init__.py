@@ -3,10 +3,12 @@
 - common: command lines, files, errors, progress
 - model: transformers models in fixed shapes
 - verification: sampling, token trees and acceptance rules
+- constraints: grammars that say which tokens may come next
 - checkpoints: draft checkpoints on disk
 - drafts: the draft families
 - engine: rounds of drafting and verification, compiled code and CUDA graphs
 - generate.py: the command that continues one prompt
 
-common <- model <- verification, checkpoints <- drafts <- engine <- generate.py; nothing outside decode is imported.
+common <- model <- verification <- constraints, checkpoints <- drafts <- engine <- generate.py; nothing outside decode
+is imported.
 """

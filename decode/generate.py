@@ -3,6 +3,7 @@
     python decode/generate.py --prompt "def read_config(path):" --draft outputs/bundled/drafts/causal
     python decode/generate.py --prompt "Question: …" --draft ngram --sampling.temperature 1
     python decode/generate.py --prompt_file question.txt --draft outputs/draft --lookup ngram
+    python decode/generate.py --prompt "A user as JSON: " --draft grammar --json_schema user.schema.json
 
 Green: drafted and accepted. Red, struck out: drafted and rejected. Blue: sampled from the target, instead of a
 rejected token or as the bonus token after a fully accepted draft (Leviathan et al. 2023, figure 1).
@@ -24,8 +25,12 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_text
 from decode.common.ranges import Count, DraftLength, MatchLength, Seed, Share
+from decode.constraints.grammar import ConstraintConfig, build_matcher
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig
-from decode.drafts.registry import add_lookup, make_adaptive, pick_draft
+from decode.drafts.mirror.mirror_draft import MirrorConfig
+from decode.drafts.registry import add_lookup, make_adaptive, make_mirror, pick_draft
+from decode.drafts.self_speculation.swift import open_search
+from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.engine.active_request import check_draft_length
 from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
@@ -49,11 +54,16 @@ class GenerateConfig:
     revision: str | None = None
     """Commit, tag or branch of a target on the Hub."""
     draft: str = "ngram"
-    """Folder or Hub name of a draft; `ngram`: lookup in the text so far; `none`: plain decoding."""
+    """Folder or Hub name of a draft; `ngram`: lookup in the text so far; `grammar`: only tokens that a grammar forces;
+    `none`: plain decoding."""
     lookup: str = ""
     """`ngram` or `suffix`: where the text repeats itself, copy from it and do not ask the draft; empty: never."""
     min_match: MatchLength = 3
     """Tokens that `lookup` must find again."""
+    swift: SwiftConfig = field(default_factory=SwiftConfig)
+    """--draft swift: settings of the drafted chains and of the search for the sub-layers to skip."""
+    state: str = ""
+    """--draft swift: folder in which the search is kept from run to run; empty: each run begins anew."""
     k: DraftLength = 4
     """Tokens drafted per round."""
     adaptive: str = ""
@@ -61,10 +71,18 @@ class GenerateConfig:
     was accepted so far, `both`; empty: always `k`."""
     confidence: Share = CONFIDENCE
     """A chain of `adaptive` ends where the product of its tokens' probabilities falls below this."""
+    mirror: MirrorConfig = field(default_factory=MirrorConfig)
+    """Drafting while the target verifies; --mirror.exit_layer switches it on."""
     max_new_tokens: Count = 128
     """Tokens generated at most."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How tokens are sampled; temperature 0 is greedy."""
+    json_schema: str = ""
+    """The answer is JSON of this schema: a file, or the schema itself, {…}. Needs llguidance, as the next two do."""
+    regex: str = ""
+    """The answer matches this regular expression."""
+    grammar: str = ""
+    """The answer follows the Lark grammar in this file (llguidance's dialect; the rule `start` is the whole text)."""
     seed: Seed = 0
     """Seed of sampling; equal seeds give equal text."""
     device: str = "auto"
@@ -100,6 +118,8 @@ def summary_line(output: DecodeRecord, seconds: float) -> str:
         parts.append(f"τ {emitted / rounds:.2f}")
     if drafted > 0:
         parts.append(f"{accepted} of {drafted} drafted tokens accepted")
+    if output.forced:
+        parts.append(f"{sum(output.forced)} forced by the grammar")
     return ", ".join([*parts, f"ended by {output.finish_reason}"])
 
 
@@ -123,13 +143,22 @@ def main(s: GenerateConfig) -> None:
         raise UserError(f"{s.prompt_file} is empty: write the prompt into it")
     if not s.prompt:
         raise UserError("give --prompt TEXT or --prompt_file FILE")
+    if (s.swift != SwiftConfig() or s.state) and s.draft != "swift":
+        raise UserError("swift and state are settings of --draft swift")
     target = load_target(s.target, s.device, s.dtype, s.revision)
     check_draft_length(target, s.k)
-    draft = pick_draft(s.draft, target, dtype=s.dtype)
+    draft = (
+        open_search(target, s.swift, s.state)
+        if s.draft == "swift"
+        else pick_draft(s.draft, target, dtype=s.dtype)
+    )
     if s.lookup:
         draft = add_lookup(draft, s.lookup, s.min_match, target)
     if s.adaptive:
         draft = make_adaptive(draft, AdaptiveConfig(s.adaptive, s.confidence))
+    if s.mirror.exit_layer:
+        draft = make_mirror(draft, s.mirror, target)
+    matcher = build_matcher(ConstraintConfig(s.json_schema, s.regex, s.grammar), target)
     ids = encode_prompt(target.tokenizer, s.prompt)
     console = Console()
     output = DecodeRecord(ids)
@@ -142,6 +171,7 @@ def main(s: GenerateConfig) -> None:
         sampling=s.sampling,
         max_new_tokens=s.max_new_tokens,
         seed=s.seed,
+        matchers=None if matcher is None else [matcher],
     ):
         # not before the first token: nothing is printed of what is refused
         if not output.output_ids:

@@ -2,9 +2,9 @@
 
 Commands: run.py (a report), tune.py (the fastest settings), report.py (a report's pages again), advise.py (whether to
 use speculative decoding), transfer.py (whether a draft fits another target), rescore.py (figures from the logs of
-serving engines). evaluate.py measures what a report holds;
+serving engines), forecast.py (what an engine would serve, for every K). evaluate.py measures what a report holds;
 results.py forms its elements.
 
 Packages: metrics, tasks <- benchmark <- checks, tuning; metrics <- engine_logs; metrics <- reporting <- scaling;
-commands on top. Imports decode only.
+benchmark, reporting <- forecasting; commands on top. Imports decode only.
 """

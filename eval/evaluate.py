@@ -11,8 +11,8 @@ from decode.common import provenance
 from decode.common.cli import to_yaml
 from decode.common.errors import UserError
 from decode.common.progress import ProgressLog
+from decode.constraints.grammar import build_matcher
 from decode.engine.records import DecodeRecord
-from decode.model.encoder_decoder.plain_passes import prepare_generate
 from decode.model.loading import Target, load_model, load_target
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
 from eval.benchmark.config import EvalConfig
@@ -75,9 +75,11 @@ def evaluate(
         raise UserError(f"no prompt can be decoded; the first {first_bad.id!r} {first_bad.error}")
     methods = [PLAIN_DECODING, *build_methods(s, target)]
     fit_simulated_drafts(methods, target, items, s.max_new_tokens)
-    device = str(target.decoder.device)
-    model = prepare_generate(load_model(s.target, "target", device, s.dtype, s.revision))
-    context = TimingContext(target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed)
+    model = load_model(s.target, "target", str(target.decoder.device), s.dtype, s.revision)
+    grammar = build_matcher(s.constraint, target)
+    context = TimingContext(
+        target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed, grammar
+    )
     work = EvalContext(s, model, methods, undecodable, context, journal, progress)
     references = _reference_outputs(work) if 0.0 in s.temperatures else {}
     report: dict[str, Any] = {
@@ -132,6 +134,7 @@ def _reference_outputs(work: EvalContext) -> dict[tuple[str, str], list[int]]:
         answer = partial(
             greedy_equivalence.reference_greedy_output,
             work.model, item.prompt_ids, work.s.max_new_tokens, work.target, item.stop,
+            work.timing.grammar,
         )  # fmt: skip
         key = ["reference", item.task, item.id]
         references[item.task, item.id] = work.journal.get_or_measure(key, answer)
@@ -189,7 +192,8 @@ def _add_entries(
     rounds = {m: with_batch_rounds(records) for m, records in result.records.items()}
     plain_rounds = {(x.record.task, x.record.id): x for x in rounds[PLAIN_DECODING]}
     for method in work.methods:
-        phases = steps.get(method.label, {}).get("phases")
+        measured = steps.get(method.label, {})
+        phases, mirror = measured.get("phases"), measured.get("mirror")
         failures = [*work.undecodable, *result.failures[method]]
         mismatches = _greedy_mismatches(work, method, temperature, result, references)
         for group in work.groups():
@@ -211,7 +215,7 @@ def _add_entries(
             entry = method_entry(
                 s, method, paths.get(method.name, ""), group, temperature, own,
                 result.records[PLAIN_DECODING], quality, filter_failures(failures, group, domains),
-                verdict, phases if group == PromptGroup() else None, prediction, work.target.eos,
+                verdict, phases if group == PromptGroup() else None, mirror, prediction, work.target.eos,
             )  # fmt: skip
             report["domains" if group.domain else "methods"].append(entry)
 

@@ -1,11 +1,12 @@
 """Scores the logs of serving engines by one definition: τ, α and acceptance rate, and whether two logs are apart.
 
     python eval/rescore.py responses.jsonl                    # of vLLM, SGLang or llama.cpp, found out by content
-    python eval/rescore.py a.jsonl b.jsonl --json both.json   # the same prompts: difference, p-value and power
-    python eval/rescore.py after.txt --before before.txt      # /metrics dumps of vLLM or SGLang
+    python eval/rescore.py a.jsonl outputs.jsonl --json both.json   # the same prompts: difference, p-value and power
+    python eval/rescore.py after.txt --before before.txt      # /metrics dumps
 
 Pooled figures stand beside the means over requests, which weigh a short answer like a long one; both are printed by
-some engine under the same name. docs/engine_logs.md lists the formats and how to have engines write them.
+some engine under the same name. outputs.jsonl of eval/run.py is read as well. docs/engine_logs.md lists the formats and
+how to have engines write them.
 """
 
 import json

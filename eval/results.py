@@ -14,6 +14,7 @@ from eval.benchmark.methods import (
     Method,
     describe_adaptive,
     describe_lookup,
+    describe_mirror,
     describe_tree,
     simulated_alpha,
     verification_name,
@@ -46,6 +47,7 @@ def method_entry(
     failures: Sequence[FailedPrompt],
     verdict: dict[str, Any] | None,
     phases: dict[str, float] | None,
+    mirror: dict[str, float | None] | None,
     prediction: tuple[float | None, str | None],
     eos: frozenset[int],
 ) -> dict[str, Any]:
@@ -66,6 +68,7 @@ def method_entry(
         "tree": describe_tree(method.shape),
         "lookup": describe_lookup(s.methods, method.name),
         "adaptive": describe_adaptive(s.methods, method.name),
+        "mirror": describe_mirror(method, mirror),
         "temperature": temperature,
         "top_k": s.top_k,
         "top_p": s.top_p,

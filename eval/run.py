@@ -22,6 +22,7 @@ from rich.console import Console
 from decode.common import files, run_dir
 from decode.common.command import run_command
 from decode.common.progress import progress_bars
+from decode.constraints.grammar import build_matcher
 from decode.drafts.base import check_request
 from decode.engine.records import DecodeRecord
 from decode.model.loading import load_target
@@ -99,6 +100,7 @@ def main(s: EvalConfig) -> None:
     target = load_target(s.target, s.device, s.dtype, s.revision)
     if s.original:
         check_original(s.original, target)
+    build_matcher(s.constraint, target)
     methods = build_methods(s, target)  # every mistake shows before the folder is changed
     baselines.check(s, target, methods)
     check_requests(s, methods)

@@ -1,6 +1,7 @@
 """Finds the fastest draft length, tree and batch size for each domain and temperature, and tests predictions of them.
 
     python eval/tune.py --target T --methods '[{name: causal, draft: DIR}, {name: ngram}]' --out outputs/tune
+    python eval/tune.py --target T --methods '[{name: early-exit}]' --layers '[4, 8, 12]' --ks '[1, 2, 4, 6]'
     python eval/run.py --config outputs/tune/tuned.yaml
 
 Every setting is timed on the same prompts, interleaved; speed-ups are of rounds, without prefill. Speed-ups on one half
@@ -119,13 +120,18 @@ def predict_speedups(
 ) -> list[dict[str, Any]]:
     """Predictions of every method's chains in a stage, on all prompts and on each domain."""
     predictions = []
-    for name in dict.fromkeys(m.name for m in result.records if m != PLAIN_DECODING):
-        by_k = {m.k: records for m, records in result.records.items() if m.name == name}
+    methods = dict.fromkeys((m.name, m.layers) for m in result.records if m != PLAIN_DECODING)
+    for name, layers in methods:
+        by_k = {
+            m.k: records
+            for m, records in result.records.items()
+            if (m.name, m.layers) == (name, layers)
+        }
         by_k[0] = result.records[PLAIN_DECODING]
         for task in [ALL_TASKS, *dict.fromkeys(record.task for record in by_k[0])]:
             own = {k: [x for x in xs if task in (ALL_TASKS, x.task)] for k, xs in by_k.items()}
             place = {
-                "method": name, "task": task, "temperature": stage.temperature,
+                "method": name, "layers": layers, "task": task, "temperature": stage.temperature,
                 "batch_size": stage.batch_size,
             }  # fmt: skip
             predictions += [
@@ -185,10 +191,16 @@ def tuned_eval_config(
     batch: int,
     task: str,
 ) -> config.EvalConfig:
-    """The settings of eval/run.py with the chosen k and tree of each method."""
+    """The settings of eval/run.py with the chosen k, tree and exit of each method."""
     by_name = {m.name: m for m in s.methods}
     methods = [
-        replace(by_name[c["method"]], k=c["k"], tree=TreeConfig(**(c["tree"] or {}))) for c in own
+        replace(
+            by_name[c["method"]],
+            k=c["k"],
+            tree=TreeConfig(**(c["tree"] or {})),
+            layers=c["layers"] or by_name[c["method"]].layers,
+        )
+        for c in own
     ]
     holding = {item.task for item in items if task in (ALL_TASKS, item.domain or item.task)}
     return replace(

@@ -5,9 +5,11 @@ publish.py        makes a Hub folder of a draft or a sampled set, and uploads it
 export.py         writes a draft in another engine's layout
 check_draft.py    checks a draft's files against an engine's rules
 referee.py        compares vLLM's decoding with ours
+audit.py          names what is wrong with a draft that an engine serves
 sweep.py          tries settings of a command, in a grid or at random, and ranks them
 track_report.py   adds a report to the tracked run of a training
-build_target.py   trains the bundled target and base draft
+building/         trains the bundled target and base draft and the T5s of docs/seq2seq.md from nothing
+tables/           tables of documentation pages, from reports
 benchmarks/, experiments/, engine_compat/, sweeps/   measurements, comparisons, serving engines, parts of sweep.py
 
 It may import decode/, eval/ and train/.

@@ -6,9 +6,14 @@ flat           EAGLE-3, EAGLE-1 and Medusa as they are saved here: vLLM, SGLang,
 speculators    EAGLE-3 with the nested config that `vllm serve DRAFT` reads and the speculators library trains
 medusa-legacy  Medusa with the numbered tensors of FasterDecoding, TensorRT-LLM and TGI
 hf             a causal draft with the target's tokenizer files, its vocabulary padded with zeros to the target's
+gguf           a causal draft (Llama, Qwen 2 and Qwen 3) for llama.cpp, as model.gguf; a target too, without --target
 
-Tensors are copied bit for bit. The draft may be any that loads here: ours, or published ones
-(decode/checkpoints/importers.py).
+    python scripts/export.py outputs/draft --format gguf --target TARGET --out exported/draft
+    python scripts/export.py TARGET --format gguf --dtype float16 --out exported/target
+    llama-server -m exported/target/model.gguf -md exported/draft/model.gguf --spec-type draft-simple
+
+Tensors are copied bit for bit, but for a GGUF's, which get --dtype. The draft may be any that loads here: ours, or
+published ones (decode/checkpoints/importers.py).
 """
 
 import sys
@@ -19,16 +24,20 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from decode.checkpoints import importers, layouts
+from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import DraftLength
 from decode.common.run_dir import check_folder, replace_folder
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
+from decode.model.gguf_files import gguf_folder
 from decode.model.names import check_name
-from scripts.engine_compat import exporters
+from scripts.engine_compat import exporters, gguf_export
+from scripts.engine_compat.gguf_export import GgufType
 
-FORMATS = ("flat", "speculators", "medusa-legacy", "hf")
+HEAD_FORMATS = ("flat", "speculators", "medusa-legacy")
+CAUSAL_FORMATS = ("hf", "gguf")
 
 
 @dataclass
@@ -36,36 +45,44 @@ class ExportConfig:
     draft: str = ""
     """The draft's folder or Hub name; may stand first without --draft."""
     format: str = ""
-    """flat, speculators, medusa-legacy or hf."""
+    """flat, speculators, medusa-legacy, hf or gguf."""
     out: str = ""
     """A new or empty folder."""
     target: str = ""
-    """The target's name as users load it; empty: the one in draftsmith.json. hf needs its folder."""
+    """The target's name as users load it; empty: the one in draftsmith.json. hf needs its folder.
+    gguf gives the draft as many logits as it has; empty: it keeps its own."""
     k: DraftLength = 4
     """Tokens drafted a round, which the speculators format records."""
+    dtype: GgufType = "float32"
+    """gguf: how matrices are stored; a draft in bfloat16 loses nothing by bfloat16."""
 
 
 def main(s: ExportConfig) -> None:
     """Writes the copy to the folder `out`. UserError for a layout that the draft's family does not have."""
-    if not s.draft or not s.out or s.format not in FORMATS:
-        raise UserError(f"give a draft's folder, --out and --format, one of {', '.join(FORMATS)}")
+    formats = (*HEAD_FORMATS, *CAUSAL_FORMATS)
+    if not s.draft or not s.out or s.format not in formats:
+        raise UserError(f"give a draft's folder, --out and --format, one of {', '.join(formats)}")
     out = Path(s.out)
     check_folder(out)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{s.out} is not empty: name a new folder with --out")
     if s.target:
         check_name(s.target, "target")
-    path = importers.resolve_folder(s.draft)
+    path = gguf_folder(s.draft) or importers.resolve_folder(s.draft)
     if not (Path(path) / "config.json").is_file():
         raise UserError(f"draft {s.draft!r} holds no config.json: give the folder of a saved draft")
     family, facts = draft_family(path), read_metadata(path)
     target = s.target or facts.get("target", {}).get("name", "")
-    if (family == "causal") != (s.format == "hf"):
+    if (family == "causal") != (s.format in CAUSAL_FORMATS):
         raise UserError(
-            f"a draft of family {family} has no layout {s.format!r}: hf is for causal drafts, the others for heads"
+            f"a draft of family {family} has no layout {s.format!r}: hf and gguf are for causal drafts, the others for "
+            "heads"
         )
     with replace_folder(out) as folder:
-        if s.format == "hf":
+        if s.format == "gguf":
+            folder.mkdir(parents=True, exist_ok=True)
+            gguf_export.write_gguf(path, folder / "model.gguf", s.dtype, s.target)
+        elif s.format == "hf":
             exporters.export_hf(s.draft, target, folder)
         else:
             checkpoint = importers.read_checkpoint(path)
@@ -76,7 +93,13 @@ def main(s: ExportConfig) -> None:
             else:
                 files = exporters.to_medusa_legacy(checkpoint, target)
             layouts.write_checkpoint(folder, *files)
-        exporters.write_metadata(path, facts, folder)
+        if s.format != "gguf":  # a folder with a GGUF alone loads as that model
+            exporters.write_metadata(path, facts, folder)
+    if s.format == "gguf" and (Path(path) / VOCAB_FILE).is_file():
+        print(
+            f"note: a GGUF has no reduced vocabulary: llama.cpp drafts with the whole LM head, not with {VOCAB_FILE} "
+            "alone, for which it was trained"
+        )
     print(
         f"{family} in the {s.format} layout: {', '.join(sorted(file.name for file in out.iterdir()))}"
     )

@@ -56,6 +56,8 @@ class PublishConfig:
     """tuned.json of eval/tune.py on this draft: the serving files and the card use its draft length."""
     data_curve: str = ""
     """data_curve.json of scripts/experiments/data_curve.py: the card shows what more data of this kind would give."""
+    forecast: str = ""
+    """forecast.json of eval/forecast.py on this draft: the card shows τ by task for each draft length."""
     samples: str = ""
     """Folder of a sampled set, instead of a draft."""
     target: str = ""
@@ -80,24 +82,34 @@ def main(s: PublishConfig) -> None:
     if s.push:
         upload.check_upload_possible(s.repo)
     out = Path(s.out or f"outputs/publish/{s.repo.rpartition('/')[2]}")
-    check_inputs_outside(out, [s.report, s.referee, s.tuned, s.data_curve])
+    check_inputs_outside(out, [s.report, s.referee, s.tuned, s.data_curve, s.forecast])
     if s.samples:
         folder = publish.build_dataset_folder(Path(s.samples), s.repo, s.labels, out, s.target)
     else:
-        report, referee, tuned = (
+        report, referee, tuned, forecast = (
             read_json_object(path, what, keys, lists) if path else None
             for path, what, keys, lists in (
                 (s.report, "report.json of eval/run.py", (), ("methods",)),
                 (s.referee, "the result of scripts/referee.py --out", ("draft_sha256",), ()),
                 (s.tuned, "tuned.json of eval/tune.py", ("drafts",), ("chosen", "cells")),
+                (s.forecast, "forecast.json of eval/forecast.py", ("draft",), ("rows",)),
             )
         )
         curve = read_data_curve(s.data_curve) if s.data_curve else None
         draft = Path(s.draft)
         # before the engines' rules are checked
-        publish.check_draft(draft, report, referee, tuned, curve)
+        publish.check_draft(draft, report, referee, tuned, curve, forecast)
         folder = publish.build_draft_folder(
-            draft, report, referee, s.repo, s.labels, out, check_engines(s.draft), tuned, curve
+            draft,
+            report,
+            referee,
+            s.repo,
+            s.labels,
+            out,
+            check_engines(s.draft),
+            tuned,
+            curve,
+            forecast,
         )
     print_folder(folder)
     try:

@@ -75,7 +75,8 @@ def generated(
         do_sample=False, max_new_tokens=tokens, eos_token_id=eos, pad_token_id=0, decoder_start_token_id=START
     )  # fmt: skip
     ids = torch.tensor([prompt])
-    plain = prepare_generate(copy.deepcopy(model))
+    plain = copy.deepcopy(model)
+    prepare_generate(plain)
     out = plain.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
     return out[0, 1:].tolist()
 

@@ -4,16 +4,19 @@
     doctor.py         command: examines a sampled set or prompts: loss mask in colour, findings with their cost
     write_prompts.py  command: a chat model writes prompts, where no data set of them is at hand
     distill.py        command: trains a draft on sampled sets
+    states_server.py  command: starts a vLLM server that writes the target's hidden states for distill.py
     data/             prompts, tokenised conversations, the sampled set on disk, mixtures, batches
+    servers/          requests to servers with OpenAI's API, with repeated attempts
     sampling/         the sampled set is written: rows, the local engine, servers with OpenAI's API
     doctor_checks/    the checks of doctor.py: boundaries, template, answers, prompts, texts
     losses/           divergences between target and draft distributions, and the loss made of them
-    teacher/          the target's hidden states and logits for a batch, computed live or read from disk
+    teacher/          the target's hidden states and logits for a batch: computed live, by a server, or read from disk
     families/         one trainer for each draft family
     trainer/          the training loop, checkpoints, logging, several processes
     planning/         estimates of memory, time and disk, and the dry run
     hub/              model cards and publishing
 
-Import order: data <- losses <- teacher <- families <- trainer <- planning <- distill.py; sampling and doctor_checks
-import data, hub data and families. train may import decode and eval, never scripts.
+Import order: data <- losses <- teacher <- families <- trainer <- planning <- distill.py. sampling imports data, and
+like teacher servers; doctor_checks imports data, hub data and families. train may import decode and eval, never
+scripts.
 """

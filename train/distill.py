@@ -41,6 +41,7 @@ from train.losses.objective import DivergenceConfig
 from train.planning.dry_run import print_measurements, shared_temp_folder, try_export, try_steps
 from train.planning.estimates import FlopsCounter, estimate_resources
 from train.teacher.cached import CachedTeacher, FeatureFolder
+from train.teacher.served import StatesServerConfig
 from train.trainer import checkpoint, collective, draft_metadata, on_policy, sharding
 from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
 from train.trainer.loop import LoopConfig, Training, build_optimizers, make_progress_bar, train
@@ -97,6 +98,7 @@ class DistillConfig:
     features_top: CountOrZero = 0
     """features: 0 stores final hidden states, which give the whole distribution; K > 0 the K most probable tokens,
     which is biased where the target is flat (divergence.top of at most K leaves out the rest)."""
+    states: StatesServerConfig = field(default_factory=StatesServerConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     check: AcceptanceEvalConfig = field(default_factory=AcceptanceEvalConfig)
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
@@ -174,10 +176,31 @@ def init_accelerator(s: DistillConfig) -> Accelerator:
         sharding.check(accelerator, s.draft.family, s.loop)
         batching.rank_slice(0, accelerator.num_processes, range(s.loop.batch_size))
         on_policy.check_supported(s.on_policy, s.draft.family, s.features, accelerator.is_fsdp2)
+        check_states_server(s)
         if s.publish.repo:
             check_upload_possible(s.publish.repo)
     sharding.configure_accelerator(accelerator, s.loop)
     return accelerator
+
+
+def check_states_server(s: DistillConfig) -> None:
+    """UserError for settings that need the target's layers, if a server has them."""
+    if not s.states.url:
+        return
+    needs = {
+        "loop.eval_every measures acceptance with the target": s.loop.eval_every > 0,
+        "on_policy.share lets the target read the draft's texts": s.on_policy.share > 0,
+        "dry_run tries the target": s.dry_run,
+        f"draft.family {s.draft.family} trains the target": family_trainer(
+            s.draft.family
+        ).trains_target,
+    }
+    for reason, applies in needs.items():
+        if applies:
+            raise UserError(
+                f"states.url: the target's layers are not loaded, and {reason}: set it to 0 or another, or drop "
+                "states.url"
+            )
 
 
 def build_draft(s: DistillConfig, target: Target, rows: mixture.Mixture) -> TrainableDraft:
@@ -185,7 +208,8 @@ def build_draft(s: DistillConfig, target: Target, rows: mixture.Mixture) -> Trai
     folder = None
     if s.features and not s.dry_run:
         folder = FeatureFolder(Path(s.features), s.features_top, s.loop.max_length)
-    context = FamilyContext(s, target, rows, str(target.decoder.device), folder, rows.whole)
+    device = str(target.decoder.device)
+    context = FamilyContext(s, target, rows, device, folder, rows.whole, s.states)
     trainable = family_trainer(s.draft.family).build(context)
     if s.loop.eval_every > 0 and not s.dry_run:
         check_request(trainable.to_draft(), s.check.k, SamplingParams())
@@ -211,7 +235,9 @@ def load_components(
     """(settings with steps computed from epochs, the loaded parts). UserError if they do not fit together."""
     if s.draft.init and accelerator.is_main_process:
         check_saved_draft(s.draft.init)
-    target = load_target(s.target, str(accelerator.device), s.target_dtype, s.revision)
+    target = load_target(
+        s.target, str(accelerator.device), s.target_dtype, s.revision, with_layers=not s.states.url
+    )
     check_encoder_decoder(s, target)
     rows, dropped = load_rows(s, target)
     s = replace(s, loop=s.loop.resolve_epochs(len(rows)))

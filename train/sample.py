@@ -42,10 +42,11 @@ from train.data.prompt_pipeline import (
     load_prompts,
     load_target_tokenizer,
 )
-from train.sampling import local_engine, server_client, server_engine
+from train.sampling import local_engine, server_engine
 from train.sampling.config import SampleConfig
 from train.sampling.rows import SKIPPED, ShardWriter
 from train.sampling.vllm_server import target_server
+from train.servers import client
 from train.trainer import collective
 
 COMMAND = "train/sample.py"
@@ -170,7 +171,7 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
         return load_target_tokenizer(s.target, s.revision), partial(write_texts, s)
     if s.served:
         with collective.raise_on_all_ranks(state):
-            server = server_client.connect(s)
+            server = client.connect(s)
         reader = load_target_tokenizer(s.target, s.revision)
         reader = replace(reader, context=min(reader.context, server.context or reader.context))
         return reader, partial(server_engine.generate_answers, s, server, reader)

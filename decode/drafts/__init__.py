@@ -10,8 +10,9 @@ blocks/        drafts that propose a block in one pass: PARD, P-EAGLE, DFlash, D
 mtp            native multi-token prediction layers; mtp_model has their network
 adaptive/      chains whose length follows the draft's confidence or a row's acceptance, for any draft of chains
 self_speculation/  parts of the target: its first layers, as they are or with a trained exit; all but some sub-layers
-lookups/       drafts without a model: prompt lookup, SuffixDecoding
+mirror/        chains of a small LM that are drafted while the target verifies (Mirror-SD)
+lookups/       drafts without a model: prompt lookup, SuffixDecoding, tokens that a grammar forces
 wrappers       drafts on another device, drafts with a lookup in front, and drafts whose proposals are recorded
 
-May import decode.common, decode.model, decode.verification and decode.checkpoints.
+May import decode.common, decode.model, decode.verification, decode.constraints and decode.checkpoints.
 """

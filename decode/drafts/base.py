@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
+from decode.constraints.rows import RowConstraints
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import SlotMapping, TreeNodes
 from decode.model.loading import Target, load_tokenizer, tokenizer_fingerprint
@@ -45,6 +47,10 @@ class DraftContext:
     sampling: SamplingParams
     choose: Sampler
     stop: ChainStop | None = None  # None: chains have K tokens
+    constraint: RowConstraints | None = None
+    """The grammars of the rows: tokens are drawn among those that they allow. None: there are none."""
+    extra: int = 0
+    """Tokens beyond `k` that a round may commit: forced ones, which the engine adds behind chains."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,9 @@ class Proposal:
     tree: TokenTree | None = None
     finite: torch.Tensor | None = None
     """[B] bool: the draft's logits were numbers; None: it has none. NaN would be accepted as any token."""
+    allowed: torch.Tensor | None = None
+    """[B, N + 1, V] bool, given by the engine for chains: the tokens that the rows' grammars allow after the committed
+    text and after each drafted token. None: all tokens."""
 
 
 def pad_chain(proposal: Proposal, width: int) -> Proposal:
@@ -95,8 +104,12 @@ class Draft:
     """It reads the target's hidden states, and yet there are rounds in which no row drafts."""
     taps: HiddenStateSpec | None = None
     """Hidden states of the target that it reads: `prefill` and `update_hidden_states` bring them."""
+    eager_only: bool = False
+    """It acts in the middle of the target's pass (`during_verification`), which therefore is not compiled."""
     shape: TreeShape = None
     """Shape of its proposals, in families that support trees."""
+    vocab_ids: torch.Tensor | None = None
+    """[Vd] the target's ids of the tokens that it draws from, in the order of a Sampler's weights; None: all."""
 
     def max_slots(self, k: int) -> int:
         """Slots past a row's length that a round may write to, in the draft's KV cache or in the target's."""
@@ -153,9 +166,14 @@ class Draft:
         Nothing is to be done for a draft whose state is kept by `prefill`, `update_hidden_states` and `on_commit`.
         """
 
+    def during_verification(self) -> AbstractContextManager[None]:
+        """In force while the target verifies a proposal and the round is committed. A draft that reads the target in
+        the middle of its pass registers its hooks here, for this time alone: other drafts share the target."""
+        return nullcontext()
+
     def on_replaced(self, k: int) -> None:
         """After `propose`: the target verifies other tokens, up to k, in some rows. Only a draft that takes the tokens
-        of its last proposal for those of the text has something to do."""
+        of its last proposal, or their number, for those of the text has something to do."""
 
 
 def check_request(draft: Draft, k: int, sampling: SamplingParams) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from decode.drafts.base import ChainStop, DraftContext, Proposal, TokenTree
 from decode.model.kv_cache import TreeNodes
-from decode.model.runner import ModelRunner
+from decode.model.runner import ModelRunner, spread_logits
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import has_finite_logits, warp
 from decode.verification.tree import (
@@ -120,14 +120,18 @@ def draft_tokens(
     """A proposal that continues the last committed token, after which the draft's logits are [B, V].
 
     With `vocab` these and those of `step` are [..., Vd]: nothing in the drafting is as wide as the target's vocabulary
-    but q.
+    but q, unless a grammar restricts it: the tokens that it allows may be others than the draft's.
     """
     finite = [has_finite_logits(logits[:, None])]
+    spread = vocab if request.constraint is not None else None
 
     def checked_step(*inputs: Any) -> torch.Tensor:
         found = step(*inputs)
         finite.append(has_finite_logits(found))
-        return found
+        return found if spread is None else spread_logits(found, spread.ids, spread.size)
+
+    if spread is not None:
+        logits, vocab = spread_logits(logits, spread.ids, spread.size), None
 
     if plan is None:
         proposal = draft_chain(checked_step, logits, length, k, request, vocab)
@@ -148,14 +152,22 @@ def draft_chain(
 ) -> Proposal:
     """A chain of k tokens, each drawn from the draft's distribution (greedy: its argmax), q [B, k, V].
 
+    Without `request.stop` it may be R chains of each row: given logits [B, R, V], tokens are [B, k, R], q is
+    [B, k, R, V], and `step` gets tokens [B, 1, R] and returns [B, 1, R, V].
+
     With `request.stop` a row has NO_DRAFT behind its end. No step runs once all rows have ended, and there are no
-    columns for what was not drafted; the random numbers of k tokens are drawn all the same.
+    columns for what was not drafted; the random numbers of k tokens are drawn all the same. With `request.constraint`
+    q is the draft's distribution over the tokens that the row's grammar allows after those drafted so far.
     """
-    tokens, q, stop = [], [], request.stop
+    tokens: list[torch.Tensor] = []
+    q: list[torch.Tensor] = []
+    stop = request.stop
     above = torch.zeros_like(length)[:, None]
     path = torch.ones(len(length), device=length.device)  # of the drafted tokens' probabilities
     going = path.bool() if stop is None else rows_going_on(stop, 0, path, path)
     for i in range(k):
+        if request.constraint is not None:
+            logits = request.constraint.restrict(logits, tokens)
         if request.sampling.greedy:
             index = logits.argmax(-1)
         else:

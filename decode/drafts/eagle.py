@@ -15,7 +15,7 @@ from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
 from decode.model.attention import attention_forward, forward_context
-from decode.model.hidden_states import HiddenStateBuffer, HiddenStateHooks, HiddenStateSpec, LMHead
+from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, LMHead, check_taps
 from decode.model.kv_cache import SlotMapping, StaticKVCache, TreeNodes
 from decode.model.linear_layers import patch_linear_layers
 from decode.model.loading import DTYPES, Target
@@ -38,6 +38,7 @@ class CachedHead(Draft):
         self.vocab = None
         if net.ids is not None:
             self.vocab = ReducedVocab(net.ids, target.decoder.vocab_size)
+            self.vocab_ids = net.ids
         self.context = target.decoder.context
         hidden = target.decoder.config.hidden_size
         self.width = hidden * (len(net.taps.layers) + net.taps.final)
@@ -47,8 +48,9 @@ class CachedHead(Draft):
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request
         self.plan = build_tree_plan(self.shape, self.device)
-        # A round commits at most its levels and the bonus token: so many slots are rewritten from the target's states.
-        count = max_depth(self.shape, request.k) + 1
+        # A round commits at most its levels, forced tokens and the bonus token: so many slots are rewritten from the
+        # target's states.
+        count = max_depth(self.shape, request.k) + 1 + request.extra
         shape = request.rows, request.size, count
         if (
             shape != self.allocated_shape
@@ -80,6 +82,9 @@ class CachedHead(Draft):
             self._read_committed(history, length)
             self.unread = 0
         self.unread += k + 1
+
+    def on_replaced(self, k: int) -> None:
+        self.unread = k + 1
 
     def _read_committed(self, history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         """Brings the KV cache up to date with the states in the buffer."""
@@ -197,7 +202,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
                     f"draft {path!r} has {flag} {config[flag]} and was trained with {trained}: get the files again"
                 )
         taps = HiddenStateSpec(layouts.aux_layers(config, target.decoder.config.num_hidden_layers))
-        HiddenStateHooks(target.decoder.model, taps).remove()  # UserError for layers it has not
+        check_taps(taps, target.decoder.config.num_hidden_layers)
         ids = layouts.draft_to_target_ids(path, config, tensors)
         if ids is None and "lm_head.weight" not in tensors:  # then the head is the target's
             tensors["lm_head.weight"] = target.decoder.model.get_output_embeddings().weight.detach()

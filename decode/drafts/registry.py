@@ -17,8 +17,10 @@ from decode.drafts import causal, eagle, medusa, mtp
 from decode.drafts.adaptive.adaptive_draft import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft, check_saved_draft, read_metadata
 from decode.drafts.blocks import dflash, pard, peagle
+from decode.drafts.lookups.grammar import GrammarDraft
 from decode.drafts.lookups.ngram import NgramDraft
 from decode.drafts.lookups.suffix import SuffixDraft
+from decode.drafts.mirror.mirror_draft import MirrorConfig, MirrorDraft
 from decode.drafts.self_speculation import early_exit, swift
 from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.drafts.wrappers import CrossDeviceDraft, TwoSourceDraft
@@ -49,6 +51,8 @@ class EngineMethods:
     """`decoding_type` in the speculative_config of TensorRT-LLM's PyTorch backend."""
     tensorrt_llm_options: tuple[str, ...] = ()
     """Lines of YAML that its options file needs besides speculative_config."""
+    llamacpp: str = ""
+    """--spec-type of llama.cpp, for a draft that scripts/export.py writes as GGUF."""
     transformers: bool = False
     """transformers takes the draft as assistant_model."""
     tgi: bool = False
@@ -99,6 +103,10 @@ def create_suffix_lookup(min_match: int) -> Draft:
     return SuffixDraft(shortest=min_match)
 
 
+def create_grammar(target: Target, layers: int, shape: TreeShape) -> Draft:
+    return GrammarDraft()
+
+
 def create_early_exit(target: Target, layers: int, shape: TreeShape) -> Draft:
     """UserError unless 0 < layers < the target's number of layers."""
     return early_exit.EarlyExitDraft(target, layers, shape)
@@ -121,6 +129,7 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
                 sglang="STANDALONE",
                 tensorrt_llm="DraftTarget",
                 tensorrt_llm_options=("disable_overlap_scheduler: true",),
+                llamacpp="draft-simple",
                 transformers=True,
             ),
         ),
@@ -213,12 +222,18 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
             supports_trees=False,
             has_weights=False,
         ),
+        DraftFamily("grammar", create=create_grammar, supports_trees=False, has_weights=False),
         DraftFamily("early-exit", create=create_early_exit),
         DraftFamily("swift", load=swift.load, create=create_swift, supports_trees=False),
         DraftFamily(
             "layerskip",
             load=early_exit.load,
             trainer="train.families.heads.layerskip:LayerSkip",
+        ),
+        DraftFamily(
+            "layerskip2",
+            load=early_exit.load_own_exit,
+            trainer="train.families.heads.layerskip2:LayerSkip2",
         ),
     )
 }
@@ -295,7 +310,7 @@ def create_draft(
 
 
 def pick_draft(name: str, target: Target, dtype: str = "float32") -> Draft | None:
-    """The draft for a command's setting `draft`: `none`, `ngram`, or a draft's folder or Hub name."""
+    """The draft for a command's setting `draft`: `none`, a family that needs no folder, or a folder or Hub name."""
     if name == "none":
         return None
     created = create_draft(name, target)
@@ -317,6 +332,8 @@ def add_lookup(draft: Draft | None, lookup: str, min_match: int, target: Target)
         )
     if isinstance(draft, AdaptiveDraft):
         raise UserError("a lookup belongs inside an adaptive draft: add it to the draft first")
+    if isinstance(draft, MirrorDraft):
+        raise UserError("mirror drafts before a lookup could look: give one of both")
     return TwoSourceDraft(lookups[lookup](min_match), draft, target.decoder.vocab_size)
 
 
@@ -326,7 +343,16 @@ def make_adaptive(draft: Draft | None, config: AdaptiveConfig) -> AdaptiveDraft:
     family = DRAFT_FAMILIES.get(name)
     if draft is None or (family is not None and family.create_lookup is not None):
         raise UserError(f"draft {name!r} has no model whose passes adaptive could save: drop it")
+    if isinstance(draft, MirrorDraft):
+        raise UserError("mirror drafts chains of one length: give it no adaptive")
     return AdaptiveDraft(draft, config)
+
+
+def make_mirror(draft: Draft | None, config: MirrorConfig, target: Target) -> MirrorDraft:
+    """`draft`, a small LM, drafting while the target verifies. UserError for any other draft."""
+    if draft is None:
+        raise UserError("mirror needs a small language model as draft: name one")
+    return MirrorDraft(draft, target, config)
 
 
 def draft_family(path: str) -> str:

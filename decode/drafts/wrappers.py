@@ -2,6 +2,7 @@
 only where a lookup finds nothing to copy.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ class DraftWrapper(Draft):
     def __init__(self, inner: Draft):
         self.inner, self.on_host = inner, inner.on_host
         self.name, self.taps, self.shape = inner.name, inner.taps, inner.shape
-        self.may_be_empty = inner.may_be_empty
+        self.may_be_empty, self.eager_only = inner.may_be_empty, inner.eager_only
 
     def max_slots(self, k: int) -> int:
         return self.inner.max_slots(k)
@@ -59,6 +60,9 @@ class DraftWrapper(Draft):
 
     def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
         self.inner.skip(history, length, k)
+
+    def during_verification(self) -> AbstractContextManager[None]:
+        return self.inner.during_verification()
 
     def on_replaced(self, k: int) -> None:
         self.inner.on_replaced(k)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from decode.common.errors import UserError
+from decode.drafts.base import Draft
 from decode.model.loading import Target
 
 
@@ -17,7 +18,7 @@ class ActiveRequest:
     limit: int
     """The length at which it ends."""
     finished: str | None = None
-    """eos or length; None while it runs."""
+    """eos, length, or grammar (it allows no token of the vocabulary here); None while it runs."""
 
     def append(self, tokens: list[int], eos: frozenset[int]) -> list[int]:
         """Adds the tokens up to and including the first EOS, at most up to the limit, and returns those it added."""
@@ -54,3 +55,13 @@ def check_prompts(prompts: list[list[int]], context: int, max_new_tokens: int) -
             raise UserError(
                 f"prompt {i} has {len(prompt)} tokens and the target's context holds {context}: shorten it"
             )
+
+
+def check_constrained(mode: str, draft: Draft | None) -> None:
+    """UserError for a mode of the engine, or a draft, that cannot follow a grammar."""
+    if mode != "eager":
+        raise UserError(f"in mode {mode} a grammar cannot be asked for each token: choose eager")
+    if draft is not None and draft.shape is not None:
+        raise UserError(
+            f"draft {draft.name!r} drafts trees, and a grammar follows a chain: give it no tree"
+        )

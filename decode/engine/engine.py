@@ -5,7 +5,7 @@ Plain decoding is the same loop without proposals, so a baseline runs on the sam
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,17 @@ import torch
 
 from decode.common.errors import UserError
 from decode.common.ranges import check_ranges
+from decode.constraints.matcher import Matcher
+from decode.constraints.rows import RowConstraints
 from decode.drafts.base import Draft, DraftContext
-from decode.engine.active_request import ActiveRequest, check_draft_length, check_prompts
+from decode.engine.active_request import (
+    ActiveRequest,
+    check_constrained,
+    check_draft_length,
+    check_prompts,
+)
 from decode.engine.cuda_graph import AsyncHostCopy, CudaGraphRunner
+from decode.engine.forced_tokens import MAX_FORCED
 from decode.engine.records import DecodeRecord, RoundRecord, collect_outputs
 from decode.engine.round import (
     BatchState,
@@ -51,6 +59,7 @@ class SpeculativeEngine:
     (decode/verification/registry.py): a lossless one emits text that follows the target's distribution under
     `sampling`. `mode` "eager" runs anywhere; "compiled" compiles for a minute or more for each new shape and is faster
     afterwards; "graph" also runs each round as one CUDA graph, which needs a draft that proposes on the device.
+    `grammar` constrains all answers for which `speculate` is not given another.
     UserError for an unknown rule or mode, for k or `sampling` out of range, or a mode that target or draft does not
     allow.
     """
@@ -64,8 +73,10 @@ class SpeculativeEngine:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         rule: str = "exact",
         mode: str = "eager",
+        grammar: Matcher | None = None,
     ):
         self.target, self.draft, self.mode = target, draft, mode
+        self.grammar = grammar
         self.k, self.sampling, self.rule = k, sampling, rule
         self.device = target.decoder.device
         self.on_host = draft is not None and draft.on_host
@@ -75,6 +86,7 @@ class SpeculativeEngine:
         self.batch_shape: tuple[int, int] | None = None  # rows and slots of the current buffers
         self.captured_buffers: list[SlotMapping] = []  # the KV buffers that the CUDA graph uses
         self.last_read_time = 0.0  # when the results of the last round were read
+        self.constraint: RowConstraints | None = None  # of the rows that are being decoded
         find_rule(rule)
         check_ranges(sampling, "sampling.")
         if draft is not None:
@@ -85,6 +97,10 @@ class SpeculativeEngine:
             raise UserError(f"mode {mode} is for causal targets: decode an encoder-decoder eagerly")
         if mode == "graph" and (self.device.type != "cuda" or self.on_host):
             raise UserError("mode graph needs a CUDA device and a draft that proposes on it")
+        if mode != "eager" and draft is not None and draft.eager_only:
+            raise UserError(
+                f"draft {draft.name!r} acts in the middle of the target's pass: choose mode eager"
+            )
 
     def speculate(
         self,
@@ -96,23 +112,36 @@ class SpeculativeEngine:
         seeds: list[int] | None = None,
         choose: Sampler | None = None,
         phases: PhaseTimes | None = None,
+        matchers: Sequence[Matcher | None] | None = None,
     ) -> Iterator[RoundRecord]:
         """Decodes prompts of any lengths (token ids) and yields a record for each prompt and round once it was read.
 
         `rows` prompts are decoded at once (default: all), and a row that is done takes the next one. `seeds` gives
         each prompt its own random numbers, so that its text does not depend on its batch. `choose` replaces
-        all random choices (tests enumerate them; it needs a row for each prompt). UserError for an empty
-        prompt or one that leaves no room in the target's context, and for logits of target or draft that are NaN.
+        all random choices (tests enumerate them; it needs a row for each prompt). `matchers` gives each prompt the
+        grammar of its answer, or None; they themselves are not moved. UserError for an empty prompt or one that leaves
+        no room in the target's context, for logits of target or draft that are NaN, and for grammars in a mode other
+        than eager or with a draft of trees.
         """
         target, draft, device = self.target, self.draft, self.device
+        if matchers is None and self.grammar is not None:
+            matchers = [self.grammar] * len(prompts)
+        if matchers is not None:
+            check_constrained(self.mode, draft)
+        extra = 0 if draft is None or matchers is None else MAX_FORCED
+        self.max_slots = 1 if draft is None else draft.max_slots(self.k + extra)
         context = target.decoder.context
         check_prompts(prompts, context, max_new_tokens)
         rows = len(prompts) if rows is None else min(rows, len(prompts))
         limits = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         seeds = row_seeds(seed, len(prompts)) if seeds is None else seeds
         begin = prompts[:rows] if self.mode == "eager" else prompts
-        state, config = self._prepare_batch(rows, self.num_slots(begin, max_new_tokens), choose)
-        lag = 0 if phases is not None else self.lag
+        self.constraint = None
+        if matchers is not None:
+            self.constraint = RowConstraints(rows, target.decoder.vocab_size, target.eos)
+        size = self.num_slots(begin, max_new_tokens)
+        state, config = self._prepare_batch(rows, size, choose, extra)
+        lag = 0 if phases is not None or matchers is not None else self.lag
         queue = deque(ActiveRequest(i, len(p), limits[i]) for i, p in enumerate(prompts))
         requests: list[ActiveRequest | None] = [None] * rows
         # launched rounds whose results were not read yet
@@ -126,12 +155,15 @@ class SpeculativeEngine:
                     continue
                 start = synchronized_time(device)
                 new = {row: queue.popleft() for row in free[: len(queue)]}
+                if self.constraint is not None and matchers is not None:
+                    for row, request in new.items():
+                        self.constraint.start(row, matchers[request.prompt])
                 first = self._prefill_prompts(state, prompts, new, seeds, choose).tolist()
                 seconds = synchronized_time(device) - start
                 for (row, request), (token, finite) in zip(new.items(), first, strict=True):
                     self._check_finite(request, bool(finite), True)
                     requests[row] = request
-                    tokens = request.append([token], target.eos)
+                    tokens = self._append(request, row, [token])
                     if draft is not None:
                         draft.on_commit(row, [*prompts[request.prompt], token])
                     yield RoundRecord(
@@ -166,7 +198,7 @@ class SpeculativeEngine:
         return _round_up_to_power_of_two(limit + spare)
 
     def _prepare_batch(
-        self, rows: int, size: int, choose: Sampler | None
+        self, rows: int, size: int, choose: Sampler | None, extra: int
     ) -> tuple[BatchState, StepConfig]:
         """Empty rows. Buffers, random numbers and CUDA graph are used again if the shape is the same as before."""
         if choose is not None or self.batch_shape != (rows, size):
@@ -178,9 +210,14 @@ class SpeculativeEngine:
         self.state.clear()
         self.target.decoder.allocate(rows, size)
         self.target.decoder.capture_hidden_states(None if self.draft is None else self.draft.taps)
-        config = StepConfig(self.k, self.sampling, choose or self.rng, self.rule)
+        context = DraftContext(
+            rows, size, self.k, self.sampling, choose or self.rng,
+            constraint=self.constraint, extra=extra,
+        )  # fmt: skip
+        constrained = None if self.constraint is None else context
+        config = StepConfig(self.k, self.sampling, context.choose, self.rule, constrained)
         if self.draft is not None:
-            self.draft.begin_batch(DraftContext(rows, size, self.k, self.sampling, config.choose))
+            self.draft.begin_batch(context)
         for slots in self._kv_buffers():  # an eager engine of the same target may have hidden some
             slots.show(size)
         return self.state, config
@@ -212,6 +249,10 @@ class SpeculativeEngine:
         length = torch.tensor([len(text) for text in texts], device=device)
         self._provide_slots(state, tokens.shape[1] + 2 * self.max_slots + 2)
         logits = self.target.decoder.prefill(tokens, length, row)
+        finite = has_finite_logits(logits[:, None])
+        if self.constraint is not None:
+            mask = self.constraint.masks(list(new), [()] * len(new)).to(device)
+            logits = logits.masked_fill(~mask, float("-inf"))
         greedy = self.sampling.greedy
         first = logits.argmax(-1) if greedy else choose(warp(logits, self.sampling))
         if self.draft is not None:
@@ -219,7 +260,7 @@ class SpeculativeEngine:
             self.draft.prefill(row, tokens, length, features)
         limit = torch.tensor([request.limit for request in new.values()], device=device)
         state.reset_rows(row, tokens, length, first, limit, self.target.eos_ids)
-        return torch.stack([first, has_finite_logits(logits[:, None]).long()], 1)
+        return torch.stack([first, finite.long()], 1)
 
     def _launch_round(
         self, state: BatchState, config: StepConfig, phases: PhaseTimes | None
@@ -268,7 +309,10 @@ class SpeculativeEngine:
             if request is None or request.finished:
                 continue
             self._check_finite(request, row.target_finite, row.draft_finite)
-            tokens = request.append(row.tokens, self.target.eos)
+            forced: list[bool] = []
+            if self.constraint is not None:
+                forced = self.constraint.forced_places(at, row.proposed)
+            tokens = self._append(request, at, row.tokens)
             if self.draft is not None:
                 self.draft.on_commit(at, tokens)
             records.append(
@@ -281,9 +325,24 @@ class SpeculativeEngine:
                     tokens,
                     request.finished,
                     seconds,
+                    forced=(sum(forced), sum(forced[: row.accepted])),
                 )
             )
         return records
+
+    def _append(self, request: ActiveRequest, row: int, tokens: list[int]) -> list[int]:
+        """Adds a row's new tokens to its request, those that its grammar allows, and returns the ones that it added."""
+        if self.constraint is None:
+            return request.append(tokens, self.target.eos)
+        fitting, goes_on = self.constraint.commit(row, tokens)
+        added = request.append(fitting, self.target.eos)
+        if not goes_on and request.finished is None:
+            request.finished = "grammar"
+            with torch.inference_mode():
+                self.state.done[row] = True
+        if request.finished is not None:
+            self.constraint.stop(row)
+        return added
 
     def _check_finite(self, request: ActiveRequest, target: bool, draft: bool) -> None:
         """UserError if the logits of the target or of the draft were no numbers: any token would pass for its text."""

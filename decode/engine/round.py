@@ -1,12 +1,14 @@
 """One round on the device: propose, verify in one pass of the target, accept, commit. No tensor is read on the host."""
 
 import time
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 
-from decode.drafts.base import Draft, Proposal, pad_chain
+from decode.drafts.base import Draft, DraftContext, Proposal, pad_chain
 from decode.engine.compile import compile_function
+from decode.engine.forced_tokens import propose_with_forced_tokens
 from decode.model.loading import Target
 from decode.verification.registry import DraftedTokens, find_rule
 from decode.verification.rules import NO_DRAFT, VerificationResult
@@ -23,6 +25,8 @@ class StepConfig:
     choose: Sampler
     rule: str = "exact"
     """Name of a registered rule (decode/verification/registry.py)."""
+    constrained: DraftContext | None = None
+    """What the draft was given, where rows have grammars; None: no row has one."""
 
     def __post_init__(self) -> None:
         find_rule(self.rule)
@@ -108,14 +112,23 @@ def run_round(
         if draft is not None and not draft.on_host:
             draft_part = compile_function(propose, device.type)
     start = synchronized_time(device, phases)
-    proposal = draft_part(draft, state, config.k, target.decoder.context)
+    context, constrained = target.decoder.context, config.constrained
+    if draft is None or constrained is None:
+        proposal = draft_part(draft, state, config.k, context)
+    else:
+        proposal = propose_with_forced_tokens(draft, state.history, state.length, constrained)
+        proposal = cut_at_context(proposal, state, context)
     if device.type == "cpu":
         proposal = drop_empty_columns(proposal, compiled)
+    if constrained is not None and constrained.constraint is not None:
+        allowed = constrained.constraint.masks_along(proposal.tokens)
+        proposal = replace(proposal, allowed=allowed)
     if compiled and proposal.tokens.shape[1] > 0:
         proposal = pad_chain(proposal, config.k)
     drafted = synchronized_time(device, phases)
     reader = draft.state_reader() if draft is not None and draft.taps is not None else None
-    results = target_part(target, state, proposal, config, reader)
+    with nullcontext() if draft is None else draft.during_verification():
+        results = target_part(target, state, proposal, config, reader)
     if phases is not None:
         phases.draft += drafted - start
         phases.verify += synchronized_time(device, phases) - drafted
@@ -126,7 +139,11 @@ def propose(draft: Draft | None, state: BatchState, k: int, context: int) -> Pro
     """The draft's proposal, with NO_DRAFT for tokens beyond the context and in rows that are done."""
     if draft is None:
         return Proposal(state.history[:, :0], None)
-    proposal = draft.propose(state.history, state.length, k)
+    return cut_at_context(draft.propose(state.history, state.length, k), state, context)
+
+
+def cut_at_context(proposal: Proposal, state: BatchState, context: int) -> Proposal:
+    """The proposal with NO_DRAFT for tokens beyond the context and in rows that are done."""
     depth = node_depths(proposal)[..., 1:]
     room = (context - state.length).masked_fill(state.done, 0)
     tokens = torch.where(depth <= room[:, None], proposal.tokens, NO_DRAFT)
@@ -180,8 +197,13 @@ def node_depths(proposal: Proposal) -> torch.Tensor:
 
 
 def verify(proposal: Proposal, logits: torch.Tensor, config: StepConfig) -> VerificationResult:
-    """Which drafted tokens stay and what follows them, by the registered rule `config.rule`."""
+    """Which drafted tokens stay and what follows them, by the registered rule `config.rule`.
+
+    Logits of tokens that a grammar forbids become -inf before temperature, top-k and top-p, as in vLLM.
+    """
     tokens, tree = proposal.tokens, proposal.tree
+    if proposal.allowed is not None:
+        logits = logits.masked_fill(~proposal.allowed, float("-inf"))
     drafted = DraftedTokens(
         tokens=tokens,
         logits=logits,

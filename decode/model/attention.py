@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +19,14 @@ from decode.common.errors import UserError
 from decode.model.kv_cache import SlotMapping
 
 ATTENTION_NAME = "draftsmith"
+BESIDE_NAME = "draftsmith-beside"
+"""For a model that runs in a thread of its own while another model runs under ATTENTION_NAME."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass
 class ForwardContext:
-    """What attention needs to know of the current forward: `CONTEXT`, the only instance.
+    """What attention needs to know of a forward that is running: `CONTEXT`, and `CONTEXT_BESIDE` for one beside it.
 
     Keywords of the model's forward could not carry it: some models (stablelm) do not pass unknown ones to their layers.
     An instance, because torch 2.11 cannot compile code that sets attributes of a class.
@@ -39,6 +42,8 @@ LONG_CPU_KEYS = 512
 
 CONTEXT = ForwardContext()
 """decode/engine/compile.py guards `split_kv` by its name."""
+CONTEXT_BESIDE = ForwardContext()
+"""The context of models under BESIDE_NAME; only its `slots` are used."""
 
 
 def use_split_kv(on: bool) -> None:
@@ -53,13 +58,14 @@ def use_split_kv(on: bool) -> None:
 
 
 @contextmanager
-def forward_context(slots: SlotMapping) -> Iterator[None]:
-    """While the block runs, attention reads and writes the K/V buffers by `slots`."""
-    CONTEXT.slots = slots
+def forward_context(slots: SlotMapping, beside: bool = False) -> Iterator[None]:
+    """While the block runs, attention reads and writes the K/V buffers by `slots`; `beside`: that of BESIDE_NAME."""
+    context = CONTEXT_BESIDE if beside else CONTEXT
+    context.slots = slots
     try:
         yield
     finally:
-        CONTEXT.slots = None
+        context.slots = None
 
 
 class TrainingMask(Protocol):
@@ -124,12 +130,13 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    beside: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, T, D], key [B, Hkv, S, D] and value [B, Hkv, S, Dv] -> ([B, T, H, Dv], None).
 
     Outside `forward_context` (training) attention is causal over the given keys, or as `masked_by` says: no token
-    attends to right padding after it.
+    attends to right padding after it. `beside` reads CONTEXT_BESIDE.
     UserError for an attention mask: none is built for this attention name, so the model made one of its own, which
     would be ignored.
     """
@@ -137,7 +144,7 @@ def attention_forward(
         raise UserError(
             f"{type(module).__name__} masks its attention by itself, and that mask would be lost"
         )
-    slots = CONTEXT.slots
+    slots = CONTEXT_BESIDE.slots if beside else CONTEXT.slots
     given = None if slots is not None else CONTEXT.mask
     rows, heads, count, width = query.shape
     kv_heads = key.shape[1]
@@ -209,3 +216,4 @@ def _products_are_faster(key: torch.Tensor) -> bool:
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
+AttentionInterface.register(BESIDE_NAME, partial(attention_forward, beside=True))

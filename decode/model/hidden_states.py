@@ -21,6 +21,13 @@ class HiddenStateSpec:
     """The input of the LM head, after the final norm."""
 
 
+def check_taps(taps: HiddenStateSpec, depth: int) -> None:
+    """UserError for a layer that a target of `depth` layers does not have."""
+    for i in taps.layers:
+        if not 0 <= i < depth:
+            raise UserError(f"no layer {i} to tap: this target has layers 0 to {depth - 1}")
+
+
 class HiddenStateHooks:
     """Hooks on `model` that keep the hidden states `taps` of each forward until `states` returns them.
 
@@ -30,11 +37,7 @@ class HiddenStateHooks:
     def __init__(self, model: Any, taps: HiddenStateSpec):
         self.captured: dict[int, torch.Tensor] = {}
         stack = layer_stack(model)
-        for i in taps.layers:
-            if not 0 <= i < len(stack):
-                raise UserError(
-                    f"no layer {i} to tap: this target has layers 0 to {len(stack) - 1}"
-                )
+        check_taps(taps, len(stack))
         modules = [stack[i] for i in taps.layers]
         modules += [model.get_output_embeddings()] if taps.final else []
         self.count = len(modules)

@@ -102,18 +102,32 @@ def _read_config(name: str, what: str, revision: str | None, folder: str) -> Any
     return config
 
 
-def load_model(name: str, what: str, device: str, dtype: str, revision: str | None = None) -> Any:
+def load_model(
+    name: str,
+    what: str,
+    device: str,
+    dtype: str,
+    revision: str | None = None,
+    with_layers: bool = True,
+) -> Any:
     """A causal LM or encoder-decoder of transformers in eval mode.
 
     UserError when it is not there, damaged, or lacks weights. `what` is its role ("target", "draft") in error messages.
+    Without its layers only the rest of the weights is read: embedding, final norm and LM head.
     """
     device, number_type = pick_device(device), find_dtype(dtype)
     folder = model_folder(name, what, revision)
-    config = _read_config(name, what, revision, folder)  # nonsense may build for hours
+    config = _read_config(name, what, revision, folder)  # a senseless one may build for hours
+    if not with_layers:
+        text = config.get_text_config(decoder=True)
+        text.num_hidden_layers = 0
+        if text.to_dict().get("layer_types"):
+            text.layer_types = []
     try:
         with _quietly():
             result: Any = auto_class(config).from_pretrained(
                 folder,
+                config=config,
                 revision=revision,
                 **NO_CODE,
                 dtype=number_type,
@@ -130,7 +144,7 @@ def load_model(name: str, what: str, device: str, dtype: str, revision: str | No
             f"{what} {name!r} lacks {len(absent)} weights ({absent[0]}, …): save it again in full"
         )
     unused = sorted(info["unexpected_keys"])
-    if unused:
+    if unused and with_layers:
         warnings.warn(
             f"{what} {name!r}: {len(unused)} tensors of its files are not part of the model that its config.json "
             f"describes and are not used ({unused[0]}, …)",
@@ -281,14 +295,25 @@ def _eos_ids(model: Any, name: str) -> frozenset[int]:
 
 
 def load_target(
-    name: str, device: str = "auto", dtype: str = "float32", revision: str | None = None
+    name: str,
+    device: str = "auto",
+    dtype: str = "float32",
+    revision: str | None = None,
+    with_layers: bool = True,
 ) -> Target:
-    """The target `name` (folder or Hub name), ready to decode. UserError when it cannot be loaded or decoded."""
-    model = load_model(name, "target", device, dtype, revision)
+    """The target `name` (folder or Hub name), ready to decode. UserError when it cannot be loaded or decoded.
+
+    Without its layers it cannot decode: it has the embedding, the final norm and the LM head, and `decoder.config`
+    describes the whole model. That is for training where a server computes its hidden states.
+    """
+    model = load_model(name, "target", device, dtype, revision, with_layers)
     tokenizer = load_tokenizer(name, revision)
     check_tokenizer_size(tokenizer, model.get_input_embeddings().weight.shape[0], name)
+    decoder = build_runner(model)
+    if not with_layers:
+        decoder.config = load_config(name, "target", revision).get_text_config(decoder=True)
     return Target(
-        decoder=build_runner(model),
+        decoder=decoder,
         tokenizer=tokenizer,
         name=name,
         revision=vars(model.config).get("_commit_hash") or revision,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import logging
 
+from decode.common.errors import UserError
 from decode.model import attention, linear_layers
 from decode.model.compatibility import (
     check_supported,
@@ -63,6 +64,7 @@ class ModelRunner:
         self.can_skip_logits = not self.config.to_dict().get("num_kv_shared_layers")
         self.shape = 0, 0  # rows and slots of the buffers; the cache is empty until `allocate`
         self.cache = StaticKVCache(self.config.num_hidden_layers, 1, 1, self.device)
+        self.beside = False
         self.taps: HiddenStateSpec | None = None
         self.hidden_state_hooks: HiddenStateHooks | None = None
         self.features: torch.Tensor
@@ -84,7 +86,10 @@ class ModelRunner:
         """Provides K/V buffers for `rows` sequences of up to `size` tokens each; their contents are stale.
 
         Buffers of the same shape are used again: compiled code and captured graphs know them by their addresses.
+        UserError for a model that was loaded without its layers.
         """
+        if self.model.config.get_text_config(decoder=True).num_hidden_layers == 0:
+            raise UserError("this target was loaded without its layers, and cannot decode")
         layers = self.config.num_hidden_layers
         if (rows, size) != self.shape:
             self.cache = StaticKVCache(layers, rows, size, self.device)
@@ -98,6 +103,11 @@ class ModelRunner:
             self.hidden_state_hooks = self.taps = None  # stays None if HiddenStateHooks raises
             self.hidden_state_hooks = None if taps is None else HiddenStateHooks(self.model, taps)
             self.taps = taps
+
+    def run_beside(self) -> None:
+        """Lets this model run in a thread of its own from now on, while a model that was not told so runs."""
+        self.beside = True
+        self.model.set_attn_implementation(attention.BESIDE_NAME)
 
     def reserve(self, size: int) -> None:
         """Enlarges the K/V buffers to `size` tokens per row and keeps their contents."""
@@ -190,7 +200,7 @@ class ModelRunner:
         position = self.cache.slots.position.clamp_max(self.context - 1)
         if self.vocab_size > self.embedding_rows:
             tokens = tokens.clamp_max(self.embedding_rows - 1)
-        with attention.forward_context(self.cache.slots):
+        with attention.forward_context(self.cache.slots, self.beside):
             logits = self.model(
                 input_ids=tokens,
                 position_ids=position,

@@ -125,7 +125,11 @@ def _supported_methods(
         return [m for m in methods if type(m.draft) is CausalDraft and m.shape is None]
     if engine == "hf-lookup":
         return [m for m in methods if isinstance(m.draft, NgramDraft)]
-    alone = [m for m in s.methods if m.draft and not m.alpha and not m.lookup and not m.adaptive]
+    alone = [
+        m
+        for m in s.methods
+        if m.draft and not (m.alpha or m.lookup or m.adaptive or m.mirror.exit_layer)
+    ]
     paths = {m.name: m.draft for m in alone}
     local = [m for m in methods if (Path(paths.get(m.name, "")) / "config.json").is_file()]
     return [None, *(m for m in local if m.draft is not None and m.shape is None)]

@@ -18,7 +18,10 @@ from decode.common.ranges import (
     TreeWidth,
     at_least,
 )
+from decode.constraints.grammar import ConstraintConfig, is_constrained
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig, Milliseconds
+from decode.drafts.mirror.mirror_draft import MirrorConfig
+from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.model.loading import pick_device
 from decode.verification.registry import find_rule
 from eval.tasks.dataset_specs import load_dataset_specs
@@ -44,7 +47,8 @@ class MethodConfig:
     """A draft and how it is used."""
 
     name: str
-    """ngram, suffix, early-exit and swift need no draft; any other name (causal, causal-base, …) needs one."""
+    """ngram, suffix, early-exit, swift and grammar (tokens that `constraint` forces) need no draft; any other name
+    (causal, causal-base, …) needs one."""
     draft: str = ""
     """Folder or Hub name of a saved draft."""
     device: str = ""
@@ -54,7 +58,11 @@ class MethodConfig:
     k: Annotated[int, at_least(0, MAX_DRAFT_LENGTH)] = 0
     """Tokens, or levels of a tree, drafted per round; 0 takes the setting `k`."""
     layers: CountOrZero = 0
-    """early-exit: number of the target's first layers that draft. swift: layers' worth that are never skipped."""
+    """early-exit: number of the target's first layers that draft. swift: the same as swift.min_layers."""
+    swift: SwiftConfig = field(default_factory=SwiftConfig)
+    """swift: settings of the drafted chains and of the search for the sub-layers to skip."""
+    state: str = ""
+    """swift: folder in which the search is kept from run to run; empty: each run begins anew."""
     lookup: str = ""
     """`ngram` or `suffix`: where the text repeats itself, copy from it and do not ask the draft; empty: never."""
     min_match: MatchLength = 3
@@ -66,6 +74,8 @@ class MethodConfig:
     """A chain of `adaptive` ends where the product of its tokens' probabilities falls below this."""
     round_ms: list[Milliseconds] = field(default_factory=list)
     """For `adaptive` by acceptance: milliseconds of a round with K = 0, 1, 2, …; empty: measured while decoding."""
+    mirror: MirrorConfig = field(default_factory=MirrorConfig)
+    """Drafting while the target verifies, for chains of small language models on a CPU; off with exit_layer 0."""
     tree: TreeConfig = field(default_factory=TreeConfig)
     """For drafts that can propose trees, such as causal ones and early-exit, without `lookup`."""
     rule: str = "exact"
@@ -100,7 +110,7 @@ class EvalConfig:
     revision: str | None = None
     """Commit, tag or branch of a target from the Hub."""
     original: str = ""
-    """The target before its heads were trained with it (Medusa-2); the report then measures how far it has moved."""
+    """The target before it was trained itself (medusa2, layerskip2); the report then measures how far it has moved."""
     methods: list[MethodConfig] = field(default_factory=lambda: [MethodConfig("ngram")])
     """Methods to compare with plain decoding, which is always measured."""
     tasks: list[Task] = field(
@@ -123,6 +133,8 @@ class EvalConfig:
     """compiled is faster after minutes of compilation, for all methods; graph (CUDA graphs) needs a GPU."""
     acceptance: AcceptanceComparisonConfig = field(default_factory=AcceptanceComparisonConfig)
     """Pairs of methods whose acceptance to compare."""
+    constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
+    """The grammar of all answers, of plain decoding too; none: any text. Needs llguidance."""
     compare: str = ""
     """Other engines on the same prompts, separated by commas: hf (transformers' generate), hf-assisted (its assisted
     generation, with each causal draft), hf-lookup (its prompt lookup, for each method ngram), vllm."""
@@ -156,7 +168,8 @@ def requested_engines(s: EvalConfig) -> list[str]:
 def input_paths(s: EvalConfig) -> list[str]:
     """What the run reads: folders and files, or names of other things."""
     models = [s.target, s.original, *(m.draft for m in s.methods)]
-    return [*models, *(task.path for task in s.tasks)]
+    grammars = [s.constraint.json_schema, s.constraint.grammar]
+    return [*models, *grammars, *(task.path for task in s.tasks)]
 
 
 def check(s: EvalConfig) -> None:
@@ -193,6 +206,8 @@ def check(s: EvalConfig) -> None:
         raise UserError(f"compare vllm: it has no dtype {s.dtype}: choose another or drop vllm")
     if s.check_law and max(s.temperatures) == 0:
         raise UserError("check_law tests sampling: add a temperature above 0")
+    if is_constrained(s.constraint):
+        _check_constrained(s)
     for m in s.methods:
         find_rule(m.rule)  # raises UserError
         if len(m.tree.paths) > MAX_DRAFT_LENGTH:
@@ -222,4 +237,30 @@ def check(s: EvalConfig) -> None:
             )
         if m.round_ms and m.adaptive in ("", "confidence"):
             raise UserError(f"method {m.name!r}: round_ms is for adaptive: acceptance or both")
+        if (m.swift != SwiftConfig() or m.state) and (m.name != "swift" or m.draft):
+            raise UserError(
+                f"method {m.name!r}: swift and state are for the method swift without a draft"
+            )
         adaptive_config(m)  # raises UserError
+        if m.mirror.exit_layer and (m.alpha or m.adaptive or m.lookup or s.mode != "eager"):
+            raise UserError(
+                f"method {m.name!r}: mirror is for small language models alone and mode eager: drop alpha, adaptive, "
+                "lookup and mode"
+            )
+
+
+def _check_constrained(s: EvalConfig) -> None:
+    """UserError for what is not measured under a grammar."""
+    if s.mode != "eager":
+        raise UserError(
+            "constraint: a grammar is asked for each token on the host: choose mode eager"
+        )
+    if requested_engines(s) or s.check_law or s.original:
+        raise UserError(
+            "constraint: leave out compare, check_law and original, which know no grammar"
+        )
+    for m in s.methods:
+        if m.alpha or m.adaptive or m.tree.nodes > 0 or m.tree.paths:
+            raise UserError(
+                f"method {m.name!r}: a grammar follows chains of K real drafts: leave out alpha, adaptive and tree"
+            )

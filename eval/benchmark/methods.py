@@ -1,11 +1,12 @@
 """Methods: a draft at one setting, under a name. Built from the settings, and described for reports."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.mirror.mirror_draft import MirrorConfig
 from decode.drafts.registry import (
     DRAFT_FAMILIES,
     add_lookup,
@@ -13,7 +14,9 @@ from decode.drafts.registry import (
     find_family,
     load_draft,
     make_adaptive,
+    make_mirror,
 )
+from decode.drafts.self_speculation.swift import open_search
 from decode.drafts.wrappers import CrossDeviceDraft
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import Target
@@ -38,17 +41,24 @@ class Method:
     """Token tree; None: a chain."""
     adaptive: str = ""
     """How its chains end before K tokens (`MethodConfig.adaptive`); empty: they do not."""
+    layers: int = 0
+    """First layers of the target that draft, where their number is tuned; 0: it is not."""
+    mirror: MirrorConfig = MirrorConfig()
+    """Drafting while the target verifies; exit_layer 0: after it."""
 
     @property
     def description(self) -> str:
         """The setting in words, for tables. Plain decoding is K = 1 there."""
+        exit_ = f"E = {self.layers}, " if self.layers else ""
         if isinstance(self.shape, DynamicTree):
-            return f"tree of {self.shape.nodes}, width {self.shape.width}, K = {self.k}"
+            return f"{exit_}tree of {self.shape.nodes}, width {self.shape.width}, K = {self.k}"
         if isinstance(self.shape, StaticTree):
-            return f"static tree of {len(self.shape.parents)}, depth {self.shape.depth}"
+            return f"{exit_}static tree of {len(self.shape.parents)}, depth {self.shape.depth}"
         if self.adaptive:
             return f"K up to {self.k} by {self.adaptive}"
-        return f"K = {max(1, self.k)}"
+        if self.mirror.exit_layer:
+            return f"{exit_}K = {self.k}, mirror at layer {self.mirror.exit_layer} with {self.mirror.branches} branches"
+        return f"{exit_}K = {max(1, self.k)}"
 
     @property
     def label(self) -> str:
@@ -73,7 +83,9 @@ def build_methods(s: EvalConfig, target: Target) -> list[Method]:
         draft = build_draft(m, target, s.dtype)
         if tree_shape(m.tree) is not None and not m.alpha and not drafts_trees(m):
             raise UserError(f"method {m.name!r} drafts chains only: give it no tree")
-        methods.append(Method(m.name, draft, depth, m.rule, draft.shape, m.adaptive))
+        methods.append(
+            Method(m.name, draft, depth, m.rule, draft.shape, m.adaptive, mirror=m.mirror)
+        )
     return methods
 
 
@@ -91,10 +103,13 @@ def draft_depth(m: MethodConfig, k: int) -> int:
 
 
 def build_draft(m: MethodConfig, target: Target, dtype: str) -> Draft:
-    """The draft that the settings name, with a lookup in front and chains of adaptive length if they ask for it."""
+    """The draft that the settings name; with a lookup in front, with chains of adaptive length, or beside the target's
+    pass if they ask for it."""
     draft = _build_draft_alone(m, target, dtype)
     if m.lookup:
         draft = add_lookup(draft, m.lookup, m.min_match, target)
+    if m.mirror.exit_layer:
+        return make_mirror(draft, m.mirror, target)
     config = adaptive_config(m)
     return draft if config is None else make_adaptive(draft, config)
 
@@ -110,6 +125,9 @@ def _build_draft_alone(m: MethodConfig, target: Target, dtype: str) -> Draft:
         raise UserError(
             f"method {m.name!r} has no `draft` whose dtype could be {m.dtype!r}: leave `dtype` out"
         )
+    if m.name == "swift":
+        config = replace(m.swift, min_layers=m.layers or m.swift.min_layers)
+        return open_search(target, config, m.state)
     draft = create_draft(m.name, target, m.layers, shape)
     if draft is not None:
         return draft
@@ -127,7 +145,7 @@ def follows_tree_shape(m: MethodConfig, draft: Draft) -> bool:
 def drafts_trees(m: MethodConfig) -> bool:
     """Whether the method's drafts can propose trees: those of its family, if nothing changes their chains."""
     family = find_family(m.draft) if m.draft else DRAFT_FAMILIES[m.name]
-    return family.supports_trees and not m.lookup and not m.adaptive
+    return family.supports_trees and not m.lookup and not m.adaptive and not m.mirror.exit_layer
 
 
 def fit_simulated_drafts(
@@ -175,6 +193,15 @@ def describe_adaptive(methods: Sequence[MethodConfig], name: str) -> dict[str, A
     if m is None:
         return None
     return {"by": m.adaptive, "confidence": None if m.adaptive == "acceptance" else m.confidence}
+
+
+def describe_mirror(
+    method: Method, measured: Mapping[str, float | None] | None
+) -> dict[str, Any] | None:
+    """{exit_layer, branches, overlap} and what `measure_steps` found; None: it drafts after verification."""
+    if not method.mirror.exit_layer:
+        return None
+    return {**asdict(method.mirror), **(measured or {})}
 
 
 def describe_tree(shape: TreeShape) -> dict[str, Any] | None:

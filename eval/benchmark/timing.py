@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from decode.common.errors import UserError, first_line
+from decode.constraints.matcher import Matcher
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import DecodeRecord
 from decode.engine.round import PhaseTimes
@@ -36,6 +37,8 @@ class TimingContext:
     top_p: float = 1.0
     mode: str = "eager"
     seed: int = 0
+    grammar: Matcher | None = None
+    """Of all answers; None: any text."""
 
     def sampling(self, temperature: float) -> SamplingParams:
         return SamplingParams(temperature, self.top_k, self.top_p)
@@ -55,6 +58,7 @@ class TimingContext:
             sampling=sampling,
             rule=method.rule,
             mode=self.mode,
+            grammar=self.grammar,
         )
 
 

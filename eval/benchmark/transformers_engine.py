@@ -32,6 +32,7 @@ class TransformersEngine:
     ):
         self.s, self.target, self.model = s, target, model
         self.method, self.sampling = method, sampling
+        prepare_generate(model)
         self.assistant: dict[str, Any] = {}
         self.passes = 0
         """Forward passes of the target for the current prompt."""
@@ -39,8 +40,8 @@ class TransformersEngine:
         if method is not None and not self.lookup:
             assert isinstance(method.draft, CausalDraft)
             own = next(m for m in s.methods if m.name == method.name)
-            dtype = own.dtype or s.dtype
-            assistant = prepare_generate(load_model(own.draft, "draft", str(model.device), dtype))
+            assistant = load_model(own.draft, "draft", str(model.device), own.dtype or s.dtype)
+            prepare_generate(assistant)
             config = assistant.generation_config
             config.num_assistant_tokens = method.k
             config.num_assistant_tokens_schedule = "constant"

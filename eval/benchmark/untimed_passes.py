@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from decode.drafts.mirror.mirror_draft import MirrorDraft
+from decode.drafts.mirror.overlap_counts import OverlapCounts
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import DecodeRecord
 from decode.engine.round import PhaseTimes
@@ -49,7 +51,8 @@ def measure_steps(
     batches: Sequence[Sequence[TaskPrompt]],
     sampling: SamplingParams,
 ) -> dict[str, dict[str, Any]]:
-    """{method's label: {phases, cost}}: mean milliseconds a round of draft, verify and overhead, and its StepCost.
+    """{method's label: {phases, cost, mirror}}: mean milliseconds a round of draft, verify and overhead, its StepCost,
+    and the OverlapCounts' rates of a MirrorDraft.
 
     The methods take turns on each batch. A batch that fails is left out; None for a method without any round.
     """
@@ -58,6 +61,8 @@ def measure_steps(
     records: dict[Method, list[DecodeRecord]] = {m: [] for m in methods}
     for method in methods:
         run_every_shape(engines[method], method, batches, context.max_new_tokens, tolerant=True)
+        if isinstance(method.draft, MirrorDraft):
+            method.draft.counts = OverlapCounts()
     first = 0
     for batch in batches:
         seeds = row_seeds(context.seed, first + len(batch))[first:]
@@ -75,6 +80,9 @@ def measure_steps(
         found[method.label] = {
             "phases": phase_ms(phases[method]),
             "cost": None if cost is None else asdict(cost),
+            "mirror": method.draft.counts.rates()
+            if isinstance(method.draft, MirrorDraft)
+            else None,
         }
     return found
 

@@ -1,9 +1,9 @@
 """Decodes prompts with vLLM, one at a time, and prints JSON. Runs in vLLM's environment and imports nothing of ours.
 
 Reads {jobs: [...]} from stdin; vllm_client.build_job makes a job and documents its fields. Prints a line for each job:
-{vllm: version, repaired: [...], answers: [{ids, seconds, rounds, drafted, accepted, by_position} for each prompt]} or
-{error}; `ids` holds an answer for each of the prompt's seeds, which are decoded together. The engine runs in the same
-process, so its errors can be reported and no time goes to messages between processes.
+{vllm: version, repaired: [...], answers: [{ids, seconds, first_token_seconds, rounds, drafted, accepted, by_position}
+for each prompt]} or {error}; `ids` holds an answer for each of the prompt's seeds, which are decoded together. The
+engine runs in the same process, so its errors can be reported and no time goes to messages between processes.
 """
 
 import json
@@ -99,10 +99,10 @@ def patch_sampler() -> list:
 
 
 def decode_prompts(vllm, llm, job: dict) -> list:
-    def decode(prompt: list, stop: list, seeds: list) -> list:
+    def decode(prompt: list, stop: list, temperature: float, seeds: list) -> list:
         sampling = [
             vllm.SamplingParams(
-                temperature=job["temperature"],
+                temperature=temperature,
                 top_k=job["top_k"] or -1,
                 top_p=job["top_p"],
                 max_tokens=job["max_new_tokens"],
@@ -113,21 +113,24 @@ def decode_prompts(vllm, llm, job: dict) -> list:
             )
             for seed in seeds
         ]
-        out = llm.generate([{"prompt_token_ids": prompt}] * len(seeds), sampling, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in out]
+        return llm.generate([{"prompt_token_ids": prompt}] * len(seeds), sampling, use_tqdm=False)
 
-    requests = list(zip(job["prompts"], job["stops"], job["seeds"], strict=True))
+    fields = ("prompts", "stops", "temperatures", "seeds")
+    requests = list(zip(*(job[name] for name in fields), strict=True))
     decode(*requests[0])  # warm-up
     answers, before = [], read_counters(llm)
     for request in requests:
         start = time.perf_counter()
-        ids = decode(*request)
+        out = decode(*request)
         seconds = time.perf_counter() - start
+        ids = [list(one.outputs[0].token_ids) for one in out]
+        first = max(one.metrics.first_token_latency for one in out)
         after = read_counters(llm)
         counts = {name: subtract(after[name], before[name]) for name in VLLM_METRICS}
         if job["speculative"] is None:
             counts["rounds"] = sum(len(one) - 1 for one in ids)
-        answers.append({"ids": ids, "seconds": seconds, **counts})
+        times = {"seconds": seconds, "first_token_seconds": first}
+        answers.append({"ids": ids, **times, **counts})
         before = after
     return answers
 

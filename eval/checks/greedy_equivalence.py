@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from decode.constraints.matcher import Matcher
 from decode.model.encoder_decoder.plain_passes import (
     decoder_inputs,
     generated_ids,
+    prepare_generate,
     run_decoder,
     start_id,
 )
@@ -49,10 +51,27 @@ class GreedyMismatch:
 
 
 def reference_greedy_output(
-    model: Any, prompt: list[int], max_new_tokens: int, target: Target, stop: Sequence[str] = ()
+    model: Any,
+    prompt: list[int],
+    max_new_tokens: int,
+    target: Target,
+    stop: Sequence[str] = (),
+    grammar: Matcher | None = None,
 ) -> list[int]:
-    """Token ids of transformers' greedy `generate`, cut at the context length and the stop strings as ours are."""
+    """Token ids of transformers' greedy `generate`, cut at the context length and the stop strings as ours are.
+
+    With `grammar` it chooses among the tokens that this allows.
+    """
+
+    def allowed(_: int, text: torch.Tensor) -> list[int]:
+        assert grammar is not None
+        place = grammar.copy()
+        place.advance(text[len(prompt) :].tolist())
+        found: list[int] = place.allowed().nonzero()[:, 0].tolist()
+        return found
+
     ids = torch.tensor([prompt], device=model.device)
+    prepare_generate(model)
     begin = start_id(model) if model.config.is_encoder_decoder else None
     room = min(max_new_tokens, target.decoder.context - len(prompt))
     eos = sorted(target.eos)
@@ -64,7 +83,12 @@ def reference_greedy_output(
         decoder_start_token_id=begin,
     )
     # Without a mask, generate() takes id 0 for padding and masks it in the prompt.
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=settings,
+        prefix_allowed_tokens_fn=None if grammar is None else allowed,
+    )
     return trim_at_stop(generated_ids(model, out[0], len(prompt)), stop, target.tokenizer)
 
 

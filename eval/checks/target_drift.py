@@ -1,4 +1,4 @@
-"""Measures how much a target that was trained together with its heads (Medusa-2) differs from the original target.
+"""Measures how much a target that was trained itself (Medusa-2, LayerSkip's recipe) differs from the original target.
 
 Speculative decoding is lossless with respect to the new target; this measures what the new target itself lost. The
 original answers the prompts at temperature 1, and both are scored on those answers.

@@ -2,7 +2,9 @@
 
 - counts: drafted and accepted tokens of one request, or of a whole server.
 - prometheus: the lines of a /metrics dump.
-- vllm_log, sglang_log, llamacpp_log: one engine's responses, or its dump, as counts.
+- spec_counters: the dumps of vLLM and llama.cpp as counts.
+- vllm_log, sglang_log, llamacpp_log: one engine's responses as counts, and SGLang's dump.
+- own_log: the lines of our outputs.jsonl as counts.
 - reading: which engine wrote a log.
 - scoring: τ, α and acceptance rate of a log, pooled and as a mean over requests.
 - comparison: two logs of the same prompts: difference, interval, p-value and power.

@@ -16,7 +16,8 @@ DASHBOARDS = {
     "sglang": "SGLang's gauges are pooled over the last interval; spec_accept_length of a response counts prefill's "
     "token too, and so does the mean of requests that averaging those gives.",
     "llamacpp": "llama.cpp prints an acceptance rate and a mean length for each request, so averages of its lines are "
-    "means of requests.",
+    "means of requests; its /metrics count rounds with a draft, over all requests.",
+    "draftsmith": "report.json has τ cut at the end of answers, and α pooled.",
 }
 """Which figure each engine reports."""
 

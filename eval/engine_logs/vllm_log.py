@@ -1,4 +1,4 @@
-"""vLLM: responses with metrics.speculative_decoding (--per-request-spec-decode-metrics), and /metrics dumps.
+"""vLLM: responses with metrics.speculative_decoding (--per-request-spec-decode-metrics).
 
 vLLM counts a round where drafts were scheduled, so steps without a draft are in no figure. Dumps and its log line are
 pooled over all requests; the field mean_acceptance_length is of one request.
@@ -8,17 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from decode.common.errors import UserError
-from eval.engine_logs import prometheus
 from eval.engine_logs.counts import (
-    EngineLog,
     RequestCounts,
     by_position,
     checked,
     read_count,
     read_histogram,
 )
-
-PREFIX = "vllm:spec_decode_num_"
 
 
 def from_response(body: Mapping[str, Any], where: str) -> RequestCounts:
@@ -57,22 +53,3 @@ def _read_lengths(by_length: Mapping[str, Any], where: str) -> dict[int, list[in
         read_count(lengths, k, where): read_histogram(rounds, f"draft length {k}", where)
         for k, rounds in by_length.items()
     }
-
-
-def from_dump(path: str, before: str = "") -> EngineLog:
-    """The totals of a /metrics dump, less those of an earlier one."""
-    samples = prometheus.read_dump(path, before)
-    rounds, drafted, accepted = (
-        prometheus.total(samples, PREFIX + name, path)
-        for name in ("drafts", "draft_tokens", "accepted_tokens")
-    )
-    if drafted < rounds:
-        raise UserError(
-            f"{path}: {drafted} drafted tokens in {rounds} rounds with a draft: the log is damaged"
-        )
-    positions = prometheus.totals_by(samples, f"{PREFIX}accepted_tokens_per_pos", "position")
-    accepted_at = tuple(positions[i] for i in sorted(positions))
-    fixed = drafted == rounds * len(accepted_at)
-    reached_at = (rounds, *accepted_at[:-1]) if fixed and accepted_at else ()
-    counts = RequestCounts(rounds, drafted, accepted, accepted_at, reached_at)
-    return EngineLog(path, "vllm", [checked(counts, path)], per_request=False)

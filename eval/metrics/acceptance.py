@@ -4,7 +4,8 @@ Everything is a sum or a count for each prompt, pooled over prompts and divided 
 weigh a ten-token answer like a thousand-token one.
 
 α is not the acceptance rate: α counts only drafted tokens that verification reached, the acceptance rate also those
-after the first rejection. With 8 drafted tokens and α = 0.6, τ is 2.47 and the acceptance rate 0.18.
+after the first rejection. With 8 drafted tokens and α = 0.6, τ is 2.47 and the acceptance rate 0.18. Tokens that a
+grammar forced are in τ alone: they cannot be rejected, so they say nothing about the draft.
 """
 
 from collections.abc import Sequence
@@ -167,8 +168,8 @@ def summarize(
     `k` is the number of positions: the draft length, a tree's depth, 0 for plain decoding. Values that cannot be
     computed are None, never NaN. `counts` holds the sums of the ratios: tau = emitted ÷ rounds, α_i =
     accepted_by_position ÷ rounds_by_position (rounds that reached i). `mean_accept_length` is 1 + accepted ÷ rounds:
-    τ without trimming at the end of an answer; its `per_request` is the mean of the prompts' own. `plain_records` are
-    plain decoding of (at least) the same prompts; without them there is no speed-up.
+    τ without trimming at the end of an answer and without forced tokens; its `per_request` is the mean of the prompts'
+    own. `plain_records` are plain decoding of (at least) the same prompts; without them there is no speed-up.
     """
     reached, taken = reached_by_position(records, k), accepted_by_position(records, k)
     tokens = [s.output_tokens for s in records]
@@ -205,6 +206,7 @@ def summarize(
             "rounds": int(round_counts(records).sum()),
             "drafted": int(drafted_tokens(records).sum()),
             "accepted": int(accepted_tokens(records).sum()),
+            "forced": sum(sum(s.forced) for s in records),
             "emitted": int(emitted_tokens(records).sum()),
             "output_tokens": sum(tokens),
             "rounds_by_position": [int(x) for x in reached.sum(0)],

@@ -48,8 +48,8 @@ def token_seconds(records: Sequence[DecodeRecord]) -> Array:
     seconds_per_token: list[float] = []
     for record in records:
         left = record.output_tokens - 1
-        for (_, accepted), seconds in zip(record.rounds, record.round_seconds, strict=True):
-            count = min(accepted + 1, left)
+        for committed, seconds in zip(record.committed, record.round_seconds, strict=True):
+            count = min(committed, left)
             seconds_per_token += [seconds / count] * count if count > 0 else []
             left -= count
     return np.array(seconds_per_token)

@@ -258,14 +258,14 @@ def roofline_tokens_per_second(
     entry: ReportEntry, models: dict[str, Any], bandwidth: float
 ) -> float | None:
     """Tokens/s that `bandwidth` (bytes/s) allows this method at its measured τ; None where sizes are unknown, and for a
-    draft with a lookup or of adaptive length, which is not read K times in every round."""
+    draft with a lookup, of adaptive length or with mirror, which is not read K times in every round."""
     width = roofline.DTYPE_BYTES.get(entry["dtype"])
     without_weights = {"plain", *(f.name for f in DRAFT_FAMILIES.values() if not f.has_weights)}
     free = {"parameters": 0} if entry["name"] in without_weights else None
     draft = models["drafts"].get(entry["name"], free)
     if width is None or draft is None or entry["tau"] is None:
         return None
-    if entry.get("lookup") or entry.get("adaptive"):
+    if entry.get("lookup") or entry.get("adaptive") or entry.get("mirror"):
         return None
     target_bytes = width * models["target"]["parameters"]
     draft_bytes = width * draft["parameters"]

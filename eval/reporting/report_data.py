@@ -119,9 +119,10 @@ def fastest_entry(section: ReportSection) -> ReportEntry | None:
 
 
 def draft_entries(report: Mapping[str, Any], sha256: str | None) -> list[ReportEntry]:
-    """The entries that measure the draft with this checksum alone: no lookup with it, no adaptive length."""
+    """The entries that measure the draft with this checksum alone: no lookup with it, no adaptive length, no mirror."""
     own = [m for m in report["methods"] if m["draft_sha256"] == sha256]
-    return [m for m in own if m.get("lookup") is None and m.get("adaptive") is None]
+    changes = ("lookup", "adaptive", "mirror")
+    return [m for m in own if all(m.get(change) is None for change in changes)]
 
 
 def measured_settings(entries: Sequence[ReportEntry]) -> list[tuple[float, int]]:

@@ -238,7 +238,7 @@ def _acceptance_difference_table(comparisons: Sequence[ReportEntry]) -> Table:
 
 
 def _target_drift_table(quality: ReportEntry | None) -> Table:
-    """A target that was trained together with its heads (Medusa-2), compared with the original target."""
+    """A target that was trained itself (Medusa-2, LayerSkip), compared with the original target."""
     header = ["before", "now", "n", "perplexity before", "now", "change of log perplexity", "KL"]
     if quality is None:
         return Table("", header, [])
@@ -256,9 +256,7 @@ def _target_drift_table(quality: ReportEntry | None) -> Table:
         ),
         format_number(quality["kl"], 4),
     ]
-    title = (
-        "Change of the target by training it with its heads, per token of the original's answers"
-    )
+    title = "Change of the target by training it, per token of the original's answers"
     return Table(title, header, [row])
 
 
@@ -288,11 +286,22 @@ def _setup_table(methods: Sequence[ReportEntry]) -> Table:
             shown["draft"] = f"{own}, after {lookup['name']} from {lookup['min_match']} tokens on"
         if adaptive := m.get("adaptive"):
             shown["k"] = f"up to {m['k']}, by {adaptive['by']}"
+        if mirror := m.get("mirror"):
+            shown["k"] = describe_mirror_setting(m["k"], mirror)
         row = [format_value(shown[field]) for field in fields]
         if row not in rows:
             rows.append(row)
     header = ["method", "draft", "draft sha256", "K", "tree", *fields[5:]]
     return Table("Methods", header, rows, prose=True, detail=True)
+
+
+def describe_mirror_setting(k: int, mirror: ReportEntry) -> str:
+    """K, exit layer and branches of a method with mirror, and its reuse rate ρ and hidden share where measured."""
+    parts = [f"{k}, mirror at layer {mirror['exit_layer']}", f"{mirror['branches']} branches"]
+    for name, words in (("reuse_rate", "ρ"), ("hidden_share", "hidden share of drafting")):
+        if mirror.get(name) is not None:
+            parts.append(f"{words} {mirror[name]:.2f}")
+    return ", ".join(parts)
 
 
 def _environment_table(report: Report) -> Table:

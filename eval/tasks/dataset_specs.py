@@ -57,6 +57,8 @@ class DatasetSpec:
     """{domain: metric} where domains have different ones."""
     reference: str = ""
     prefix: str = ""
+    placeholder: str = ""
+    """What stands in rows whose text was left out; such a row is refused."""
 
     def metric_for(self, domain: str) -> str:
         return self.metrics.get(domain, self.metric)

@@ -32,7 +32,8 @@ class Task:
 
     name: str
     """code, prose and arithmetic are bundled; mt-bench, humaneval, mbpp, gsm8k, xsum, cnn-dailymail, wmt-en-de and
-    alpaca come from a local file or the Hub; spec-bench and any other name need a path."""
+    alpaca come from a local file or the Hub; spec-bench, speed-bench, speculator-benchmarks and any other name need a
+    path."""
     path: str = ""
     """A .jsonl, .json, .parquet or .txt file, also .gz. Without a spec its lines hold `prompt` (a text), `messages`
     (a chat) or `turns` (the user's messages, in order), and maybe `id` and `domain`; the paragraphs of a .txt file are
@@ -137,6 +138,10 @@ def _next_turn(
 
 
 def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target) -> TaskPrompt:
+    if spec.placeholder and spec.placeholder in str(row.fields):
+        raise UserError(
+            f"{row.location} has no text of its own ({spec.placeholder!r}): complete the file first; {spec.about}"
+        )
     turns = evaluate_expression(spec.turns, row) if spec.turns else None
     chat = target.tokenizer.chat_template is not None
     template = spec.chat_prompt if chat and spec.chat_prompt else spec.prompt

@@ -29,6 +29,9 @@ from eval.tasks import loading
 from eval.tasks.loading import Task, TaskPrompt
 from eval.tuning.sweep import SweepStage, measure_rank_accuracy
 
+TUNED_EXIT = "early-exit"
+"""The method whose number of layers is tuned; a trained exit has the one that it was trained for."""
+
 
 @dataclass
 class TuneConfig:
@@ -46,6 +49,8 @@ class TuneConfig:
     """0 is greedy."""
     ks: list[DraftLength] = field(default_factory=lambda: list(range(1, 11)))
     """Draft lengths to try at batch 1."""
+    layers: list[Count] = field(default_factory=list)
+    """early-exit: numbers of the target's first layers to try, each with every draft length; []: the method's own."""
     calibrate: list[DraftLength] = field(default_factory=lambda: [2, 6])
     """The two draft lengths that the others are predicted from."""
     tree_nodes: list[TreeNodes] = field(default_factory=lambda: [8, 16])
@@ -87,6 +92,7 @@ def check_config(s: TuneConfig) -> None:
         "batch_ks": s.batch_ks,
         "batch_sizes": s.batch_sizes,
         "tree_nodes": s.tree_nodes,
+        "layers": s.layers,
     }
     for name, values in lists.items():
         if len(set(values)) < len(values):
@@ -101,6 +107,8 @@ def check_config(s: TuneConfig) -> None:
         raise UserError(
             "adaptive sets the draft length by itself: drop it from the methods to tune"
         )
+    if s.layers and not any(m.name == TUNED_EXIT for m in s.methods):
+        raise UserError(f"layers {s.layers} are for the method {TUNED_EXIT}: add it or drop them")
     if any(m.alpha for m in s.methods):
         raise UserError("simulated acceptance cannot be tuned: drop alpha from the methods")
 
@@ -120,8 +128,22 @@ def load_methods(s: TuneConfig, target: Target) -> list[Method]:
     for name, values in lengths.items():
         check_draft_length(target, max(values, default=1), name)
     return [
-        Method(m.name, build_draft(replace(m, tree=TreeConfig()), target, s.dtype), rule=m.rule)
+        Method(
+            m.name,
+            build_draft(replace(m, tree=TreeConfig()), target, s.dtype),
+            rule=m.rule,
+            layers=m.layers if s.layers and m.name == TUNED_EXIT else 0,
+        )
+        for m in with_layers_to_try(s)
+    ]
+
+
+def with_layers_to_try(s: TuneConfig) -> list[MethodConfig]:
+    """The methods, early exit once for each of `layers`."""
+    return [
+        replace(m, layers=layers)
         for m in s.methods
+        for layers in (s.layers if s.layers and m.name == TUNED_EXIT else [m.layers])
     ]
 
 
@@ -173,7 +195,7 @@ def tree_stage(
     settings: list[Method] = []
     expected: dict[Method, float] = {}
     largest = s.tree_width * (1 + (s.tree_levels - 1) * s.tree_width)
-    for m, method in zip(s.methods, methods, strict=True):
+    for m, method in zip(with_layers_to_try(s), methods, strict=True):
         assert method.draft is not None
         if not follows_tree_shape(m, method.draft):
             continue
@@ -183,7 +205,7 @@ def tree_stage(
             if n <= largest
         ]
         accuracy = journal.get_or_measure(
-            ["ranks", method.name, temperature],
+            ["ranks", method.name, temperature, *([method.layers] if method.layers else [])],
             partial(fit_rank_accuracy, s, context, method, temperature),
         )
         most = sum(prod(map(len, accuracy[:levels])) for levels in range(1, len(accuracy) + 1))

@@ -6,6 +6,7 @@
 Copies of good drafts, each with one mistake that exporters are known to make, are checked (scripts/check_draft.py) and
 then used by vLLM, as are the good ones. A bad draft does not change vLLM's output and causes no error: only the
 accepted counts show it. scripts/engine_compat/corruptions.py lists the mistakes; the checker's tests run all of them.
+With --audit true the causes are named as scripts/audit.py does: by decoding here alone, and with the checker's rules.
 """
 
 import difflib
@@ -13,7 +14,8 @@ import json
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,18 @@ from decode.common.ranges import Count, DraftLength
 from decode.common.run_dir import check_file
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
-from decode.model.loading import load_target
+from decode.model.loading import Target, load_target
 from eval.benchmark import vllm_client
-from eval.tasks.loading import Task, load_task_prompts
+from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from scripts.engine_compat import exporters, vllm_parity
+from scripts.engine_compat.audit import naming
+from scripts.engine_compat.audit.decoding import vllm_counts
+from scripts.engine_compat.audit.draft_audit import decode_readings, verdict
 from scripts.engine_compat.checker import check_draft_files
 from scripts.engine_compat.corruptions import all_corruptions
+from scripts.engine_compat.greedy_parity import sum_counts
+from scripts.engine_compat.rules.checkpoint import Finding, read_draft, read_target
+from scripts.engine_compat.vllm_parity import VllmParityConfig
 
 
 @dataclass
@@ -57,6 +65,8 @@ class CorruptionStudyConfig:
     """Tokens drafted a round."""
     max_new_tokens: Count = 32
     """Tokens decoded for each prompt."""
+    audit: bool = False
+    """Name the cause of each damage; twelve prompts show small differences of acceptance too."""
     out: str = ""
     """File for the JSON, rewritten after each draft; drafts that it already contains are not decoded again."""
 
@@ -77,13 +87,37 @@ def summarize_result(result: dict[str, Any]) -> dict[str, Any]:
     """vLLM's accepted counts, τ and acceptance rate; or "refused" with its error message."""
     if "error" in result:
         return {"vllm": "refused", "says": " ".join(result["error"].split())[:300]}
-    total = vllm_parity.sum_counts(result["answers"])
+    total = sum_counts(result["answers"])
     return {
         "vllm": "served",
         "version": result["vllm"],
         **total,
         "tau": 1 + total["accepted"] / total["rounds"],
         "acceptance_rate": total["accepted"] / total["drafted"],
+    }
+
+
+def name_causes(
+    s: CorruptionStudyConfig,
+    target: Target,
+    items: Sequence[TaskPrompt],
+    folder: Path,
+    result: dict[str, Any],
+    findings: Sequence[Finding],
+) -> dict[str, Any]:
+    """What the audit finds without draftsmith.json and without the checker, `decoded`, and with both, `named`."""
+    parity = VllmParityConfig(str(folder), s.target, k=s.k, max_new_tokens=s.max_new_tokens)
+    served = vllm_counts(result, exact=True)
+    files = replace(read_draft(str(folder), read_target(s.target, tokenizer=False)), facts={})
+    written, outcomes = decode_readings(parity, target, files, items, served, "float32", str(folder))  # fmt: skip
+    decoded = naming.name_causes(written, outcomes, served, [])
+    named = naming.name_causes(written, outcomes, served, findings)
+    return {
+        "written": naming.outcome_row(written, served),
+        "decoded": [cause.about for cause in decoded],
+        "named": [cause.about for cause in named],
+        "evidence": [text for cause in named for text in cause.evidence],
+        "verdict": verdict(written, outcomes, served, named),
     }
 
 
@@ -124,8 +158,9 @@ def main(s: CorruptionStudyConfig) -> None:
 
 def study(s: CorruptionStudyConfig) -> None:
     """The whole study, without what earlier runs finished."""
-    target = load_target(s.target, "cpu")
-    prompts = [item.prompt_ids for task in s.tasks for item in load_task_prompts(task, target)]
+    target = replace(load_target(s.target, "cpu"), eos=frozenset())
+    items = [item for task in s.tasks for item in load_task_prompts(task, target)]
+    prompts = [item.prompt_ids for item in items]
     context = vllm_parity.context_length(target, prompts, s.k, s.max_new_tokens)
     known = all_corruptions(target.decoder.config.num_hidden_layers)
     names = s.only or [name for name, corruption in known.items() if corruption.run_in_vllm]
@@ -156,27 +191,26 @@ def study(s: CorruptionStudyConfig) -> None:
         ]
         results = vllm_client.run_jobs(s.python, jobs) if jobs else iter(())
         for folder, (family, name), result in zip(folders, todo, results, strict=True):
-            findings = [
-                [f.rule, f.effect, f.what]
-                for f in check_draft_files(str(folder), "vllm", target=s.target)
-                if f.rule != "changed-since-training"
-            ]
-            rows.append(
-                {
-                    "family": family,
-                    "damage": name,
-                    "checker": findings,
-                    **summarize_result(result),
-                }
-            )
+            found = check_draft_files(str(folder), "vllm", target=s.target)
+            findings = [f for f in found if f.rule != "changed-since-training"]
+            row = {
+                "family": family,
+                "damage": name,
+                "checker": [[f.rule, f.effect, f.what] for f in findings],
+                **summarize_result(result),
+            }
+            if s.audit:
+                row["audit"] = name_causes(s, target, items, folder, result, findings)
+            rows.append(row)
             save_rows(s.out, sizes, rows)
     save_rows(s.out, sizes, rows)
-    table = Table("family", "corruption", "checker", "vLLM", "τ", "by position")
+    table = Table("family", "corruption", "checker", "vLLM", "τ", "by position", "named")
     for row in rows:
         rules = ", ".join(dict.fromkeys(rule for rule, _, _ in row["checker"])) or "–"
         tau = f"{row['tau']:.3f}" if "tau" in row else "–"
         positions = str(row.get("by_position", ""))
-        table.add_row(row["family"], row["damage"], rules, row["vllm"], tau, positions)
+        named = ", ".join(row["audit"]["named"]) if "audit" in row else ""
+        table.add_row(row["family"], row["damage"], rules, row["vllm"], tau, positions, named)
     Console(stderr=True).print(table)
 
 

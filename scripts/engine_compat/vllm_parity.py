@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +16,7 @@ from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, Seed, Temperature, at_least
 from decode.common.run_dir import check_file
-from decode.drafts.base import draft_sha256
+from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
@@ -25,7 +24,15 @@ from decode.verification.sampling import SamplingParams
 from decode.verification.tree import tree_from_paths
 from eval.benchmark import vllm_client
 from eval.metrics import permutation_test
-from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
+from eval.tasks.loading import Task
+from scripts.engine_compat.greedy_parity import (
+    PromptCounts,
+    compare_greedy,
+    load_prompts,
+    records_counts,
+    sum_counts,
+    totals_table,
+)
 
 SIGNIFICANCE_LEVEL = 1e-3
 """At a temperature: the p-value below which the two sides count as different."""
@@ -33,8 +40,6 @@ MIN_PROMPTS = 24
 """Prompts at a temperature. With fewer, the permutation test has too few permutations for a small p-value."""
 BATCH_ROWS = 16
 """Batch size of our engine at a temperature."""
-PromptCounts = dict[str, Any]
-"""{ids, rounds, drafted, accepted, by_position} of one prompt: `ids` has the output ids of each draw."""
 
 
 @dataclass
@@ -68,36 +73,32 @@ class VllmParityConfig:
 
 
 def run_ours(
-    s: VllmParityConfig, target: Target, prompts: Sequence[list[int]]
+    s: VllmParityConfig, target: Target, prompts: Sequence[list[int]], dtype: str = "float32"
 ) -> list[PromptCounts]:
-    """Our engine's counts for each prompt, by the names of vLLM's counters."""
-    draws = s.draws if s.temperature else 1
+    """Our engine's counts for each prompt, by the names of vLLM's counters; the draft computes in `dtype`."""
     greedy_drafts = s.temperature > 0 and draft_sampling(s)["ours"] == "likeliest"
     chain = tree_from_paths([[0] * n for n in range(1, s.k + 1)]) if greedy_drafts else None
+    rows = BATCH_ROWS if s.temperature else 1
+    draft = load_draft(s.draft, target, dtype=dtype, shape=chain)
+    return count_rounds(s, target, draft, prompts, rows)
+
+
+def count_rounds(
+    s: VllmParityConfig, target: Target, draft: Draft, prompts: Sequence[list[int]], rows: int
+) -> list[PromptCounts]:
+    """The counts of each prompt, decoded with `draft` in batches of `rows`."""
+    draws = s.draws if s.temperature else 1
     outputs = decode(
         target,
-        load_draft(s.draft, target, shape=chain),
+        draft,
         [prompt for prompt in prompts for _ in range(draws)],
         k=s.k,
         max_new_tokens=s.max_new_tokens,
         sampling=SamplingParams(s.temperature),
-        rows=BATCH_ROWS if s.temperature else 1,
+        rows=rows,
         seed=s.seed,
     )
-    counts = []
-    for start in range(0, len(outputs), draws):
-        drawn = outputs[start : start + draws]
-        rounds = [pair for out in drawn for pair in out.rounds]
-        counts.append(
-            {
-                "ids": [out.output_ids for out in drawn],
-                "rounds": len(rounds),
-                "drafted": sum(drafted for drafted, _ in rounds),
-                "accepted": sum(accepted for _, accepted in rounds),
-                "by_position": [sum(accepted > i for _, accepted in rounds) for i in range(s.k)],
-            }
-        )
-    return counts
+    return records_counts(outputs, draws, s.k)
 
 
 def draft_sampling(s: VllmParityConfig) -> dict[str, str]:
@@ -111,24 +112,31 @@ def draft_sampling(s: VllmParityConfig) -> dict[str, str]:
 
 def run_vllm(s: VllmParityConfig, target: Target, prompts: Sequence[list[int]]) -> dict[str, Any]:
     """vLLM's result, {vllm: version, repaired, answers: counts of each prompt}. UserError if it refuses the draft."""
+    (result,) = vllm_client.run_jobs(s.python, [build_vllm_job(s, target, prompts)])
+    if "error" in result:
+        raise UserError(f"vLLM refuses {s.draft!r}: {result['error'][:600]}")
+    return result
+
+
+def build_vllm_job(
+    s: VllmParityConfig, target: Target, prompts: Sequence[list[int]], dtype: str = "float32"
+) -> dict[str, Any]:
+    """The job in which vLLM decodes as `run_ours` does."""
     options = {}
     if s.temperature and draft_sampling(s)["vllm"] == "drawn":
         options = {"draft_sample_method": "probabilistic"}
-    job = vllm_client.build_job(
+    return vllm_client.build_job(
         s.target,
         prompts,
         speculative=vllm_client.speculative_config(s.draft, s.k, **options),
         max_new_tokens=s.max_new_tokens,
         max_model_len=context_length(target, prompts, s.k, s.max_new_tokens),
+        dtype=dtype,
         sampling=SamplingParams(s.temperature),
         seed=s.seed,
         draws=s.draws if s.temperature else 1,
         repair=s.repair and s.temperature > 0,
     )
-    (result,) = vllm_client.run_jobs(s.python, [job])
-    if "error" in result:
-        raise UserError(f"vLLM refuses {s.draft!r}: {result['error'][:600]}")
-    return result
 
 
 def context_length(
@@ -136,57 +144,6 @@ def context_length(
 ) -> int:
     """The context length that vLLM needs for these prompts, at most the target's."""
     return min(target.decoder.context, max(map(len, prompts)) + max_new_tokens + k + 1)
-
-
-def sum_counts(side: Sequence[PromptCounts]) -> PromptCounts:
-    """Sums of the counts over all prompts, without `ids`."""
-    sums = {key: sum(x[key] for x in side) for key in ("rounds", "drafted", "accepted")}
-    columns = zip(*(x["by_position"] for x in side), strict=True)
-    return sums | {"by_position": [sum(column) for column in columns]}
-
-
-@torch.inference_mode()
-def logit_gap(target: Target, prompt: list[int], a: list[int], b: list[int]) -> float | None:
-    """Gap of the target's two best logits where the outputs `a` and `b` first differ; None if they do not."""
-    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-    if at is None:
-        return None
-    text = torch.tensor([prompt + a[:at]])
-    target.decoder.allocate(1, text.shape[1] + 1)
-    logits = target.decoder.prefill(text, torch.tensor([text.shape[1]]))
-    best = logits[0].float().topk(2).values
-    return float(best[0] - best[1])
-
-
-def comparable_fields(answer: PromptCounts) -> PromptCounts:
-    """The part of a greedy result that both sides report."""
-    names = ("rounds", "drafted", "accepted", "by_position")
-    return {"output_ids": answer["ids"][0]} | {name: answer[name] for name in names}
-
-
-def compare_greedy(
-    s: VllmParityConfig,
-    target: Target,
-    items: Sequence[TaskPrompt],
-    ours: Sequence[PromptCounts],
-    vllm: Sequence[PromptCounts],
-) -> dict[str, Any]:
-    """Greedy: {prompts, same, ties, differ}; `ties` and `differ` list prompts with both sides' counts and the gap."""
-    found: dict[str, list[dict[str, Any]]] = {"ties": [], "differ": []}
-    for item, a, b in zip(items, ours, vllm, strict=True):
-        if all(a[key] == b[key] for key in ("ids", "rounds", "accepted", "by_position")):
-            continue
-        gap = logit_gap(target, item.prompt_ids, a["ids"][0], b["ids"][0])
-        entry = {
-            "task": item.task,
-            "id": item.id,
-            "gap": gap,
-            "ours": comparable_fields(a),
-            "vllm": comparable_fields(b),
-        }
-        found["ties" if gap is not None and gap < s.margin else "differ"].append(entry)
-    same = len(items) - len(found["differ"]) - len(found["ties"])
-    return {"prompts": len(items), "same": same, **found}
 
 
 def counts_array(side: Sequence[PromptCounts]) -> np.ndarray[Any, Any]:
@@ -222,14 +179,8 @@ def compare_sampled(
 
 def print_comparison(totals: dict[str, PromptCounts], result: dict[str, Any]) -> None:
     """Tables of both sides' counts and of the test's parts, on stderr."""
-    table = Table("", "rounds", "accepted", "by position", "τ")
-    for name, t in totals.items():
-        tau = 1 + t["accepted"] / t["rounds"]
-        table.add_row(
-            name, str(t["rounds"]), str(t["accepted"]), str(t["by_position"]), f"{tau:.3f}"
-        )
     console = Console(stderr=True)
-    console.print(table)
+    console.print(totals_table(totals))
     if "parts" in result:
         table = Table("", "ours", "vLLM", "p", f"detectable with {result['power']:.0%}")
         for part in result["parts"]:
@@ -250,9 +201,7 @@ def main(s: VllmParityConfig) -> None:
     check_file(s.out)  # before the work
     vllm_client.find_interpreter(s.python)
     target = replace(load_target(s.target, "cpu"), eos=frozenset())
-    limit = 16 if s.temperature else 4
-    tasks = s.tasks or [Task(name, limit=limit) for name in ("code", "prose", "arithmetic")]
-    items = [item for task in tasks for item in load_task_prompts(task, target)]
+    items = load_prompts(s.tasks, 16 if s.temperature else 4, target)
     if s.temperature and len(items) < MIN_PROMPTS:
         raise UserError(
             f"give at least {MIN_PROMPTS} prompts: with fewer p < {SIGNIFICANCE_LEVEL} is hardly possible"
@@ -265,7 +214,7 @@ def main(s: VllmParityConfig) -> None:
         found = {"repaired": served["repaired"]} | compare_sampled(s, ours, vllm)
         agree = found["passed"]
     else:
-        found = compare_greedy(s, target, items, ours, vllm)
+        found = compare_greedy("vllm", s.margin, target, items, ours, vllm)
         agree = not found["differ"]
     totals = {"ours": sum_counts(ours), "vllm": sum_counts(vllm)}
     print_comparison(totals, found)

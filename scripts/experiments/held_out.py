@@ -18,6 +18,7 @@ from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts
 from train import distill
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig, RunComponents
+from train.families.registry import family_trainer
 
 
 class Comparison(Protocol):
@@ -60,8 +61,13 @@ def input_paths(s: Comparison) -> list[str]:
 
 def measure_draft(s: Comparison, folder: str) -> dict[str, list[list[int]]]:
     """What `count_acceptance` returns of the draft in `folder`."""
-    own = Path(folder) / "target"  # a target that was trained together with its draft
-    name, revision = (str(own), None) if own.is_dir() else (s.distill.target, s.distill.revision)
+    trainer, name, revision = (
+        family_trainer(s.distill.draft.family),
+        s.distill.target,
+        s.distill.revision,
+    )
+    if trainer.trains_target:
+        name, revision = str(Path(folder) / trainer.target_folder), None
     target = load_target(name, "auto", s.distill.target_dtype, revision)
     prompts = load_fitting_prompts(s.tasks, target)
     draft = load_draft(folder, target)

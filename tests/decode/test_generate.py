@@ -8,6 +8,7 @@ import pytest
 from decode import generate
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
+from decode.drafts.mirror.mirror_draft import MirrorConfig
 from decode.drafts.registry import pick_draft
 from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine.records import DecodeRecord, RoundRecord
@@ -99,3 +100,5 @@ def test_outside_a_terminal_the_text_is_that_of_the_target(
     assert "\x1b" not in texts[0]
     with pytest.raises(UserError, match="adaptive 'often' is unknown"):
         generate.main(GenerateConfig(prompt="3 4", draft="exit", adaptive="often"))
+    with pytest.raises(UserError, match="mirror needs a small language model"):
+        generate.main(GenerateConfig(prompt="3 4", draft="exit", mirror=MirrorConfig(1)))

@@ -32,7 +32,7 @@ FIELDS = {
 }  # fmt: skip
 ADDED = {
     "domain", "finish", "tokens_after_eos", "failed", "quality", "simulated", "mean_output_tokens", "histogram",
-    "draft_altered", "draft_dtype", "lookup", "adaptive", "family", "mean_accept_length",
+    "draft_altered", "draft_dtype", "lookup", "adaptive", "mirror", "family", "mean_accept_length",
     "unconditional_by_position_ci",
     "prefill", "decode",
 }  # fmt: skip
@@ -646,6 +646,27 @@ def test_an_adaptive_length_is_a_method_of_its_own(
     assert "by both" in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_mirror_is_a_method_of_its_own(world: World, evaluate: Callable, tmp_path: Path) -> None:
+    """Bug: the setting is dropped, changes text or rounds, or its numbers pass for those of the draft alone."""
+    alone = {"name": "causal", "draft": str(world.draft)}
+    beside = {**alone, "name": "mirror", "mirror": {"exit_layer": 1, "branches": 2}}
+    done = evaluate("--methods", json.dumps([alone, beside]), "--phase_prompts", 3)
+    assert done.code == 0, done.err
+    report = report_of(tmp_path / "out")
+    entries = {m["name"]: m for m in report["methods"] if m["task"] == "all"}
+    mirror = entries["mirror"]["mirror"]
+    assert (mirror["exit_layer"], mirror["branches"], mirror["overlap"]) == (1, 2, True)
+    assert 0 < mirror["reuse_rate"] <= 1
+    assert mirror["exit_hit_rate"] > 0
+    assert mirror["hidden_share"] <= 1
+    assert entries["causal"]["mirror"] is entries["plain"]["mirror"] is None
+    assert entries["mirror"]["lossless"]["greedy_identical"] is True
+    assert entries["mirror"]["counts"] == entries["causal"]["counts"]
+    sha = entries["mirror"]["draft_sha256"]
+    assert {m["name"] for m in draft_entries(report, sha)} == {"causal"}
+    assert "mirror at layer 1" in (tmp_path / "out" / "report.md").read_text()
+
+
 @pytest.mark.slow
 def test_quality_stands_beside_plain(world: World, evaluate: Callable, tmp_path: Path) -> None:
     """Bug: a task with references has no score, or the arms of a lossless method differ in greedy score."""
@@ -743,6 +764,8 @@ def test_an_unknown_setting_ends_the_process_with_2(world: World, tmp_path: Path
         ),
         (["--methods", "[{name: early-exit, layers: 1, adaptive: often}]"], "confidence, accept"),
         (["--methods", "[{name: ngram, adaptive: acceptance}]"], "no model whose passes"),
+        (["--methods", "[{name: ngram, mirror: {exit_layer: 1}}]"], "needs a small language model"),
+        (["--methods", "[{name: ngram, mirror: {exit_layer: 1}, lookup: suffix}]"], "drop alpha"),
         (["--methods", "[{name: s, alpha: [0.5], adaptive: confidence}]"], "real drafts"),
         (
             ["--methods", "[{name: early-exit, layers: 1, adaptive: both, tree: {nodes: 4}}]"],

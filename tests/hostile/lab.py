@@ -39,6 +39,8 @@ FIRST_ARGUMENT = {
     "scripts/export.py": "draft",
     "scripts/check_draft.py": "draft",
     "scripts/referee.py": "draft",
+    "scripts/engine_compat/llamacpp_parity.py": "draft",
+    "scripts/audit.py": "draft",
 }
 """The settings that may come first without their flags."""
 BASE = {
@@ -62,18 +64,24 @@ BASE = {
     "eval/transfer.py": "$lab/causal --targets '[$lab/target, $lab/chat]' --k 2 --max_new_tokens 4 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --device cpu --out $tmp/out.json",
     "eval/rescore.py": "$root/tests/golden/engine_logs/vllm.jsonl --json $tmp/out.json",
+    "eval/forecast.py": "--target $lab/target --draft $lab/causal --k '[1, 2]' --temperatures '[0.0]' "
+    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 6 --batches '[1]' --cost_tokens 8 "
+    "--device cpu --out $out",
     "decode/generate.py": "--target $lab/target --draft ngram --prompt abc --max_new_tokens 4 --device cpu",
     "scripts/export.py": "$lab/eagle3 --format flat --target $lab/target --out $out",
     "scripts/publish.py": "--draft $lab/eagle3 --repo me/draft --out $out",
     "scripts/check_draft.py": "$lab/eagle3 --engine vllm --target $lab/target",
-    "scripts/build_target.py": "--gsm8k $lab/gsm8k.jsonl --work $tmp/work --assets $tmp/assets --tokens 20000 "
+    "scripts/building/build_target.py": "--gsm8k $lab/gsm8k.jsonl --work $tmp/work --assets $tmp/assets --tokens 20000 "
     "--compile false",
-    "scripts/experiments/readme_table.py": "--report $lab/report/report.json --readme $tmp/page.md",
+    "scripts/building/build_seq2seq.py": "--steps 2 --batch_size 2 --train_prompts 2 --eval_prompts 2 --out $out",
+    "scripts/tables/readme_table.py": "--report $lab/report/report.json --readme $tmp/page.md",
     "scripts/track_report.py": "--run $tmp/causal --report $lab/report",
     "scripts/sweep.py": "--words '[--target, $lab/target, --data, $lab/samples, --draft.init, $lab/draft, "
     "--loop.steps, 2, --loop.batch_size, 2, --loop.micro_batch, 2, --loop.eval_every, 0, --loop.max_length, 64, "
     "--wandb, disabled]' --grid '{loop.lr: [0.001]}' --metric train/loss --goal min --out $out",
     "scripts/referee.py": "$lab/causal --target $lab/target --python $lab/python",
+    "scripts/audit.py": "$lab/causal --target $lab/target --served none --k 2 --max_new_tokens 4 "
+    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --device cpu --out $out",
     "scripts/experiments/compare_losses.py": "--sources '{a: {data: $lab/samples, losses: [forward_kl]}}' "
     "--target $lab/target --init $lab/draft --tokens 40 --batch_size 2 --seeds '[0]' --max_new_tokens 4 --limit 1 "
     "--drafts $tmp/drafts --out $tmp/losses.json",
@@ -87,6 +95,9 @@ BASE = {
     "scripts/experiments/reference_eagle3.py": "--distill.target $lab/target --distill.data $lab/samples "
     "--distill.draft.vocab 64 --distill.draft.steps 2 --distill.draft.taps '[0, 1]' --distill.loop.steps 1 "
     "--distill.loop.batch_size 2 --seeds '[0]' --max_new_tokens 4 --tasks '[{name: code, limit: 2}]' --k 2 --out $out",
+    "scripts/experiments/forecast_check.py": "--target $lab/target --drafts '[$lab/causal]' --temperatures '[0.0]' "
+    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 3}]' --calibration 1 --max_new_tokens 6 "
+    "--vllm_python $lab/python --out $out",
     "scripts/benchmarks/decoder_bench.py": "--target $lab/target --draft $lab/causal --compiled false "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 4 --device cpu --out $tmp/out.json",
     "scripts/benchmarks/sample_bench.py": "--target $lab/target --prompts $lab/prompts.jsonl --batches '[2]' "
@@ -96,6 +107,7 @@ BASE = {
     "scripts/benchmarks/train_bench.py": "--sizes '[12x256]' --families '[medusa]' --device cpu --out $tmp/out.json",
     "scripts/benchmarks/gpu_bench.py": "--target $lab/target --draft $lab/causal --shape self-test --device cpu "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 4 --out $tmp/out.json",
+    "scripts/engine_compat/llamacpp_parity.py": "$lab/causal --target $lab/target --server $lab/python",
     "scripts/engine_compat/corruption_study.py": "--drafts $lab --target $root/assets/target --python $lab/python "
     "--out $tmp/out.json",
 }

@@ -13,6 +13,7 @@ QUICK = {
     "eval/advise.py": (),
     "eval/transfer.py": (),
     "eval/rescore.py": (),
+    "eval/forecast.py": (),
     "train/doctor.py": (),
     "decode/generate.py": (),
     "scripts/benchmarks/sample_bench.py": (),
@@ -20,7 +21,8 @@ QUICK = {
     "scripts/export.py": (),
     "scripts/publish.py": (),
     "scripts/check_draft.py": (),
-    "scripts/experiments/readme_table.py": (
+    "scripts/audit.py": (),
+    "scripts/tables/readme_table.py": (
         write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),
     ),
     "scripts/track_report.py": (copy("causal"),),

@@ -77,7 +77,7 @@ INPUTS = [
     Case("eval/tune.py", "--tasks '[{name: own, path: $tmp/out/prompts.txt}]'", "prompts.txt", (copy("prompts.txt", "out/prompts.txt"),)),
     Case("eval/advise.py", "--report $tmp/r.json --out $tmp/r.json", "r.json", (copy("report/report.json", "r.json"),)),
     Case("eval/rescore.py", "--log $tmp/a.jsonl --json $tmp/a.jsonl", "--json", (write("a.jsonl", "{}"),)),
-    Case("scripts/experiments/readme_table.py", "--report $tmp/r.json --readme $tmp/r.json", "r.json", (copy("report/report.json", "r.json"),)),
+    Case("scripts/tables/readme_table.py", "--report $tmp/r.json --readme $tmp/r.json", "r.json", (copy("report/report.json", "r.json"),)),
 ]  # fmt: skip
 
 

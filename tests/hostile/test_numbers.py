@@ -136,7 +136,7 @@ NUMBERS = {
         ("sampling.top_p", "0 2 .nan"),
     ],
     "scripts/export.py": [("k", "0 -1")],
-    "scripts/build_target.py": [
+    "scripts/building/build_target.py": [
         ("tokens", "0 -1"),
         ("batch_tokens", "0 -1"),
         ("window", "0 -1"),
@@ -147,10 +147,30 @@ NUMBERS = {
         ("save_every", "0"),
         ("seed", "-1"),
     ],
+    "scripts/building/build_seq2seq.py": [
+        ("steps", "0 -1"),
+        ("batch_size", "0"),
+        ("muon_lr", "0 .nan"),
+        ("adam_lr", "-1 .inf"),
+        ("decay", "-1 .nan 2"),
+        ("vocab", "10 100000"),
+        ("train_prompts", "0"),
+        ("eval_prompts", "0 -1"),
+        ("threads", "-1"),
+        ("save_every", "0"),
+        ("seed", "-1"),
+    ],
     "scripts/referee.py": [
         ("k", "0 -1"),
         ("max_new_tokens", "0"),
         ("margin", "-1 .nan"),
+        ("temperature", "-1 .nan"),
+        ("draws", "0"),
+        ("seed", "-1"),
+    ],
+    "scripts/audit.py": [
+        ("k", "0 -1"),
+        ("max_new_tokens", "0"),
         ("temperature", "-1 .nan"),
         ("draws", "0"),
         ("seed", "-1"),
@@ -244,6 +264,11 @@ NUMBERS = {
         ("bandwidth", "0 -1 .nan"),
     ],
     "scripts/engine_compat/corruption_study.py": [("k", "0"), ("max_new_tokens", "0")],
+    "scripts/engine_compat/llamacpp_parity.py": [
+        ("k", "0 -1"),
+        ("max_new_tokens", "0"),
+        ("margin", "-1 .nan"),
+    ],
 }
 """{command: (setting, values that it refuses)}."""
 

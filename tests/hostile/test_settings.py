@@ -179,6 +179,8 @@ WORDS = [
     ("scripts/check_draft.py", "--engine ''", "engine"),
     ("scripts/check_draft.py", "--draft ''", "draft"),
     ("scripts/referee.py", "--control true", "temperature"),
+    ("scripts/audit.py", "--served llama.cpp", "llama-server"),
+    ("scripts/audit.py", "--tasks '[]'", "tasks"),
     ("scripts/experiments/data_curve.py", "--distill.draft.init ''", "draft"),
     ("eval/report.py", "--folder ''", "report.json"),
     ("train/doctor.py", "--data ''", "--data"),
@@ -203,6 +205,8 @@ FILES = [
     Case("scripts/check_draft.py", "", "draft", keep_base=False),
     Case("scripts/publish.py", "", "draft", keep_base=False),
     Case("scripts/referee.py", "", "draft", keep_base=False),
+    Case("scripts/engine_compat/llamacpp_parity.py", "", "draft", keep_base=False),
+    Case("scripts/audit.py", "", "draft", keep_base=False),
     Case("scripts/track_report.py", "", "run", keep_base=False),
     Case("scripts/experiments/compare_losses.py", "", "sources", keep_base=False),
 ]  # fmt: skip

@@ -19,8 +19,9 @@ from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
 from train.families.model_sizes import DraftShape
 from train.losses.objective import Criterion, DivergenceConfig
-from train.teacher.cached import CachedTeacher, FeatureFolder, make_teacher
+from train.teacher.cached import FeatureFolder, Teacher, make_teacher, running_teacher
 from train.teacher.live import LiveTeacher
+from train.teacher.served import ServedTeacher, StatesServerConfig
 
 
 class FamilySettings(Protocol):
@@ -46,10 +47,17 @@ class FamilyContext:
     """Where the target's hidden states and distributions are stored; None: the live target is the teacher."""
     stored_rows: Sequence[SampleRow] | None = None
     """The rows of that folder, if `rows` are only some of them."""
+    states: StatesServerConfig | None = None
+    """The server that computes the target's hidden states; None, or one without an address: the target runs here."""
 
-    def teacher(self, taps: HiddenStateSpec | None) -> LiveTeacher | CachedTeacher:
+    def teacher(self, taps: HiddenStateSpec | None) -> Teacher:
         """The teacher, which gives the hidden states of `taps` and the target's distribution; None: only the latter."""
-        return make_teacher(self.feature_folder, self.target, taps, self.stored_rows or self.rows)
+        rows = self.stored_rows or self.rows
+        return make_teacher(self.feature_folder, self.target, taps, rows, self.states)
+
+    def running_teacher(self, taps: HiddenStateSpec) -> LiveTeacher | ServedTeacher:
+        """The teacher that runs the target, where no hidden states are stored yet."""
+        return running_teacher(self.target, taps, self.states)
 
     def criterion(self) -> Criterion:
         """The loss at each position."""
@@ -61,7 +69,7 @@ class TrainableDraft:
 
     model: nn.Module
     """The module that is optimised, and wrapped for several processes."""
-    teacher: LiveTeacher | CachedTeacher | None
+    teacher: Teacher | None
     """Gives the target's outputs; a CachedTeacher has to be filled before training. None: `model` runs the target."""
     muon_parameters: Sequence[nn.Parameter]
     """The matrices inside layers, which Muon may train."""
@@ -110,6 +118,8 @@ class FamilyTrainer:
     """The draft can write text without the target, as on-policy training needs."""
     trains_target: ClassVar[bool] = False
     """The target's weights are trained as well."""
+    target_folder: ClassVar[str] = "target"
+    """Where a target that was trained as well is in the saved folder; ".": the folder itself is that target."""
 
     def build(self, context: FamilyContext) -> TrainableDraft:
         """The draft in training. UserError if settings, target and samples do not fit together."""

@@ -21,7 +21,7 @@ class DraftConfig:
     """causal: a small language model; pard: one that drafts a block in one pass. medusa, eagle1, eagle3: heads on the
     target's hidden states; peagle, dflash, dspark: heads that draft a block in one pass. mtp: a multi-token prediction
     layer, the target's own or a new one. layerskip: an exit of the target after its first layers. medusa2: Medusa heads
-    trained together with the target."""
+    trained together with the target. layerskip2: the target itself, trained for early exit."""
     init: str = ""
     """causal, pard: folder or Hub name of a small language model with the target's tokenizer. Heads: folder of a draft
     whose training to continue. mtp: also that of a target which has such a layer."""
@@ -37,7 +37,7 @@ class DraftConfig:
     head_layers: Annotated[int, at_least(0, 64)] = 1
     """medusa: residual blocks per head."""
     target_lora_rank: Annotated[int, at_least(1, 4096)] = 16
-    """medusa2: rank of the LoRA adapters with which the target is trained along with its heads."""
+    """medusa2, layerskip2: rank of the LoRA adapters with which the target is trained."""
     steps: Annotated[int, at_least(1, 64)] = 7
     """eagle3, mtp: how many times each slot is run in training (training-time test)."""
     vocab: CountOrZero | None = None
@@ -67,9 +67,15 @@ class DraftConfig:
     min_retention: Share = 0.2
     """pard, peagle: share of a text's positions that are trained at every depth at least."""
     exit_layer: Annotated[int, at_least(0, 4096)] = 0
-    """layerskip: number of the target's first layers that draft; 0: a quarter of them."""
+    """layerskip, layerskip2: number of the target's first layers that draft; 0: a quarter of them."""
     exit_width: Annotated[int, at_least(0, 65_536)] = 0
     """layerskip: inner width of the exit's gated block; 0: the target's hidden size."""
+    layer_dropout: Share = 0.1
+    """layerskip2: probability with which a sample goes past the last layer; it falls to 0 at the first one."""
+    exit_scale: Share = 1.0
+    """layerskip2: weight of all exits but the last layer in the loss, each also in proportion to 1 + … + its number."""
+    exit_period: Annotated[int, at_least(1, 4096)] = 8
+    """layerskip2: besides exit_layer and the last layer, step t trains the exits E with E = t modulo this number."""
     mask_token: CountOrZero | None = None
     """pard, peagle, dflash, dspark: id of the token in place of one not drafted yet; null: the one that answers have
     least often."""

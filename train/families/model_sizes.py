@@ -97,6 +97,12 @@ def layer_activation_bytes(shape: ModelShape) -> int:
     return 30 * shape.hidden + 15 * shape.attention + 8 * shape.intermediate
 
 
+def target_activation_bytes(target: ModelShape, load: StepWorkload, scale: int) -> int:
+    """Bytes that autograd keeps of a target that gets gradients; `scale` as in `DraftShape.activation_bytes`."""
+    tokens = load.micro_batch * load.max_tokens
+    return scale * tokens * target.layers * layer_activation_bytes(target)
+
+
 def target_shape(config: PretrainedConfig) -> ModelShape:
     """Sizes of a language model with this config."""
     return model_shape(meta_model(config))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
+from eval.forecasting.pages import tau_by_task
 from eval.reporting import plots
 from eval.reporting.formatting import (
     NOT_MEASURED,
@@ -86,6 +87,16 @@ def speed_tables(own: Sequence[ReportEntry]) -> list[Table]:
         if len(rows) > 0:
             tables.append(Table(heading(setting), header, rows))
     return tables
+
+
+def forecast_tables(forecast: Mapping[str, Any] | None) -> list[Table]:
+    """τ by task and K as vLLM and SGLang draft by default, one table for each temperature; [] without a forecast."""
+    rows = [row for row in (forecast or {}).get("rows", []) if row["rule"] == "greedy"]
+    temperatures = dict.fromkeys(row["temperature"] for row in rows)
+    return [
+        tau_by_task(f"Temperature {t:g}:", [row for row in rows if row["temperature"] == t])
+        for t in temperatures
+    ]
 
 
 def tuned_lengths_table(chains: Sequence[ReportEntry]) -> Table | None:

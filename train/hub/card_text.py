@@ -37,6 +37,8 @@ class CardInputs:
     """Those of tuned.json of eval/tune.py."""
     data_curve: Mapping[str, Any] | None = None
     """Those of data_curve.json of scripts/experiments/data_curve.py."""
+    forecast: Mapping[str, Any] | None = None
+    """Those of forecast.json of eval/forecast.py."""
 
     @property
     def own_entries(self) -> list[ReportEntry]:
@@ -164,8 +166,10 @@ def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[
     if len(chats) > 0 and set(chats) == {None}:
         lines.append("Trained on plain text, without a chat template.")
     if facts.draft.get("original_target"):
+        inside = family_trainer(facts.draft["family"]).target_folder
+        where = "this folder is that target" if inside == "." else f"serve the one in `{inside}/`"
         lines.append(
-            "The target was trained together with it: serve the one in `target/`, which is not the original."
+            f"The target was trained together with it: {where}, which is not the original."
         )
     if not labels.base_model:
         lines.append(
@@ -203,6 +207,7 @@ def source_files(facts: CardInputs) -> str:
         "referee.json": facts.referee,
         "tuned.json": facts.tuned,
         "data_curve.json": facts.data_curve,
+        "forecast.json": facts.forecast,
     }
     names = [f"`{name}`" for name, content in measured.items() if content is not None]
     return (f", {', '.join(names)}" if names else "") + (

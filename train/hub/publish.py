@@ -24,11 +24,13 @@ from decode.drafts.registry import saved_families
 from eval.metrics.speculation_profile import speculation_profile
 from eval.reporting.report_data import draft_entries
 from train.data.manifest import MANIFEST_FILE, describe_shards
+from train.families.registry import family_trainer
 from train.hub import dataset_card, model_card, redaction, serving_configs
 from train.hub.card_tables import card_images, data_curve_images
 from train.hub.card_text import CardInputs
 from train.hub.published_fields import (
     DATA_CURVE,
+    FORECAST,
     PROFILE,
     REFEREE,
     REPORT,
@@ -53,6 +55,7 @@ OWNED_FILES = (
     *(f"target/{name}" for name in MODEL_FILES),
     *(METADATA_FILE, RUN_FILE, "README.md"),
     *("report.json", "referee.json", "tuned.json", "data_curve.json", "speculation_profile.json"),
+    "forecast.json",
     *("serving/**", "images/*.svg", "shards/*.parquet", MANIFEST_FILE),
     *(".cache/**", ".gitattributes"),  # written by an upload
 )
@@ -69,15 +72,16 @@ def build_draft_folder(
     checks: Mapping[str, Sequence[str]] | None = None,
     tuned: Mapping[str, Any] | None = None,
     data_curve: Mapping[str, Any] | None = None,
+    forecast: Mapping[str, Any] | None = None,
 ) -> PublishFolder:
     """Writes `out` and replaces an earlier one. UserError if report, referee's result or `tuned` are of other weights.
 
     `checks` is {engine: findings of its rules} of each engine that was checked, `tuned` is tuned.json of eval/tune.py,
-    `data_curve` is data_curve.json of scripts/experiments/data_curve.py.
+    `data_curve` is data_curve.json of scripts/experiments/data_curve.py, `forecast` forecast.json of eval/forecast.py.
     """
     check_repo_id(repo)
     check_output_folder(out, draft)
-    recorded = check_draft(draft, report, referee, tuned, data_curve)
+    recorded = check_draft(draft, report, referee, tuned, data_curve, forecast)
     config = layouts.read_config(str(draft))
     if config.get("is_encoder_decoder"):
         raise UserError(
@@ -89,9 +93,10 @@ def build_draft_folder(
     redaction.check_values(vars(labels), "--labels")
     known = _published_in_full(recorded)
     facts = redaction.select(recorded, draft_schema(recorded), METADATA_FILE, known)
-    target = (
-        "./target" if facts.get("original_target") else labels.base_model or facts["target"]["name"]
-    )
+    target = labels.base_model or facts["target"]["name"]
+    if facts.get("original_target"):
+        inside = family_trainer(facts["family"]).target_folder
+        target = repo if inside == "." else f"./{inside}"
     facts["target"] = {**facts["target"], "name": target}
     inputs = CardInputs(
         facts,
@@ -101,6 +106,7 @@ def build_draft_folder(
         redaction.strip_local_paths(checks or {}),
         redaction.select(tuned, TUNED, "tuned.json", known),
         redaction.select(data_curve, DATA_CURVE, "data_curve.json", known),
+        redaction.select(forecast, FORECAST, "forecast.json", known),
     )
     k, source = serving_configs.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
     layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
@@ -117,6 +123,7 @@ def build_draft_folder(
             "referee.json": inputs.referee,
             "tuned.json": inputs.tuned,
             "data_curve.json": inputs.data_curve,
+            "forecast.json": inputs.forecast,
             "speculation_profile.json": _own_profile(inputs, repo, known),
         }
         for file, content in measured.items():
@@ -159,6 +166,7 @@ def check_draft(
     referee: Mapping[str, Any] | None,
     tuned: Mapping[str, Any] | None = None,
     data_curve: Mapping[str, Any] | None = None,
+    forecast: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """draftsmith.json of a draft that may be published.
 
@@ -209,7 +217,22 @@ def check_draft(
         check_tuned(tuned, sha)
     if data_curve is not None:
         check_data_curve(data_curve, facts)
+    if forecast is not None:
+        check_forecast(forecast, sha)
     return facts
+
+
+def check_forecast(forecast: Mapping[str, Any], sha: str) -> None:
+    """UserError if it is the forecast.json of another draft, or lacks what the card shows."""
+    found = redaction.select(forecast, FORECAST, "forecast.json", {sha})
+    other = (found["draft"] or {}).get("sha256")
+    if other != sha:
+        raise UserError(
+            f"the forecast is of draft {_short(other)} and not {_short(sha)}: run eval/forecast.py on it"
+        )
+    needed = {"task", "rule", "temperature", "k", "tau", "tau_ci"}
+    if not all(needed <= row.keys() for row in found["rows"]):
+        raise UserError(f"forecast.json: each of rows needs {', '.join(sorted(needed))}")
 
 
 def check_data_curve(curve: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

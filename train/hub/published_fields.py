@@ -15,7 +15,8 @@ SHORT_COMMIT = 12
 """Digits of a published commit or checksum of another file: enough to find it, too few for a key."""
 PLACE = r"\w[\w.@+-]*(?:/\w[\w.@+-]*){0,5}|"
 OUTSIDE = r"[/~.]|[A-Za-z][\w.+-]*:[/\\]"
-SETTING = r"K = \d{1,4}|(?:static )?tree of \d{1,5}(?:, (?:width|depth) \d{1,4}|, K = \d{1,4}){0,2}"
+TREE_SETTING = r"(?:static )?tree of \d{1,5}(?:, (?:width|depth) \d{1,4}|, K = \d{1,4}){0,2}"
+SETTING = rf"(?:E = \d{{1,4}}, )?(?:K = \d{{1,4}}|{TREE_SETTING})"
 
 
 def prompt_id(value: Any, known: Collection[str]) -> str:
@@ -194,6 +195,10 @@ ENTRY = {
     "tree": TREE,
     "lookup": {"name": word, "min_match": number},
     "adaptive": {"by": word, "confidence": number},
+    "mirror": {
+        **numbers("exit_layer branches reuse_rate exit_hit_rate hidden_share"),
+        "overlap": flag,
+    },
     **GROUP,
     "domain": name,
     **numbers(
@@ -208,7 +213,7 @@ ENTRY = {
     "unconditional_by_position_ci": [NUMBERS],
     "mean_accept_length": {**numbers("pooled per_request"), **lists("ci per_request_ci")},
     "counts": {
-        **numbers("rounds drafted accepted emitted output_tokens"),
+        **numbers("rounds drafted accepted forced emitted output_tokens"),
         **lists("rounds_by_position accepted_by_position"),
     },
     "latency_ms": {
@@ -219,7 +224,7 @@ ENTRY = {
     "prefill": SPEED,
     "decode": SPEED,
     "failed": FAILED,
-    "finish": numbers("eos length stop"),
+    "finish": numbers("eos length stop grammar"),
     "quality": [QUALITY],
     "mode": word,
     "dtype": word,
@@ -335,7 +340,7 @@ CELL = {
     "setting": setting,
     "tree": TREE,
     **GROUP,
-    **numbers("k tau alpha speedup"),
+    **numbers("k layers tau alpha speedup"),
     "ci": NUMBERS,
 }
 TUNED = {
@@ -351,7 +356,7 @@ TUNED = {
             {
                 "method": name,
                 **GROUP,
-                **numbers("fold k predicted measured error"),
+                **numbers("fold k layers predicted measured error"),
                 "ci": NUMBERS,
                 "counted": flag,
             }
@@ -393,6 +398,27 @@ DATA_CURVE = {
     **PROVENANCE,
 }
 """data_curve.json of scripts/experiments/data_curve.py."""
+FORECAST = {
+    "schema": number,
+    "target": TARGET,
+    "draft": {"name": place, "family": word, "sha256": digest},
+    "tasks": [name],
+    **numbers("max_new_tokens seed"),
+    "rows": [
+        {
+            "task": name,
+            "rule": word,
+            **numbers("temperature k prompts texts tau mean_accept_length alpha acceptance_rate"),
+            **lists("tau_ci mean_accept_length_ci alpha_ci alpha_by_position"),
+            "alpha_by_position_ci": [NUMBERS],
+            **lists("unconditional_by_position"),
+            "unconditional_by_position_ci": [NUMBERS],
+            "counts": {**numbers("emitted rounds drafting_rounds"), "accepted": NUMBERS},
+        }
+    ],
+    **PROVENANCE,
+}
+"""forecast.json of eval/forecast.py without its speeds, which are of one machine."""
 SIDE = {**numbers("rounds drafted accepted"), "by_position": NUMBERS}
 DISAGREEMENT = {"task": name, "id": prompt_id, "gap": number}
 REFEREE = {

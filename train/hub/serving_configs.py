@@ -1,8 +1,9 @@
 """How a published draft is served: a file for each engine that loads its family, and the reason where one does not.
 
-Flags and keys are those of vLLM 0.32 and 0.33, SGLang 0.5, TensorRT-LLM 1.x (PyTorch backend), TGI 3 and transformers
-5; engines draft chains. Which engine serves which family is registered in decode/drafts/registry.py. Nothing here runs
-an engine: scripts/engine_compat/vllm_parity.py does.
+Flags and keys are those of vLLM 0.32 and 0.33, SGLang 0.5, TensorRT-LLM 1.x (PyTorch backend), llama.cpp of November
+2026, TGI 3 and transformers 5; engines draft chains. Which engine serves which family is registered in
+decode/drafts/registry.py. Nothing here runs an engine: vllm_parity.py and llamacpp_parity.py of scripts/engine_compat/
+do.
 """
 
 import json
@@ -61,6 +62,7 @@ def build_serving_configs(job: ServedDraft) -> list[EngineServingConfig]:
         triton_config(job),
         sglang_config(job),
         trtllm_config(job),
+        llamacpp_config(job),
         tgi_config(job),
         transformers_config(job),
     ]
@@ -139,6 +141,27 @@ def trtllm_config(job: ServedDraft) -> EngineServingConfig:
         "trtllm.sh": _shell_script(job, words, pinned=False),
     }
     return EngineServingConfig("TensorRT-LLM", "1.x, PyTorch backend", files)
+
+
+def llamacpp_config(job: ServedDraft) -> EngineServingConfig:
+    """Commands that write draft and target as GGUF files, and one of llama-server."""
+    if not job.engines.llamacpp:
+        return EngineServingConfig("llama.cpp", job.unsupported("llama.cpp as exported here"), {})
+    export = ["python", "scripts/export.py"]
+    conversions = [
+        [*export, job.repo, "--format", "gguf", "--target", job.target, "--out", "gguf/draft"],
+        [*export, job.target, "--format", "gguf", "--dtype", "bfloat16", "--out", "gguf/target"],
+    ]
+    words = ["llama-server", "-m", "gguf/target/model.gguf", "-md", "gguf/draft/model.gguf"]
+    words += ["--spec-type", job.engines.llamacpp, "--spec-draft-n-max", str(job.k)]
+    note = (
+        "of November 2026; Llama, Qwen 2 and Qwen 3. scripts/export.py, from a checkout of draftsmith, writes the GGUF "
+        "files; a GGUF of the target from elsewhere will do if its tokenizer is the same"
+    )
+    lines = [shlex.join(conversion) for conversion in conversions]
+    text = "\n".join(["# once, in a checkout of draftsmith", *lines, ""])
+    files = {"llamacpp.sh": text + _shell_script(job, words, pinned=False)}
+    return EngineServingConfig("llama.cpp", note, files)
 
 
 def tgi_config(job: ServedDraft) -> EngineServingConfig:

@@ -5,8 +5,7 @@
     local_engine.py    answers of this project's engine
     server_engine.py   answers of a server with OpenAI's API, many requests at the same time
     vllm_server.py     a vLLM server that is started for one run
-    server_client.py   the requests: which model is served, repeated attempts, the key
     server_answers.py  from a server's answer to the token ids that were sampled, or the reason why they are unknown
 
-May import decode, eval and train/data.
+May import decode, eval, train.data and train.servers.
 """

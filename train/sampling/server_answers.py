@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from train.data.prompt_pipeline import TargetTokenizer
+from train.servers.client import ForeignReplyError, MalformedReplyError
 
 UNDECODABLE = "\ufffd"
 """What stands in a text for bytes that are no character."""
@@ -16,14 +17,6 @@ UNDECODABLE = "\ufffd"
 
 class UnusableReplyError(Exception):
     """A complete reply whose tokens are not known; `str` is a key of `rows.SKIPPED`."""
-
-
-class MalformedReplyError(Exception):
-    """What the server said is no complete reply; `str` says why. The next attempt may give one."""
-
-
-class ForeignReplyError(Exception):
-    """A reply of another model or to another prompt, as it would be next time; `str` says how that shows."""
 
 
 @dataclass(frozen=True)

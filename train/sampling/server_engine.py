@@ -23,7 +23,7 @@ from train.data.prompt_pipeline import TargetTokenizer, TokenizedPrompt
 from train.sampling.config import SampleConfig
 from train.sampling.rows import ConversationState, ShardWriter, reply_seed
 from train.sampling.server_answers import Reply, UnusableReplyError, read_reply
-from train.sampling.server_client import Completions, PromptFailedError, Server, open_client
+from train.servers.client import Completions, PromptFailedError, Server, open_client
 
 WARNINGS = 5
 """Failed prompts that get a line of their own."""

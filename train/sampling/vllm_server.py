@@ -1,23 +1,12 @@
 """A vLLM server of the target, started for one sampling and ended with it. vLLM lives in an environment of its own."""
 
-import os
-import socket
-import subprocess
-import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
-from decode.common.command import end_with_parent
-from decode.common.errors import UserError
 from eval.benchmark.vllm_client import find_interpreter, model_path
 from train.sampling.config import SampleConfig
-
-LOG_TAIL = 1500
-"""Characters of the server's log in an error."""
+from train.servers.server_process import free_port, running_server
 
 
 @contextmanager
@@ -28,23 +17,9 @@ def target_server(s: SampleConfig, processes: int) -> Iterator[str]:
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}/v1"
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            server_command(s, port, processes),
-            stdout=log,
-            stderr=log,
-            cwd=tempfile.gettempdir(),
-            env={"VLLM_NO_USAGE_STATS": "1", **os.environ},
-            preexec_fn=end_with_parent,
-        )
-        try:
-            wait_until_ready(process, url, s.start_timeout, log)
-            yield url
-        finally:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            process.kill()
+    command = server_command(s, port, processes)
+    with running_server(command, f"{url}/models", s.start_timeout, "vLLM", VLLM_NO_USAGE_STATS="1"):
+        yield url
 
 
 def server_command(s: SampleConfig, port: int, processes: int) -> list[str]:
@@ -57,27 +32,3 @@ def server_command(s: SampleConfig, port: int, processes: int) -> list[str]:
         *("--host", "127.0.0.1", "--port", str(port), "--generation-config", "vllm"),
         *("--max-num-seqs", str(s.concurrency * processes), *s.vllm_args),
     ]
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until_ready(
-    process: "subprocess.Popen[bytes]",
-    url: str,
-    seconds: float,
-    log: TextIO,
-) -> None:
-    """Returns as soon as the server lists its models. UserError if it ends before, or takes longer than `seconds`."""
-    end = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < end:
-        with suppress(OSError), urllib.request.urlopen(f"{url}/models", timeout=5):
-            return
-        time.sleep(0.5)
-    why = "did not start" if process.poll() is not None else f"was not ready within {seconds:g} s"
-    log.seek(0)
-    raise UserError(f"vLLM {why}; the end of its log:\n{log.read()[-LOG_TAIL:]}")

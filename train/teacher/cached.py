@@ -39,6 +39,7 @@ from train.teacher.feature_codec import (
 )
 from train.teacher.feature_store import DamagedShardError, FeatureStore
 from train.teacher.live import LiveTeacher, TeacherOutput
+from train.teacher.served import ServedTeacher, StatesServerConfig
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,14 @@ class CachedTeacher:
         taps: HiddenStateSpec | None,
         rows: Sequence[SampleRow],
         folder: FeatureFolder,
+        states: StatesServerConfig | None = None,
     ):
         """Without `taps` only distributions are stored. Nothing is written before `fill_store`."""
         if folder.top < 0:
             raise UserError(
                 f"features_top {folder.top}: give the number of tokens to store of each distribution, or 0"
             )
-        self.live = LiveTeacher(target, taps or HiddenStateSpec())
+        self.live = running_teacher(target, taps, states)
         self.vocab, self.device = target.decoder.vocab_size, target.decoder.device
         self.hidden = self.live.hidden
         self.top = min(folder.top, self.vocab)
@@ -158,16 +160,31 @@ class CachedTeacher:
         )
 
 
+Teacher = LiveTeacher | ServedTeacher | CachedTeacher
+"""What gives the target's hidden states and logits for a batch."""
+
+
 def make_teacher(
     folder: FeatureFolder | None,
     target: Target,
     taps: HiddenStateSpec | None,
     rows: Sequence[SampleRow],
-) -> LiveTeacher | CachedTeacher:
-    """The teacher for these samples, live or cached in `folder`. Without `taps` only its distributions are needed."""
+    states: StatesServerConfig | None = None,
+) -> Teacher:
+    """The teacher for these samples, running or cached. Without `taps` only its distributions are needed."""
     if folder is None:
-        return LiveTeacher(target, taps or HiddenStateSpec())
-    return CachedTeacher(target, taps, rows, folder)
+        return running_teacher(target, taps, states)
+    return CachedTeacher(target, taps, rows, folder, states)
+
+
+def running_teacher(
+    target: Target, taps: HiddenStateSpec | None, states: StatesServerConfig | None
+) -> LiveTeacher | ServedTeacher:
+    """The target that is run for every batch: here, or by the server that `states` names."""
+    taps = taps or HiddenStateSpec()
+    if states is not None and states.url:
+        return ServedTeacher(target, taps, states)
+    return LiveTeacher(target, taps)
 
 
 def weights_digest(model: Any) -> str:

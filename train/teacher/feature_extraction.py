@@ -28,6 +28,7 @@ from train.teacher.feature_codec import (
 )
 from train.teacher.feature_store import FeatureStore
 from train.teacher.live import LiveTeacher
+from train.teacher.served import ServedTeacher
 
 MICROBATCH_TOKENS = 2**12
 """Tokens of a forward pass, padding included; a longer sample has a pass of its own."""
@@ -35,7 +36,7 @@ MICROBATCH_TOKENS = 2**12
 
 def fill_missing_shards(
     cache: FeatureStore,
-    live: LiveTeacher,
+    live: LiveTeacher | ServedTeacher,
     top: int,
     console: Console,
     rank: int,
@@ -68,7 +69,11 @@ def fill_missing_shards(
 
 
 def remake_shard(
-    cache: FeatureStore, live: LiveTeacher, top: int, kind: FeatureSchema, shard: int
+    cache: FeatureStore,
+    live: LiveTeacher | ServedTeacher,
+    top: int,
+    kind: FeatureSchema,
+    shard: int,
 ) -> None:
     """Writes a shard again that was found damaged when it was read, with a warning; once if several processes ask."""
     with cache.lock(wait=True):
@@ -81,7 +86,7 @@ def remake_shard(
 
 def write_shards(
     cache: FeatureStore,
-    live: LiveTeacher,
+    live: LiveTeacher | ServedTeacher,
     top: int,
     todo: Sequence[tuple[int, list[FeatureSchema]]],
     bars: ProgressBars,
@@ -103,7 +108,10 @@ def write_shards(
 
 @torch.no_grad()
 def extract_features(
-    live: LiveTeacher, top: int, rows: Sequence[SampleRow], kinds: Sequence[FeatureSchema]
+    live: LiveTeacher | ServedTeacher,
+    top: int,
+    rows: Sequence[SampleRow],
+    kinds: Sequence[FeatureSchema],
 ) -> dict[str, dict[str, Tensor]]:
     """{kind: tensors} computed by the live target, with the rows of these samples concatenated."""
     pieces: dict[str, list[dict[str, Tensor]]] = {kind.name: [] for kind in kinds}

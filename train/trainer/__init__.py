@@ -2,6 +2,7 @@
 
     loop.py             optimiser steps over global batches, gradient accumulation, logging, saving
     checkpoint.py       atomic checkpoints with checksums; resuming
+    muon.py             Muon, its matrices shared between processes
     tracking.py         metrics.jsonl and Weights & Biases, TensorBoard or Trackio
     throughput.py       tokens per second, MFU, memory
     collective.py       errors, values and the output folder across ranks

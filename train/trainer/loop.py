@@ -27,6 +27,7 @@ from train.data.sample_store import SampleRow
 from train.families.base import TrainableDraft
 from train.trainer import checkpoint
 from train.trainer.checkpoint import TrainingState
+from train.trainer.muon import Muon
 from train.trainer.throughput import FlopsByDtype, ThroughputMeter, report_out_of_memory
 from train.trainer.tracking import NullTracker, Tracker
 
@@ -109,7 +110,7 @@ def build_optimizers(
         torch.optim.AdamW(groups, lr=s.lr, weight_decay=s.weight_decay)
     ]
     if matrices:
-        optimizers.append(torch.optim.Muon(matrices, lr=s.muon_lr, weight_decay=s.weight_decay))
+        optimizers.append(Muon(matrices, s.muon_lr, s.weight_decay))
     return optimizers
 
 

@@ -64,9 +64,13 @@ class AdaptiveDraft(DraftWrapper):
         """By number of rows; kept from batch to batch."""
 
     def begin_batch(self, request: DraftContext) -> None:
-        """UserError for trees."""
+        """UserError for trees and under grammars, whose forced tokens would count as its own."""
         if self.shape is not None or self.inner.shape is not None:
             raise UserError(f"draft {self.name!r} adapts the length of chains: give it no tree")
+        if request.constraint is not None:
+            raise UserError(
+                f"draft {self.name!r} adapts its length, which no grammar goes with yet: drop `adaptive`"
+            )
         self.request, rows = request, request.rows
         self.stop: ChainStop | None = None
         if self.config.by != "acceptance":

@@ -48,7 +48,8 @@ class PardDraft(CausalDraft):
         return draft_tokens(level_step(logits), logits[:, 0], length, k, self.plan, self.request)
 
     def on_replaced(self, k: int) -> None:
-        """The committed tokens are read again anyway."""
+        """As many committed tokens as a round of masks has levels are read again anyway."""
+        self.unread += max(0, k - self.depth)
 
     def _read_committed(self, history: torch.Tensor, length: torch.Tensor, k: int) -> torch.Tensor:
         return self._read_with_masks(history, length, 1)[:, 0]

@@ -3,4 +3,5 @@
 ngram          prompt lookup
 suffix         SuffixDecoding
 suffix_tree    its data structure
+grammar        nothing but the tokens that a grammar forces
 """

@@ -8,6 +8,8 @@ computes the first E layers for one token only; here they are computed for all K
 token each in arithmetic and no pass over weights. Each drafted token also passes the LM head.
 """
 
+from pathlib import Path
+
 import torch
 
 from decode.checkpoints import importers, layouts
@@ -45,6 +47,7 @@ class EarlyExitDraft(Draft):
         self.decoder = target.decoder.first_layers(layers, adapter, adapter.ids)
         if adapter.ids is not None:
             self.vocab = ReducedVocab(adapter.ids, target.decoder.vocab_size)
+            self.vocab_ids = adapter.ids
 
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request
@@ -64,6 +67,25 @@ def load(path: str, target: Target, device: str, dtype: str) -> EarlyExitDraft:
     check_device(path, target, device)
     adapter = load_adapter(path, target, device, dtype)
     return EarlyExitDraft(target, adapter.layers, adapter=adapter)
+
+
+def load_own_exit(path: str, target: Target, device: str, dtype: str) -> EarlyExitDraft:
+    """The first layers of a target that was trained for early exit (family `layerskip2`), which is in `path` itself.
+
+    UserError if `target` is another one, which was not trained so, or on another `device`.
+    """
+    check_device(path, target, device)
+    folder = importers.resolve_folder(path)
+    check_target(folder, target)
+    layers = layouts.read_config(folder).get("exit_layer")
+    if type(layers) is not int:
+        raise UserError(f"{path}/config.json has no exit_layer: train it again or restore the file")
+    if target.name != path and Path(target.name).resolve() != Path(folder).resolve():
+        raise UserError(
+            f"draft {path!r} is a target that was trained for early exit, and the target is {target.name!r}: give "
+            f"--target {path}, or the method early-exit with `layers: {layers}` for another target"
+        )
+    return EarlyExitDraft(target, layers)
 
 
 def check_device(path: str, target: Target, device: str) -> None:

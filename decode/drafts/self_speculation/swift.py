@@ -3,7 +3,8 @@
 They run in the target's own KV cache: committed tokens have the keys and values of the whole target there, and
 verification overwrites what drafting wrote for drafted tokens. Which sub-layers are skipped is given or searched for
 on line, on the answers that are being decoded; one set is tried in each round until the search ends. That costs a pass
-over the window, counted as time of the draft. The set is kept from prompt to prompt, and on disk if it is saved.
+over the window, counted as time of the draft. The search goes on from prompt to prompt, and from process to process if
+it is given a folder.
 """
 
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from decode.checkpoints import importers
+from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.drafts.base import (
     METADATA_FILE,
@@ -38,9 +40,18 @@ class SwiftDraft(Draft):
     name = "swift"
     on_host = True  # the search reads the answers, and the end of a chain is read in each step
 
-    def __init__(self, target: Target, config: SwiftConfig, search: SkipSearch | None = None):
-        """UserError for a target whose sub-layers cannot be skipped, or a `search` for another number of layers."""
-        self.target, self.config = target, config
+    def __init__(
+        self,
+        target: Target,
+        config: SwiftConfig,
+        search: SkipSearch | None = None,
+        folder: Path | None = None,
+    ):
+        """With `folder` the search is saved there after each set that it tries.
+
+        UserError for a target whose sub-layers cannot be skipped, or a `search` for another number of layers.
+        """
+        self.target, self.config, self.folder = target, config, folder
         self.skipper = SublayerSkipper(target.decoder.model)
         self.search = search or SkipSearch(len(self.skipper.layers), config)
         self.decoder = self.runner_without(self.search.state.best)
@@ -91,6 +102,8 @@ class SwiftDraft(Draft):
         if self.search.record(bits, self.matchness(bits, ready[0])):
             self.decoder = self.runner_without(bits)
             self.decoder.share_kv_cache(self.target.decoder)
+        if self.folder is not None:
+            self.save(self.folder)
 
     def matchness(self, bits: str, row: int) -> float:
         """Share of the first `window` tokens of a row's answer after which the target without these sub-layers gives
@@ -121,3 +134,28 @@ def load(path: str, target: Target, device: str, dtype: str) -> SwiftDraft:
     check_target(folder, target)
     search = load_search(Path(folder) / STATE_FILE, target.decoder.config.num_hidden_layers)
     return SwiftDraft(target, search.config, search)
+
+
+def open_search(target: Target, config: SwiftConfig, folder: str) -> SwiftDraft:
+    """A draft that keeps its search in `folder` and goes on from what is there; empty: a new search, kept nowhere.
+
+    The settings are `config`, not those of the saved search. UserError for a search of another tokenizer, another
+    number of layers or skipped sub-layers, or with another window: its scores say nothing about this one's sets.
+    """
+    if not folder:
+        return SwiftDraft(target, config)
+    file, layers = Path(folder) / STATE_FILE, target.decoder.config.num_hidden_layers
+    search = SkipSearch(layers, config)
+    if file.is_file():
+        check_target(folder, target)
+        saved = load_search(file, layers)
+        for what, old, new in (
+            ("number of skipped sub-layers (ratio, min_layers)", saved.count, search.count),
+            ("window", saved.config.window, config.window),
+        ):
+            if old != new:
+                raise UserError(
+                    f"the search in {folder} has another {what}: {old}, not {new}; give the same or another folder"
+                )
+        search = SkipSearch(layers, config, saved.state)
+    return SwiftDraft(target, config, search, Path(folder))

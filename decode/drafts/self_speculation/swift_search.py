@@ -57,10 +57,13 @@ class SearchState:
     unimproved: int = 0
     """Sets tried since `best` was found."""
     tried: dict[str, float] = field(default_factory=dict)
+    """The scores of all sets, which Bayesian steps are fitted to."""
+    history: list[float] = field(default_factory=list)
+    """The score of each try, in their order."""
 
 
 class SkipSearch:
-    """One search, which goes on from prompt to prompt."""
+    """One search, which goes on from prompt to prompt, and where it was saved as if it had not been interrupted."""
 
     def __init__(self, layers: int, config: SwiftConfig, state: SearchState | None = None):
         """UserError for settings out of range and for a `state` of a target with another number of `layers`."""
@@ -73,7 +76,6 @@ class SkipSearch:
             raise UserError(
                 f"its sub-layers are those of {len(self.state.best) // 2 + 2} layers, and the target has {layers}"
             )
-        self.generator = torch.Generator().manual_seed(config.seed + len(self.state.tried))
 
     @property
     def finished(self) -> bool:
@@ -87,7 +89,8 @@ class SkipSearch:
         tried = self.state.tried
         if not tried:
             return self.state.best
-        pool = [random_set(self.size, self.count, self.generator) for _ in range(POOL)]
+        generator = torch.Generator().manual_seed(self.config.seed + len(self.state.history))
+        pool = [random_set(self.size, self.count, generator) for _ in range(POOL)]
         new = [bits for bits in pool if bits not in tried] or pool
         return best_in_pool(tried, new) if len(tried) % self.config.bayes_every == 0 else new[0]
 
@@ -95,6 +98,7 @@ class SkipSearch:
         """Keeps the score of a set; returns whether the set is the best from now on."""
         state = self.state
         state.tried[bits] = score
+        state.history.append(score)
         better = score > state.score
         if better:
             state.best, state.score, state.unimproved = bits, score, 0
@@ -110,11 +114,18 @@ class SkipSearch:
 
 def load_search(file: Path, layers: int) -> SkipSearch:
     """The search that `SkipSearch.save` wrote. UserError if the file is damaged or for another number of layers."""
+    return SkipSearch(layers, *read_search(file))
+
+
+def read_search(file: Path) -> tuple[SwiftConfig, SearchState]:
+    """Settings and state that `SkipSearch.save` wrote. UserError if the file is damaged."""
     content = read_json_object(file, "what a SWIFT draft saves", ["config", "state"])
     try:
         config, state = SwiftConfig(**content["config"]), SearchState(**content["state"])
         check_sets(state)
-        return SkipSearch(layers, config, state)
+        state.history = state.history or list(state.tried.values())
+        check_ranges(config, "swift.")
+        return config, state
     except (TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged: remove it, and the search starts anew") from error
 
@@ -128,6 +139,8 @@ def check_sets(state: SearchState) -> None:
             or not isinstance(score, float | int)
         ):
             raise TypeError(f"{bits!r} is no set with a score")
+    if not all(isinstance(score, float | int) for score in state.history):
+        raise TypeError("the history does not consist of scores")
 
 
 def every_other(size: int, count: int) -> str:

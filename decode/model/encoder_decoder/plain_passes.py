@@ -19,15 +19,15 @@ def start_id(model: Any) -> int:
     )
 
 
-def prepare_generate(model: Any) -> Any:
-    """`model` with a config by which `generate` caches all layers of the decoder; it is not to be saved any more.
+def prepare_generate(model: Any) -> None:
+    """Changes the config of `model`, which is not to be saved any more, so that `generate` caches all decoder layers.
 
-    transformers makes a cache of as many layers as the encoder has, and fails where the decoder has more.
+    transformers 5.23 makes a cache of as many layers as the encoder has, and ends in an IndexError where the decoder
+    has more, also in an assistant, which makes its own cache.
     """
     if model.config.is_encoder_decoder:
         layers = decoder_config(model).num_hidden_layers
         model.config.num_hidden_layers = max(model.config.num_hidden_layers, layers)
-    return model
 
 
 def generated_ids(model: Any, output: torch.Tensor, prompt_tokens: int) -> list[int]:

@@ -76,12 +76,18 @@ def wrong_shapes(d: DraftFiles) -> Iterator[str]:
 
 def missing_tensors(d: DraftFiles) -> Iterator[str]:
     """Tensors that are neither in the files nor taken from the target."""
-    wanted = set(expected_shapes(d)) - {"t2d", "fc.bias"}
-    if d.get("target_hidden_size", d.get("hidden_size")) == d.get("hidden_size"):
-        wanted.discard("embed_tokens.weight")
-    if d.get("draft_vocab_size", d.get("vocab_size")) == d.get("vocab_size"):
-        wanted.discard("lm_head.weight")
+    wanted = set(expected_shapes(d)) - {"t2d", "fc.bias"} - shared_tensors(d)
     yield from require_tensors(d, sorted(wanted))
+
+
+def shared_tensors(d: DraftFiles) -> set[str]:
+    """Tensors that are taken from the target where the files lack them."""
+    shared = set()
+    if d.get("target_hidden_size", d.get("hidden_size")) == d.get("hidden_size"):
+        shared.add("embed_tokens.weight")
+    if d.get("draft_vocab_size", d.get("vocab_size")) == d.get("vocab_size"):
+        shared.add("lm_head.weight")
+    return shared
 
 
 def unknown_tensors(d: DraftFiles) -> Iterator[str]:

@@ -13,7 +13,7 @@ from decode.model.loading import Target, load_model, load_target
 from eval.checks import greedy_equivalence
 from eval.tasks.loading import TaskPrompt
 from tests import worlds
-from tests.seq2seq import START, generated, tiny_t5
+from tests.seq2seq import START, generated, t5_target, tiny_t5
 from tests.tiny import FEW, VOCAB, reference, tiny_model, tiny_prompts
 from tests.worlds import World
 
@@ -176,6 +176,20 @@ def test_passes_of_any_width_read_the_same_text(
     whole = greedy_equivalence.logits_after(model, ids, len(ids), 1)
     parts = greedy_equivalence.logits_after(model, ids, len(item.prompt_ids), width)
     assert torch.allclose(parts, whole, atol=1e-4)
+
+
+def test_a_decoder_may_have_more_layers_than_its_encoder() -> None:
+    """Catches transformers' own cache, which has the encoder's layers: no such T5 has a reference then."""
+    model = tiny_t5(num_layers=1, num_decoder_layers=3)
+    [prompt] = tiny_prompts(9)
+    answer: list[int] = []
+    for _ in range(6):
+        read = torch.tensor([[START, *answer]])
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=read).logits
+        answer.append(int(logits[0, -1].argmax()))
+    found = greedy_equivalence.reference_greedy_output(model, prompt, 6, t5_target(model))
+    assert found == answer
 
 
 def test_an_encoder_decoder_is_judged_by_its_own_passes() -> None:

@@ -116,6 +116,41 @@ def test_llamacpp_responses() -> None:
     )
 
 
+def test_a_real_llama_server() -> None:
+    """Two answers of 20 tokens with K = 4, and its /metrics after them. 5 and 12 accepted leave 14 and 7 passes. The
+    last pass of the first had no room for a draft, so 20 of them drafted: 11 · 4 + 2 + 1 and 6 · 4 + 1 tokens. Its log
+    said mean lengths of 1.38 = 1 + 5 ÷ 13 and 2.71 = 1 + 12 ÷ 7."""
+    found = scored("llamacpp_real.jsonl")
+    assert found["counts"] == {"rounds": 21, "drafted": 44 + 3 + 24 + 1, "accepted": 17}
+    assert pooled(found) == near({"tau": F(38, 21), "acceptance_rate": F(17, 72)})
+    dump = scored("llamacpp_metrics.txt")
+    assert dump["engine"] == "llamacpp"
+    assert dump["counts"] == found["counts"] | {"rounds": 13 + 7}
+    assert [x["unconditional"] for x in dump["by_position"]] == near(
+        [F(12, 20), F(5, 20), F(0), F(0)]
+    )
+    assert [x["alpha"] for x in dump["by_position"]] == [None] * 4  # rounds drafted 1 to 4 tokens
+
+
+def outputs(rounds: list[list[int]], **other: Any) -> str:
+    line = {"task": "a", "id": "1", "output_ids": [7], "rounds": rounds, "method": "causal"} | other
+    return json.dumps(line) + "\n"
+
+
+def test_our_own_outputs(tmp_path: Path) -> None:
+    """Two rounds of 4 tokens accepted 2 and 4, two of 2 accepted 0 and 2, one drafted nothing. Positions 1 to 4 were
+    reached by 4, 3, 2 and 1 rounds: the last one, of 2 tokens, reached no third."""
+    rounds = [[4, 2], [4, 4], [2, 0], [0, 0], [2, 2]]
+    (tmp_path / "log").write_text(outputs(rounds) + outputs([[4, 4]], id="2"))
+    found = read_log(str(tmp_path / "log"))
+    assert (found.engine, [r.prompt for r in found.requests]) == ("draftsmith", ["a/1", "a/2"])
+    assert found.requests[0].accepted_at == (3, 3, 1, 1)
+    assert found.requests[0].reached_at == (4, 3, 2, 1)
+    assert pooled(score(found)) == near(
+        {"tau": F(6 + 12, 6), "alpha": F(12, 14), "acceptance_rate": F(12, 16)}
+    )
+
+
 def test_rounds_of_several_lengths() -> None:
     """Catches short drafts that count against positions they never had."""
     assert by_position({3: [1, 0, 2, 5], 2: [1, 0, 1]}) == ((8, 8, 5), (10, 8, 7))
@@ -194,6 +229,8 @@ SPEC = ["metrics", "speculative_decoding"]
         ("vllm:a 1\nsome text\n", "log:2 is no line of a /metrics dump"),
         ("vllm:num_requests_running 3\n", "has no vllm:spec_decode_num_drafts"),
         ("sglang:spec_verify_calls_total 9\n", "has no sglang:generation_tokens"),
+        (outputs([[4, 5]]), "its rounds are [drafted, accepted]"),
+        (outputs([[4, 2]]) + outputs([[4, 2]], method="eagle3"), "lines of causal and eagle3"),
         ("[]\n", "has no response"),
         ("[3]\n", "is no response"),
     ],

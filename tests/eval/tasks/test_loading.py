@@ -59,7 +59,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "cnn-dailymail": {"id": "a1", "article": "A long story.", "highlights": "A story."},
     "wmt-en-de": {"translation": {"en": "The house.", "de": "Das Haus."}},
     "alpaca": {"instruction": "Sort.", "input": "3 1", "output": "1 3"},
+    "speed-bench": {"question_id": "q7", "category": "rag", "turns": ["Look it up."]},
+    "speculator-benchmarks": {"question_id": 161, "category": "translation", "prompt": "Haus"},
 }
+NEED_PATH = {"spec-bench", "speed-bench", "speculator-benchmarks"}
+"""Recipes of files that users give: there is no copy here, and none is fetched."""
 # name: (text of the prompt, id or None for a hash, domain, metric, end of the reference)
 WANTED: dict[str, tuple[str, str | None, str, str, str]] = {
     "mt-bench": ("One?", "1", "stem", "", ""),
@@ -70,6 +74,8 @@ WANTED: dict[str, tuple[str, str | None, str, str, str]] = {
     "cnn-dailymail": ("A long story.\n\nSummarize", "a1", "summarization", "rouge-l", "A story."),
     "wmt-en-de": ("English: The house.\nGerman:", None, "translation", "rouge-l", "Das Haus."),
     "alpaca": ("Sort.\n\n3 1", None, "instructions", "", ""),
+    "speed-bench": ("Look it up.", "q7", "rag", "", ""),
+    "speculator-benchmarks": ("Haus", "161", "translation", "", ""),
 }
 
 
@@ -100,7 +106,7 @@ def text_of(item: TaskPrompt, target: Target) -> str:
 def test_every_recipe_is_tried_here() -> None:
     """Bug: a data set is added, or a field of one renamed, without a row that shows what it reads."""
     own = {name for name, spec in dataset_specs.load_dataset_specs().items() if not spec.bundled}
-    assert own == {*ROWS, "spec-bench"}
+    assert own == {*ROWS, *NEED_PATH}
     assert all(spec.version >= 1 for spec in dataset_specs.load_dataset_specs().values())
 
 
@@ -117,13 +123,13 @@ def test_rows_become_prompts(name: str, target: Target, tmp_path: Path) -> None:
     assert item.reference.endswith(reference)
 
 
-@pytest.mark.parametrize("name", ["spec-bench", "cod"])
+@pytest.mark.parametrize("name", [*sorted(NEED_PATH), "cod"])
 def test_a_task_that_needs_a_path_is_not_said_to_need_none(name: str, target: Target) -> None:
     """Bug: the error offers the very task that it refuses, or another one that has no rows of its own."""
     with pytest.raises(UserError, match="needs a path; known without one: ") as caught:
         load_task_prompts(Task(name), target)
     offered = str(caught.value).split("known without one: ")[1].split(", ")
-    assert offered == sorted({"arithmetic", "code", "prose", *ROWS})
+    assert offered == sorted({"arithmetic", "code", "prose", *ROWS} - NEED_PATH)
 
 
 def test_a_renamed_field_is_named(target: Target, tmp_path: Path) -> None:
@@ -131,6 +137,23 @@ def test_a_renamed_field_is_named(target: Target, tmp_path: Path) -> None:
     path = write(tmp_path, [{"query": "2 and 3?"}])
     with pytest.raises(UserError, match=r"rows.jsonl:1: 'question' is undefined"):
         load_task_prompts(Task("gsm8k", str(path)), target)
+
+
+def test_both_kinds_of_speculator_benchmarks_are_read(chatty: Target, tmp_path: Path) -> None:
+    """Bug: one file's rows are refused, asked without their second turn, or counted under no domain."""
+    rows = [HUMANEVAL, {"question_id": 81, "category": "writing", "turns": ["Say a.", "Again."]}]
+    task = Task("speculator-benchmarks", str(write(tmp_path, rows)))
+    code, chat = load_task_prompts(task, chatty)
+    assert (code.id, code.domain, code.later_turns) == ("Made/0", "code", ())
+    assert (chat.id, chat.domain, chat.later_turns) == ("81", "writing", ("Again.",))
+
+
+def test_a_row_without_its_text_is_refused(target: Target, tmp_path: Path) -> None:
+    """Bug: speed is measured on a sentence that says where the text would be."""
+    left_out = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    rows = [ROWS["speed-bench"], ROWS["speed-bench"] | {"question_id": "q8", "turns": [left_out]}]
+    with pytest.raises(UserError, match=r"rows.jsonl:2 has no text of its own .*prepare_data.py"):
+        load_task_prompts(Task("speed-bench", str(write(tmp_path, rows))), target)
 
 
 def test_spec_bench_has_thirteen_domains_and_two_turns(chatty: Target, tmp_path: Path) -> None:

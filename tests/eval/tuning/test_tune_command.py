@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from decode.common.errors import UserError
@@ -469,9 +470,55 @@ def test_tuned_settings_run(tune: Callable[..., Done], tmp_path: Path) -> None:
     assert "Answers, token by token" in page
 
 
+def test_exits_are_swept_with_every_length(tmp_path: Path) -> None:
+    """Catches exits under one name that overwrite each other, and a tuned file without the exit that was chosen."""
+    model = tiny_model(
+        "llama", seed=1, vocab_size=268, num_hidden_layers=4, max_position_embeddings=512
+    )
+    with torch.no_grad():
+        for layer in model.model.layers[2:]:  # an exit after two layers is always right
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    target = worlds.save(tmp_path / "target", model, worlds.byte_tokenizer())
+    prompts = worlds.write_prompts(tmp_path / "few.jsonl", ["abc", "xyz q", "de", "fgh i"])
+    done = worlds.call(
+        COMMAND, "--target", target, "--methods", "[{name: early-exit}, {name: ngram}]", "--layers", "[1, 2, 3]",
+        "--tasks", json.dumps([{"name": "few", "path": str(prompts)}]), "--temperatures", "[0.0]", "--ks", "[1, 2, 4]",
+        "--batch_sizes", "[]", "--tree_nodes", "[4]", "--tree_levels", 2, "--tree_width", 2, "--max_new_tokens", 16,
+        "--device", "cpu", "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    tuned = json.loads((tmp_path / "out" / "tuned.json").read_text())
+    cells = {
+        (c["layers"], c["k"]): c
+        for c in tuned["cells"]
+        if c["method"] == "early-exit" and c["tree"] is None
+    }
+    assert set(cells) == {(e, k) for e in (1, 2, 3) for k in (1, 2, 4)}
+    assert [cells[e, 2]["alpha"] == 1 for e in (1, 2, 3)] == [False, True, True]
+    assert cells[3, 4]["setting"] == "E = 3, K = 4"
+    assert {c["layers"] for c in tuned["predictions"]["cells"] if c["method"] == "early-exit"} == {
+        1,
+        2,
+        3,
+    }
+    assert {c["layers"] for c in tuned["cells"] if c["method"] == "early-exit" and c["tree"]} == {
+        1,
+        2,
+        3,
+    }
+    assert all(c["layers"] == 0 for c in tuned["cells"] if c["method"] == "ngram")
+    (chosen,) = (c for c in tuned["chosen"] if c["method"] == "early-exit")
+    settings = yaml.safe_load((tmp_path / "out" / "tuned.yaml").read_text())
+    assert settings["methods"][0]["layers"] == chosen["layers"] > 0
+    assert settings["methods"][0]["k"] == chosen["k"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--layers", "[2]"], "are for the method early-exit"),
+        (["--layers", "[1, 1]"], "every number once"),
         (["--ks", "[0]"], "from 1 to"),
         (["--ks", "[2, 2]"], "every number once"),
         (["--ks", "[]"], "at least one draft length"),

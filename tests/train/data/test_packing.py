@@ -43,6 +43,7 @@ FAMILY = {
     "medusa2": DraftConfig("medusa2", heads=STEPS, target_lora_rank=2),
     "mtp": DraftConfig("mtp", steps=STEPS),
     "layerskip": DraftConfig("layerskip", exit_layer=2, vocab=60),
+    "layerskip2": DraftConfig("layerskip2", exit_layer=2, target_lora_rank=2, layer_dropout=0.5),
     **DRAFTS,
 }
 SAMPLES = [

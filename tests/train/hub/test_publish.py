@@ -106,6 +106,21 @@ def test_a_target_that_was_trained_along_is_published(tmp_path: Path) -> None:
     assert "serve the one in `target/`" in text
 
 
+def test_a_target_that_drafts_for_itself_is_published(tmp_path: Path) -> None:
+    """Catches commands that ask for a folder inside, and a card that is silent about the changed target."""
+    folder = drafts.draft(
+        tmp_path / "d",
+        "layerskip2",
+        target={"name": str(tmp_path / "d"), "revision": None},
+        original_target={"name": "org/target", "revision": None},
+    )
+    out = made(tmp_path, folder)
+    assert json.loads((out / METADATA_FILE).read_text())["target"]["name"] == "me/x"
+    text = (out / "README.md").read_text()
+    assert "base_model: org/target" in text
+    assert "this folder is that target, which is not the original" in text
+
+
 def damaged(folder: Path, what: str) -> tuple[Any, Any]:
     """(report, referee) of a draft that must not be published, for the named reason."""
     sha = drafts.sha_of(folder)
@@ -243,6 +258,22 @@ def test_the_card_shows_what_more_data_would_give(tmp_path: Path) -> None:
     assert "currentColor" not in (out / "images" / "data-curve.svg").read_text()
     assert worlds.call(COMMAND, *words).code == 0  # without one: the folder is replaced
     assert "data-curve" not in (out / "README.md").read_text()
+
+
+def test_the_card_shows_tau_for_each_draft_length(tmp_path: Path) -> None:
+    """Catches the forecast of another draft, of drawn drafts, and speeds of one machine in a published file."""
+    folder, path, out = drafts.draft(tmp_path / "d"), tmp_path / "forecast.json", tmp_path / "out"
+    words = ("--draft", folder, "--repo", "me/x", "--out", out, "--forecast", path)
+    path.write_text(json.dumps(drafts.forecast(drafts.sha_of(folder)) | {"schedules": [{}]}))
+    done = worlds.call(COMMAND, *words)
+    assert done.code == 0, done.err
+    card = (out / "README.md").read_text()
+    assert card.count("| all | 1.60 [1.25, 1.75] | 1.70 [1.25, 1.75] |") == 2
+    assert "7.1" not in card
+    assert "`forecast.json`" in card
+    assert "schedules" not in json.loads((out / "forecast.json").read_text())
+    path.write_text(json.dumps(drafts.forecast("0" * 64)))
+    assert "run eval/forecast.py on it" in worlds.call(COMMAND, *words).error()
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from train.distill import DistillConfig
 from train.hub import publish, published_fields, redaction, upload
 from train.hub.published_fields import (
     DATA_CURVE,
+    FORECAST,
     MANIFEST,
     PROFILE,
     REFEREE,
@@ -41,6 +42,7 @@ SCHEMAS = {
     "tuned.json": TUNED,
     "referee.json": REFEREE,
     "data_curve.json": DATA_CURVE,
+    "forecast.json": FORECAST,
     "speculation_profile.json": PROFILE,
     "manifest.json": MANIFEST,
 }
@@ -241,6 +243,7 @@ def test_unknown_fields_reach_no_file(tmp_path: Path) -> None:
         folder, report, drafts.referee(sha) | extra, "me/x", HubLabels(), tmp_path / "out",
         tuned=drafts.tuned(sha, {"all": 3}) | extra | {"refused": extra},
         data_curve=curves.curve(lambda n: 2.4 - 8 * n**-0.4) | extra,
+        forecast=drafts.forecast(sha) | extra | {"costs": extra, "schedules": [extra]},
     )  # fmt: skip
     shown = " ".join(map(str, result.left_out))
     for path in result.path.rglob("*"):

@@ -61,6 +61,8 @@ def test_every_file_says_the_same(name: str) -> None:
         config = yaml.safe_load(files["trtllm.yml"])["speculative_config"]
         assert config["max_draft_len"] == job.k
         assert config.get("eagle3_layers_to_capture", []) == [layer - 1 for layer in job.layers]
+    if "llamacpp.sh" in files:
+        assert f"--spec-draft-n-max {job.k}\n" in files["llamacpp.sh"]
     if "transformers_assistant.py" in files:
         compile(files["transformers_assistant.py"], "snippet", "exec")
 
@@ -74,6 +76,7 @@ def test_names_cannot_break_out_of_a_command() -> None:
         for p, t in way.files.items()
     }
     assert evil in shlex.split(files["vllm.sh"].replace("\\\n", " "))
+    assert shlex.split(files["llamacpp.sh"].replace("\\\n", " "), comments=True).count(evil) == 2
     compile(files["transformers_assistant.py"], "snippet", "exec")
 
 

@@ -7,12 +7,8 @@ import pytest
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from tests import worlds
 from train.data.prompt_pipeline import TargetTokenizer
-from train.sampling.server_answers import (
-    ForeignReplyError,
-    MalformedReplyError,
-    UnusableReplyError,
-    read_reply,
-)
+from train.sampling.server_answers import UnusableReplyError, read_reply
+from train.servers.client import ForeignReplyError, MalformedReplyError
 
 PROMPT, LIMIT = [20, 21, 22], 8
 

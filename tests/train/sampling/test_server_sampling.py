@@ -20,7 +20,7 @@ from train.data import sample_store
 from train.data.manifest import load_set, read_manifest
 from train.hub import redaction
 from train.hub.published_fields import MANIFEST
-from train.sampling import server_client
+from train.servers import client
 
 COMMAND = "train/sample.py"
 KEY = "k3y-" + "Zq7" * 8
@@ -36,8 +36,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_client, "FIRST_WAIT", 0.02)
-    monkeypatch.delenv(server_client.KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(client, "FIRST_WAIT", 0.02)
+    monkeypatch.delenv(client.KEY_VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -313,7 +313,7 @@ def test_the_key_is_sent_and_stays_secret(
 ) -> None:
     """Bug: the key of the environment is not used, or stands in a log, a message or a file."""
     server.key = KEY
-    monkeypatch.setenv(server_client.KEY_VARIABLE, KEY)
+    monkeypatch.setenv(client.KEY_VARIABLE, KEY)
     server.fault = every_other("400", attempts=9)  # what it says repeats the key
     done = sample(world, server, tmp_path / "out")
     assert summary(done)["answered"] > 0
@@ -322,9 +322,9 @@ def test_the_key_is_sent_and_stays_secret(
     assert contents(tmp_path / "out")
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or KEY.encode() not in path.read_bytes()
-    monkeypatch.setenv(server_client.KEY_VARIABLE, "another")
+    monkeypatch.setenv(client.KEY_VARIABLE, "another")
     message = sample(world, server, tmp_path / "refused").error()
-    assert server_client.KEY_VARIABLE in message
+    assert client.KEY_VARIABLE in message
     assert "another" not in message
     assert not (tmp_path / "refused").exists()
 
@@ -340,9 +340,9 @@ def test_a_server_that_is_gone_ends_the_run(world: World, tmp_path: Path) -> Non
     words = ["--resume", "true", "--retries", 1]
     assert "no server answers" in sample(world, gone, out, *words).error()
     with serving(StandIn()) as server:
-        refused = server_client.Server("http://127.0.0.1:9/v1", "tiny", None)
+        refused = client.Server("http://127.0.0.1:9/v1", "tiny", None)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(server_client, "connect", lambda s: refused)
+            patch.setattr(client, "connect", lambda s: refused)
             done = sample(world, server, out, *words)
     assert done.code == 2
     assert "cannot be reached any more" in done.err

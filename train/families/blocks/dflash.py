@@ -14,10 +14,8 @@ from decode.drafts.blocks.dflash import DFlashDraft
 from decode.drafts.blocks.dflash_model import DFlashModel
 from decode.drafts.eagle_model import llama_config
 from decode.model.hidden_states import HiddenStateSpec, LMHead
-from decode.model.loading import Target
 from train.data import vocab_mapping
 from train.data.batching import Batch
-from train.data.sample_store import SampleRow
 from train.families.base import (
     FamilyContext,
     FamilyTrainer,
@@ -57,9 +55,8 @@ class DFlash(FamilyTrainer):
     name = "dflash"
 
     def build(self, context: FamilyContext) -> TrainableDraft:
-        s, target = context.config.draft, context.target
-        counts = vocab_mapping.count_tokens(context.rows, target.decoder.vocab_size)
-        net, config = init_dflash(self.name, s, target, context.device, context.rows, counts)
+        counts = vocab_mapping.count_tokens(context.rows, context.target.decoder.vocab_size)
+        net, config = init_dflash(self.name, context, counts)
         draft = TrainableDFlash(context, self.name, net, config, net.max_tokens)
         draft.metadata = vocabulary_facts(net.ids, counts)
         return draft
@@ -214,15 +211,9 @@ def new_config(
     )
 
 
-def init_dflash(
-    name: str,
-    s: DraftConfig,
-    target: Target,
-    device: str,
-    rows: Sequence[SampleRow],
-    counts: Tensor,
-) -> tuple[DFlashModel, Config]:
+def init_dflash(name: str, context: FamilyContext, counts: Tensor) -> tuple[DFlashModel, Config]:
     """(net, its config.json). A new one drafts the most frequent tokens of `counts`, with the target's LM head rows."""
+    s, target, device = context.config.draft, context.target, context.device
     check_widths(target)
     vocab = target.decoder.vocab_size
     if s.init:
@@ -240,13 +231,13 @@ def init_dflash(
     layers = tuple(s.taps) or layouts.default_aux_layers(target.decoder.config.num_hidden_layers)
     ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
     size = vocab if ids is None else len(ids)
-    mask = choose_mask_token(s.mask_token, None, target.decoder.embedding_rows, rows)
+    mask = choose_mask_token(s.mask_token, None, target.decoder.embedding_rows, context.rows)
     config = new_config(name, s, target.decoder.config, vocab, size, layers, mask)
     taps = HiddenStateSpec(layers)
     net = random_init(DFlashModel(llama_config(config), taps, ids, LMHead(target.decoder.model)))
     start = target.decoder.model.get_output_embeddings().weight.detach().cpu()
     with torch.no_grad():
-        net.fc.weight /= hidden_state_rms(target, taps, rows)
+        net.fc.weight /= hidden_state_rms(context, taps)
         if net.lm_head is not None:
             net.lm_head.weight.copy_(start[ids])
         if net.markov_head is not None:  # the correction starts at nothing

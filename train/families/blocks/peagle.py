@@ -37,7 +37,7 @@ class PEagle(Eagle3):
         counts = vocab_mapping.count_tokens(context.rows, target.decoder.vocab_size)
         size = target.decoder.embedding_rows
         mask = None if s.init else choose_mask_token(s.mask_token, None, size, context.rows)
-        net, config = init_eagle3(s, target, context.device, context.rows, counts, mask)
+        net, config = init_eagle3(context, counts, mask)
         draft = TrainablePEagle(context, "peagle", net, config, s.block)
         draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
         return draft

@@ -1,6 +1,6 @@
 """EAGLE-1 and EAGLE-3 heads in training: weights, losses, training-time test, sizes (Li et al. 2024, 2025)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ from decode.drafts import eagle
 from decode.drafts.base import Draft
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
-from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LMHead
+from decode.model.hidden_states import HiddenStateSpec, LMHead, check_taps
 from decode.model.loading import Target
 from train.data import batching, vocab_mapping
 from train.data.batching import Batch
-from train.data.sample_store import SampleRow
 from train.families.alignment import Alignment
 from train.families.base import (
     FamilyContext,
@@ -47,7 +46,7 @@ from train.families.model_sizes import (
 )
 from train.losses import divergences
 from train.losses.objective import Criterion
-from train.teacher.live import LiveTeacher, TeacherOutput
+from train.teacher.live import TeacherOutput
 
 DEFAULT_VOCAB = 32_000
 """Size of an EAGLE-3 draft's vocabulary where draft.vocab does not say it: that of its authors."""
@@ -80,10 +79,9 @@ class Eagle3(FamilyTrainer):
     hub_tag = "eagle3"
 
     def build(self, context: FamilyContext) -> TrainableDraft:
-        s, target = context.config.draft, context.target
-        counts = vocab_mapping.count_tokens(context.rows, target.decoder.vocab_size)
-        net, config = init_eagle3(s, target, context.device, context.rows, counts)
-        draft = TrainableEagle(context, "eagle3", net, config, s.steps)
+        counts = vocab_mapping.count_tokens(context.rows, context.target.decoder.vocab_size)
+        net, config = init_eagle3(context, counts)
+        draft = TrainableEagle(context, "eagle3", net, config, context.config.draft.steps)
         draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
         return draft
 
@@ -245,7 +243,7 @@ class TrainableEagle(TrainableDraft):
 
     def __init__(self, context: FamilyContext, name: str, net: Any, config: Config, steps: int):
         target = context.target
-        HiddenStateHooks(target.decoder.model, net.taps).remove()  # UserError for missing layers
+        check_taps(net.taps, target.decoder.config.num_hidden_layers)
         self.net, self.name, self.config, self.target = net, name, config, target
         self.teacher = context.teacher(net.taps)
         embedding = target.decoder.model.get_input_embeddings().weight.detach()
@@ -298,17 +296,13 @@ def init_eagle1(s: DraftConfig, target: Target, device: str) -> tuple[EagleModel
 
 
 def init_eagle3(
-    s: DraftConfig,
-    target: Target,
-    device: str,
-    rows: Sequence[SampleRow],
-    counts: Tensor,
-    mask_token: int | None = None,
+    context: FamilyContext, counts: Tensor, mask_token: int | None = None
 ) -> tuple[EagleModel, Config]:
     """(net, its config.json). A new one drafts the most frequent tokens of `counts`, with the target's LM head rows.
 
     With a `mask_token` it is P-EAGLE.
     """
+    s, target, device = context.config.draft, context.target, context.device
     check_widths(target)
     depth, vocab = target.decoder.config.num_hidden_layers, target.decoder.vocab_size
     if s.taps != sorted(set(s.taps)):
@@ -335,7 +329,7 @@ def init_eagle3(
     start = target.decoder.model.get_output_embeddings().weight.detach().cpu()
     with torch.no_grad():
         if net.fc_norm is None and net.input_norm is None:
-            size_of_states = hidden_state_rms(target, net.taps, rows)
+            size_of_states = hidden_state_rms(context, net.taps)
             net.fc.weight /= size_of_states
             if mask_token is not None:
                 net.mask_hidden.mul_(size_of_states)
@@ -344,14 +338,14 @@ def init_eagle3(
     return net.to(device), config
 
 
-def hidden_state_rms(target: Target, taps: HiddenStateSpec, rows: Sequence[SampleRow]) -> float:
+def hidden_state_rms(context: FamilyContext, taps: HiddenStateSpec) -> float:
     """Root mean square of the tapped hidden states over the first samples.
 
     Hidden states inside a target are large, 10 and more, and grow with depth. A new layer that adds numbers of size 1
     to them changes little and learns slowly, so the fused states are scaled to size 1.
     """
-    samples = [rows[i] for i in range(min(4, len(rows)))]
-    batch = batching.collate(samples, pad_id=0).to(target.decoder.device)
-    features = LiveTeacher(target, taps).get_output(batch).features.float()
+    samples = [context.rows[i] for i in range(min(4, len(context.rows)))]
+    batch = batching.collate(samples, pad_id=0).to(context.target.decoder.device)
+    features = context.running_teacher(taps).get_output(batch).features.float()
     supervised = batch.loss_mask[..., None].expand_as(features)
     return float(features[supervised].square().mean().sqrt())

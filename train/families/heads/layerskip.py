@@ -187,6 +187,11 @@ def init_adapter(s: DraftConfig, target: Target, device: str, counts: Tensor) ->
 
 def exit_config(s: DraftConfig, target_config: Any, vocab: int, size: int) -> dict[str, Any]:
     """config.json of a new adapter with `size` tokens in its vocabulary."""
-    layer = s.exit_layer or max(1, target_config.num_hidden_layers // 4)
+    layer = draft_layers(s, target_config.num_hidden_layers)
     width = s.exit_width or target_config.hidden_size
     return layouts.exit_config(target_config, vocab, size, layer, width)
+
+
+def draft_layers(s: DraftConfig, layers: int) -> int:
+    """The number of first layers that draft: the setting, or a quarter of the target's `layers`."""
+    return s.exit_layer or max(1, layers // 4)

@@ -5,38 +5,30 @@ target, which differs from the original: it is saved beside the heads, and eval/
 it moved.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from decode.common.errors import UserError
 from decode.drafts.medusa import MedusaModel
-from decode.model.hidden_states import HiddenStateSpec, LMHead
-from decode.model.layer_stack import layer_stack
-from decode.model.loading import Target
 from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
+from train.families.heads.lora_target import LoraTarget, adapt_target
 from train.families.heads.medusa import Medusa, MedusaShape, MedusaTrainer, TrainableMedusa
 from train.families.model_sizes import (
     DraftShape,
     ModelShape,
     StepWorkload,
-    layer_activation_bytes,
     lora_parameters_per_rank,
     meta_model,
+    target_activation_bytes,
 )
 from train.losses import divergences
 from train.losses.objective import Criterion
-from train.teacher.live import TeacherOutput, compute_hidden_states
+from train.teacher.live import TeacherOutput
 
 
 class Medusa2(Medusa):
@@ -66,9 +58,8 @@ class Medusa2Shape(MedusaShape):
 
     def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
         """Those of the heads, and those of the target, which gets gradients."""
-        tokens = load.micro_batch * load.max_tokens
-        through_target = tokens * target.layers * layer_activation_bytes(target)
-        return scale * through_target + super().activation_bytes(target, load, scale)
+        heads = super().activation_bytes(target, load, scale)
+        return heads + target_activation_bytes(target, load, scale)
 
 
 class TrainableMedusa2(TrainableMedusa):
@@ -77,12 +68,8 @@ class TrainableMedusa2(TrainableMedusa):
     model: "Medusa2Trainer"
 
     def init_model(self, context: FamilyContext) -> None:
-        if context.feature_folder is not None:
-            raise UserError(
-                "medusa2 trains the target as well: leave `features` empty, it runs live"
-            )
         config, target = context.config, context.target
-        self.lora_target = LoraTarget(target, config.draft.target_lora_rank)
+        self.lora_target = adapt_target(context)
         self.model = Medusa2Trainer(self.net, self.lora_target, context.criterion(), config.weights)
         self.teacher = None
         self.low_lr_parameters = list(self.model.adapters)
@@ -99,52 +86,6 @@ class TrainableMedusa2(TrainableMedusa):
         """Also writes the new target to `folder`/target; the adapters are merged into it for good."""
         super().save(folder)
         self.lora_target.save(folder / "target")
-
-
-class LoraTarget:
-    """A target whose linear layers carry LoRA adapters. The adapters are in the target's own modules."""
-
-    def __init__(self, target: Target, rank: int):
-        self.target = target
-        config = LoraConfig(
-            r=rank, lora_alpha=rank, target_modules=linear_layer_names(target.decoder.model)
-        )
-        self.peft = get_peft_model(target.decoder.model, config)
-        self.head = LMHead(target.decoder.model)
-
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the adapters."""
-        return [p for p in self.peft.parameters() if p.requires_grad]
-
-    @contextmanager
-    def adapters_disabled(self) -> Iterator[None]:
-        """Inside this block the model computes the original target's outputs."""
-        layers = [m for m in self.peft.modules() if isinstance(m, LoraLayer)]
-        for layer in layers:
-            layer.enable_adapters(False)  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.enable_adapters(True)  # type: ignore[attr-defined]
-
-    def states(self, batch: Batch) -> Tensor:
-        """[B, T, H] final hidden states, which the LM head reads."""
-        return compute_hidden_states(self.target.decoder.model, batch, HiddenStateSpec(final=True))
-
-    def save(self, folder: Path) -> None:
-        """Writes the new target as a plain model with the adapters merged in, and its tokenizer."""
-        merged: Any = self.peft.merge_and_unload()  # type: ignore[operator]
-        merged.save_pretrained(folder, safe_serialization=True)
-        if self.target.tokenizer is not None:
-            self.target.tokenizer.save_pretrained(folder)
-
-
-def linear_layer_names(model: Any) -> list[str]:
-    """Names of the linear modules inside the decoder layers, without the LM head and vision towers."""
-    stack = layer_stack(model)
-    inside = {id(module) for module in stack.modules() if isinstance(module, nn.Linear | Conv1D)}
-    return [name for name, module in model.named_modules() if id(module) in inside]
 
 
 class Medusa2Trainer(nn.Module):

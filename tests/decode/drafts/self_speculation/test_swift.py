@@ -14,7 +14,7 @@ from decode.drafts.base import Proposal
 from decode.drafts.registry import create_draft, draft_family, load_draft
 from decode.drafts.self_speculation import swift_search
 from decode.drafts.self_speculation.sublayers import MLP_NAMES, SkipSet, from_bits
-from decode.drafts.self_speculation.swift import STATE_FILE, SwiftDraft
+from decode.drafts.self_speculation.swift import STATE_FILE, SwiftDraft, open_search
 from decode.drafts.self_speculation.swift_search import SearchState, SkipSearch, SwiftConfig
 from decode.engine.engine import decode
 from decode.model.kv_cache import StaticKVCache
@@ -22,6 +22,10 @@ from decode.model.layer_stack import layer_stack
 from decode.model.loading import Target
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import SamplingParams
+from eval.benchmark.config import EvalConfig, MethodConfig, check
+from eval.benchmark.methods import build_draft
+from scripts.tables import swift_matchness
+from tests import worlds
 from tests.decode.drafts.self_speculation.test_exit_adapter import target_logits
 from tests.decode.engine.test_engine import texts
 from tests.decode.verification.test_exact_distribution import PROMPTS as LAW_PROMPTS
@@ -381,6 +385,81 @@ def test_a_saved_search_goes_on(tmp_path: Path) -> None:
         load_draft(str(tmp_path), tiny_target(tiny_model("llama", num_hidden_layers=5)))
 
 
+def test_a_search_in_a_folder_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Catches a state that is saved too late, random numbers that begin anew, and a history with holes."""
+    more: dict[str, Any] = {"k": K, "max_new_tokens": LENGTH}
+    own = tiny_target(tiny_model("llama", num_hidden_layers=6))
+    straight = SwiftDraft(own, SEARCHING)
+    decode(own, straight, PROMPTS[:1], **more)
+    first = len(straight.search.state.history)
+    decode(own, straight, PROMPTS[1:2], **more)
+    for prompt in PROMPTS[:2]:  # each by a draft that knows nothing but the folder
+        decode(own, open_search(own, SEARCHING, str(tmp_path)), [prompt], **more)
+    again = open_search(own, SEARCHING, str(tmp_path)).search.state
+    assert again == straight.search.state
+    assert len(again.history) > first > 3
+    assert max(again.history) == again.score
+    content = json.loads((tmp_path / STATE_FILE).read_text())
+    del content["state"]["history"]  # as saved before there was one
+    (tmp_path / STATE_FILE).write_text(json.dumps(content))
+    assert open_search(own, SEARCHING, str(tmp_path)).search.state.history == list(
+        again.tried.values()
+    )
+
+
+def test_a_search_that_begins_anew_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The test above is blind if this goes unseen."""
+    monkeypatch.setattr(SwiftDraft, "save", lambda self, folder: None)
+    with pytest.raises(AssertionError):
+        test_a_search_in_a_folder_goes_on_as_if_nothing_had_happened(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"ratio": 0.2}, {"window": 5}, {"min_layers": 7}])
+def test_a_search_of_other_sets_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    """Catches scores of one window or of so many sub-layers that are taken for those of another."""
+    own = tiny_target(tiny_model("llama", num_hidden_layers=8))
+    SwiftDraft(own, SEARCHING).save(tmp_path)
+    open_search(own, replace(SEARCHING, skip_threshold=0.5, adaptive=False), str(tmp_path))
+    with pytest.raises(UserError, match="give the same or another folder"):
+        open_search(own, replace(SEARCHING, **change), str(tmp_path))
+
+
+def test_the_command_goes_on_in_a_second_process(tmp_path: Path) -> None:
+    """Catches settings and a folder that do not reach the draft."""
+    words = ["--prompt", "import os\nimport sys\n", "--draft", "swift", "--state", tmp_path, "--max_new_tokens", 20,
+             "--swift.window", 12, "--swift.skip_threshold", 0.3, "--swift.min_layers", 4]  # fmt: skip
+    counts = []
+    for start in (worlds.call, worlds.run):
+        done = start("decode/generate.py", *words)
+        assert done.code == 0, done.err
+        content = json.loads((tmp_path / STATE_FILE).read_text())
+        counts.append(len(content["state"]["history"]))
+    assert counts[1] > counts[0] > 1
+    assert content["config"]["min_layers"] == 4
+    assert content["config"]["skip_threshold"] == 0.3
+    refused = worlds.call("decode/generate.py", "--prompt", "a", "--state", tmp_path)
+    assert "settings of --draft swift" in refused.error()
+
+
+def test_the_settings_of_the_articles_are_accepted(tmp_path: Path) -> None:
+    """Catches a name that evaluation refuses, and settings of swift given to another method in silence."""
+    own = tiny_target(deep("llama"))
+    swift = {"skip_threshold": 0.8, "min_layers": 3, "adaptive": True}
+    draft = build_draft(
+        MethodConfig("swift", swift=SwiftConfig(**swift), state=str(tmp_path)), own, "float32"
+    )
+    assert isinstance(draft, SwiftDraft)
+    assert (draft.config, draft.folder) == (SwiftConfig(**swift), tmp_path)
+    for wrong in (
+        MethodConfig("ngram", state="x"),
+        MethodConfig("swift", draft="d", swift=SwiftConfig(window=9)),
+    ):
+        with pytest.raises(UserError, match="swift and state"):
+            check(EvalConfig(methods=[wrong]))
+
+
 @pytest.mark.parametrize(
     ("part", "change"),
     [
@@ -388,6 +467,7 @@ def test_a_saved_search_goes_on(tmp_path: Path) -> None:
         ("state", {"best": "01x0"}),
         ("state", {"tried": {"01": 0.5}}),
         ("state", {"tried": {"0110": "high"}}),
+        ("state", {"history": ["high"]}),
         ("config", {"windows": 3}),
         ("config", {"window": 0}),
     ],
@@ -417,3 +497,24 @@ def test_targets_without_separate_sublayers_are_refused(arch: str) -> None:
 def test_two_layers_are_too_few() -> None:
     with pytest.raises(UserError, match="at least 3 layers"):
         SwiftDraft(tiny_target(tiny_model("llama", num_hidden_layers=2)), SwiftConfig())
+
+
+def test_the_curve_of_a_search(tmp_path: Path) -> None:
+    """Catches a mean over other tries, a best that falls, and a picture of a search that tried nothing."""
+    best, means = swift_matchness.curves([0.2, 0.6, 0.4, 0.4, 0.9], 2)
+    assert [(p.x, p.y) for p in best.points] == [(1, 0.2), (2, 0.6), (4, 0.6)]
+    assert [(p.x, p.y) for p in means.points] == [(2, pytest.approx(0.4)), (4, pytest.approx(0.4))]
+    draft = draft_of(tiny_target(deep("llama")))
+    for score in (0.5, 0.25):
+        draft.search.record(draft.search.candidate(), score)
+    draft.save(tmp_path)
+    words = [tmp_path, "--every", 1, "--out", tmp_path / "curve.svg"]
+    done = worlds.call("scripts/tables/swift_matchness.py", "--state", *words)
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1])["best_at"] == 1
+    assert "best set so far" in (tmp_path / "curve.svg").read_text()
+    draft_of(tiny_target(deep("llama"))).save(tmp_path)
+    assert (
+        "tried nothing yet"
+        in worlds.call("scripts/tables/swift_matchness.py", "--state", *words).error()
+    )

@@ -3,8 +3,8 @@
 The corpus is Python's standard library and language reference, which every Python installation has, and the training
 questions of GSM8K. The run saves checkpoints (--save_every) and the same command continues it.
 
-    python scripts/build_target.py --model target --gsm8k openai/gsm8k
-    python scripts/build_target.py --model draft  --gsm8k path/to/train.jsonl
+    python scripts/building/build_target.py --model target --gsm8k openai/gsm8k
+    python scripts/building/build_target.py --model draft  --gsm8k path/to/train.jsonl
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import math
 import platform
 import re
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,17 +25,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from decode.common import lock
-from decode.common.command import DeferredStop, Terminated, run_command, stop
+from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
 from decode.common.files import parse_jsonl, read_text
 from decode.common.ranges import Count, LearningRate, Seed, Share, at_least
 from decode.common.run_dir import check_folder, replace_folder
 from eval.tasks.dataset_specs import load_hub_dataset
+from scripts.building.scratch_training import ScratchTraining, train_from_scratch
 from train.data import python_corpus
 
+COMMAND = "python scripts/building/build_target.py"
 EOS = "<|endoftext|>"
 HELD_OUT_QUESTIONS = 400  # the last ones of GSM8K's training set
 SHAPES: dict[
@@ -185,11 +186,6 @@ def sample_batch(
     return torch.from_numpy(np.stack(rows))
 
 
-def lr_scale(step: int, steps: int, decay: float) -> float:
-    """Factor of the learning rate: warm-up over 100 steps, plateau, linear fall to zero."""
-    return min(1.0, (step + 1) / 100, (steps - step) / max(1, steps * decay))
-
-
 def next_token_loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy in nats of ids [B, T + 1], in bfloat16."""
     with torch.autocast(ids.device.type, torch.bfloat16):
@@ -197,80 +193,29 @@ def next_token_loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def save_checkpoint(state: dict[str, Any], file: Path) -> None:
-    """Replaces the checkpoint; what is there stays when it cannot be written."""
-    scratch = file.with_suffix(".tmp")
-    try:
-        torch.save(state, scratch)
-        scratch.replace(file)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
-
-
 def train(s: BuildTargetConfig, model: Any, streams: dict[str, np.ndarray], device: str) -> dict:
     """Trains in place, from the checkpoint if there is one; {steps, tokens, minutes, train_loss}."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "layers" not in n]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=s.muon_lr, weight_decay=0.05, momentum=0.95, nesterov=True),
-        torch.optim.AdamW(others, lr=s.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-    peaks = [s.muon_lr, s.adam_lr]
     steps = s.tokens // s.batch_tokens
-    checkpoint = Path(s.work) / f"{s.model}.pt"
-    step, spent, smooth = 0, 0.0, 0.0
-    if checkpoint.is_file():
-        state = torch.load(checkpoint, weights_only=True)
-        step, spent, smooth = state["step"], state["seconds"], state["loss"]
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        print(f"resumed at step {step} of {steps}")
-    run = torch.compile(next_token_loss) if s.compile else next_token_loss
-    start = time.perf_counter()
-    with DeferredStop() as asked:
-        while step < steps:
-            for optimizer, peak in zip(optimizers, peaks, strict=True):
-                optimizer.param_groups[0]["lr"] = peak * lr_scale(step, steps, s.decay)
-            window = s.short_window if step < 0.8 * steps else s.window
-            if device == "cpu":  # explicit attention is the faster one on a CPU up to 256 tokens
-                model.set_attn_implementation("eager" if window <= 256 else "sdpa")
-            loss = run(model, sample_batch(streams, s, step, window).to(device))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            step += 1
-            smooth = loss.item() if step == 1 else 0.98 * smooth + 0.02 * loss.item()
-            if not math.isfinite(smooth):
-                raise UserError("the loss is not finite: lower --muon_lr and --adam_lr")
-            if step % 20 == 0:
-                seconds = spent + time.perf_counter() - start
-                speed = step * s.batch_tokens / seconds
-                left = (steps - step) * seconds / step / 60
-                print(
-                    f"step {step}/{steps} loss {smooth:.3f} {speed:,.0f} tokens/s, {left:.0f} min left",
-                    flush=True,
-                )
-            if step % s.save_every == 0 or step == steps or asked.received:
-                state = {
-                    "step": step,
-                    "seconds": spent + time.perf_counter() - start,
-                    "loss": smooth,
-                    "model": model.state_dict(),
-                    "optimizers": [o.state_dict() for o in optimizers],
-                }
-                save_checkpoint(state, checkpoint)
-            if asked.received and step < steps:
-                stop(asked.received, f"step {step} is saved")
-    return {
-        "steps": steps,
-        "tokens": steps * s.batch_tokens,
-        "minutes": round((spent + time.perf_counter() - start) / 60, 1),
-        "train_loss": round(smooth, 4),
-    }
+    next_loss = torch.compile(next_token_loss) if s.compile else next_token_loss
+
+    def loss_at(step: int) -> torch.Tensor:
+        window = s.short_window if step < 0.8 * steps else s.window
+        if device == "cpu":  # explicit attention is the faster one on a CPU up to 256 tokens
+            model.set_attn_implementation("eager" if window <= 256 else "sdpa")
+        return next_loss(model, sample_batch(streams, s, step, window).to(device))
+
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
+    settings = ScratchTraining(
+        steps=steps,
+        per_step=s.batch_tokens,
+        unit="tokens",
+        muon_lr=s.muon_lr,
+        adam_lr=s.adam_lr,
+        decay=s.decay,
+        save_every=s.save_every,
+        checkpoint=Path(s.work) / f"{s.model}.pt",
+    )
+    return train_from_scratch(settings, model, matrices, loss_at)
 
 
 @torch.no_grad()
@@ -303,7 +248,7 @@ def provenance(
     return {
         "model": s.model,
         "parameters": parameters,
-        "command": f"python scripts/build_target.py --model {s.model} --gsm8k openai/gsm8k --tokens {s.tokens}",
+        "command": f"{COMMAND} --model {s.model} --gsm8k openai/gsm8k --tokens {s.tokens}",
         "settings": {k: v for k, v in asdict(s).items() if k not in ("gsm8k", "work", "assets")},
         "corpus": {
             "python": platform.python_version(),
@@ -321,7 +266,7 @@ README = """# The bundled {model}
 
 A {parameters:,}-parameter Llama (layers: {layers}, width {width}, heads of 64, tied embeddings,
 4,096-entry byte-level BPE without a chat template, context {window}), trained from scratch by this
-project. Weights: bf16 safetensors. The facts below are written by `scripts/build_target.py` from its
+project. Weights: bf16 safetensors. The facts below are written by `scripts/building/build_target.py` from its
 own run; `provenance.json` holds all of them.
 
 Rebuild: `{command}`

@@ -12,15 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
 
 from decode.common.errors import UserError, one_line
 from decode.common.secret_patterns import redact
-from train.sampling.config import SampleConfig
-from train.sampling.server_answers import ForeignReplyError, MalformedReplyError
 
 T = TypeVar("T")
 
@@ -33,6 +31,23 @@ CONNECT_SECONDS = 30.0
 """For the list of models, which a running server gives at once."""
 PASSING = (408, 409, 425, 429)
 """Statuses below 500 after which the same request may succeed."""
+
+
+class ServerSettings(Protocol):
+    """The settings of a command or a part of it that say which server is asked, and how patiently."""
+
+    url: str
+    model: str
+    timeout: float
+    retries: int
+
+
+class MalformedReplyError(Exception):
+    """What the server said is no complete reply; `str` says why. The next attempt may give one."""
+
+
+class ForeignReplyError(Exception):
+    """A reply of another model or to another prompt, as it would be next time; `str` says how that shows."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,7 @@ class _PassingError(PromptFailedError):
     unreachable = False
 
 
-def connect(s: SampleConfig) -> Server:
+def connect(s: ServerSettings) -> Server:
     """The server at `s.url`. UserError if it cannot be reached, refuses the key or does not serve the model."""
     url = checked_url(s.url)
     try:
@@ -117,7 +132,7 @@ def open_client() -> httpx2.AsyncClient:
 class Completions:
     """Requests to /completions over one client."""
 
-    def __init__(self, http: httpx2.AsyncClient, server: Server, s: SampleConfig):
+    def __init__(self, http: httpx2.AsyncClient, server: Server, s: ServerSettings):
         self.http, self.server, self.s = http, server, s
         self.responses = 0  # of any status: so often the server was there
 

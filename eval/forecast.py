@@ -1,0 +1,293 @@
+"""Forecasts acceptance and speed of a draft as an engine would serve it, for every K, from one measurement.
+
+    python eval/forecast.py --target T --draft DIR --out outputs/forecast
+    python eval/forecast.py --target T --draft DIR --costs vllm --vllm_python P --batches '[1, 4, 16]'
+
+The target writes its answers once at each temperature, and the draft is asked behind each of their tokens for a chain
+of the largest K. The rounds that an engine would run along these answers follow exactly, for every smaller K and for
+each engine's verification rule (docs/forecast.md). Speed-ups and the best K by batch size come from the milliseconds of
+rounds: --costs measures them with our engine or with vLLM, or reads them from a file. Writes forecast.json and
+forecast.md into --out; the same command goes on with a run that was stopped.
+
+Drafts: chains of causal, EAGLE, Medusa, MTP, early-exit and layerskip drafts; `ngram` and `vllm-ngram` need no folder.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from rich.console import Console
+
+from decode.common import files, provenance, run_dir
+from decode.common.command import run_command
+from decode.common.errors import UserError
+from decode.common.ranges import (
+    Count,
+    CountOrZero,
+    DraftLength,
+    MatchLength,
+    Seed,
+    Temperature,
+    at_least,
+)
+from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.registry import pick_draft
+from decode.model.loading import Target, load_target
+from eval.benchmark import vllm_client
+from eval.benchmark.journal import Journal
+from eval.forecasting import costs, schedule
+from eval.forecasting.chains import (
+    LOOKUPS,
+    ChainSettings,
+    check_draft,
+    check_room,
+    measure_chains,
+)
+from eval.forecasting.engines import ENGINE_RULES, rules_of
+from eval.forecasting.pages import forecast_markdown
+from eval.forecasting.rounds import TextChains, text_from_json, text_to_json
+from eval.forecasting.rows import forecast_rows
+from eval.forecasting.vllm_ngram import VllmNgramDraft
+from eval.metrics.common import ALL_TASKS
+from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
+
+SCHEMA = 1
+COMMAND = "eval/forecast.py"
+OWNED_FILES = ("journal.jsonl", "forecast.json", "forecast.md")
+"""Patterns of the files that this command writes into its output folder."""
+
+
+@dataclass
+class ForecastConfig:
+    target: str = "assets/target"
+    """Target model: folder, GGUF file or Hub name."""
+    draft: str = "assets/draft"
+    """A draft's folder or Hub name; ngram: our prompt lookup; vllm-ngram: vLLM's."""
+    engines: list[str] = field(default_factory=lambda: ["vllm", "sglang", "draftsmith"])
+    """Engines whose verification rules to forecast; transformers is known as well."""
+    k: list[DraftLength] = field(default_factory=lambda: [1, 2, 3, 4, 5, 6, 7])
+    """Draft lengths to forecast; the longest is measured."""
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
+    """0 is greedy."""
+    tasks: list[Task] = field(
+        default_factory=lambda: [Task(x, limit=8) for x in ("code", "prose", "arithmetic")]
+    )
+    """Prompt sets; code, prose and arithmetic are bundled."""
+    answers: Count = 1
+    """Answers to each prompt above temperature 0."""
+    max_new_tokens: Count = 64
+    """Tokens of the longest answer."""
+    rows: Count = 8
+    """Prompts measured together."""
+    prompt_lookup_max: MatchLength = 4
+    """vllm-ngram: tokens of the longest match."""
+    prompt_lookup_min: MatchLength = 2
+    """vllm-ngram: tokens of the shortest match."""
+    costs: str = "ours"
+    """Where milliseconds of rounds come from: ours (our engine, eager), vllm (needs --vllm_python), none, or a JSON
+    file with `points` like those in the `costs` of forecast.json, of any engine."""
+    vllm_python: str = ""
+    """Interpreter of an environment that has vLLM; empty: $VLLM_PYTHON or .venv-vllm/bin/python."""
+    batches: list[Count] = field(default_factory=lambda: [1, 4])
+    """Batch sizes to measure costs at."""
+    contexts: list[CountOrZero] = field(default_factory=lambda: [0])
+    """Prompt lengths to measure costs at; 0: the prompts of the tasks."""
+    cost_tokens: Annotated[int, at_least(8)] = 16
+    """Tokens of each answer in the measurement of costs."""
+    cost_prompts: Count = 2
+    """Prompts in the measurement of costs: the last ones of the tasks."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, …"""
+    dtype: str = "float32"
+    """Number type of the target: float32, bfloat16 or float16."""
+    draft_dtype: str = "float32"
+    """Number type of the draft."""
+    seed: Seed = 0
+    out: str = "outputs/forecast"
+    """Folder for the result."""
+    overwrite: bool = False
+    """Delete an earlier result in `out` and measure again."""
+
+
+def check(s: ForecastConfig) -> None:
+    """UserError for settings that contradict each other."""
+    rules_of(s.engines)
+    for name in ("k", "temperatures", "batches", "contexts"):
+        values = vars(s)[name]
+        if not values or len(set(values)) < len(values):
+            raise UserError(f"{name} is {values}: give at least one value and each one once")
+    if s.prompt_lookup_min > s.prompt_lookup_max:
+        raise UserError("prompt_lookup_min is above prompt_lookup_max: exchange them")
+    if s.costs == "vllm":
+        vllm_client.find_interpreter(s.vllm_python)
+    elif s.costs != "ours":
+        given_costs(s.costs)
+
+
+def load(s: ForecastConfig, target: Target) -> Draft:
+    """The draft of the settings. UserError for one that cannot be forecast."""
+    if s.draft == "vllm-ngram":
+        return VllmNgramDraft(s.prompt_lookup_max, s.prompt_lookup_min)
+    draft = pick_draft(s.draft, target, s.draft_dtype)
+    if draft is None:
+        raise UserError("draft none: give a draft's folder, ngram or vllm-ngram")
+    check_draft(draft)
+    return draft
+
+
+def measure_texts(
+    s: ForecastConfig,
+    target: Target,
+    draft: Draft,
+    items: Sequence[TaskPrompt],
+    journal: Journal,
+    key: Sequence[str] = (),
+) -> dict[float, list[TextChains]]:
+    """{temperature: chains along the answers}; what the journal has is not measured again.
+
+    `key` tells drafts apart that share a journal.
+    """
+    found = {}
+    for temperature in s.temperatures:
+        answers = s.answers if temperature > 0 else 1
+        settings = ChainSettings(max(s.k), temperature, s.max_new_tokens, s.rows)
+        asked = [item for _ in range(answers) for item in items]
+
+        def measure(
+            asked: list[TaskPrompt] = asked, settings: ChainSettings = settings
+        ) -> list[dict[str, Any]]:
+            texts = measure_chains(target, draft, asked, settings, s.seed)
+            return [text_to_json(x) for x in texts]
+
+        found[temperature] = [
+            text_from_json(x)
+            for x in journal.get_or_measure(["chains", *key, temperature], measure)
+        ]
+    return found
+
+
+def speculative_config(s: ForecastConfig, k: int) -> dict[str, Any]:
+    """vLLM's speculative_config of this draft. UserError for a draft that vLLM does not have."""
+    if s.draft == "ngram":
+        raise UserError(
+            "vLLM has other n-grams than ours: give --draft vllm-ngram, or other --costs"
+        )
+    if s.draft == "vllm-ngram":
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": k,
+            "prompt_lookup_max": s.prompt_lookup_max,
+            "prompt_lookup_min": s.prompt_lookup_min,
+        }
+    return vllm_client.speculative_config(s.draft, k)
+
+
+def given_costs(source: str) -> list[costs.CostPoint]:
+    """The points of a JSON file; [] for none. UserError if it is not such a file."""
+    if source == "none":
+        return []
+    what = "costs: give ours, vllm, none, or a JSON file with a list `points`"
+    return costs.read_points(files.read_json_object(source, what, lists=["points"])["points"])
+
+
+def measure_costs(
+    s: ForecastConfig, target: Target, draft: Draft, items: Sequence[TaskPrompt], journal: Journal
+) -> list[costs.CostPoint]:
+    """Points at each batch and context with K = 0, the shortest and the longest; [] for costs none."""
+    if s.costs not in ("ours", "vllm"):
+        return given_costs(s.costs)
+    prompts = [item.prompt_ids for item in items[-s.cost_prompts :]]
+    ks = sorted({min(s.k), max(s.k)} | ({max(s.k) + 2} if len(s.k) == 1 else set()))
+    points: list[costs.CostPoint] = []
+    for context in s.contexts:
+        for batch in s.batches:
+
+            def measure(context: int = context, batch: int = batch) -> list[dict[str, Any]]:
+                shape = {"batch": batch, "context": context, "max_new_tokens": s.cost_tokens}
+                if s.costs == "ours":
+                    plain = replace(target, eos=frozenset())
+                    found = costs.measure_ours(plain, draft, prompts, ks=(0, *ks), **shape)
+                else:
+                    configs = {k: speculative_config(s, k) for k in ks}
+                    found = costs.measure_vllm(
+                        s.vllm_python, s.target, configs, prompts, dtype=s.dtype, **shape
+                    )
+                return [asdict(point) for point in found]
+
+            key = ["costs", s.costs, context, batch]
+            points += costs.read_points(journal.get_or_measure(key, measure))
+    return points
+
+
+def schedules(
+    rows: Sequence[dict[str, Any]], by_shape: dict[tuple[int, int], costs.EngineCost]
+) -> list[dict[str, Any]]:
+    """Throughput and the best K by batch size for each temperature, rule and context with several batch sizes."""
+    found = []
+    pooled = [row for row in rows if row["task"] == ALL_TASKS]
+    for context in sorted({context for context, _ in by_shape}):
+        own = {batch: cost for (at, batch), cost in by_shape.items() if at == context}
+        for temperature, rule in dict.fromkeys((x["temperature"], x["rule"]) for x in pooled):
+            tau = {
+                x["k"]: x["tau"]
+                for x in pooled
+                if (x["temperature"], x["rule"]) == (temperature, rule) and x["tau"] is not None
+            }
+            place = {"temperature": temperature, "rule": rule, "context": context}
+            found.append(place | schedule.schedule_entry(own, tau))
+    return found
+
+
+def forecast(
+    s: ForecastConfig, target: Target, draft: Draft, items: Sequence[TaskPrompt], journal: Journal
+) -> dict[str, Any]:
+    """forecast.json."""
+    texts = measure_texts(s, target, draft, items, journal)
+    points = measure_costs(s, target, draft, items, journal)
+    by_shape = costs.group_costs(points)
+    rules = ["greedy"] if draft.name in LOOKUPS else rules_of(s.engines)
+    rows = forecast_rows(
+        texts, sorted(s.k), rules=rules, seed=s.seed, cost=by_shape.get((min(s.contexts), 1))
+    )
+    return {
+        "schema": SCHEMA,
+        "target": {"name": target.name, "tokenizer": target.fingerprint},
+        "draft": {"name": s.draft, "family": draft.name, "sha256": draft_sha256(s.draft)},
+        "tasks": [task_version(task) for task in s.tasks],
+        "max_new_tokens": s.max_new_tokens,
+        "engines": [asdict(x) for x in ENGINE_RULES if x.engine in s.engines and x.rule in rules],
+        "rows": rows,
+        "costs": {"from": s.costs, "points": [asdict(point) for point in points]},
+        "schedules": schedules(rows, by_shape),
+        "seed": s.seed,
+        **provenance.collect(),
+    }
+
+
+def main(s: ForecastConfig) -> None:
+    """Writes forecast.json and forecast.md and prints the latter."""
+    check(s)
+    out = Path(s.out)
+    inputs = [s.target, s.draft, s.costs, *(task.path for task in s.tasks)]
+    target = load_target(s.target, s.device, s.dtype)
+    draft = load(s, target)  # every mistake shows before the folder is changed
+    items = load_fitting_prompts(s.tasks, target)
+    check_room(target, items, ChainSettings(max(s.k), 0.0, s.max_new_tokens, s.rows))
+    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, inputs):
+        journal = Journal(out / "journal.jsonl", provenance.hardware())
+        result = forecast(s, target, draft, items, journal)
+        text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+        files.write_atomically(out / "forecast.json", text + "\n")
+        page = forecast_markdown(result)
+        files.write_atomically(out / "forecast.md", page)
+    Console(highlight=False, soft_wrap=True).print(page, markup=False)
+
+
+if __name__ == "__main__":
+    run_command(main, ForecastConfig, __doc__)

@@ -1,0 +1,207 @@
+"""Audits a draft: does an engine accept what our decoder accepts, and if not, which way of reading its files does it?
+
+    python scripts/audit.py outputs/bundled/drafts/eagle3 --target assets/target --python ~/vllm/bin/python
+    python scripts/audit.py org/eagle3 --target org/model --served log.jsonl --tasks '[{name: a, path: prompts.jsonl}]'
+    python scripts/audit.py org/eagle3 --target org/model --served none
+
+The draft is any that decode/checkpoints/importers.py reads, from a folder or the Hub. First its files are checked
+against the engine's rules (scripts/check_draft.py). Then the same prompts are decoded here and in the engine, greedily
+and at --temperature. Last our decoder reads the files in other ways, one thing switched at a time: the layers that are
+tapped, norms, the base and scaling of RoPE, the map of a reduced vocabulary, biases, missing or shared tensors. The
+reading that accepts, prompt by prompt, what the engine accepted is how the engine reads the files; one that accepts
+significantly more is how they are meant.
+
+--served is vllm (--python is an interpreter with it, by default that of VLLM_PYTHON, else of .venv-vllm), none, or a
+log of responses by vLLM, SGLang or llama.cpp to the prompts of --tasks, in their order, decoded greedily
+(docs/engine_logs.md says how to have it written). Logs of other dtypes are compared by a permutation test, and several
+readings may fit them. Suspects are known for EAGLE-1, EAGLE-3, P-EAGLE, Medusa and causal drafts; of the other families
+only RoPE is switched.
+
+`audit.json` in --out has all counts, `causes` with their evidence and the `verdict`, which is printed. The command ends
+with 0 whatever it finds.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from rich.console import Console
+from rich.table import Table
+
+from decode.checkpoints import importers, layouts
+from decode.common import provenance
+from decode.common.command import run_command
+from decode.common.errors import UserError
+from decode.common.files import write_atomically
+from decode.common.ranges import Count, DraftLength, Seed, Temperature
+from decode.common.run_dir import open_run
+from decode.model.loading import Target, find_dtype, load_config, load_target
+from eval.benchmark import vllm_client
+from eval.engine_logs.reading import read_log
+from eval.tasks.loading import Task, load_task_prompts
+from scripts.engine_compat import vllm_parity
+from scripts.engine_compat.audit import decoding
+from scripts.engine_compat.audit.decoding import ServedCounts
+from scripts.engine_compat.audit.draft_audit import audit_draft, show_counts
+from scripts.engine_compat.checker import ENGINES, check_draft_files
+from scripts.engine_compat.vllm_parity import VllmParityConfig
+
+COMMAND = "scripts/audit.py"
+OUTPUTS = ("audit.json", "copy-*/**")
+
+
+@dataclass
+class AuditConfig:
+    draft: str = ""
+    """The draft's folder or Hub name; may stand first without --draft."""
+    target: str = "assets/target"
+    """The target's folder, GGUF file or Hub name."""
+    served: str = "vllm"
+    """vllm, none, or a log of responses (vLLM, SGLang, llama.cpp)."""
+    python: str = ""
+    """Interpreter with vLLM; empty: $VLLM_PYTHON or .venv-vllm/bin/python."""
+    tasks: list[Task] = field(
+        default_factory=lambda: [Task(name, limit=8) for name in ("code", "prose", "arithmetic")]
+    )
+    """The prompts; of chats the first turn. Fewer than twelve show large differences only."""
+    k: DraftLength = 4
+    """Tokens drafted a round."""
+    max_new_tokens: Count = 32
+    """Tokens decoded for each prompt."""
+    temperature: Temperature = 1.0
+    """Of the sampled comparison with vLLM, for which 24 prompts are needed; 0 leaves it out."""
+    draws: Count = 2
+    """Sampled: how often each prompt is decoded."""
+    device: str = "auto"
+    """Of our decoder."""
+    dtype: str = "float32"
+    """Of both sides. In float32 equal functions accept equal tokens; in others a test compares them."""
+    seed: Seed = 0
+    """Of the sampling on both sides."""
+    out: str = "outputs/audit"
+    """Folder for audit.json."""
+    overwrite: bool = False
+    """Replace the audit in the folder."""
+
+
+def check(s: AuditConfig) -> None:
+    """UserError for settings that would fail only after the target was loaded."""
+    if not s.draft:
+        raise UserError("give a draft's folder or Hub name")
+    if not s.tasks:
+        raise UserError("tasks is empty: give at least one")
+    find_dtype(s.dtype)
+    load_config(s.target, "target")
+    layouts.read_config(importers.resolve_folder(s.draft))
+    if s.served == "vllm":
+        vllm_client.find_interpreter(s.python)
+    elif s.served == "llama.cpp":
+        raise UserError("served: of llama.cpp give the file with llama-server's responses")
+
+
+def parity_config(s: AuditConfig, draft: str, temperature: float = 0.0) -> VllmParityConfig:
+    """The settings with which both sides decode."""
+    return VllmParityConfig(
+        draft=draft,
+        target=s.target,
+        python=s.python,
+        k=s.k,
+        max_new_tokens=s.max_new_tokens,
+        temperature=temperature,
+        draws=s.draws,
+        seed=s.seed,
+    )
+
+
+def run_vllm(
+    s: AuditConfig, draft: str, target: Target, prompts: Sequence[list[int]]
+) -> tuple[ServedCounts, dict[str, Any] | None]:
+    """What vLLM accepts, greedily and, as its answers, at the temperature (None: not asked for, or refused)."""
+    temperatures = [0.0, s.temperature] if s.temperature else [0.0]
+    jobs = [
+        vllm_parity.build_vllm_job(parity_config(s, draft, t), target, prompts, s.dtype)
+        for t in temperatures
+    ]
+    greedy, *sampled = vllm_client.run_jobs(s.python, jobs)
+    counts = decoding.vllm_counts(greedy, exact=s.dtype == "float32")
+    return counts, sampled[0] if sampled and "error" not in sampled[0] else None
+
+
+def compare_sampled(
+    s: AuditConfig,
+    draft: str,
+    target: Target,
+    prompts: Sequence[list[int]],
+    sampled: dict[str, Any],
+) -> dict[str, Any]:
+    """The permutation test of acceptance at the temperature; why it was left out, if our loader refuses the draft."""
+    parity = parity_config(s, draft, s.temperature)
+    try:
+        ours = vllm_parity.run_ours(parity, target, prompts, s.dtype)
+    except UserError as error:
+        return {"left_out": str(error)}
+    found = vllm_parity.compare_sampled(parity, ours, sampled["answers"])
+    return {"repaired": sampled["repaired"], **found}
+
+
+def print_audit(result: dict[str, Any]) -> None:
+    """A table of all readings, the causes with their evidence, and the verdict."""
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table("", "τ", "rounds", "accepted by position", "same prompts")
+    rows = [("as written", result["written"])]
+    rows = [("served", result["served"])] * (result["served"] is not None) + rows
+    for name, row in [*rows, *((row["reading"], row) for row in result["readings"])]:
+        same = f"{row['same']} of {row['prompts']}" if "same" in row else ""
+        table.add_row(name, *show_counts(row), same)
+    console.print(table)
+    first = result["first_difference"]
+    if first:
+        shown = f"{first['served']} served, {first['ours']} here"
+        console.print(f"first difference: {first['task']}/{first['id']}: {shown}", markup=False)
+    for cause in result["causes"]:
+        lines = [f"{cause['about']}:", *(f"  {text}" for text in cause["evidence"])]
+        console.print(*lines, sep="\n", markup=False)
+    sampled = result["sampled"]
+    if sampled and "passed" in sampled:
+        found = "not apart" if sampled["passed"] else "apart"
+        at = f"at temperature {sampled['temperature']} acceptance is {found}"
+        console.print(f"{at}, p = {sampled['p_value']:.2g}", markup=False)
+    console.print(result["verdict"], markup=False)
+
+
+def main(s: AuditConfig) -> None:
+    """Writes audit.json and prints what was found."""
+    check(s)
+    log = None if s.served in ("vllm", "none") else read_log(s.served)
+    with open_run(s.out, s, COMMAND, OUTPUTS, inputs=[s.draft, s.target, s.served]):
+        folder = importers.resolve_folder(s.draft)
+        target = replace(load_target(s.target, s.device, s.dtype), eos=frozenset())
+        items = [item for task in s.tasks for item in load_task_prompts(task, target)]
+        prompts = [item.prompt_ids for item in items]
+        if s.served == "vllm" and s.temperature and len(prompts) < vllm_parity.MIN_PROMPTS:
+            raise UserError(f"give at least {vllm_parity.MIN_PROMPTS} prompts, or --temperature 0")
+        engine = "vllm" if log is None else log.engine
+        findings = check_draft_files(folder, engine, target=s.target) if engine in ENGINES else []
+        served, sampled = None, None
+        if log is not None:
+            served = decoding.log_counts(log, prompts, s.k)
+        elif s.served == "vllm":
+            served, answers = run_vllm(s, folder, target, prompts)
+            sampled = compare_sampled(s, folder, target, prompts, answers) if answers else None
+        found = audit_draft(
+            parity_config(s, folder), target, items, served, findings, s.dtype, s.out
+        )
+        result = {**found, "sampled": sampled, **provenance.collect()}
+        text = json.dumps(result, indent=1, ensure_ascii=False)
+        write_atomically(Path(s.out) / "audit.json", text + "\n")
+    print_audit(result)
+
+
+if __name__ == "__main__":
+    run_command(main, AuditConfig, __doc__, first="draft")

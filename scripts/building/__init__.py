@@ -1,0 +1,9 @@
+"""Models trained from scratch by scripts.
+
+build_target.py     trains the bundled target and base draft (command)
+build_seq2seq.py    trains a T5 target and three T5 drafts, and writes prompts (command)
+translation_task.py, summary_task.py   pairs made from rules
+scratch_training.py the resumable training loop of all of them
+
+May import decode, eval and train.
+"""

@@ -1,0 +1,158 @@
+"""Exported GGUF files, read again by our own reader: the same weights, logits, tokenizer and ends of texts."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from huggingface_hub import constants
+
+from decode.common.errors import UserError
+from decode.model.gguf_files import read_header
+from decode.model.loading import Target, load_model, load_target
+from scripts.engine_compat import gguf_export
+from scripts.engine_compat.gguf_export import write_gguf
+from tests.tiny import rope, tiny_model
+from tests.worlds import ROOT
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+ENDS = [1, 2]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
+
+
+def save(folder: Path, arch: str = "llama", rows: int = 4096, **changes: Any) -> str:
+    """A tiny model with the bundled tokenizer, a chat template and two ids that end a text."""
+    model = tiny_model(arch, vocab_size=rows, num_hidden_layers=2, **changes)
+    model.generation_config.eos_token_id = ENDS
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(ROOT / "assets/target" / name, folder / name)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return str(folder)
+
+
+def read_back(path: str, out: Path, **options: Any) -> Target:
+    write_gguf(path, out, **options)
+    return load_target(str(out), "cpu")
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(2, 30)[None] * 7
+    with torch.inference_mode():
+        return model(ids).logits
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"tie_word_embeddings": False}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 128}),  # transformers reads no other of a GGUF
+    ],
+)
+def test_what_is_read_again_is_the_model(
+    arch: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Catches lost or renamed tensors, sizes, a head of another size, and a tokenizer or an end that got lost."""
+    path = save(tmp_path / "model", arch, **changes)
+    original = load_target(path, "cpu")
+    target = read_back(path, tmp_path / "model.gguf")
+    assert torch.equal(logits(target.decoder.model), logits(original.decoder.model))
+    assert target.fingerprint == original.fingerprint
+    assert target.tokenizer.chat_template == TEMPLATE
+    assert target.eos == original.eos
+    assert target.eos >= {*ENDS}
+    assert target.decoder.context == original.decoder.context
+
+
+def test_rows_in_transformers_order_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above is blind unless it fails for queries and keys that are not interleaved."""
+    path = save(tmp_path / "model")
+    monkeypatch.setattr(gguf_export, "in_gguf_order", lambda key, array, config: array)
+    wrong = read_back(path, tmp_path / "model.gguf")
+    assert not torch.allclose(logits(wrong.decoder.model), logits(load_target(path, "cpu").decoder.model))  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])  # fmt: skip
+def test_matrices_are_rounded_once(dtype: Any, number: torch.dtype, tmp_path: Path) -> None:
+    """Catches a type that is written and not said, or norms that lose bits."""
+    path = save(tmp_path / "model")
+    got = read_back(path, tmp_path / "model.gguf", dtype=dtype).decoder.model.state_dict()
+    for name, value in load_model(path, "target", "cpu", "float32").state_dict().items():
+        assert torch.equal(got[name], value.to(number).float() if value.ndim > 1 else value), name
+
+
+@pytest.mark.parametrize("rows", [4090, 4104])
+def test_a_draft_gets_the_targets_rows(rows: int, tmp_path: Path) -> None:
+    """Catches a draft whose logits llama.cpp would take for other tokens, or refuse for their number."""
+    target = save(tmp_path / "target", rows=4100)
+    draft = save(tmp_path / "draft", rows=rows)
+    if rows < 4096:
+        with pytest.raises(UserError, match="embeds 4090 of its tokenizer's 4096 tokens"):
+            write_gguf(draft, tmp_path / "alone.gguf")
+    write_gguf(draft, tmp_path / "draft.gguf", target=target)
+    header = read_header(tmp_path / "draft.gguf")
+    assert header["llama.vocab_size"] == len(header["tokenizer.ggml.tokens"]) == 4100
+    assert header["tokenizer.ggml.token_type"][4096:] == [gguf.TokenType.UNUSED] * 4
+    assert header["tokenizer.ggml.token_type"][:2] == [gguf.TokenType.CONTROL, gguf.TokenType.NORMAL]  # fmt: skip
+    assert header["tokenizer.ggml.pre"] == "smollm"
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "says"),
+    [
+        ("gemma", {}, "is a gemma"),
+        ("llama", rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0), "RoPE of type llama3"),
+        ("llama", {"attention_bias": True}, "has biases"),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, "a sliding window"),
+    ],
+)  # fmt: skip
+def test_what_a_gguf_would_compute_otherwise_is_refused(
+    arch: str, changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    """Catches a file that loads in llama.cpp and drafts something else."""
+    with pytest.raises(UserError, match=f"{says}.*convert_hf_to_gguf"):
+        write_gguf(save(tmp_path / "model", arch, **changes), tmp_path / "model.gguf")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    """Catches texts that are cut otherwise, and a draft whose ids mean other tokens than the target's."""
+    path, other = save(tmp_path / "model"), save(tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["x"], vocab["y"] = vocab["y"], vocab["x"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="disagree on token ids"):
+        write_gguf(path, tmp_path / "model.gguf", target=other)
+    content["pre_tokenizer"]["pretokenizers"][0]["individual_digits"] = False
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="cuts texts as one of"):
+        write_gguf(other, tmp_path / "other.gguf")
+
+
+def test_the_command_writes_a_model_that_loads(tmp_path: Path) -> None:
+    """The bundled draft through scripts/export.py; catches a layout that the command does not know."""
+    done = subprocess.run(
+        [sys.executable, "scripts/export.py", "assets/draft", "--format", "gguf", "--target", "assets/target",
+         "--dtype", "bfloat16", "--out", str(tmp_path / "out")],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.gguf"]
+    model = load_model(str(tmp_path / "out"), "draft", "cpu", "float32")
+    bundled = load_model(str(ROOT / "assets/draft"), "draft", "cpu", "float32")
+    assert torch.equal(logits(model), logits(bundled))

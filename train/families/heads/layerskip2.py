@@ -1,0 +1,172 @@
+"""LayerSkip's own recipe (Elhoushi et al. 2024): the target itself is trained for early exit, by LoRA.
+
+Every sample goes past some layers (layer dropout, rising with depth), and the shared norm and LM head read the state
+behind several layers (early-exit loss). All exits, the last layer included, learn the distribution of the target with
+its adapters off and without dropout, which keeps the new target close to the original. Decoding is exact for the new
+target, which differs from the original: eval/checks/target_drift.py measures how far it moved. No adapter and no head
+is added: what is saved is a whole target that drafts with its own first layers.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decode.drafts.base import Draft
+from decode.drafts.self_speculation.early_exit import EarlyExitDraft
+from decode.model.layer_stack import check_exit, final_norm
+from train.data.batching import Batch
+from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft
+from train.families.config import DraftConfig
+from train.families.head_loss import loss_and_metrics
+from train.families.heads.layer_dropout import (
+    draw_dropped_layers,
+    dropout_rates,
+    enabled_exits,
+    exit_weights,
+    layers_dropped,
+)
+from train.families.heads.layerskip import draft_layers
+from train.families.heads.lora_target import LoraTarget, adapt_target
+from train.families.model_sizes import (
+    DraftShape,
+    ModelShape,
+    StepWorkload,
+    lora_parameters_per_rank,
+    meta_model,
+    target_activation_bytes,
+)
+from train.losses import divergences
+from train.losses.objective import Criterion
+
+
+class LayerSkip2(FamilyTrainer):
+    """Trains the target for early exit; the saved folder is the new target and its draft."""
+
+    settings = frozenset(
+        {"exit_layer", "target_lora_rank", "layer_dropout", "exit_scale", "exit_period"}
+    )
+    description = "a target trained for early exit"
+    hub_tag = "layerskip"
+    is_language_model = True
+    trains_target = True
+    target_folder = "."
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        return TrainableLayerSkip2(context)
+
+    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
+        adapters = s.target_lora_rank * lora_parameters_per_rank(meta_model(target_config))
+        layers, hidden = target_config.num_hidden_layers, target_config.hidden_size
+        exits = len(enabled_exits(layers, draft_layers(s, layers), s.exit_period, 0))
+        return LayerSkip2Shape(
+            parameters=adapters,
+            body_parameters=0,
+            layers=1,
+            hidden=hidden,
+            intermediate=0,
+            attention=hidden,
+            heads=1,
+            kv_width=0,
+            vocab=vocab,
+            trained=adapters,
+            parameters_per_pass=0,
+            passes_per_slot=exits,
+            head_is_frozen=True,
+            target_states=exits + 1,
+            trains_target=True,
+        )
+
+
+class LayerSkip2Shape(DraftShape):
+    """Sizes of a target in training for early exit."""
+
+    def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
+        """Those of the target, which gets gradients, and the states that exits read."""
+        states = load.micro_batch * load.max_supervised_tokens * target.hidden * 4
+        return target_activation_bytes(target, load, scale) + states * self.passes_per_slot
+
+
+class TrainableLayerSkip2(TrainableDraft):
+    """A target in training for early exit."""
+
+    def __init__(self, context: FamilyContext):
+        s, target = context.config.draft, context.target
+        count = target.decoder.config.num_hidden_layers
+        self.target, self.layers = target, draft_layers(s, count)
+        check_exit(self.layers, count)
+        self.lora_target = adapt_target(context)
+        self.model = LayerSkip2Trainer(self.lora_target, context.criterion(), s, self.layers)
+        self.teacher = None
+        self.muon_parameters = ()
+        self.metadata = {
+            "target": {"name": context.config.out, "revision": None},
+            "original_target": {"name": target.name, "revision": target.revision},
+        }
+
+    def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        sums: dict[str, Tensor] = model(batch)
+        return sums
+
+    def to_draft(self) -> Draft:
+        return EarlyExitDraft(self.target, self.layers)
+
+    def save(self, folder: Path) -> None:
+        """Writes the new target; the adapters are merged into it for good. `exit_layer` stands in its config.json."""
+        self.target.decoder.model.config.exit_layer = self.layers
+        self.lora_target.save(folder)
+
+
+class LayerSkip2Trainer(nn.Module):
+    """The weighted divergences of the enabled exits from the original target, as a module.
+
+    In eval mode no layer is dropped.
+    """
+
+    def __init__(
+        self, lora_target: LoraTarget, criterion: Criterion, s: DraftConfig, exit_layer: int
+    ):
+        super().__init__()
+        self.adapters = nn.ParameterList(lora_target.parameters())
+        self.lora_target = lora_target  # no module: its frozen weights do not belong to this one
+        self.criterion, self.config, self.exit_layer = criterion, s, exit_layer
+        model = lora_target.target.decoder.model
+        self.count = model.config.get_text_config(decoder=True).num_hidden_layers
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        s, model = self.config, self.lora_target.target.decoder.model
+        exits = enabled_exits(self.count, self.exit_layer, s.exit_period, batch.draw)
+        weights = exit_weights(self.count, exits, s.exit_scale)
+        with torch.no_grad(), self.lora_target.adapters_disabled():
+            original = self.lora_target.states(batch)
+        highest = s.layer_dropout if self.training else 0.0
+        dropped = draw_dropped_layers(batch, dropout_rates(self.count, highest))
+        with layers_dropped(model, dropped):
+            states = self.lora_target.states(batch, tuple(exits[:-1]))  # [B, T, J * H]
+        return self.exit_losses(original[batch.loss_mask], states[batch.loss_mask], exits, weights)
+
+    def exit_losses(
+        self, original: Tensor, states: Tensor, exits: list[int], weights: list[float]
+    ) -> dict[str, Tensor]:
+        """Sums over N rows, from the original's final states [N, H] and those of the new target [N, J * H], the last of
+        which are behind the final norm: "loss", and the metrics of each exit under its number, as "alpha_8"."""
+        head = self.lora_target.head
+        norm = final_norm(self.lora_target.target.decoder.model)
+
+        def sums(original: Tensor, states: Tensor) -> dict[str, Tensor]:
+            *inner, final = states.chunk(len(exits), -1)
+            logits = [*(head(norm(state)) for state in inner), head(final)]
+            valid = torch.ones(len(states), len(exits), dtype=torch.bool, device=states.device)
+            weight = torch.tensor(weights, device=states.device).expand(len(states), -1)
+            found = loss_and_metrics(self.criterion, head(original), logits, valid, weight, None)
+            return {exit_metric(name, exits): value for name, value in found.items()}
+
+        size = divergences.max_chunk_rows(head.linear.weight.shape[0])
+        return divergences.sums_in_chunks(sums, [original, states], size)
+
+
+def exit_metric(name: str, exits: list[int]) -> str:
+    """ "alpha_8" from "alpha_2" where the second of `exits` is behind layer 8; a name without a number as it is."""
+    kind, _, number = name.rpartition("_")
+    return f"{kind}_{exits[int(number) - 1]}" if kind else name

@@ -1,0 +1,8 @@
+"""Servers that speak OpenAI's API.
+
+    client.py            the requests: which model is served, repeated attempts, the key
+    server_process.py    how a server is started, awaited and ended
+    vllm_cpu_states.py   runs in vLLM's environment: hidden states written to files by its CPU build
+
+May import decode.
+"""

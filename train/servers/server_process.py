@@ -1,0 +1,64 @@
+"""A server that is started for one run and ended with it: its port, its start, the end of its log in errors."""
+
+import os
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+from decode.common.command import end_with_parent
+from decode.common.errors import UserError
+
+LOG_TAIL = 1500
+"""Characters of the server's log in an error."""
+
+
+@contextmanager
+def running_server(
+    command: Sequence[str], ready_url: str, seconds: float, name: str, **environment: str
+) -> Iterator[None]:
+    """Runs `command` during the block, which begins as soon as `ready_url` answers; variables that are set stay.
+
+    UserError with the end of its log if the server `name` does not start, or not within so many seconds.
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            cwd=tempfile.gettempdir(),
+            env={**environment, **os.environ},
+            preexec_fn=end_with_parent,
+        )
+        try:
+            _wait_until_ready(process, ready_url, seconds, name, log)
+            yield
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_ready(
+    process: "subprocess.Popen[bytes]", url: str, seconds: float, name: str, log: TextIO
+) -> None:
+    end = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < end:
+        with suppress(OSError), urllib.request.urlopen(url, timeout=5):
+            return
+        time.sleep(0.5)
+    why = "did not start" if process.poll() is not None else f"was not ready within {seconds:g} s"
+    log.seek(0)
+    raise UserError(f"{name} {why}; the end of its log:\n{log.read()[-LOG_TAIL:]}")

@@ -1,0 +1,91 @@
+"""Starts a vLLM server that writes a target's hidden states, from which train/distill.py trains without the target.
+
+    python train/states_server.py --target T --layers '[2, 15, 27, 30]' --folder /dev/shm/states --vllm_python P
+    accelerate launch train/distill.py --target T --states.url http://localhost:8000/v1 \\
+      --states.folder /dev/shm/states --draft.family eagle3 --loop.eval_every 0 --out DIR
+
+layers: the layers whose inputs the draft reads, and the number of layers, for the final state; train/distill.py names
+them if they differ. Each text's states are in the folder until they are read. Ctrl-C ends the server.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from decode.common.command import run_command
+from decode.common.errors import UserError
+from decode.common.files import write_atomically
+from decode.common.ranges import CountOrZero, at_least
+from eval.benchmark.vllm_client import find_interpreter, model_path
+from train.teacher.served import LAYERS_FILE
+
+CONNECTOR_FOLDER = Path(__file__).resolve().parent / "servers"
+
+
+@dataclass
+class StatesServer:
+    target: str = "assets/target"
+    """The target: a folder or a Hub name."""
+    layers: list[CountOrZero] = field(default_factory=lambda: [2, 6, 9, 12])
+    """The inputs of these layers are written; the number of layers stands for the state behind the last one."""
+    folder: str = "/dev/shm/states"
+    """Where the states are written: a folder that the training sees too, in memory (/dev/shm) or on a fast disk."""
+    revision: str | None = None
+    """Commit, tag or branch of a Hub target."""
+    dtype: str = "auto"
+    """vLLM's --dtype."""
+    vllm_python: str = ""
+    """The interpreter of the environment with vLLM; empty: $VLLM_PYTHON, else .venv-vllm/bin/python."""
+    host: str = "127.0.0.1"
+    """Whoever reaches the server can make it fill the folder."""
+    port: Annotated[int, at_least(1, 65_535)] = 8000
+    vllm_args: list[str] = field(default_factory=list)
+    """Further arguments of the server, such as '[--tensor-parallel-size, "4"]'."""
+
+
+def server_command(s: StatesServer, has_cuda: bool) -> list[str]:
+    """The command line of vLLM's server. Its own connector needs CUDA; on a CPU ours takes its place."""
+    model = model_path(s.target, s.revision)
+    revision = ["--revision", s.revision] if s.revision and not Path(model).exists() else []
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": s.layers}},
+    }
+    transfer = {
+        "kv_connector": "ExampleHiddenStatesConnector" if has_cuda else "CpuHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(Path(s.folder).absolute())},
+        **({} if has_cuda else {"kv_connector_module_path": "vllm_cpu_states"}),
+    }
+    return [
+        *(find_interpreter(s.vllm_python), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model, "--served-model-name", "target", "--dtype", s.dtype, *revision),
+        *("--host", s.host, "--port", str(s.port), "--no-enable-prefix-caching"),
+        *("--speculative-config", json.dumps(speculative)),
+        *("--kv-transfer-config", json.dumps(transfer), *s.vllm_args),
+    ]
+
+
+def main(s: StatesServer) -> None:
+    if not s.layers or s.layers != sorted(set(s.layers)) or s.layers[0] < 0:
+        raise UserError(f"layers {s.layers}: give each once, in rising order")
+    folder = Path(s.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(file.name != LAYERS_FILE for file in folder.iterdir()):
+        raise UserError(f"folder {s.folder} holds other files: name an empty one")
+    write_atomically(folder / LAYERS_FILE, json.dumps({"layers": s.layers}))
+    path = os.pathsep.join(filter(None, [str(CONNECTOR_FOLDER), os.environ.get("PYTHONPATH", "")]))
+    has_cuda = Path("/dev/nvidia0").exists()
+    command = server_command(s, has_cuda)
+    os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ, "PYTHONPATH": path})
+
+
+if __name__ == "__main__":
+    run_command(main, StatesServer, __doc__)
