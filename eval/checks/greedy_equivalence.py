@@ -123,18 +123,23 @@ def logits_after(
 
 @contextmanager
 def wider_precision(model: Any) -> Iterator[None]:
-    """Within it the model computes in a wider dtype. Only the weights of the running modules are held in it."""
+    """Within it the model computes in a wider dtype. Only the weights of the running modules and of their children are
+    held in it: a T5 looks at the dtype of a child's weight before it calls the child."""
     wide = WIDER_DTYPE.get(model.dtype, torch.float64)
     kept: dict[torch.nn.Parameter, torch.Tensor] = {}
 
+    def weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        parts = [module, *module.children()]
+        return [weight for part in parts for weight in part.parameters(recurse=False)]
+
     def widen(module: torch.nn.Module, _: Any) -> None:
-        for weight in module.parameters(recurse=False):
-            if weight.is_floating_point():
+        for weight in weights(module):
+            if weight.is_floating_point() and weight not in kept:
                 kept[weight] = weight.data
                 weight.data = weight.data.to(wide)
 
     def restore(module: torch.nn.Module, *_: Any) -> None:
-        for weight in module.parameters(recurse=False):
+        for weight in weights(module):
             if weight in kept:
                 weight.data = kept.pop(weight)
 
