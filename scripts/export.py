@@ -6,7 +6,7 @@ flat           EAGLE-3, EAGLE-1 and Medusa as they are saved here: vLLM, SGLang,
 speculators    EAGLE-3 with the nested config that `vllm serve DRAFT` reads and the speculators library trains
 medusa-legacy  Medusa with the numbered tensors of FasterDecoding, TensorRT-LLM and TGI
 hf             a causal draft with the target's tokenizer files, its vocabulary padded with zeros to the target's
-gguf           a causal draft (Llama, Qwen 2 and Qwen 3) for llama.cpp, as model.gguf; a target too, without --target
+gguf           a causal draft (Llama and Qwen 2) for llama.cpp, as model.gguf; a target too, without --target
 
     python scripts/export.py outputs/draft --format gguf --target TARGET --out exported/draft
     python scripts/export.py TARGET --format gguf --dtype float16 --out exported/target

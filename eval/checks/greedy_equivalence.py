@@ -123,18 +123,18 @@ def logits_after(
 
 @contextmanager
 def wider_precision(model: Any) -> Iterator[None]:
-    """Within it the model computes in a wider dtype. Only the weights of the running modules are held in it."""
+    """Within it the model computes in a wider dtype. Only the weights of the running modules and of their children are
+    held in it: a T5 looks at the dtype of a child's weight before it calls the child."""
     wide = WIDER_DTYPE.get(model.dtype, torch.float64)
     kept: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-    def weights(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-        """Its own and its children's: T5 converts what it passes on to the dtype of the child."""
-        for part in (module, *module.children()):
-            yield from (w for w in part.parameters(recurse=False) if w.is_floating_point())
+    def weights(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        parts = [module, *module.children()]
+        return [weight for part in parts for weight in part.parameters(recurse=False)]
 
     def widen(module: torch.nn.Module, _: Any) -> None:
         for weight in weights(module):
-            if weight not in kept:
+            if weight.is_floating_point() and weight not in kept:
                 kept[weight] = weight.data
                 weight.data = weight.data.to(wide)
 

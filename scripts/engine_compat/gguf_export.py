@@ -30,7 +30,6 @@ GgufType = Literal["float32", "float16", "bfloat16"]
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
 """GGUF's architecture for each model_type that is written."""
 TYPES: dict[str, gguf.GGMLQuantizationType] = {

@@ -57,7 +57,6 @@ def logits(model: Any) -> torch.Tensor:
         ("llama", {"tie_word_embeddings": True}),
         ("llama", {"tie_word_embeddings": False}),
         ("qwen2", {}),
-        ("qwen3", {"head_dim": 128}),  # transformers reads no other of a GGUF
     ],
 )
 def test_what_is_read_again_is_the_model(

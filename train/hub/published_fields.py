@@ -130,7 +130,8 @@ TRAINING = {
         "norms": [word],
         **numbers("lora_rank heads head_layers target_lora_rank steps vocab width"),
         **numbers(
-            "block depth anchors markov_rank retention min_retention exit_layer exit_width mask_token"
+            "block depth anchors markov_rank retention min_retention exit_layer exit_width mask_token "
+            "layer_dropout exit_scale exit_period"
         ),
     },
     "loss": word,

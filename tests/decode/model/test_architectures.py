@@ -164,7 +164,7 @@ def test_a_lost_keyword_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def nothing(slots: Any) -> Iterator[None]:
+def nothing(slots: Any, *_: Any) -> Iterator[None]:
     yield
 
 

@@ -293,6 +293,7 @@ def test_summary_counts() -> None:
         "drafted": 11,
         "accepted": 6,
         "emitted": 9,
+        "forced": 0,
         "output_tokens": 11,
         "rounds_by_position": [4, 3, 1],
         "accepted_by_position": [3, 2, 1],
