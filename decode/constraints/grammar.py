@@ -99,7 +99,7 @@ def import_llguidance() -> Any:
         import llguidance.hf
     except ImportError as error:
         raise UserError(
-            "constrained decoding needs llguidance: pip install 'llguidance>=1.7,<2'"
+            "constrained decoding needs llguidance: pip install 'llguidance>=1.9,<2'"
         ) from error
     return llguidance
 
