@@ -22,7 +22,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import CountOrZero, at_least
-from eval.benchmark.vllm_client import find_interpreter, model_path
+from train.servers.server_process import vllm_command
 from train.teacher.served import LAYERS_FILE
 
 CONNECTOR_FOLDER = Path(__file__).resolve().parent / "servers"
@@ -51,8 +51,6 @@ class StatesServer:
 
 def server_command(s: StatesServer, has_cuda: bool) -> list[str]:
     """The command line of vLLM's server. Its own connector needs CUDA; on a CPU ours takes its place."""
-    model = model_path(s.target, s.revision)
-    revision = ["--revision", s.revision] if s.revision and not Path(model).exists() else []
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -65,9 +63,8 @@ def server_command(s: StatesServer, has_cuda: bool) -> list[str]:
         **({} if has_cuda else {"kv_connector_module_path": "vllm_cpu_states"}),
     }
     return [
-        *(find_interpreter(s.vllm_python), "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", model, "--served-model-name", "target", "--dtype", s.dtype, *revision),
-        *("--host", s.host, "--port", str(s.port), "--no-enable-prefix-caching"),
+        *vllm_command(s.vllm_python, s.target, s.revision, s.dtype, s.host, s.port),
+        "--no-enable-prefix-caching",
         *("--speculative-config", json.dumps(speculative)),
         *("--kv-transfer-config", json.dumps(transfer), *s.vllm_args),
     ]

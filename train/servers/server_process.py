@@ -8,10 +8,12 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TextIO
 
 from decode.common.command import end_with_parent
 from decode.common.errors import UserError
+from eval.benchmark.vllm_client import find_interpreter, model_path
 
 LOG_TAIL = 1500
 """Characters of the server's log in an error."""
@@ -62,3 +64,19 @@ def _wait_until_ready(
     why = "did not start" if process.poll() is not None else f"was not ready within {seconds:g} s"
     log.seek(0)
     raise UserError(f"{name} {why}; the end of its log:\n{log.read()[-LOG_TAIL:]}")
+
+
+def vllm_command(
+    python: str, target: str, revision: str | None, dtype: str, host: str, port: int
+) -> list[str]:
+    """The beginning of the command line of a vLLM server that serves `target` under the name "target".
+
+    `python` is as for `find_interpreter`. UserError if there is no such interpreter.
+    """
+    model = model_path(target, revision)
+    at = ["--revision", revision] if revision and not Path(model).exists() else []
+    return [
+        *(find_interpreter(python), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model, "--served-model-name", "target", "--dtype", dtype, *at),
+        *("--host", host, "--port", str(port)),
+    ]

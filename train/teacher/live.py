@@ -51,6 +51,13 @@ class TeacherOutput:
     head_inputs: Tensor  # [B, T, P] defined at supervised positions
 
 
+def target_logits(lm_head: LMHead, rows: Tensor) -> Tensor:
+    """Logits [N, V] of final states [N, H]: the target's own also where a draft trains under autocast, which would
+    round them to bf16."""
+    with torch.autocast(rows.device.type, enabled=False):
+        return lm_head(rows)
+
+
 class LiveTeacher:
     """The frozen target, run on every batch."""
 
@@ -63,10 +70,9 @@ class LiveTeacher:
     def head(self, rows: Tensor) -> Tensor:
         """Logits [N, V] of rows [N, P] of `TeacherOutput.head_inputs`, here hidden states after the final norm.
 
-        They are the target's own also where a draft trains under autocast, which would round them to bf16.
+        They are the target's own, as `target_logits` says.
         """
-        with torch.autocast(rows.device.type, enabled=False):
-            return self.lm_head(rows)
+        return target_logits(self.lm_head, rows)
 
     @torch.no_grad()
     def get_output(self, batch: Batch) -> TeacherOutput:

@@ -7,7 +7,6 @@ the folder holds no more than one batch of each process. Here the target has onl
 
 import asyncio
 import fcntl
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from decode.common.errors import UserError, one_line
+from decode.common.files import read_json_object
 from decode.common.ranges import CountOrZero, above, at_least
 from decode.model.hidden_states import HiddenStateSpec, LMHead
 from decode.model.layer_stack import final_norm
@@ -33,7 +33,7 @@ from train.servers.client import (
     connect,
     open_client,
 )
-from train.teacher.live import TeacherOutput
+from train.teacher.live import TeacherOutput, target_logits
 
 PLAUSIBLE = 5
 """The token that a server says to be most probable is among as many of those that its final states say."""
@@ -73,8 +73,7 @@ class ServedTeacher:
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits [N, V] of rows [N, P] of `TeacherOutput.head_inputs`, as `LiveTeacher.head`."""
-        with torch.autocast(rows.device.type, enabled=False):
-            return self.lm_head(rows)
+        return target_logits(self.lm_head, rows)
 
     @torch.no_grad()
     def get_output(self, batch: Batch) -> TeacherOutput:
@@ -158,7 +157,11 @@ def check_states_folder(folder: Path, layers: list[int]) -> None:
             f"states.folder {str(folder)!r} is not there: name the folder into which the server writes ({command})"
         )
     file = folder / LAYERS_FILE
-    served = json.loads(file.read_text())["layers"] if file.is_file() else layers
+    served = layers
+    if file.is_file():
+        served = read_json_object(file, f"{LAYERS_FILE} of train/states_server.py", ["layers"])[
+            "layers"
+        ]
     if served != layers:
         raise UserError(
             f"the server extracts the states of layers {served}, and this draft needs {layers}: start it with {command}"

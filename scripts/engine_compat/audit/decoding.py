@@ -17,7 +17,7 @@ from scripts.engine_compat.vllm_parity import (
     BATCH_ROWS,
     PromptCounts,
     VllmParityConfig,
-    count_rounds,
+    decode_counts,
 )
 
 
@@ -71,7 +71,7 @@ def decode_reading(
                 draft = load_draft(str(folder), target, dtype=reading.dtype or dtype)
                 if reading.adjust is not None:
                     reading.adjust(draft)
-                return Outcome(reading, count_rounds(s, target, draft, prompts, BATCH_ROWS))
+                return Outcome(reading, decode_counts(s, target, draft, prompts, BATCH_ROWS))
         except UserError as error:
             return Outcome(reading, [], first_line(error).replace(str(folder), d.path))
 
