@@ -8,9 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from decode.drafts.base import Draft, Proposal
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.loading import Target
-from tests.tiny import COMMON, GROUPED
+from decode.verification.sampling import SamplingParams, warp
+from tests.tiny import COMMON, GROUPED, VOCAB
 
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 CONV = {"layer_types": ["conv", "full_attention", "conv"]}
@@ -53,22 +55,63 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": GROUPED
     | MAMBA2
     | {"layer_types": LINEAR, "num_local_experts": 4, "shared_intermediate_size": 24},
-    "zamba": COMMON
-    | {"intermediate_size": 48, "num_key_value_heads": 4, "mamba_d_state": 8, "mamba_dt_rank": 4}
-    | {"layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
     "zamba2": COMMON
     | {"intermediate_size": 48, "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_ngroups": 2}
     | {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "chunk_size": 4}
     | {"num_mem_blocks": 1, "adapter_rank": 4, "mamba_headdim": 16},
-    "jamba": GROUPED
-    | {"num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8}
-    | {"mamba_dt_rank": 4},
-    "mamba": MAMBA | {"time_step_rank": 4},
     "mamba2": MAMBA | {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 4},
-    "falcon_mamba": MAMBA | {"time_step_rank": 4},
-    "zaya": GROUPED | {"num_experts": 4, "moe_intermediate_size": 24, "router_hidden_size": 16},
+    "zaya": GROUPED
+    | {
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "router_hidden_size": 16,
+    },
 }
-"""Settings by model type."""
+"""Settings by model type, of those that are decoded."""
+ONE_BY_ONE = "several tokens at once as if nothing stood before them"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mamba": (MAMBA | {"time_step_rank": 4}, ONE_BY_ONE),
+    "falcon_mamba": (MAMBA | {"time_step_rank": 4}, ONE_BY_ONE),
+    "jamba": (
+        GROUPED
+        | {"num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8},
+        ONE_BY_ONE,
+    ),
+    "zamba": (
+        COMMON
+        | {"intermediate_size": 48, "num_key_value_heads": 4, "mamba_d_state": 8}
+        | {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+        ONE_BY_ONE,
+    ),
+    "recurrent_gemma": (GROUPED | {"lru_width": 32}, "other logits in steps than in one pass"),
+    "rwkv": (
+        {"hidden_size": 32, "num_hidden_layers": 3, "attention_hidden_size": 32},
+        "states are not in transformers' cache",
+    ),
+    "xlstm": (
+        {"hidden_size": 32, "num_hidden_layers": 3, "num_heads": 4},
+        "states are not in transformers' cache",
+    ),
+    "minimax": (GROUPED | {"layer_types": LINEAR, "num_local_experts": 4}, "cache of its own"),
+    "inkling_text": (
+        GROUPED
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8}
+        | {"sliding_window_size": 8, "rel_extent": 16, "d_rel": 4},
+        "bias by position",
+    ),
+    "qwen4_exp_text": (
+        GROUPED
+        | DELTA
+        | SHARED_EXPERT
+        | {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"]}
+        | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+        | {"indexer_budget": 8, "indexer_compress_ratio": 2},
+        "caches keys and values in a way that is not known",
+    ),
+}
+"""Those that are not: settings, and a part of the reason."""
 
 
 def tiny_hybrid(
@@ -78,7 +121,8 @@ def tiny_hybrid(
     if arch not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {arch}")
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    settings = {**HYBRIDS[arch], "initializer_range": std, **ids, **changes}
+    own = HYBRIDS[arch] if arch in HYBRIDS else REFUSED[arch][0]
+    settings = {"vocab_size": VOCAB, **own, "initializer_range": std, **ids, **changes}
     config = AutoConfig.for_model(arch, **settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -93,3 +137,50 @@ def tiny_hybrid(
 def hybrid_target(model: Any, eos: tuple[int, ...] = ()) -> Target:
     """A target over a copy of the model, which itself stays a plain HF model to compare with."""
     return Target(build_runner(copy.deepcopy(model)), None, "tiny", None, "f", frozenset(eos))
+
+
+def generated(model: Any, prompt: list[int], tokens: int) -> list[int]:
+    """The greedy answer of transformers' own `generate`, which reads the answer token by token."""
+    ids = torch.tensor([prompt])
+    out = copy.deepcopy(model).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=tokens,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def plain_law(model: Any, prompt: list[int], length: int, sampling: SamplingParams) -> torch.Tensor:
+    """[V ** length] from plain passes of the model, without a cache, over the prompt and every prefix of the answer."""
+    mass, texts = torch.ones(1, dtype=torch.float64), [prompt]
+    for _ in range(length):
+        logits = model(input_ids=torch.tensor(texts), use_cache=False).logits[:, -1]
+        probs = warp(logits, sampling)
+        mass = (mass[:, None] * probs.double()).flatten()
+        texts = [[*text, token] for text in texts for token in range(probs.shape[1])]
+    return mass
+
+
+class PartlyRight(Draft):
+    """Drafts the first tokens of known answers, 0 to k of them by a hash of prompt and place, and wrong ones behind."""
+
+    name, on_host = "partly right", True
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]]):
+        self.answers = answers
+        self.texts: dict[int, list[int]] = {}
+
+    def on_commit(self, row: int, tokens: list[int]) -> None:
+        if tuple(tokens[:-1]) in self.answers:  # a prompt and its first token
+            self.texts[row] = [*tokens[:-1], *self.answers[tuple(tokens[:-1])]]
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        chains = []
+        for row, at in enumerate(length.tolist()):
+            known = [*self.texts[row], *[0] * 3 * k][at : at + k]
+            right = (7 * self.texts[row][0] + 5 * at) % (k + 1)
+            chains.append([x if i < right else (x + 1) % VOCAB for i, x in enumerate(known)])
+        return Proposal(torch.tensor(chains), None)

@@ -136,7 +136,8 @@ def context_length(config: Any) -> int:
 
 
 def logits_agree(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits of the same shape, computed in `dtype` in two ways, differ by no more than rounding explains."""
+    """Whether logits of the same shape, computed in `dtype` in two ways, differ by no more than rounding explains where
+    the `wanted` ones are finite."""
     finite = wanted.isfinite()
     off = (found - wanted)[finite].abs().max()
     scale = wanted[finite].max() - wanted[finite].min()

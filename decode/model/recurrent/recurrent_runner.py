@@ -122,6 +122,15 @@ class RecurrentRunner(ModelRunner):
         with self.cache.only_rows(row), logits_only_at(self.model, lambda hidden: hidden[:, :0]):
             self._forward(tokens)
 
+    def read_rows(
+        self, tokens: torch.Tensor, base: torch.Tensor, row: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [b, V] after tokens [b, T] that come after the first `base` [b] of rows `row` [b] and are committed: a
+        draft reads so what the target has accepted."""
+        self.cache.slots.set_positions(base, tokens.shape[1], row=row)
+        with self.cache.only_rows(row):
+            return self._forward(tokens, last=1)[:, -1]
+
     def first_layers(self, *_: Any, **__: Any) -> NoReturn:
         self._refuse("drafting with its own layers would change the states that they share")
 
@@ -130,8 +139,8 @@ class RecurrentRunner(ModelRunner):
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UserError(
-            f"this {self.config.model_type} target has recurrent layers, and {reason}: draft chains with ngram, suffix, "
-            "a causal draft or heads"
+            f"this {self.config.model_type} target has recurrent layers, and {reason}: draft chains with ngram, "
+            "suffix, a causal draft or heads"
         )
 
     def prepare_model(self) -> None:
@@ -139,7 +148,9 @@ class RecurrentRunner(ModelRunner):
         self.attention_layers = count_attention_layers(config)
         if unknown_attention(config):
             names = ", ".join(unknown_attention(config))
-            raise refusal(config, f"caches keys and values in a way that is not known here ({names})")
+            raise refusal(
+                config, f"caches keys and values in a way that is not known here ({names})"
+            )
         check_recurrent(self.model, self.attention_layers > 0)
         if self.attention_layers > 0:
             self.model.set_attn_implementation(attention.ATTENTION_NAME)
@@ -166,20 +177,44 @@ class RecurrentRunner(ModelRunner):
         begin_request()  # weights may have been trained since they were packed
         try:
             plain = self.model(input_ids=text[None], use_cache=False).logits
+            if not plain.isfinite().all():
+                raise refusal(self.config, "gives NaN or infinite logits: its weights are damaged")
+            if not self._continues_states():
+                raise refusal(
+                    self.config,
+                    "reads several tokens at once as if nothing stood before them in its recurrent layers (Mamba-1 in "
+                    "transformers), so that one pass cannot verify a draft",
+                )
             self.allocate(2, 16)
             found = [self.prefill(text.expand(2, -1)[:, :3], length)[:, None]]
             at = length[:, None] + place
             self.step(torch.where(place < kept[:, None], text[at], rejected), length)
             found.append(self.step(text[at + kept[:, None]], length + kept))
+        except UserError:
+            raise
         except Exception as error:  # whatever the code of a model raises
             raise refusal(self.config, f"fails in a trial pass: {first_line(error)}") from error
         after = torch.cat([length[:, None] - 1, at + kept[:, None]], 1)
         wanted = self.widen_logits(plain)[0, after]
-        if not wanted.isfinite().any():
-            raise refusal(self.config, "gives NaN or infinite logits: its weights are damaged")
         if not logits_agree(torch.cat(found, 1), wanted, self.model.dtype):
             raise refusal(self.config, "computes other logits in steps than in one pass")
         self.shape = 0, 0
+
+    def _continues_states(self) -> bool:
+        """Whether two tokens read at once and one by one, from states that are not zero, end in the same states."""
+        tokens = torch.arange(2, device=self.device)[None]
+        self.allocate(1, 16)
+        ends = []
+        for width in (1, 2):
+            for state in self.cache.states().values():
+                state.copy_(torch.linspace(-1, 1, state.numel()).view_as(state))
+            for at in range(0, 2, width):
+                self.cache.slots.set_positions(torch.full_like(tokens[0, :1], at), width)
+                self._forward(tokens[:, at : at + width])
+            ends.append(copy_states(self.cache.states()))
+        one_by_one, together = ends
+        dtype = self.model.dtype
+        return all(logits_agree(x, together[key], dtype) for key, x in one_by_one.items())
 
 
 def group_by(values: list[int]) -> dict[int, list[int]]:
