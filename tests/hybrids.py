@@ -165,7 +165,7 @@ def plain_law(model: Any, prompt: list[int], length: int, sampling: SamplingPara
 
 
 class PartlyRight(Draft):
-    """Drafts the first tokens of known answers, 0 to k of them by a hash of prompt and place, and wrong ones behind."""
+    """Drafts the first tokens of known answers, 0 to k of them as the text before has it, and wrong ones behind."""
 
     name, on_host = "partly right", True
 
@@ -181,6 +181,6 @@ class PartlyRight(Draft):
         chains = []
         for row, at in enumerate(length.tolist()):
             known = [*self.texts[row], *[0] * 3 * k][at : at + k]
-            right = (7 * self.texts[row][0] + 5 * at) % (k + 1)
+            right = int(history[row, at - 1] + at) % (k + 1)
             chains.append([x if i < right else (x + 1) % VOCAB for i, x in enumerate(known)])
         return Proposal(torch.tensor(chains), None)

@@ -104,16 +104,18 @@ def test_other_chains_equal_generate(name: str) -> None:
 
 def test_a_recurrent_draft_speeds_up_any_target() -> None:
     """Catches a draft whose kept states hold rejected tokens or lack accepted ones: a copy of the target as its draft
-    has all its tokens accepted, in rows that are filled anew too, and a moved one some."""
+    has all its tokens accepted, in rows that are filled anew too, and a moved one not always."""
     model = tiny_hybrid("qwen3_next")
     want = [*answers(model).values()]
     settings: dict[str, Any] = {"k": 3, "max_new_tokens": TOKENS, "rows": 3}
-    for noise, numbers in ((0.0, {3}), (0.02, {0, 1, 2, 3})):
+    for noise, fewest in ((0.0, 3), (0.02, 0)):
         draft = causal_draft(build_runner(noisy(model, noise)))
         assert isinstance(draft, RecurrentDraft)
         outputs = decode(hybrid_target(model), draft, PROMPTS, **settings)
         assert [output.output_ids for output in outputs] == want
-        assert {accepted for output in outputs for _, accepted in output.rounds} == numbers
+        accepted = [accepted for output in outputs for _, accepted in output.rounds]
+        assert min(accepted) == fewest
+        assert max(accepted) == 3
     plain = tiny_model("llama")
     lookup = TwoSourceDraft(NgramDraft(), draft, 97)
     for each in (draft, lookup):
@@ -317,3 +319,9 @@ def test_what_needs_more_than_one_state_is_refused() -> None:
         SpeculativeEngine(target, mode="compiled")
     with pytest.raises(UserError, match="lfm2 target has recurrent layers"):
         EarlyExitDraft(target, 1)
+    with pytest.raises(UserError, match="rolls back by length, and its model has recurrent"):
+        CausalDraft(target.decoder)
+    draft = causal_draft(hybrid_target(tiny_hybrid("lfm2", seed=1)).decoder)
+    draft.shape = DynamicTree(width=3, nodes=9)
+    with pytest.raises(UserError, match="recurrent layers and drafts chains only"):
+        decode(tiny_target(tiny_model("llama")), draft, PROMPTS)
