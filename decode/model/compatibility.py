@@ -119,6 +119,12 @@ def _attention_reason(model: Any, config: Any) -> str | None:
     return None
 
 
+def cache_name(model: Any) -> str:
+    """The name of the cache among the arguments of a forward and in its output: Mamba has one of its own."""
+    takes = inspect.signature(model.forward).parameters
+    return "past_key_values" if "past_key_values" in takes else "cache_params"
+
+
 def context_length(config: Any) -> int:
     """Positions that a row may have: those of the config, but with longrope only the ones before its long factors;
     LONGEST where positions have no limit (T5).

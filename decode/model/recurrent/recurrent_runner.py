@@ -8,6 +8,7 @@ import torch
 from decode.common.errors import UserError, first_line
 from decode.model import attention
 from decode.model.compatibility import (
+    cache_name,
     check_recurrent,
     check_trial_pass,
     logits_agree,
@@ -155,9 +156,8 @@ class RecurrentRunner(ModelRunner):
         if self.attention_layers > 0:
             self.model.set_attn_implementation(attention.ATTENTION_NAME)
         use_grouped_experts(self.model)
-        takes = inspect.signature(self.model.forward).parameters
-        self.cache_name = "past_key_values" if "past_key_values" in takes else "cache_params"
-        self.takes_positions = "position_ids" in takes
+        self.cache_name = cache_name(self.model)
+        self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
 
     def model_arguments(self, position: torch.Tensor) -> dict[str, Any]:
         """Mamba has other names: no positions, and a cache of its own name."""
