@@ -25,6 +25,8 @@ DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4} | {
 SHARED_EXPERT = EXPERTS | {"shared_expert_intermediate_size": 24}
 MAMBA = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 8}
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 4}
+UNCLAMPED = {"time_step_min": 1e-30}
+"""Else transformers' own passes over one token and over several are of two models (`unclamp_time_steps`)."""
 LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 KIMI = (
     GROUPED
@@ -49,7 +51,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
     | {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2}
     | {"n_routed_experts": 4, "moe_intermediate_size": 24, "chunk_size": 4}
-    | {"moe_shared_expert_intermediate_size": 24},
+    | {"moe_shared_expert_intermediate_size": 24, **UNCLAMPED},
     "falcon_h1": GROUPED | MAMBA2 | {"mamba_d_ssm": 32, "mamba_d_head": 8},
     "bamba": GROUPED | MAMBA2 | {"attn_layer_indices": [1]},
     "granitemoehybrid": GROUPED
@@ -58,7 +60,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "zamba2": COMMON
     | {"intermediate_size": 48, "mamba_d_state": 8, "n_mamba_heads": 4, "mamba_ngroups": 2}
     | {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "chunk_size": 4}
-    | {"num_mem_blocks": 1, "adapter_rank": 4, "mamba_headdim": 16},
+    | {"num_mem_blocks": 1, "adapter_rank": 4, "mamba_headdim": 16, **UNCLAMPED},
     "mamba2": MAMBA | {"num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 4},
     "zaya": GROUPED
     | {
@@ -69,6 +71,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
 }
 """Settings by model type, of those that are decoded."""
+ELSEWHERE = "states are not in transformers' cache"
 ONE_BY_ONE = "several tokens at once as if nothing stood before them"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": (MAMBA | {"time_step_rank": 4}, ONE_BY_ONE),
@@ -84,14 +87,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
         ONE_BY_ONE,
     ),
-    "recurrent_gemma": (GROUPED | {"lru_width": 32}, "other logits in steps than in one pass"),
+    "recurrent_gemma": (GROUPED | {"lru_width": 32}, f"({ELSEWHERE}|other logits in steps)"),
     "rwkv": (
         {"hidden_size": 32, "num_hidden_layers": 3, "attention_hidden_size": 32},
-        "states are not in transformers' cache",
+        ELSEWHERE,
     ),
     "xlstm": (
         {"hidden_size": 32, "num_hidden_layers": 3, "num_heads": 4},
-        "states are not in transformers' cache",
+        ELSEWHERE,
     ),
     "minimax": (GROUPED | {"layer_types": LINEAR, "num_local_experts": 4}, "cache of its own"),
     "inkling_text": (
@@ -105,7 +108,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         GROUPED
         | DELTA
         | SHARED_EXPERT
-        | {"layer_types": ["linear_attention", "indexed_attention", "linear_attention"]}
         | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
         | {"indexer_budget": 8, "indexer_compress_ratio": 2},
         "caches keys and values in a way that is not known",

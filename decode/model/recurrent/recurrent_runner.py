@@ -156,6 +156,7 @@ class RecurrentRunner(ModelRunner):
         if self.attention_layers > 0:
             self.model.set_attn_implementation(attention.ATTENTION_NAME)
         use_grouped_experts(self.model)
+        unclamp_time_steps(self.model)
         self.cache_name = cache_name(self.model)
         self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
 
@@ -215,6 +216,17 @@ class RecurrentRunner(ModelRunner):
         one_by_one, together = ends
         dtype = self.model.dtype
         return all(logits_agree(x, together[key], dtype) for key, x in one_by_one.items())
+
+
+def unclamp_time_steps(model: Any) -> None:
+    """Lets Mamba-2 layers take time steps of any length in every pass.
+
+    transformers (5.17 to 5.23) clamps them in passes over several tokens and not in passes over one: plain decoding and
+    verification would be of two models.
+    """
+    for module in model.modules():
+        if "time_step_limit" in vars(module):
+            module.time_step_limit = (0.0, float("inf"))
 
 
 def group_by(values: list[int]) -> dict[int, list[int]]:

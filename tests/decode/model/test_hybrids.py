@@ -42,7 +42,7 @@ PROMPTS = tiny_prompts(
     13, 4, 9, 1
 )  # ragged; the first is longer than the window of 8, the last than no convolution
 TOKENS = 20
-TOLERANCE = 1e-5
+TOLERANCE = 1e-4
 
 
 def random_causal(vocab: int = 97, **settings: Any) -> CausalDraft:
@@ -173,6 +173,17 @@ def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     [output] = decode(target, draft, [prompt], k=3, max_new_tokens=40)
     assert output.output_ids == want
     assert target.decoder.shape[1] > 128
+
+
+@pytest.mark.parametrize("arch", ["zamba2", "nemotron_h"])
+def test_passes_of_all_widths_are_of_one_model(arch: str) -> None:
+    """Catches time steps that transformers clamps in passes over several tokens alone: verification would have another
+    law than plain decoding (and the trial would refuse the model)."""
+    target = hybrid_target(tiny_hybrid(arch, time_step_min=1.0, time_step_max=2.0))
+    plain = decode(target, None, PROMPTS, max_new_tokens=TOKENS)
+    known = {tuple(output.prompt_ids): output.output_ids for output in plain}
+    outputs = decode(target, PartlyRight(known), PROMPTS, k=3, max_new_tokens=TOKENS)
+    assert [x.output_ids for x in outputs] == [x.output_ids for x in plain]
 
 
 def test_half_precision_decodes() -> None:
