@@ -161,7 +161,7 @@ class RecurrentRunner(ModelRunner):
         self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
 
     def model_arguments(self, position: torch.Tensor) -> dict[str, Any]:
-        """Mamba has other names: no positions, and a cache of its own name."""
+        """As in ModelRunner; Mamba's forward takes no positions and has another name for the cache."""
         positions = {"position_ids": position} if self.takes_positions else {}
         return {self.cache_name: self.cache, **positions}
 
