@@ -42,6 +42,21 @@ def check_draft_length(target: Target, k: int, name: str = "k") -> None:
         )
 
 
+def check_draft_fits(target: Target, draft: Draft) -> None:
+    """UserError for a draft of trees, or one that acts in the target's pass, and a target that takes neither."""
+    if target.decoder.takes_trees:
+        return
+    reason = None
+    if draft.shape is not None:
+        reason = "drafts trees, which need a state for each node: give it no tree"
+    elif draft.eager_only:
+        reason = "acts in the middle of the target's pass, of which one round may have several: choose another"
+    if reason is not None:
+        raise UserError(
+            f"target {target.name!r} has recurrent layers, and draft {draft.name!r} {reason}"
+        )
+
+
 def check_prompts(prompts: list[list[int]], context: int, max_new_tokens: int) -> None:
     """UserError for no prompts, an empty prompt, or one that leaves no room in a context of `context` tokens."""
     if len(prompts) == 0:

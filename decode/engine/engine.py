@@ -19,6 +19,7 @@ from decode.drafts.base import Draft, DraftContext
 from decode.engine.active_request import (
     ActiveRequest,
     check_constrained,
+    check_draft_fits,
     check_draft_length,
     check_prompts,
 )
@@ -91,10 +92,13 @@ class SpeculativeEngine:
         check_ranges(sampling, "sampling.")
         if draft is not None:
             check_draft_length(target, k)
+            check_draft_fits(target, draft)
         if mode not in MODES:
             raise UserError(f"no mode {mode!r}; there are {', '.join(MODES)}")
         if mode != "eager" and not target.decoder.can_compile:
-            raise UserError(f"mode {mode} is for causal targets: decode an encoder-decoder eagerly")
+            raise UserError(
+                f"mode {mode} is for causal targets with attention alone: choose eager for target {target.name!r}"
+            )
         if mode == "graph" and (self.device.type != "cuda" or self.on_host):
             raise UserError("mode graph needs a CUDA device and a draft that proposes on it")
         if mode != "eager" and draft is not None and draft.eager_only:

@@ -12,6 +12,7 @@
 - layer_stack: where the decoder layers and the final norm of a model are, and models with others
 - hidden_states: hidden states captured during a forward, and the LM head as a function
 - encoder_decoder/: T5 behind the same steps, and its passes in transformers' own code
+- recurrent/: models with recurrent layers behind the same steps, for chains
 - linear_layers: weights packed for a CPU's fast kernels, or in eight bits
 
 It imports decode.common only.

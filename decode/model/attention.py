@@ -131,6 +131,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     beside: bool = False,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, T, D], key [B, Hkv, S, D] and value [B, Hkv, S, Dv] -> ([B, T, H, Dv], None).
@@ -138,8 +139,13 @@ def attention_forward(
     Outside `forward_context` (training) attention is causal over the given keys, or as `masked_by` says: no token
     attends to right padding after it. `beside` reads CONTEXT_BESIDE.
     UserError for an attention mask: none is built for this attention name, so the model made one of its own, which
-    would be ignored.
+    would be ignored; and for a position bias, which models compute from one length for the whole batch.
     """
+    if position_bias is not None:
+        raise UserError(
+            f"{type(module).__name__} adds a bias by position to its attention, and rows of unequal length would get "
+            "that of one row"
+        )
     if attention_mask is not None:
         raise UserError(
             f"{type(module).__name__} masks its attention by itself, and that mask would be lost"

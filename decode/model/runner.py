@@ -46,6 +46,8 @@ class ModelRunner:
 
     can_compile = True
     """Its steps can be compiled: all buffers have fixed shapes."""
+    takes_trees = True
+    """A step may be of a tree's nodes."""
 
     def __init__(self, model: Any, vocab_size: int | None = None, ids: torch.Tensor | None = None):
         self.model = model.eval()
@@ -63,7 +65,7 @@ class ModelRunner:
         # Gemma 4 leaves out tokens in its last layers as well when it gives fewer logits.
         self.can_skip_logits = not self.config.to_dict().get("num_kv_shared_layers")
         self.shape = 0, 0  # rows and slots of the buffers; the cache is empty until `allocate`
-        self.cache = StaticKVCache(self.config.num_hidden_layers, 1, 1, self.device)
+        self.cache = self.make_cache(1, 1)
         self.beside = False
         self.taps: HiddenStateSpec | None = None
         self.hidden_state_hooks: HiddenStateHooks | None = None
@@ -80,7 +82,11 @@ class ModelRunner:
 
     def try_model(self) -> None:
         """UserError unless a trial pass shows what no property does."""
-        check_trial_pass(self.model)
+        check_trial_pass(self.model, self.config.num_hidden_layers)
+
+    def make_cache(self, rows: int, size: int) -> StaticKVCache:
+        """An empty cache for `rows` sequences of up to `size` tokens."""
+        return StaticKVCache(self.config.num_hidden_layers, rows, size, self.device)
 
     def allocate(self, rows: int, size: int) -> None:
         """Provides K/V buffers for `rows` sequences of up to `size` tokens each; their contents are stale.
@@ -90,9 +96,8 @@ class ModelRunner:
         """
         if self.model.config.get_text_config(decoder=True).num_hidden_layers == 0:
             raise UserError("this target was loaded without its layers, and cannot decode")
-        layers = self.config.num_hidden_layers
         if (rows, size) != self.shape:
-            self.cache = StaticKVCache(layers, rows, size, self.device)
+            self.cache = self.make_cache(rows, size)
             self.shape = rows, size
 
     def capture_hidden_states(self, taps: HiddenStateSpec | None) -> None:
@@ -203,14 +208,17 @@ class ModelRunner:
         with attention.forward_context(self.cache.slots, self.beside):
             logits = self.model(
                 input_ids=tokens,
-                position_ids=position,
-                past_key_values=self.cache,
                 use_cache=True,
+                **self.model_arguments(position),
                 **({"logits_to_keep": last} if last and self.can_skip_logits else {}),
             ).logits
         if self.hidden_state_hooks is not None:
             self.features = self.hidden_state_hooks.states()
         return self.widen_logits(logits)
+
+    def model_arguments(self, position: torch.Tensor) -> dict[str, Any]:
+        """How the model's forward takes the positions [B, T] and the cache."""
+        return {"position_ids": position, "past_key_values": self.cache}
 
     def widen_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[..., V] from the model's own logits: -inf for tokens that it does not have, without surplus columns."""

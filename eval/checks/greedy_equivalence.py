@@ -20,6 +20,7 @@ import torch
 from transformers import GenerationConfig
 
 from decode.constraints.matcher import Matcher
+from decode.model.compatibility import cache_name
 from decode.model.encoder_decoder.plain_passes import (
     decoder_inputs,
     generated_ids,
@@ -110,15 +111,14 @@ def logits_after(
     The last pass has its full width too, as in verification; the tokens that it reads past `ids` are arbitrary.
     """
     tokens = torch.tensor([[*ids, *ids[-1:] * width]], device=model.device)
-    cache, at, end = None, 0, start
+    name, cache, at, end = cache_name(model), None, 0, start
     while True:
-        out = run_decoder(
-            model, tokens[:, at:end], past_key_values=cache, use_cache=True, **arguments
-        )
+        given = {name: cache, **arguments}
+        out = run_decoder(model, tokens[:, at:end], use_cache=True, **given)
         if end >= len(ids):
             logits: torch.Tensor = out.logits[0, len(ids) - 1 - at].double()
             return logits
-        cache, at, end = out.past_key_values, end, end + width
+        cache, at, end = out[name], end, end + width
 
 
 @contextmanager

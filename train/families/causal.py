@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from decode.checkpoints import draft_vocab
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, check_tokenizer, read_metadata
-from decode.drafts.causal import CausalDraft, load_ids
+from decode.drafts.causal import causal_draft, load_ids
 from decode.model import attention
 from decode.model.config_checks import check_sizes
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
@@ -138,7 +138,7 @@ class TrainableCausal(TrainableDraft):
         return CausalTrainer(self.lm, head, context.criterion(), ids)
 
     def to_draft(self) -> Draft:
-        return CausalDraft(self.language_model())
+        return causal_draft(self.language_model())
 
     def language_model(self) -> ModelRunner:
         return build_runner(self.lm, ids=self.ids)
