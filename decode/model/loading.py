@@ -14,6 +14,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationConfig,
@@ -28,6 +29,7 @@ from decode.model.gguf_files import gguf_folder
 from decode.model.linear_layers import quantize_linear_layers
 from decode.model.names import check_name, load_error
 from decode.model.runner import ModelRunner
+from decode.model.vision.vision_runner import is_vision_language
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Where it is not set, transformers asks on the terminal whether code from the model's folder shall run."""
@@ -110,7 +112,7 @@ def load_model(
     revision: str | None = None,
     with_layers: bool = True,
 ) -> Any:
-    """A causal LM or encoder-decoder of transformers in eval mode.
+    """A causal LM, encoder-decoder or vision-language model of transformers in eval mode.
 
     UserError when it is not there, damaged, or lacks weights. `what` is its role ("target", "draft") in error messages.
     Without its layers only the rest of the weights is read: embedding, final norm and LM head.
@@ -158,8 +160,10 @@ def load_model(
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that builds a language model of this config: causal, or encoder-decoder."""
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    """The class of transformers that builds a language model of this config: causal, with an encoder, or with vision."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
 def check_finite(model: Any, what: str, dtype: str) -> None:

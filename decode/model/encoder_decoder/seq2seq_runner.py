@@ -6,13 +6,14 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from decode.common.errors import UserError, first_line
-from decode.model.encoder_decoder.encoded_prompts import EncodedPrompts, write_slots
+from decode.model.encoder_decoder.encoded_prompts import EncodedPrompts
 from decode.model.encoder_decoder.plain_passes import start_id
 from decode.model.encoder_decoder.ragged_positions import RaggedPositionBias
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import TreeNodes
 from decode.model.linear_layers import begin_request
 from decode.model.runner import ModelRunner
+from decode.model.vision.vision_runner import VisionRunner, is_vision_language
 
 TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """By dtype: share of the range of the logits by which a step may differ from transformers' own pass; else 0.1."""
@@ -61,7 +62,7 @@ class Seq2SeqRunner(ModelRunner):
             use_cache=True,
         ).logits
         self.encoded.write(row, length, cross)
-        write_slots(self.cache, row, own)
+        self.cache.write_rows(row, own)
         return self.widen_logits(logits)[:, 0]
 
     def step(
@@ -147,6 +148,8 @@ class Seq2SeqRunner(ModelRunner):
 def build_runner(
     model: Any, vocab_size: int | None = None, ids: torch.Tensor | None = None
 ) -> ModelRunner:
-    """The runner of a causal LM or of an encoder-decoder; the arguments are those of ModelRunner."""
-    kind = Seq2SeqRunner if model.config.is_encoder_decoder else ModelRunner
+    """The runner of a causal LM, encoder-decoder or vision-language model; the arguments are those of ModelRunner."""
+    if model.config.is_encoder_decoder:
+        return Seq2SeqRunner(model, vocab_size, ids)
+    kind = VisionRunner if is_vision_language(model.config) else ModelRunner
     return kind(model, vocab_size, ids)
