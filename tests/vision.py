@@ -119,6 +119,7 @@ VARIANTS: dict[str, Variant] = {
     ),
     "gemma3": Variant(
         {"text_config": WINDOWED | {"query_pre_attn_scalar": 8}, "vision_config": VISION}
+        | {"tie_word_embeddings": False}
         | {"image_token_id": IMAGE, "mm_tokens_per_image": 4},
         4, square(1), "token_type_ids",
     ),
@@ -130,14 +131,15 @@ VARIANTS: dict[str, Variant] = {
             | {"global_head_dim": 16, "vocab_size_per_layer_input": VOCAB, "pad_token_id": 0},
             "vision_config": VISION
             | {"head_dim": 8, "num_key_value_heads": 2, "global_head_dim": 8}
-            | {"position_embedding_size": 16, "pooling_kernel_size": 1, "default_output_length": 4},
+            | {"position_embedding_size": 16, "pooling_kernel_size": 2, "default_output_length": 4},
             "image_token_id": IMAGE,
             "audio_config": None,
+            "tie_word_embeddings": False,
         },
         4,
         {
-            "pixel_values": (1, 4, 3 * 14 * 14),
-            "image_position_ids": [[[0, 0], [0, 1], [1, 0], [1, 1]]],
+            "pixel_values": (1, 16, 3 * 14 * 14),
+            "image_position_ids": [[[x, y] for y in range(4) for x in range(4)]],
         },
         "mm_token_type_ids",
     ),
@@ -196,12 +198,6 @@ VARIANTS: dict[str, Variant] = {
     "cohere2_vision": Variant(
         SMALL | {"text_config": COHERE2, "vision_config": SIGLIP, "image_token_id": IMAGE},
         1, square(1),
-    ),
-    "ovis2": Variant(
-        {"text_config": QWEN2, "image_token_id": IMAGE}
-        | {"visual_indicator_token_ids": [91, 92, 93, 94, 95]}
-        | {"vision_config": VISION | {"hidden_stride": 1, "vocab_size": 20, "num_visual_indicator_tokens": 5}},
-        4, square(1),
     ),
 }  # fmt: skip
 

@@ -66,7 +66,9 @@ def check_images(
     if images is None:
         return
     if len(images) != len(prompts):
-        raise UserError(f"images has {len(images)} entries for {len(prompts)} prompts: give one each")
+        raise UserError(
+            f"images has {len(images)} entries for {len(prompts)} prompts: give one each"
+        )
     if not target.decoder.takes_images and any(one is not None for one in images):
         raise UserError(
             f"target {target.name!r} reads text only: leave the images out, or choose a vision-language target"

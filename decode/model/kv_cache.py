@@ -230,7 +230,7 @@ class StaticKVCache(Cache):
                 layer.compact_path(base, path)
 
     def write_rows(self, row: torch.Tensor, computed: Cache) -> None:
-        """Writes the keys and values of transformers' cache `computed`, of b rows, to the first slots of rows `row` [b].
+        """Writes the K/V of transformers' cache `computed`, of b rows, to the first slots of rows `row` [b].
 
         Layers of `computed` without any (gemma4's last ones use another layer's) are left out.
         """

@@ -160,7 +160,7 @@ def load_model(
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that builds a language model of this config: causal, with an encoder, or with vision."""
+    """The class of transformers that builds a model of this config: causal, with an encoder, or with a vision part."""
     if config.is_encoder_decoder:
         return AutoModelForSeq2SeqLM
     return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM

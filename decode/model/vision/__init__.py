@@ -1,4 +1,4 @@
-"""Vision-language models behind the same steps as causal LMs: a row is a prompt, with or without images, and its answer.
+"""Vision-language models behind the same steps as causal LMs: a row is a prompt, perhaps with images, and its answer.
 
 - vision_runner: `VisionRunner`, the ModelRunner of a vision-language model
 - image_prompts: a text and image files as token ids and the tensors that the model's vision part reads

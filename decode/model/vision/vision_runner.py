@@ -77,7 +77,9 @@ class VisionRunner(ModelRunner):
         self.position_delta[row] = 0
         if images is None or all(one is None for one in images):
             return super().prefill(tokens, length, row)
-        logits = torch.zeros(len(tokens), self.vocab_size, device=self.device, dtype=self.model.dtype)
+        logits = torch.zeros(
+            len(tokens), self.vocab_size, device=self.device, dtype=self.model.dtype
+        )
         features: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, one in _groups(images, self.device):
             if one is None:
