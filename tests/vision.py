@@ -202,11 +202,13 @@ VARIANTS: dict[str, Variant] = {
 }  # fmt: skip
 
 
-def vision_model(kind: str, seed: int = 0, std: float = 0.25) -> Any:
-    """A random vision-language model in eval mode, whose text depends on its images."""
+def vision_model(kind: str, seed: int = 0, std: float = 0.25, **text: Any) -> Any:
+    """A random vision-language model in eval mode, whose text depends on its images; `text` changes its text config."""
+    settings = copy.deepcopy(VARIANTS[kind].settings)
+    settings["text_config"] |= text
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(kind, **copy.deepcopy(VARIANTS[kind].settings))
+        config = AutoConfig.for_model(kind, **settings)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, value in model.named_parameters():

@@ -4,6 +4,7 @@
 - config_checks: whether the sizes in a config make sense
 - loading: models and tokenizers from a folder or the Hub, devices and dtypes, and `Target`
 - gguf_files: GGUF models, dequantised once into a cached folder
+- quantized/: GPTQ, AWQ, FP8 and compressed-tensors checkpoints, in the same way
 - compatibility: which models can be decoded with drafts, and for how many positions
 - runner: `ModelRunner`, prefill and decode steps of one model with its K/V cache
 - kv_cache: the K/V buffers, and which slots a forward writes and sees

@@ -28,6 +28,7 @@ from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.gguf_files import gguf_folder
 from decode.model.linear_layers import quantize_linear_layers
 from decode.model.names import check_name, load_error
+from decode.model.quantized.checkpoints import quantized_folder
 from decode.model.runner import ModelRunner
 from decode.model.vision.vision_runner import is_vision_language
 
@@ -76,12 +77,12 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def model_folder(name: str, what: str, revision: str | None = None) -> str:
-    """What transformers loads: `name` itself, or the cached folder of the GGUF that it means.
+    """What transformers loads: `name` itself, or the cached folder of the GGUF or quantised checkpoint that it means.
 
     `what` is its role ("target", "draft") in the UserError for what is not there or is no model.
     """
     local = check_name(name, what, revision=revision)
-    name = gguf_folder(name, revision) or name
+    name = gguf_folder(name, revision) or quantized_folder(name, revision) or name
     if local and not Path(name).is_dir():
         raise UserError(f"{what} {name!r} is a file: name the folder that holds config.json")
     if local and not (Path(name) / "config.json").is_file():

@@ -88,7 +88,11 @@ def test_greedy_text_equals_generate(kind: str) -> None:
         assert answers(target, draft, prompts, rows=2) == want, draft and draft.name
 
 
-@pytest.mark.parametrize("kind", slow_except(VARIANTS, FEW[:1]))
+STATES_AS_HF = [kind for kind in VARIANTS if kind != "qwen3_vl"]
+"""qwen3_vl adds image features between its first layers, where transformers' list of states has no entry."""
+
+
+@pytest.mark.parametrize("kind", slow_except(STATES_AS_HF, FEW[:1]))
 def test_eagle_reads_what_the_target_saw(kind: str) -> None:
     """Catches hidden states of prompts with images that are left out, or put into another row's place."""
     model, prompts = vision_model(kind), prompts_of(kind)
