@@ -38,13 +38,14 @@ def test_a_distilled_draft_decodes_text_and_images(
 ) -> None:
     """Catches a teacher that takes the vision part's layers for the text's, a draft of other sizes than the text
     model's, and drafts that change the text behind an image."""
-    init = ["--draft.init", world.draft] if family == "causal" else []
+    more = ["--draft.init", world.draft] if family == "causal" else ["--draft.taps", "[0, 1, 2]"]
     done = worlds.call(
         "train/distill.py", "--target", world.target, "--data", data, "--out", tmp_path / "draft",
-        "--draft.family", family, *init, "--loop.steps", 3, "--loop.batch_size", 4,
+        "--draft.family", family, *more, "--loop.steps", 3, "--loop.batch_size", 4,
         "--tracker", "none", "--check.prompts", 2, "--check.max_new_tokens", 4,
     )  # fmt: skip
     assert done.code == 0, done.err
+    assert "mrope" not in (tmp_path / "draft" / "config.json").read_text()
     target = dataclasses.replace(load_target(str(world.target), "cpu"), eos=frozenset())
     draft = load_draft(str(tmp_path / "draft"), target)
     prompts = [image_prompt(KIND, 3, 4), text_prompt(5, 1)]
