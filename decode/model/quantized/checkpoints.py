@@ -30,7 +30,7 @@ SOURCE_FILE = "quantized.json"
 SHARD_BYTES = 4 << 30
 KEPT = (".json", ".jinja", ".txt", ".model")
 """Files beside the weights that are copied."""
-UNUSED = (".input_scale", ".output_scale", ".activation_scale", ".weight_shape")
+UNUSED = (".input_scale", ".output_scale", ".activation_scale")
 """Tensors for activations in eight bits; activations here keep the dtype that is computed in."""
 
 
@@ -127,7 +127,10 @@ def quantized_folder(name: str, revision: str | None = None) -> str | None:
     config_file = _config_file(name, revision)
     if config_file is None:
         return None
-    q = read_json_object(config_file, "a config.json").get("quantization_config") or {}
+    try:
+        q = read_json_object(config_file, "a config.json").get("quantization_config")
+    except UserError:  # loading it will say what is wrong
+        return None
     if not isinstance(q, dict) or q.get("quant_method") not in METHODS:
         return None
     reason = METHODS[q["quant_method"]][0](q)
@@ -151,7 +154,7 @@ def quantized_folder(name: str, revision: str | None = None) -> str | None:
 
 def _config_file(name: str, revision: str | None) -> Path | None:
     """config.json of a folder or on the Hub; None if there is none to be had, which transformers will tell."""
-    if Path(name).is_dir():
+    if Path(name).exists():
         file = Path(name) / "config.json"
         return file if file.is_file() else None
     try:
@@ -215,9 +218,12 @@ def plain_tensors(files: list[Path], q: Config) -> Iterator[tuple[str, torch.Ten
         if quantized or name.endswith(UNUSED):
             continue
         tensor = place[name].get_tensor(name)
-        if not tensor.is_floating_point() or tensor.element_size() == 1:
+        if tensor.is_floating_point() and tensor.element_size() > 1:
+            yield name, tensor.float()
+        elif tensor.dtype in (torch.int64, torch.bool):  # a buffer
+            yield name, tensor
+        else:
             raise UserError(f"{name} is {tensor.dtype}, and no scale of it is known")
-        yield name, tensor.float()
 
 
 def _save_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:

@@ -50,9 +50,14 @@ def _in_order(columns: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_weight(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """weight [out, in] in eight bits times a `scale` of one number, or [out, 1], or [out, G] for groups of inputs."""
+    """weight [out, in] in eight bits times a `scale` of one number, or [out, 1], or [out, G] for groups of inputs.
+
+    ValueError for a scale of another shape.
+    """
     if scale.numel() == 1:
         return weight.float() * scale.float().reshape(1, 1)
+    if len(scale) != len(weight):
+        raise ValueError(f"a scale of shape {list(scale.shape)} is not one for each row")
     scale = scale.float().reshape(len(weight), -1)
     return weight.float() * scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
 
