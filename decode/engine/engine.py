@@ -5,7 +5,7 @@ Plain decoding is the same loop without proposals, so a baseline runs on the sam
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from decode.engine.active_request import (
     check_constrained,
     check_draft_fits,
     check_draft_length,
+    check_images,
     check_prompts,
 )
 from decode.engine.cuda_graph import AsyncHostCopy, CudaGraphRunner
@@ -37,6 +38,7 @@ from decode.engine.round import (
 from decode.model.kv_cache import SlotMapping
 from decode.model.linear_layers import begin_request
 from decode.model.loading import Target
+from decode.model.vision.vision_runner import ImageInputs
 from decode.verification.registry import find_rule
 from decode.verification.sampling import (
     CounterRNG,
@@ -117,15 +119,17 @@ class SpeculativeEngine:
         choose: Sampler | None = None,
         phases: PhaseTimes | None = None,
         matchers: Sequence[Matcher | None] | None = None,
+        images: Sequence[ImageInputs | None] | None = None,
     ) -> Iterator[RoundRecord]:
         """Decodes prompts of any lengths (token ids) and yields a record for each prompt and round once it was read.
 
         `rows` prompts are decoded at once (default: all), and a row that is done takes the next one. `seeds` gives
         each prompt its own random numbers, so that its text does not depend on its batch. `choose` replaces
         all random choices (tests enumerate them; it needs a row for each prompt). `matchers` gives each prompt the
-        grammar of its answer, or None; they themselves are not moved. UserError for an empty prompt or one that leaves
-        no room in the target's context, for logits of target or draft that are NaN, and for grammars in a mode other
-        than eager or with a draft of trees.
+        grammar of its answer, or None; they themselves are not moved. `images` gives each prompt of a vision-language
+        target the inputs of its images, or None; drafts see their placeholder tokens. UserError for an empty prompt or
+        one that leaves no room in the target's context, for logits of target or draft that are NaN, for grammars in a
+        mode other than eager or with a draft of trees, and for images that the target does not read.
         """
         target, draft, device = self.target, self.draft, self.device
         if matchers is None and self.grammar is not None:
@@ -136,6 +140,7 @@ class SpeculativeEngine:
         self.max_slots = 1 if draft is None else draft.max_slots(self.k + extra)
         context = target.decoder.context
         check_prompts(prompts, context, max_new_tokens)
+        check_images(target, prompts, images)
         rows = len(prompts) if rows is None else min(rows, len(prompts))
         limits = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         seeds = row_seeds(seed, len(prompts)) if seeds is None else seeds
@@ -162,7 +167,7 @@ class SpeculativeEngine:
                 if self.constraint is not None and matchers is not None:
                     for row, request in new.items():
                         self.constraint.start(row, matchers[request.prompt])
-                first = self._prefill_prompts(state, prompts, new, seeds, choose).tolist()
+                first = self._prefill_prompts(state, prompts, new, seeds, choose, images).tolist()
                 seconds = synchronized_time(device) - start
                 for (row, request), (token, finite) in zip(new.items(), first, strict=True):
                     self._check_finite(request, bool(finite), True)
@@ -234,6 +239,7 @@ class SpeculativeEngine:
         new: dict[int, ActiveRequest],
         seeds: list[int],
         choose: Sampler | None,
+        images: Sequence[ImageInputs | None] | None,
     ) -> torch.Tensor:
         """Prefills the prompts of `new` requests into their rows, beside running rows.
 
@@ -252,7 +258,10 @@ class SpeculativeEngine:
         tokens = padded.to(device)
         length = torch.tensor([len(text) for text in texts], device=device)
         self._provide_slots(state, tokens.shape[1] + 2 * self.max_slots + 2)
-        logits = self.target.decoder.prefill(tokens, length, row)
+        prefill: Callable[..., torch.Tensor] = self.target.decoder.prefill
+        if images is not None:
+            prefill = partial(prefill, images=[images[request.prompt] for request in new.values()])
+        logits = prefill(tokens, length, row)
         finite = has_finite_logits(logits[:, None])
         if self.constraint is not None:
             mask = self.constraint.masks(list(new), [()] * len(new)).to(device)

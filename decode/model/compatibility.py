@@ -23,7 +23,8 @@ LONGEST = 1 << 16
 """The context of models whose positions are relative and have no end."""
 TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """By dtype: share of the range of the logits by which two ways to compute them may differ in a trial; else 0.1."""
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Chunks (llama4) are full attention up to the end of the first, where `context_length` ends."""
 
 
 def check_supported(model: Any) -> None:
@@ -126,11 +127,12 @@ def cache_name(model: Any) -> str:
 
 
 def context_length(config: Any) -> int:
-    """Positions that a row may have: those of the config, but with longrope only the ones before its long factors;
-    LONGEST where positions have no limit (T5).
+    """Positions that a row may have: those of the config, but with longrope only the ones before its long factors, and
+    with chunked attention only the first chunk; LONGEST where positions have no limit (T5).
 
     From there on longrope changes the frequencies of all tokens of a forward, but not of cached keys: the text of a
-    row would depend on the other rows and on the draft length.
+    row would depend on the other rows and on the draft length. llama4 also scales its queries from `floor_scale` on, by
+    the cache's length, which is not known per row.
     """
     original = [
         rope["original_max_position_embeddings"]
@@ -138,7 +140,12 @@ def context_length(config: Any) -> int:
         if rope["rope_type"] == "longrope"
     ]
     name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-    return min([vars(config).get(name, LONGEST), *original])
+    fields = vars(config)
+    if "chunked_attention" in (fields.get("layer_types") or []):
+        original.append(fields["attention_chunk_size"])
+    if fields.get("attn_temperature_tuning"):
+        original.append(fields["floor_scale"] - 1)
+    return min([fields.get(name, LONGEST), *original])
 
 
 def logits_agree(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:

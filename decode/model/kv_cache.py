@@ -229,6 +229,21 @@ class StaticKVCache(Cache):
             if layer.is_initialized:
                 layer.compact_path(base, path)
 
+    def write_rows(self, row: torch.Tensor, computed: Cache) -> None:
+        """Writes the K/V of transformers' cache `computed`, of b rows, to the first slots of rows `row` [b].
+
+        Layers of `computed` without any (gemma4's last ones use another layer's) are left out.
+        """
+        filled = [
+            (own, layer)
+            for own, layer in zip(self.kv_layers, computed.layers, strict=False)
+            if layer.is_initialized
+        ]
+        width = filled[0][1].keys.shape[2]
+        self.slots.set_positions(torch.zeros_like(row), width, row=row, is_prefill=True)
+        for own, layer in filled:
+            own.update(layer.keys, layer.values)
+
     def copy_row(self, row: int, size: int) -> "StaticKVCache":
         """A cache of one row of `size` slots with the contents of row `row`."""
         device = self.slots.slot.device

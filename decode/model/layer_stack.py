@@ -17,6 +17,11 @@ def decoder_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def text_decoder(model: Any) -> Any:
+    """The part of `model` that writes text: a causal LM itself, or the decoder beside an encoder or a vision part."""
+    return model if model.config is decoder_config(model) else model.get_decoder()
+
+
 def layer_stack(model: Any) -> torch.nn.ModuleList:
     """The decoder layers of a model: its one ModuleList of that length. UserError when that is not clear."""
     stack: torch.nn.ModuleList = model.get_submodule(layer_stack_name(model))
@@ -26,7 +31,7 @@ def layer_stack(model: Any) -> torch.nn.ModuleList:
 def layer_stack_name(model: Any) -> str:
     """The dotted name of `layer_stack` in `model`. ModuleLists inside a layer, such as its experts, do not count."""
     count = decoder_config(model).num_hidden_layers
-    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    decoder = text_decoder(model)
     names: list[str] = []
     for name, module in decoder.named_modules():  # a module comes before those in it
         inside = any(name.startswith(f"{outer}.") for outer in names)

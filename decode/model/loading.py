@@ -14,6 +14,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationConfig,
@@ -27,7 +28,9 @@ from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.gguf_files import gguf_folder
 from decode.model.linear_layers import quantize_linear_layers
 from decode.model.names import check_name, load_error
+from decode.model.quantized.checkpoints import quantized_folder
 from decode.model.runner import ModelRunner
+from decode.model.vision.vision_runner import is_vision_language
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Where it is not set, transformers asks on the terminal whether code from the model's folder shall run."""
@@ -74,12 +77,12 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def model_folder(name: str, what: str, revision: str | None = None) -> str:
-    """What transformers loads: `name` itself, or the cached folder of the GGUF that it means.
+    """What transformers loads: `name` itself, or the cached folder of the GGUF or quantised checkpoint that it means.
 
     `what` is its role ("target", "draft") in the UserError for what is not there or is no model.
     """
     local = check_name(name, what, revision=revision)
-    name = gguf_folder(name, revision) or name
+    name = gguf_folder(name, revision) or quantized_folder(name, revision) or name
     if local and not Path(name).is_dir():
         raise UserError(f"{what} {name!r} is a file: name the folder that holds config.json")
     if local and not (Path(name) / "config.json").is_file():
@@ -110,7 +113,7 @@ def load_model(
     revision: str | None = None,
     with_layers: bool = True,
 ) -> Any:
-    """A causal LM or encoder-decoder of transformers in eval mode.
+    """A causal LM, encoder-decoder or vision-language model of transformers in eval mode.
 
     UserError when it is not there, damaged, or lacks weights. `what` is its role ("target", "draft") in error messages.
     Without its layers only the rest of the weights is read: embedding, final norm and LM head.
@@ -158,8 +161,10 @@ def load_model(
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that builds a language model of this config: causal, or encoder-decoder."""
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    """The class of transformers that builds a model of this config: causal, with an encoder, or with a vision part."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
 def check_finite(model: Any, what: str, dtype: str) -> None:

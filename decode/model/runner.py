@@ -48,6 +48,8 @@ class ModelRunner:
     """Its steps can be compiled: all buffers have fixed shapes."""
     takes_trees = True
     """A step may be of a tree's nodes."""
+    takes_images = False
+    """`prefill` reads images too (decode/model/vision)."""
 
     def __init__(self, model: Any, vocab_size: int | None = None, ids: torch.Tensor | None = None):
         self.model = model.eval()
@@ -77,8 +79,12 @@ class ModelRunner:
     def prepare_model(self) -> None:
         """Makes the model run with our attention and caches. UserError if its properties do not allow that."""
         check_supported(self.model)
-        self.model.set_attn_implementation(attention.ATTENTION_NAME)
+        self.set_attention(attention.ATTENTION_NAME)
         use_grouped_experts(self.model)
+
+    def set_attention(self, name: str) -> None:
+        """Makes all layers run with the attention function that is registered under this name."""
+        self.model.set_attn_implementation(name)
 
     def try_model(self) -> None:
         """UserError unless a trial pass shows what no property does."""
@@ -112,7 +118,7 @@ class ModelRunner:
     def run_beside(self) -> None:
         """Lets this model run in a thread of its own from now on, while a model that was not told so runs."""
         self.beside = True
-        self.model.set_attn_implementation(attention.BESIDE_NAME)
+        self.set_attention(attention.BESIDE_NAME)
 
     def reserve(self, size: int) -> None:
         """Enlarges the K/V buffers to `size` tokens per row and keeps their contents."""
@@ -200,16 +206,21 @@ class ModelRunner:
         """Makes this runner, which `first_layers` or `with_model` of `owner` made, use the buffers of `owner`."""
         self.cache = owner.cache
 
+    def positions(self) -> torch.Tensor:
+        """[b, T] positions of the tokens that the next forward reads.
+
+        Drafted tokens beyond the context get its last position; whether they are accepted is never used.
+        """
+        return self.cache.slots.position.clamp_max(self.context - 1)
+
     def _forward(self, tokens: torch.Tensor, last: int = 0) -> torch.Tensor:
-        # Drafted tokens beyond the context get its last position; whether they are accepted is never used.
-        position = self.cache.slots.position.clamp_max(self.context - 1)
         if self.vocab_size > self.embedding_rows:
             tokens = tokens.clamp_max(self.embedding_rows - 1)
         with attention.forward_context(self.cache.slots, self.beside):
             logits = self.model(
                 input_ids=tokens,
                 use_cache=True,
-                **self.model_arguments(position),
+                **self.model_arguments(self.positions()),
                 **({"logits_to_keep": last} if last and self.can_skip_logits else {}),
             ).logits
         if self.hidden_state_hooks is not None:

@@ -17,6 +17,7 @@ from decode.model.linear_layers import begin_request
 from decode.model.recurrent.hybrid_cache import has_recurrent_layers
 from decode.model.recurrent.recurrent_runner import RecurrentRunner
 from decode.model.runner import ModelRunner
+from decode.model.vision.vision_runner import VisionRunner, is_vision_language
 
 
 class Seq2SeqRunner(ModelRunner):
@@ -62,7 +63,7 @@ class Seq2SeqRunner(ModelRunner):
             use_cache=True,
         ).logits
         self.encoded.write(row, length, cross)
-        write_slots(self.cache, row, own)
+        self.cache.write_rows(row, own)
         return self.widen_logits(logits)[:, 0]
 
     def step(
@@ -145,11 +146,13 @@ class Seq2SeqRunner(ModelRunner):
 def build_runner(
     model: Any, vocab_size: int | None = None, ids: torch.Tensor | None = None
 ) -> ModelRunner:
-    """The runner of a causal LM, with recurrent layers or without, or of an encoder-decoder; the arguments are those of
-    ModelRunner."""
+    """The runner of a causal LM, with recurrent layers or without, of an encoder-decoder or of a vision-language model;
+    the arguments are those of ModelRunner."""
     kind: type[ModelRunner] = ModelRunner
     if model.config.is_encoder_decoder:
         kind = Seq2SeqRunner
+    elif is_vision_language(model.config):
+        kind = VisionRunner
     elif has_recurrent_layers(decoder_config(model)):
         kind = RecurrentRunner
     return kind(model, vocab_size, ids)
