@@ -27,8 +27,9 @@ from decode.common.cli import to_dict
 from decode.common.command import run_command, stop
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, Seed
+from decode.distributed.placement import PlacementConfig, load_target, run_placed
 from decode.drafts.base import METADATA_FILE, MODEL_FILES, check_request, check_saved_draft
-from decode.model.loading import Target, load_target
+from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from train.data import batching, manifest, mixture, sample_store
 from train.data.mixture import DataSpec
@@ -105,6 +106,7 @@ class DistillConfig:
     """Precision of the draft's forward pass; auto: bf16 on a GPU that has it, else fp32."""
     target_dtype: str = "float32"
     """Precision of the frozen target."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     tracker: TrackerName = "wandb"
     """What logs metrics beside metrics.jsonl: Weights & Biases, TensorBoard (in out/tensorboard), Trackio (in
     out/trackio, or where TRACKIO_DIR says) or none. The second and the third are packages to install."""
@@ -235,8 +237,9 @@ def load_components(
     """(settings with steps computed from epochs, the loaded parts). UserError if they do not fit together."""
     if s.draft.init and accelerator.is_main_process:
         check_saved_draft(s.draft.init)
+    device, dtype = str(accelerator.device), s.target_dtype
     target = load_target(
-        s.target, str(accelerator.device), s.target_dtype, s.revision, with_layers=not s.states.url
+        s.placement, s.target, device, dtype, s.revision, with_layers=not s.states.url
     )
     check_encoder_decoder(s, target)
     rows, dropped = load_rows(s, target)
@@ -379,6 +382,11 @@ def distill(
 
 
 def main(s: DistillConfig) -> None:
+    run_placed(s.placement, partial(train_draft, s))
+
+
+def train_draft(s: DistillConfig) -> None:
+    """Trains the draft, or goes on from its last checkpoint; with `dry_run` it only tries two steps."""
     accelerator = init_accelerator(s)
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     estimated: dict[str, float] = {}
