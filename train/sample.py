@@ -174,7 +174,7 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
         return load_target_tokenizer(s.target, s.revision), partial(write_texts, s)
     if s.served:
         with collective.raise_on_all_ranks(state):
-            server = client.connect(s)
+            server = replace(client.connect(s), own=s.engine == "vllm")
         reader = load_target_tokenizer(s.target, s.revision)
         reader = replace(reader, context=min(reader.context, server.context or reader.context))
         return reader, partial(server_engine.generate_answers, s, server, reader)

@@ -94,7 +94,9 @@ class SpeculativeEngine:
         if mode not in MODES:
             raise UserError(f"no mode {mode!r}; there are {', '.join(MODES)}")
         if mode != "eager" and not target.decoder.can_compile:
-            raise UserError(f"mode {mode} is for causal targets: decode an encoder-decoder eagerly")
+            raise UserError(
+                f"mode {mode} is for causal targets on one device: decode this target in mode eager"
+            )
         if mode == "graph" and (self.device.type != "cuda" or self.on_host):
             raise UserError("mode graph needs a CUDA device and a draft that proposes on it")
         if mode != "eager" and draft is not None and draft.eager_only:
