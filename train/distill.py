@@ -179,6 +179,7 @@ def init_accelerator(s: DistillConfig) -> Accelerator:
         batching.rank_slice(0, accelerator.num_processes, range(s.loop.batch_size))
         on_policy.check_supported(s.on_policy, s.draft.family, s.features, accelerator.is_fsdp2)
         check_states_server(s)
+        check_placement(s)
         if s.publish.repo:
             check_upload_possible(s.publish.repo)
     sharding.configure_accelerator(accelerator, s.loop)
@@ -203,6 +204,15 @@ def check_states_server(s: DistillConfig) -> None:
                 f"states.url: the target's layers are not loaded, and {reason}: set it to 0 or another, or drop "
                 "states.url"
             )
+
+
+def check_placement(s: DistillConfig) -> None:
+    """UserError for a family that trains the target itself, if its layers are not all on one device."""
+    if s.placement.kind != "single" and family_trainer(s.draft.family).trains_target:
+        raise UserError(
+            f"placement.kind {s.placement.kind}: draft.family {s.draft.family} trains the target, which must be on "
+            "one device: leave it at single, or choose another family"
+        )
 
 
 def build_draft(s: DistillConfig, target: Target, rows: mixture.Mixture) -> TrainableDraft:

@@ -94,7 +94,7 @@ def load_model(
         return loading.load_model(name, what, device, dtype, revision, place=place)
     if LAUNCH.messages is None:
         raise UserError("placement.kind tensor_parallel: this command runs in one process only")
-    settings = {"name": name, "what": what, "dtype": dtype, "revision": revision}
+    settings: dict[str, Any] = {"name": name, "what": what, "dtype": dtype, "revision": revision}
     send(("load", settings))
     LAUNCH.models += 1
     return load_part(**settings)

@@ -44,18 +44,23 @@ def layer_stack_name(model: Any) -> str:
 def with_layers(model: Any, layers: Sequence[int]) -> Any:
     """A copy of `model` that has only these of its decoder layers, and shares all weights and the config with it.
 
-    Models look up a layer's type and its K/V cache by its index: layers keep their indices here. UserError for layers
-    of which this process holds a part only, or that are on disk (decode/distributed).
+    Models look up a layer's type and its K/V cache by its index: layers keep their indices here. UserError as from
+    `check_whole`.
     """
     name = layer_stack_name(model)
     stack = model.get_submodule(name)
-    weights = [weight for i in layers for weight in stack[i].parameters()]
+    check_whole([stack[i] for i in layers])
+    return with_module(model, name, torch.nn.ModuleList([stack[i] for i in layers]))
+
+
+def check_whole(layers: Sequence[torch.nn.Module]) -> None:
+    """UserError for layers of which this process holds a part only, or whose weights are on disk."""
+    weights = [weight for layer in layers for weight in layer.parameters()]
     if any(weight.is_meta or isinstance(weight, DTensor) for weight in weights):
         raise UserError(
             "this draft is made of the target's own layers, which placement spreads over processes or keeps on disk: "
             "leave placement.kind at single, or choose another draft"
         )
-    return with_module(model, name, torch.nn.ModuleList([stack[i] for i in layers]))
 
 
 def renumber_layers(model: Any, layers: Sequence[int]) -> None:

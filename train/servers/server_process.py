@@ -41,6 +41,7 @@ def running_server(
             cwd=tempfile.gettempdir(),
             env={**environment, **os.environ},
             preexec_fn=end_with_parent,
+            process_group=0,  # or what kills the command's group kills the guard before it has ended the server
         )
         try:
             _wait_until_ready(process, ready_url, seconds, name, log)

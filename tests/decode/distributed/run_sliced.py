@@ -1,4 +1,4 @@
-"""python run_sliced.py TARGET OUT, in several processes: `logits_and_refusal` of test_placement.py in the first one."""
+"""python run_sliced.py TARGET OUT, in several processes: `what_the_leader_computes` of test_placement.py in the first one."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from decode.distributed.placement import PlacementConfig, run_placed
-from tests.decode.distributed.test_placement import logits_and_refusal
+from tests.decode.distributed.test_placement import what_the_leader_computes
 
-run_placed(PlacementConfig("tensor_parallel"), partial(logits_and_refusal, *sys.argv[1:]))
+run_placed(PlacementConfig("tensor_parallel"), partial(what_the_leader_computes, *sys.argv[1:]))
 os._exit(0)  # as the commands do: torch's threads may abort Python's own end

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from decode.distributed.tensor_parallel import whole_ends_plan
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.model import loading
 from decode.model.layer_stack import with_layers
+from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from tests import worlds
 from tests.tiny import tiny_model
@@ -24,6 +26,7 @@ from tests.worlds import Done, World
 SLICED = ["--placement.kind", "tensor_parallel"]
 ON_DISK = PlacementConfig("device_map", {"cpu": 0.0001})
 """Room for the embedding and the LM head of the tiny target, and for one of its layers."""
+DISK_WORDS = ["--placement.kind", "device_map", "--placement.max_gib", "{cpu: 0.0001}"]
 SAMPLE = ["--max_new_tokens", 24, "--batch_size", 8]
 HEAD = [
     "--draft.family",
@@ -84,8 +87,7 @@ def test_a_target_on_disk_trains_the_same_bits(world: World, data: Path, tmp_pat
     """Bug: the teacher reads states of another device, or a head starts from a weight that is not there."""
     one, spread = tmp_path / "one", tmp_path / "spread"
     wanted = trained(worlds.call(*map(str, train_words(world, data, one))), one)
-    more = ["--placement.kind", "device_map", "--placement.max_gib", "{cpu: 0.0001}"]
-    found = trained(worlds.call(*map(str, train_words(world, data, spread)), *more), spread)
+    found = trained(worlds.call(*map(str, train_words(world, data, spread)), *DISK_WORDS), spread)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -97,6 +99,17 @@ def test_what_needs_the_layers_here_is_refused(world: World) -> None:
         with_layers(spread.decoder.model, [1])
     with pytest.raises(UserError, match="eager"):
         SpeculativeEngine(spread, mode="compiled")
+
+
+def test_a_target_on_disk_samples_the_same_rows(world: World, data: Path, tmp_path: Path) -> None:
+    """Bug: the command loads the target whole, whatever its placement says."""
+    out, sources = tmp_path / "out", json.dumps([{"kind": "file", "path": str(world.prompts)}])
+    words = ["--target", world.target, "--sources", sources, "--out", out, *SAMPLE]
+    done = worlds.call("train/sample.py", *words, *DISK_WORDS)
+    assert done.code == 0, done.err
+    assert rows_of(out) == rows_of(data)
+    done = worlds.call("train/sample.py", *words, *DISK_WORDS, "--origin", "text")
+    assert "leave its kind at single" in done.error()
 
 
 # ---- what cannot be ----
@@ -154,39 +167,38 @@ def test_plans_keep_both_ends_whole() -> None:
 # ---- slices over two processes ----
 
 
-def logits_and_refusal(target: str, out: str) -> None:
-    """What the leader runs in the test below: logits of a text, and what a draft of the target's layers says."""
+def what_the_leader_computes(target: str, out: str) -> None:
+    """Runs in the first process of the test below: logits, sampled texts, and what drafts of the target's layers say."""
     sliced = load_target(PlacementConfig("tensor_parallel"), target, "cpu")
-    with torch.no_grad():
-        logits = sliced.decoder.model(torch.arange(12, 40)[None], use_cache=False).logits
-    torch.save(logits, out)
     with pytest.raises(UserError, match="leave placement.kind at single"):
         sliced.decoder.first_layers(1)
+    Path(out).write_text(json.dumps(logits_and_texts(sliced)))
+
+
+def logits_and_texts(target: Target) -> dict[str, list[Any]]:
+    """Logits of a text, and texts of ragged prompts in refilled rows, some of which are longer than one bucket."""
+    tokens = [list(range(12, 12 + n)) for n in (28, 3, 150, 7, 40)]
+    with torch.no_grad():
+        logits = target.decoder.model(torch.tensor(tokens[:1]), use_cache=False).logits
+    sampling = SamplingParams(1.0, top_p=0.9)
+    found = decode(target, None, tokens, max_new_tokens=16, sampling=sampling, rows=2)
+    return {"logits": logits.tolist(), "texts": [output.output_ids for output in found]}
 
 
 @pytest.mark.slow
-def test_logits_of_two_slices_are_those_of_the_whole(world: World, tmp_path: Path) -> None:
-    """Bug: heads, the products or the bias of a slice are counted twice or not at all."""
-    out = tmp_path / "logits"
+def test_two_slices_compute_what_the_whole_does(world: World, tmp_path: Path) -> None:
+    """Bug: heads or biases of a slice are counted twice or not at all, or K/V of refilled rows differ."""
+    out = tmp_path / "found"
     done = worlds.run("tests/decode/distributed/run_sliced.py", world.target, out, processes=2)
     assert done.code == 0, done.err
-    whole = loading.load_target(str(world.target), "cpu").decoder.model
-    with torch.no_grad():
-        wanted = whole(torch.arange(12, 40)[None], use_cache=False).logits
-    torch.testing.assert_close(torch.load(out, weights_only=True), wanted, atol=1e-5, rtol=0)
-
-
-@pytest.mark.slow
-def test_two_slices_sample_the_texts_of_one_process(
-    world: World, data: Path, tmp_path: Path
-) -> None:
-    """Bug: K/V of refilled rows, chunks or roll-back differ between processes, or a text is written twice."""
-    out = tmp_path / "out"
-    sources = json.dumps([{"kind": "file", "path": str(world.prompts)}])
-    words = ["--target", world.target, "--sources", sources, "--out", out, *SAMPLE]
-    done = worlds.run("train/sample.py", *words, *SLICED, processes=2)
-    assert done.code == 0, done.err
-    assert rows_of(out) == rows_of(data)
+    found, wanted = (
+        json.loads(out.read_text()),
+        logits_and_texts(loading.load_target(str(world.target), "cpu")),
+    )
+    assert found["texts"] == wanted["texts"]
+    torch.testing.assert_close(
+        torch.tensor(found["logits"]), torch.tensor(wanted["logits"]), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.slow
