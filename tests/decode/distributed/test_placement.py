@@ -168,7 +168,7 @@ def test_plans_keep_both_ends_whole() -> None:
 
 
 def what_the_leader_computes(target: str, out: str) -> None:
-    """Runs in the first process of the test below: logits, sampled texts, and what drafts of the target's layers say."""
+    """Runs in the first process of the test below: logits, texts, and what drafts of the target's layers say."""
     sliced = load_target(PlacementConfig("tensor_parallel"), target, "cpu")
     with pytest.raises(UserError, match="leave placement.kind at single"):
         sliced.decoder.first_layers(1)
