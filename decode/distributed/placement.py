@@ -1,6 +1,9 @@
 """Where a target's weights are: the setting `placement` of the commands, and the target that it gives."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,11 +35,9 @@ class PlacementConfig:
     """device_map: GiB of weights that devices may hold, in the order in which they are filled, such as
     '{cuda:0: 10, cuda:1: 70, cpu: 200}'; what fits nowhere stays on disk. The first one holds embedding and LM head.
     Empty: 40 % of what is free on the first device, where the draft is as well, and 80 % on the others."""
-    offload_folder: str = "outputs/offloaded"
-    """device_map: folder for weights on disk that must be converted first; others are read from the target's files."""
-
-
-SINGLE = PlacementConfig()
+    offload_folder: str = ""
+    """device_map: folder for weights on disk that must be converted first, such as experts that are stacked; others are
+    read from the target's files. Empty: a temporary one, which is deleted at the end."""
 
 
 def run_placed(s: PlacementConfig, run: Callable[[], None]) -> None:
@@ -126,8 +127,15 @@ def load_over_devices(
         folder,
         config=config,
         device_map=layer_map.device_map(config, settings["dtype"], room),
-        offload_folder=s.offload_folder,
+        offload_folder=s.offload_folder or temporary_folder(),
         output_loading_info=True,
         **settings,
     )
     return result
+
+
+def temporary_folder() -> str:
+    """A new empty folder, which is deleted when Python ends."""
+    folder = tempfile.mkdtemp(prefix="draftsmith-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

@@ -1,4 +1,4 @@
-"""python run_sliced.py TARGET OUT, in several processes: `what_the_leader_computes` of test_placement.py in the first."""
+"""python run_sliced.py TARGET OUT, in several processes: the first calls what_the_leader_computes of test_placement."""
 
 import os
 import sys
