@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 from decode.common.errors import UserError
 from decode.distributed import tensor_parallel
@@ -21,6 +21,7 @@ from decode.distributed.tensor_parallel import send
 from decode.model import attention
 from decode.model.attention import DocumentMask
 from decode.model.kv_cache import StaticKVCache
+from decode.model.layer_stack import decoder_config
 from decode.model.runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ class PassSender:
 
     def __init__(self, model: Any, number: int):
         """`number` is what the followers know the model by."""
-        self.number, self.layers = number, model.base_model
+        self.number, self.layers, self.config = number, model.base_model, decoder_config(model)
         self.caches: weakref.WeakKeyDictionary[Cache, int] = weakref.WeakKeyDictionary()
         self.made = 0  # caches so far
         self.layers.register_forward_pre_hook(self.send_pass, with_kwargs=True)
@@ -69,8 +70,13 @@ class PassSender:
             self.made += 1
         return self.caches[cache]
 
-    def send_pass(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Sends the inputs of a pass. UserError for one that the followers cannot compute their parts of."""
+    def send_pass(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Sends the inputs of a pass and returns them, with a cache where the pass fills one.
+
+        UserError for a pass of which the followers cannot compute their parts.
+        """
         if module is not self.layers or torch.is_grad_enabled():
             raise UserError(
                 "placement.kind tensor_parallel: this draft needs a part of the target's layers or gradients, but "
@@ -78,6 +84,10 @@ class PassSender:
             )
         inputs = dict(kwargs)
         cache: Cache | None = inputs.pop("past_key_values", None)
+        if cache is None and inputs.get("use_cache") is not False:
+            cache = DynamicCache(
+                config=self.config
+            )  # or the layers would make one without a number
         number = None if cache is None else self.cache_number(cache)
         slots = slot_arguments(cache) if isinstance(cache, StaticKVCache) else None
         mask = attention.CONTEXT.mask
@@ -95,6 +105,7 @@ class PassSender:
                 documents,
             )
         )
+        return args, {**inputs, "past_key_values": cache}
 
 
 class LeadingRunner(ModelRunner):
@@ -102,20 +113,19 @@ class LeadingRunner(ModelRunner):
 
     can_compile = False
 
-    def __init__(self, model: Any, number: int):
-        self.number = number
-        self.sender = PassSender(model, number)
+    def __init__(self, model: Any, sender: PassSender):
+        self.sender = sender
         super().__init__(model)
 
     def prepare_model(self) -> None:
         """As of any runner; the followers do the same with their parts."""
         super().prepare_model()
-        send(("prepare", self.number))
+        send(("prepare", self.sender.number))
 
     def compact_kv_cache(self, base: torch.Tensor, path: torch.Tensor) -> None:
         """As of any runner; the followers do the same in their parts of the K/V cache."""
         cache = self.sender.cache_number(self.cache)
-        send(("compact", self.number, cache, base.cpu(), path.cpu()))
+        send(("compact", self.sender.number, cache, base.cpu(), path.cpu()))
         super().compact_kv_cache(base, path)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from decode.common.errors import UserError
 from decode.common.ranges import at_least
 from decode.distributed import layer_map
-from decode.distributed.leader import LeadingRunner, lead
+from decode.distributed.leader import LeadingRunner, PassSender, lead
 from decode.distributed.tensor_parallel import LAUNCH, load_sharded, send
 from decode.model import loading
 from decode.model.loading import Target
@@ -73,9 +73,11 @@ def load_target(
         raise UserError(
             f"placement.kind {s.kind}: a server has the target's layers (states.url): leave it at single"
         )
-    number = LAUNCH.models
     model = load_model(s, name, "target", device, dtype, revision)
-    decoder = LeadingRunner(model, number) if s.kind == "tensor_parallel" else ModelRunner(model)
+    if s.kind == "tensor_parallel":
+        decoder: ModelRunner = LeadingRunner(model, LAUNCH.senders[-1])
+    else:
+        decoder = ModelRunner(model)
     decoder.can_compile = False
     return loading.load_target(name, device, dtype, revision, decoder=decoder)
 
@@ -97,8 +99,9 @@ def load_model(
         raise UserError("placement.kind tensor_parallel: this command runs in one process only")
     settings: dict[str, Any] = {"name": name, "what": what, "dtype": dtype, "revision": revision}
     send(("load", settings))
-    LAUNCH.models += 1
-    return load_part(**settings)
+    model = load_part(**settings)
+    LAUNCH.senders.append(PassSender(model, len(LAUNCH.senders)))
+    return model
 
 
 def load_part(name: str, what: str, dtype: str, revision: str | None) -> Any:

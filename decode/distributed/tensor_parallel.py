@@ -8,7 +8,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -37,8 +37,8 @@ class Launch:
 
     messages: dist.ProcessGroup | None = None
     """The group over which the leader tells the others what to do; None: this is a run of one process."""
-    models: int = 0
-    """How many models were loaded so far; a model's number is how many were loaded before it."""
+    senders: list[Any] = field(default_factory=list)
+    """Of the leader: what tells the others about passes, for each model in the order in which they were loaded."""
 
 
 LAUNCH = Launch()

@@ -53,10 +53,14 @@ def with_layers(model: Any, layers: Sequence[int]) -> Any:
     return with_module(model, name, torch.nn.ModuleList([stack[i] for i in layers]))
 
 
+def is_whole(module: torch.nn.Module) -> bool:
+    """Whether this process holds all weights of `module`: neither slices of them, nor hooks that fetch them."""
+    return not any(weight.is_meta or isinstance(weight, DTensor) for weight in module.parameters())
+
+
 def check_whole(layers: Sequence[torch.nn.Module]) -> None:
-    """UserError for layers of which this process holds a part only, or whose weights are on disk."""
-    weights = [weight for layer in layers for weight in layer.parameters()]
-    if any(weight.is_meta or isinstance(weight, DTensor) for weight in weights):
+    """UserError for layers that are not `is_whole`."""
+    if not all(is_whole(layer) for layer in layers):
         raise UserError(
             "this draft is made of the target's own layers, which placement spreads over processes or keeps on disk: "
             "leave placement.kind at single, or choose another draft"

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from decode.common.errors import UserError
 from decode.model.hidden_states import HiddenStateSpec
-from decode.model.layer_stack import layer_stack_name
+from decode.model.layer_stack import is_whole, layer_stack_name
 from decode.model.loading import Target
 from train.data import batching
 from train.data.batching import Batch
@@ -194,7 +193,7 @@ def weights_digest(model: Any) -> str:
     Of a target whose layers are not whole in this process (decode/distributed) only the rest is read.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
-    if any(value.is_meta or isinstance(value, DTensor) for _, value in named):
+    if not is_whole(model):
         layers = f"{layer_stack_name(model)}."
         named = [(name, value) for name, value in named if not name.startswith(layers)]
     sha = hashlib.sha256()
