@@ -13,6 +13,7 @@ rejected token or as the bonus token after a fully accepted draft (Leviathan et 
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from decode.common.errors import UserError
 from decode.common.files import read_text
 from decode.common.ranges import Count, DraftLength, MatchLength, Seed, Share
 from decode.constraints.grammar import ConstraintConfig, build_matcher
+from decode.distributed.placement import PlacementConfig, load_target, run_placed
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig
 from decode.drafts.mirror.mirror_draft import MirrorConfig
 from decode.drafts.registry import add_lookup, make_adaptive, make_mirror, pick_draft
@@ -36,7 +38,7 @@ from decode.engine.active_request import check_draft_length
 from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
-from decode.model.loading import Target, load_target
+from decode.model.loading import Target
 from decode.model.vision.image_prompts import ImagePrompt, encode_image_prompt, load_processor
 from decode.verification.sampling import SamplingParams
 
@@ -94,6 +96,7 @@ class GenerateConfig:
     dtype: str = "float32"
     """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao), for
     the target and the draft."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     rejected: bool = True
     """Show rejected tokens too. They are never shown outside a terminal."""
 
@@ -149,6 +152,10 @@ def read_prompt(target: Target, text: str, images: list[str]) -> ImagePrompt:
 
 
 def main(s: GenerateConfig) -> None:
+    run_placed(s.placement, partial(generate, s))
+
+
+def generate(s: GenerateConfig) -> None:
     """Decodes the prompt and prints the text as it is generated. UserError for a missing prompt."""
     if s.prompt and s.prompt_file:
         raise UserError("give --prompt or --prompt_file, not both")
@@ -160,7 +167,7 @@ def main(s: GenerateConfig) -> None:
         raise UserError("give --prompt TEXT or --prompt_file FILE")
     if (s.swift != SwiftConfig() or s.state) and s.draft != "swift":
         raise UserError("swift and state are settings of --draft swift")
-    target = load_target(s.target, s.device, s.dtype, s.revision)
+    target = load_target(s.placement, s.target, s.device, s.dtype, s.revision)
     check_draft_length(target, s.k)
     draft = (
         open_search(target, s.swift, s.state)

@@ -99,7 +99,8 @@ class SpeculativeEngine:
             raise UserError(f"no mode {mode!r}; there are {', '.join(MODES)}")
         if mode != "eager" and not target.decoder.can_compile:
             raise UserError(
-                f"mode {mode} is for causal targets with attention alone: choose eager for target {target.name!r}"
+                f"mode {mode} is for causal targets with attention alone on one device: choose eager for target "
+                f"{target.name!r}"
             )
         if mode == "graph" and (self.device.type != "cuda" or self.on_host):
             raise UserError("mode graph needs a CUDA device and a draft that proposes on it")

@@ -173,11 +173,11 @@ def attention_forward(
         )
     else:
         if given is not None:
-            mask = given.mask(sliding_window, groups)
+            mask = given.mask(sliding_window, groups).to(query.device)
         elif slots is None or slots.is_prefill:
             mask = _causal_mask(count, sliding_window, query.device).repeat(groups, 1)[None, None]
         else:
-            mask = slots.mask(sliding_window, groups)
+            mask = slots.mask(sliding_window, groups).to(query.device)
         out = _masked_attention(packed, key, value, mask, scaling, softcap, s_aux)
     out = out.reshape(rows, heads, count, value.shape[-1])
     return out.transpose(1, 2).contiguous(), None

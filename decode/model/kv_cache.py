@@ -150,7 +150,8 @@ class SlotMapping:
 class StaticKVLayer(CacheLayerMixin):
     """The K/V buffers of one layer, each [B, Hkv, S, D]: a head's slots lie one after the other, as products want them.
 
-    They are written by index_put, which compilers do in place.
+    They are written by index_put, which compilers do in place. They are on the device of the layer's states, which may
+    be another than that of the slots if a target's layers are on several.
     """
 
     is_compileable, is_sliding = True, False
@@ -176,9 +177,10 @@ class StaticKVLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slots, keys, values = self.slots, self.keys, self.values
-        row = slots.all_rows if slots.row is None else slots.row
-        keys[row[:, None], :, slots.write_slots] = key_states.transpose(1, 2)
-        values[row[:, None], :, slots.write_slots] = value_states.transpose(1, 2)
+        row = (slots.all_rows if slots.row is None else slots.row).to(keys.device)
+        write_slots = slots.write_slots.to(keys.device)
+        keys[row[:, None], :, write_slots] = key_states.transpose(1, 2)
+        values[row[:, None], :, write_slots] = value_states.transpose(1, 2)
         if slots.is_prefill:
             return key_states, value_states  # causal attention among them
         keys, values = keys[:, :, : len(slots.slot)], values[:, :, : len(slots.slot)]
@@ -186,7 +188,8 @@ class StaticKVLayer(CacheLayerMixin):
 
     def compact_path(self, base: torch.Tensor, path: torch.Tensor) -> None:
         """Moves slots base + path [B, P] to base + 0..P-1. They overlap, so all are gathered before any is written."""
-        row = self.slots.all_rows[:, None]
+        base, path = base.to(self.keys.device), path.to(self.keys.device)
+        row = self.slots.all_rows.to(self.keys.device)[:, None]
         source = base[:, None] + path
         sink = base[:, None] + torch.arange(path.shape[1], device=path.device)
         for buffer in (self.keys, self.values):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from decode.common.errors import UserError
 
@@ -48,11 +49,27 @@ def layer_stack_name(model: Any) -> str:
 def with_layers(model: Any, layers: Sequence[int]) -> Any:
     """A copy of `model` that has only these of its decoder layers, and shares all weights and the config with it.
 
-    Models look up a layer's type and its K/V cache by its index: layers keep their indices here.
+    Models look up a layer's type and its K/V cache by its index: layers keep their indices here. UserError as from
+    `check_whole`.
     """
     name = layer_stack_name(model)
     stack = model.get_submodule(name)
+    check_whole([stack[i] for i in layers])
     return with_module(model, name, torch.nn.ModuleList([stack[i] for i in layers]))
+
+
+def is_whole(module: torch.nn.Module) -> bool:
+    """Whether this process holds all weights of `module`: neither slices of them, nor hooks that fetch them."""
+    return not any(weight.is_meta or isinstance(weight, DTensor) for weight in module.parameters())
+
+
+def check_whole(layers: Sequence[torch.nn.Module]) -> None:
+    """UserError for layers that are not `is_whole`."""
+    if not all(is_whole(layer) for layer in layers):
+        raise UserError(
+            "this draft is made of the target's own layers, which placement spreads over processes or keeps on disk: "
+            "leave placement.kind at single, or choose another draft"
+        )
 
 
 def renumber_layers(model: Any, layers: Sequence[int]) -> None:

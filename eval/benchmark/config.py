@@ -19,6 +19,7 @@ from decode.common.ranges import (
     at_least,
 )
 from decode.constraints.grammar import ConstraintConfig, is_constrained
+from decode.distributed.placement import PlacementConfig
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig, Milliseconds
 from decode.drafts.mirror.mirror_draft import MirrorConfig
 from decode.drafts.self_speculation.swift_search import SwiftConfig
@@ -153,6 +154,7 @@ class EvalConfig:
     dtype: str = "float32"
     """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao).
     Losslessness to the token is a property of computing in float32."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     seed: Seed = 0
     out: str = "outputs/eval"
     """Folder for the report. A run that was stopped goes on where it stopped."""

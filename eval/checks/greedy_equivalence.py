@@ -8,11 +8,12 @@ these passes is off by at least the whole gap: then rounding alone can swap the 
 
 So what counts is the rounding of this pair at this place, and not the largest one over the vocabulary, by which many
 second-best tokens would pass in bf16. The passes are those of transformers' own code, because a bug of this decoder
-could make its own rounding look large.
+could make its own rounding look large. Of a target that this process does not hold whole (decode/distributed) the gap
+is computed in the model's own type as well, by one pass over the whole text.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from decode.model.encoder_decoder.plain_passes import (
     run_decoder,
     start_id,
 )
+from decode.model.layer_stack import is_whole
 from decode.model.loading import Target
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import trim_at_stop
@@ -169,7 +171,7 @@ def measure_pair(
         logits = logits_after(model, ids, start, width, **arguments)
         return float(logits[pair[0]] - logits[pair[1]])
 
-    with wider_precision(model):
+    with wider_precision(model) if is_whole(model) else nullcontext():
         exact = gap(len(ids), 1)
     apart = max(
         1, start - 1

@@ -7,7 +7,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from decode.common.errors import UserError, first_line
 from decode.model.compatibility import logits_agree
-from decode.model.encoder_decoder.encoded_prompts import EncodedPrompts, write_slots
+from decode.model.encoder_decoder.encoded_prompts import EncodedPrompts
 from decode.model.encoder_decoder.plain_passes import start_id
 from decode.model.encoder_decoder.ragged_positions import RaggedPositionBias
 from decode.model.hidden_states import HiddenStateSpec
