@@ -52,7 +52,9 @@ from train.teacher.live import TeacherOutput, compute_hidden_states
 class Causal(FamilyTrainer):
     """Trains a small language model: a given one, chosen layers of the target, or one with random weights."""
 
-    settings = frozenset({"init", "layers", "init_config", "lora_rank", "vocab"})
+    settings = frozenset(
+        {"init", "layers", "init_config", "lora_rank", "vocab", "activation_checkpointing"}
+    )
     description = "a small language model"
     hub_tag = "assisted-generation"
     is_language_model = True
@@ -121,6 +123,8 @@ class TrainableCausal(TrainableDraft):
         check_same_kind(self.lm, target)
         if not self.lm.config.is_encoder_decoder:
             self.lm.set_attn_implementation(attention.ATTENTION_NAME)
+        if config.activation_checkpointing:
+            attention.recompute_layers(self.lm)
         self.adapters = None
         if config.lora_rank:
             self.adapters = LoraAdapters(self.lm, config.lora_rank, config.init)

@@ -16,6 +16,7 @@ from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
 from decode.model.hidden_states import HiddenStateSpec, LMHead, check_taps
 from decode.model.loading import Target
+from decode.model.masking.blocks import recomputed, run_now
 from train.data import batching, vocab_mapping
 from train.data.batching import Batch
 from train.families.alignment import Alignment
@@ -55,7 +56,7 @@ DEFAULT_VOCAB = 32_000
 class Eagle1(FamilyTrainer):
     """Trains an EAGLE-1 head: one layer that predicts the target's next final hidden state."""
 
-    settings = frozenset({"init"})
+    settings = frozenset({"init", "activation_checkpointing"})
     description = "an EAGLE-1 head"
     hub_tag = "eagle"
 
@@ -74,7 +75,9 @@ class Eagle1(FamilyTrainer):
 class Eagle3(FamilyTrainer):
     """Trains an EAGLE-3 head: one layer on fused hidden states of three layers, by training-time test."""
 
-    settings = frozenset({"init", "steps", "vocab", "taps", "width", "norms"})
+    settings = frozenset(
+        {"init", "steps", "vocab", "taps", "width", "norms", "activation_checkpointing"}
+    )
     description = "an EAGLE-3 head"
     hub_tag = "eagle3"
 
@@ -171,9 +174,12 @@ class EagleTrainer(nn.Module):
         criterion: Criterion,
         weights: LossWeights,
         steps: int,
+        recompute: bool = False,
     ):
+        """`recompute`: of each pass of the layer only inputs are kept, and backward computes the rest again."""
         super().__init__()
         self.net, self.head, self.steps = net, head, steps
+        self.run = recomputed if recompute else run_now
         self.criterion, self.weights = criterion, weights
         self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised
 
@@ -214,12 +220,10 @@ class EagleTrainer(nn.Module):
         start = self.net.init_state(features.to(dtype))
         embeds = self.net.embed(first.token, self.embedding).to(dtype)
         # Only supervised slots go through the layer; of the others only keys and values are needed.
-        keys, values = self.net.keys_values(start, embeds, first.position)
+        keys, values = self.run(self.net.keys_values, start, embeds, first.position)
         slots = valid_slot_indices(first.valid)
         row = torch.arange(len(slots), device=slots.device)[:, None]
-        numbers = batch.documents
-        same = None if numbers is None else numbers[row, slots][..., None] == numbers[:, None]
-        attend = TestTimeAttention(keys, values, slots, same)
+        attention = TestTimeAttention(keys, values, slots, batch.documents)
         index = torch.zeros_like(first.position)  # of each slot among the supervised ones
         index[row, slots] = torch.arange(slots.shape[1], device=slots.device)
         state = start[row, slots]
@@ -227,7 +231,8 @@ class EagleTrainer(nn.Module):
         for j in range(self.steps):
             at = places.step(j)
             embeds = self.net.embed(at.token[row, slots], self.embedding).to(dtype)
-            state = self.net.step(state, embeds, at.position[row, slots], attend)
+            position, attend = at.position[row, slots], attention.step(j)
+            state = self.run(self.net.step, state, embeds, position, attend)
             states.append(state[rows.batch, rows.values_at_slots(index, j)])
         return torch.stack(states, 1)
 
@@ -259,8 +264,8 @@ class TrainableEagle(TrainableDraft):
         steps: int,
     ) -> nn.Module:
         """The module that computes the loss; `head` gives the target's logits of the teacher's rows."""
-        weights = context.config.weights
-        return self.trainer(self.net, head, embedding, context.criterion(), weights, steps)
+        weights, again = context.config.weights, context.config.draft.activation_checkpointing
+        return self.trainer(self.net, head, embedding, context.criterion(), weights, steps, again)
 
     def to_draft(self) -> Draft:
         return EagleDraft(self.net, self.target, self.name)
