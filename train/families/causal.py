@@ -92,7 +92,12 @@ class Causal(FamilyTrainer):
             parameters_per_pass=0,
             passes_per_slot=1,
             head_is_frozen=s.lora_rank > 0,
+            recompute=s.activation_checkpointing,
         )
+
+
+KEPT_INPUT, KEPT_BESIDE = 4, 14
+"""Bytes per token and hidden size that are kept of a layer that is recomputed, and of all else but layers."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +106,14 @@ class CausalShape(DraftShape):
 
     recomputes_logits: ClassVar[bool] = False
     saved_in_float32: ClassVar[bool] = True
+    recompute: bool = False
+    """Of each layer only the input is kept (draft.activation_checkpointing)."""
 
     def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
         tokens = load.micro_batch * load.max_tokens
+        if self.recompute:  # the inputs, and all of one layer at a time
+            kept = (KEPT_INPUT * self.layers + KEPT_BESIDE) * self.hidden
+            return scale * tokens * (kept + layer_activation_bytes(self))
         return scale * tokens * self.layers * layer_activation_bytes(self)
 
     def attention_flops(self, load: StepWorkload) -> float:

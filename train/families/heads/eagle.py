@@ -69,7 +69,10 @@ class Eagle1(FamilyTrainer):
         with torch.device("meta"):
             net = Eagle1Model(llama_config(config), lambda states: states)
         # its fc is passed by every token, and once more by every slot
-        return eagle_shape(net, config, vocab, 1, count_parameters(net.fc), bytes_per_hidden=4)
+        return eagle_shape(
+            net, config, vocab, 1, count_parameters(net.fc),
+            bytes_per_hidden=4, recompute=s.activation_checkpointing,
+        )  # fmt: skip
 
 
 class Eagle3(FamilyTrainer):
@@ -99,7 +102,12 @@ class Eagle3(FamilyTrainer):
         return eagle_shape(
             net, config, size, s.steps, 0,
             bytes_per_hidden=33, target_states=4, target_state_copies=3,
+            recompute=s.activation_checkpointing,
         )  # fmt: skip
+
+
+KEPT_KEYS, KEPT_INPUTS = 14, 8
+"""Bytes per token and hidden size, in bf16, that are kept of the keys and of each pass when both are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,8 @@ class EagleShape(DraftShape):
 
     bytes_per_hidden: int = 4
     """Bytes per token and hidden size that autograd keeps of the keys of every token, in bf16."""
+    recompute: bool = False
+    """Of the keys and of each pass only the inputs are kept (draft.activation_checkpointing)."""
 
     def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
         tokens = load.micro_batch * load.max_tokens
@@ -118,6 +128,11 @@ class EagleShape(DraftShape):
         kept = 2 if load.max_supervised_tokens > BLOCK else self.passes_per_slot
         keys = tokens * self.bytes_per_hidden * self.hidden
         layer = slots * self.passes_per_slot * layer_activation_bytes(self)
+        if self.recompute:
+            kept = 2
+            keys = tokens * KEPT_KEYS * self.hidden
+            inputs = slots * self.passes_per_slot * KEPT_INPUTS * self.hidden
+            layer = inputs + slots * layer_activation_bytes(self)  # one pass at a time
         return scale * (keys + layer + load.micro_batch * kept * scores * block)
 
     def attention_flops(self, load: StepWorkload) -> float:
