@@ -12,7 +12,7 @@ WARM_UPS = 3
 
 
 @cache
-def graph_pool() -> tuple[int, int]:
+def graph_pool() -> Any:
     """The memory pool of all graphs of this process: a graph for another batch takes the memory that others left.
 
     Graphs that share a pool may only be replayed one after the other, as the rounds of engines are.

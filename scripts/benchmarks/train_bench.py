@@ -303,7 +303,7 @@ def measured_apart(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any
         "--activation_checkpointing", str(s.activation_checkpointing).lower(),
     ]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=not s.lengths)
-    cell = {"family": family, "size": size, "attention": s.attention[0]}
+    cell: dict[str, Any] = {"family": family, "size": size, "attention": s.attention[0]}
     cell |= {"length": batch_shape(size, s)["length"]}
     cell |= {"estimated_bytes": estimated_bytes(family, size, s, mixed=False)}
     return cell | (json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {})
