@@ -20,7 +20,7 @@ from decode.model.kv_cache import SplitKVMetadata
 BLOCK = 64
 """Keys that a program loads at once."""
 TILE = 64
-"""Queries of one program at most: more do not fit into its registers and shared memory."""
+"""Queries of one program at most, for heads of up to 128 numbers: more do not fit into shared memory."""
 TARGET_PROGRAMS = 264
 """Number of programs to launch at least: two for each of the 132 multiprocessors of an H100 or H200."""
 
@@ -138,7 +138,8 @@ def split_kv_attention(
     out_width = values.shape[3]
     count = metadata.seen.shape[1]
     words = 0 if metadata.tail is None else metadata.tail.shape[2]
-    tile = min(TILE, max(16, triton.next_power_of_2(queries)))
+    largest = max(16, TILE * 128 // max(128, triton.next_power_of_2(width)))
+    tile = min(largest, max(16, triton.next_power_of_2(queries)))
     tiles = -(-queries // tile)
     parts = max(1, -(-TARGET_PROGRAMS // (rows * heads * tiles)))
     part = query.new_empty(rows, heads, parts, queries, out_width, dtype=torch.float32)
