@@ -49,7 +49,7 @@ class LoraCopyConfig:
     """Last rows of the file, on which the loss is measured and nothing is trained."""
     steps: Count = 200
     batch_size: Count = 8
-    """Answers a step."""
+    """AnswerDataset a step."""
     lr: LearningRate = 1e-3
     """Peak learning rate; it falls linearly to zero."""
     rank: Count = 16
@@ -65,7 +65,7 @@ class LoraCopyConfig:
     """Delete what an earlier run left in `out` and train again."""
 
 
-class Answers(Dataset[Example]):
+class AnswerDataset(Dataset[Example]):
     """Rows of token ids; labels are the answer's ids with the token that ends it."""
 
     def __init__(self, rows: Sequence[dict[str, Any]], tokenizer: Any, s: LoraCopyConfig):
@@ -122,8 +122,8 @@ def tune(s: LoraCopyConfig, folder: Path) -> dict[str, Any]:
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=Answers(rows[: -s.held_out], tokenizer, s),
-        eval_dataset=Answers(rows[-s.held_out :], tokenizer, s),
+        train_dataset=AnswerDataset(rows[: -s.held_out], tokenizer, s),
+        eval_dataset=AnswerDataset(rows[-s.held_out :], tokenizer, s),
         data_collator=DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED_LABEL),
     )
     before = trainer.evaluate()["eval_loss"]

@@ -1,17 +1,17 @@
-"""scripts/experiments/compare_samples.py: equal laws pass, other lengths, tokens or ends are found."""
+"""scripts/compare_samples.py: equal laws pass, other lengths, tokens or ends are found."""
 
 import numpy as np
 import pytest
 
-from scripts.experiments.compare_samples import Answers, compare, select
+from scripts.compare_samples import SampledAnswers, compare, select
 
 N = 400
 
 
 def drawn(
     seed: int, *, stop: float = 0.05, skew: float = 1.0, longest: int = 60, cut: float = 0.0
-) -> Answers:
-    """Answers to N prompts: geometric lengths, tokens whose law depends on the prompt, a share `cut` called cut."""
+) -> SampledAnswers:
+    """To N prompts: geometric lengths, tokens whose law depends on the prompt, a share `cut` called cut."""
     rng = np.random.default_rng(seed)
     lengths = rng.geometric(stop, N).clip(1, longest)
     weights = np.arange(1, 21.0) ** -skew
@@ -20,7 +20,7 @@ def drawn(
         law = np.roll(weights, i % 3)
         tokens.append(rng.choice(20, length, p=law / law.sum()))
     ended = ((lengths < longest) & (rng.random(N) >= cut)).astype(float)
-    return Answers([str(i) for i in range(N)], lengths, ended, tokens)
+    return SampledAnswers([str(i) for i in range(N)], lengths, ended, tokens)
 
 
 def test_equal_laws_give_uniform_p_values() -> None:
