@@ -29,6 +29,7 @@ from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, Seed
 from decode.distributed.placement import PlacementConfig, load_target, run_placed
 from decode.drafts.base import METADATA_FILE, MODEL_FILES, check_request, check_saved_draft
+from decode.model import attention
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from train.data import batching, manifest, mixture, sample_store
@@ -180,10 +181,19 @@ def init_accelerator(s: DistillConfig) -> Accelerator:
         on_policy.check_supported(s.on_policy, s.draft.family, s.features, accelerator.is_fsdp2)
         check_states_server(s)
         check_placement(s)
+        check_attention(s, state.device.type)
         if s.publish.repo:
             check_upload_possible(s.publish.repo)
     sharding.configure_accelerator(accelerator, s.loop)
     return accelerator
+
+
+def check_attention(s: DistillConfig, device_type: str) -> None:
+    """UserError for a way to attend that this device does not have."""
+    if s.draft.attention == "flex" and device_type != "cuda":
+        raise UserError(
+            f"draft.attention flex needs CUDA, and this is {device_type}: choose blockwise, in as little memory"
+        )
 
 
 def check_states_server(s: DistillConfig) -> None:
@@ -402,20 +412,21 @@ def train_draft(s: DistillConfig) -> None:
     estimated: dict[str, float] = {}
     for name in family_trainer(s.draft.family).unused_settings(s.draft):
         console.print(f"draft.{name} is not used by family {s.draft.family}")
-    with collective.raise_on_all_ranks(accelerator), report_out_of_memory(OUT_OF_MEMORY_ADVICE):
+    with attention.training_attention(s.draft.attention):
+        with collective.raise_on_all_ranks(accelerator), report_out_of_memory(OUT_OF_MEMORY_ADVICE):
+            if s.dry_run:
+                mixed = accelerator.mixed_precision == "bf16"
+                table, estimated = estimate_resources(s, accelerator.num_processes, mixed)
+                console.print(table)
+            s, parts = load_components(s, accelerator)
         if s.dry_run:
-            mixed = accelerator.mixed_precision == "bf16"
-            table, estimated = estimate_resources(s, accelerator.num_processes, mixed)
-            console.print(table)
-        s, parts = load_components(s, accelerator)
-    if s.dry_run:
-        measured = run_dry_run(s, accelerator, parts, console)
-        if accelerator.is_main_process:
-            print(json.dumps({"dry_run": True, "estimated": estimated, "measured": measured}))
-    else:
-        run = collective.open_run(accelerator, s.out, s, COMMAND, OWNED_FILES, input_paths(s))
-        with run as resumed:
-            distill(s, accelerator, parts, console, resumed)
+            measured = run_dry_run(s, accelerator, parts, console)
+            if accelerator.is_main_process:
+                print(json.dumps({"dry_run": True, "estimated": estimated, "measured": measured}))
+        else:
+            run = collective.open_run(accelerator, s.out, s, COMMAND, OWNED_FILES, input_paths(s))
+            with run as resumed:
+                distill(s, accelerator, parts, console, resumed)
 
 
 if __name__ == "__main__":

@@ -51,8 +51,10 @@ from decode.verification.sampling import (
 BUCKET = 128
 """Eager buffers hold a multiple of this many slots a row and grow with the rows; attention reads as many of them as the
 longest row needs."""
-MODES = ("eager", "compiled", "graph")
+MODES = ("eager", "captured", "compiled", "graph")
 """Names for the `mode` of an engine."""
+COMPILED, CAPTURED = ("compiled", "graph"), ("captured", "graph")
+"""Modes that run inductor's kernels, and modes that replay a round as one CUDA graph."""
 
 
 class SpeculativeEngine:
@@ -61,7 +63,8 @@ class SpeculativeEngine:
     `k` is the number of drafted tokens of a chain, or of levels of a tree, in a round. `rule` names a verification rule
     (decode/verification/registry.py): a lossless one emits text that follows the target's distribution under
     `sampling`. `mode` "eager" runs anywhere; "compiled" compiles for a minute or more for each new shape and is faster
-    afterwards; "graph" also runs each round as one CUDA graph, which needs a draft that proposes on the device.
+    afterwards. Two modes run each round as one CUDA graph, which needs a draft that proposes on the device: "captured"
+    the same kernels as eager ones, without any compilation, and "graph" compiled ones.
     `grammar` constrains all answers for which `speculate` is not given another.
     UserError for an unknown rule or mode, for k or `sampling` out of range, or a mode that target or draft does not
     allow.
@@ -102,8 +105,8 @@ class SpeculativeEngine:
                 f"mode {mode} is for causal targets with attention alone on one device: choose eager for target "
                 f"{target.name!r}"
             )
-        if mode == "graph" and (self.device.type != "cuda" or self.on_host):
-            raise UserError("mode graph needs a CUDA device and a draft that proposes on it")
+        if mode in CAPTURED and (self.device.type != "cuda" or self.on_host):
+            raise UserError(f"mode {mode} needs a CUDA device and a draft that proposes on it")
         if mode != "eager" and draft is not None and draft.eager_only:
             raise UserError(
                 f"draft {draft.name!r} acts in the middle of the target's pass: choose mode eager"
@@ -279,17 +282,20 @@ class SpeculativeEngine:
     def _launch_round(
         self, state: BatchState, config: StepConfig, phases: PhaseTimes | None
     ) -> AsyncHostCopy:
-        """Runs a round, through the CUDA graph in mode graph, and starts the copy of its results to the host."""
-        compiled = self.mode != "eager"
+        """Runs a round, as a CUDA graph in modes that capture one, and starts the copy of its results to the host."""
+        compiled = self.mode in COMPILED
         run = partial(run_round, self.target, self.draft, state, config, compiled=compiled)
-        if self.mode != "graph" or phases is not None:
+        if self.mode not in CAPTURED or phases is not None:
             return AsyncHostCopy(run(phases=phases))
         buffers = self._kv_buffers()
         same = [a is b for a, b in zip(self.captured_buffers, buffers, strict=False)]
         if self.graph is None or not all(same):  # a CUDA graph holds their addresses
             changed = [state.history, state.length, state.done, self.rng.draws]
-            # `begin_batch` replaces some of the draft's tensors, which the graph still needs
-            keep_alive = [] if self.draft is None else [dict(vars(self.draft))]
+            keep_alive = []
+            if self.draft is not None:
+                changed += self.draft.state_tensors()
+                # `begin_batch` replaces some of the draft's tensors, which the graph still needs
+                keep_alive = [dict(vars(self.draft))]
             self.graph, self.captured_buffers = CudaGraphRunner(run, changed, keep_alive), buffers
         return AsyncHostCopy(self.graph())
 

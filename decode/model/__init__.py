@@ -9,6 +9,7 @@
 - runner: `ModelRunner`, prefill and decode steps of one model with its K/V cache
 - kv_cache: the K/V buffers, and which slots a forward writes and sees
 - attention: the attention function that all models run with
+- masking/: masks of training, and attention under them for long samples
 - split_kv_attention: its Triton kernel for long buffers on a GPU
 - layer_stack: where the decoder layers and the final norm of a model are, and models with others
 - hidden_states: hidden states captured during a forward, and the LM head as a function

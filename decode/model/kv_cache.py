@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -36,10 +37,16 @@ class SplitKVMetadata:
     seen: torch.Tensor  # [B, T] each token attends to the slots before this one, within the window
     position: torch.Tensor  # [B, T]
     base: torch.Tensor  # [B] the slot of a tree's root
-    tail: (
-        torch.Tensor | None
-    )  # [B, T, N] bool: the tree nodes that it attends to as well, at slots base + n
+    tail: torch.Tensor | None
+    """[B, T, W] int64, 64 tree nodes a word: bit n % 64 of word n // 64 says that it attends to node n as well, which
+    is in slot base + n."""
     window: int | None
+
+
+def bit_words(bits: torch.Tensor) -> torch.Tensor:
+    """[..., ceil(N / 64)] int64 of bits [..., N]: bit n % 64 of word n // 64 is that of n."""
+    words = F.pad(bits, (0, -bits.shape[-1] % 64)).unflatten(-1, (-1, 64)).long()
+    return (words << torch.arange(64, device=bits.device)).sum(-1)  # bit 63 is the sign
 
 
 class SlotMapping:
@@ -95,7 +102,7 @@ class SlotMapping:
                 tail = self.nodes.ancestor_mask.expand(rows, -1, -1)
                 if window is not None:
                     tail = tail & (self.nodes.index_depth[..., None] - depth[:, None] < window)
-                tail = tail.contiguous()
+                tail = bit_words(tail)
             first = torch.zeros_like(self.base)
             if window is not None:
                 first = (self.position.amin(1) - window + 1).clamp_min(0)

@@ -20,11 +20,11 @@ from train.teacher.answer_states import compute_answer_states
 def compute_hidden_states(model: Any, batch: Batch, taps: HiddenStateSpec) -> Tensor:
     """Hidden states [B, T, F] of `model` at `taps`, computed for each row on its own; no logits are computed.
 
-    UserError for packed rows with gradient checkpointing: recomputation in backward would let rows attend to each
-    other; and for packed rows of a model with recurrent layers, whose states would go from one row to the next.
+    UserError for packed rows with gradient checkpointing other than `attention.recompute_layers`: recomputation in
+    backward would let rows attend to each other; and for packed rows of a model with recurrent layers, whose states
+    would go from one row to the next.
     """
-    checkpointing = any(vars(module).get("gradient_checkpointing") for module in model.modules())
-    if batch.documents is not None and checkpointing:
+    if batch.documents is not None and attention.recomputes_without_mask(model):
         raise UserError("gradient checkpointing needs unpacked rows: set loop.pack to false")
     if batch.documents is not None and has_recurrent_layers(decoder_config(model)):
         raise UserError(
