@@ -41,7 +41,7 @@ from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from scripts.engine_compat import exporters, vllm_parity
 from scripts.engine_compat.audit import naming
 from scripts.engine_compat.audit.decoding import vllm_counts
-from scripts.engine_compat.audit.draft_audit import decode_readings, verdict
+from scripts.engine_compat.audit.draft_audit import decode_readings, first_difference, verdict
 from scripts.engine_compat.checker import check_draft_files
 from scripts.engine_compat.corruptions import all_corruptions
 from scripts.engine_compat.greedy_parity import COUNTS, sum_counts
@@ -130,6 +130,7 @@ def name_causes(
     named = naming.name_causes(written, outcomes, served, findings)
     return {
         "written": naming.outcome_row(written, served),
+        "first_difference": first_difference(items, written, served),
         "decoded": [cause.about for cause in decoded],
         "named": [cause.about for cause in named],
         "evidence": [text for cause in named for text in cause.evidence],
@@ -256,7 +257,7 @@ def study(s: CorruptionStudyConfig) -> None:
             }
             if s.audit:
                 row["audit"] = name_causes(s, target, items, folder, result, findings)
-            rows.append(row)
+            rows.append(json.loads(json.dumps(row).replace(str(folder), "DRAFT")))
             save_rows(s.out, sizes, rows)
     save_rows(s.out, sizes, rows)
     table = Table("family", "corruption", "checker", "vLLM", "τ", "by position", "named")
