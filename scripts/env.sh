@@ -24,8 +24,8 @@ export TOKENIZERS_PARALLELISM=false
 # On a CPU accelerate gives a process one thread by default.
 launch="accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
 launch="$launch --num_cpu_threads_per_process $(nproc 2>/dev/null || sysctl -n hw.ncpu)"
-# What samples and trains fastest: bfloat16 where the processor or a GPU multiplies it, else float32.
-dtype=float32 precision=no
-if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo || nvidia-smi > /dev/null 2>&1; then
-  dtype=bfloat16 precision=bf16
-fi
+# What samples and trains fastest, bfloat16 or float32, in $dtype and $precision: measured once for the environment.
+pick_dtype() {
+  [ -s .venv/dtype ] || python scripts/fastest_dtype.py > .venv/dtype
+  read -r dtype precision < .venv/dtype
+}

@@ -19,6 +19,7 @@ case $code in
     configs=configs/quickstart out=outputs/quickstart drafts=eagle3 published=eagle3
     what="the shipped EAGLE-3 head learns from them"
     labels="--labels.base_model HuggingFaceTB/SmolLM2-135M-Instruct --labels.license apache-2.0"
+    pick_dtype
     fast="--dtype $dtype" train_fast="--target_dtype $dtype --mixed_precision $precision"
     prompt="Question: A baker fills 7 trays with 24 rolls each and sells 130 rolls. How many rolls are left?"
     ;;

@@ -7,6 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh
+pick_dtype
 begun=$SECONDS
 out=outputs/smollm2
 target=$(bash scripts/get_smollm2.sh)
