@@ -143,19 +143,21 @@ def _run_vllm(
     sampling: SamplingParams,
 ) -> list[EngineAnswer]:
     """vLLM's answers, from a process of its own. UserError with its message when it fails."""
-    longest = max(len(item.prompt_ids) for item in items) + s.max_new_tokens
+    prompts = [item.prompt_ids for item in items]
     speculative, k = None, 0
     if method is not None:
         path, k = next(m.draft for m in s.methods if m.name == method.name), method.k
         speculative = vllm_client.speculative_config(path, k)
     job = vllm_client.build_job(
         s.target,
-        [item.prompt_ids for item in items],
+        prompts,
         dtype=s.dtype,
         speculative=speculative,
         stops=[item.stop for item in items],
         max_new_tokens=s.max_new_tokens,
-        max_model_len=min(target.decoder.context, longest + k + 1),
+        max_model_len=min(
+            target.decoder.context, vllm_client.context_length(prompts, k, s.max_new_tokens)
+        ),
         eos=sorted(target.eos),
         sampling=sampling,
         seed=s.seed,

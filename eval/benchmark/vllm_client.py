@@ -104,6 +104,15 @@ def build_job(
     }
 
 
+def context_length(prompts: Sequence[Sequence[int]], k: int, max_new_tokens: int) -> int:
+    """The context with which vLLM drafts K tokens in each round of these prompts.
+
+    vLLM drafts for a row only where K tokens fit behind the K that it has just verified, accepted or not; elsewhere it
+    proposes token 0, and fewer tokens are accepted at the end of the longest prompt's answer.
+    """
+    return max(map(len, prompts)) + max_new_tokens + 2 * k + 1
+
+
 def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The result of each job as soon as it is done: {vllm: version, repaired, answers} or {error}.
 

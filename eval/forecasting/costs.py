@@ -179,7 +179,7 @@ def measure_vllm(
     UserError with vLLM's message if it fails.
     """
     texts = context_prompts(prompts, context)
-    longest = max(map(len, texts)) + max_new_tokens + max(speculative) + 1
+    longest = vllm_client.context_length(texts, max(speculative), max_new_tokens)
     jobs = [
         vllm_client.build_job(
             target,

@@ -6,7 +6,8 @@
 Copies of good drafts, each with one mistake that exporters are known to make, are checked (scripts/check_draft.py) and
 then used by vLLM, as are the good ones. A bad draft does not change vLLM's output and causes no error: only the
 accepted counts show it. scripts/engine_compat/corruptions.py lists the mistakes; the checker's tests run all of them.
-With --audit true the causes are named as scripts/audit.py does: by decoding here alone, and with the checker's rules.
+With --audit true the causes are named as scripts/audit.py does: by decoding here alone, and with the checker's rules;
+`summary` says how many of them are right (EXPECTED_CAUSES), and in how many good drafts a cause is named.
 """
 
 import difflib
@@ -40,10 +41,10 @@ from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from scripts.engine_compat import exporters, vllm_parity
 from scripts.engine_compat.audit import naming
 from scripts.engine_compat.audit.decoding import vllm_counts
-from scripts.engine_compat.audit.draft_audit import decode_readings, verdict
+from scripts.engine_compat.audit.draft_audit import decode_readings, first_difference, verdict
 from scripts.engine_compat.checker import check_draft_files
 from scripts.engine_compat.corruptions import all_corruptions
-from scripts.engine_compat.greedy_parity import sum_counts
+from scripts.engine_compat.greedy_parity import COUNTS, sum_counts
 from scripts.engine_compat.rules.checkpoint import Finding, read_draft, read_target
 from scripts.engine_compat.vllm_parity import VllmParityConfig
 
@@ -51,7 +52,7 @@ from scripts.engine_compat.vllm_parity import VllmParityConfig
 @dataclass
 class CorruptionStudyConfig:
     drafts: str = "outputs/compare/drafts"
-    """Folder with one good draft of each family: eagle3, eagle1, medusa."""
+    """Folder with one good draft of each family: eagle3, eagle1, medusa, and causal if it is there."""
     target: str = "assets/target"
     """The target's folder or Hub name."""
     python: str = ""
@@ -69,6 +70,21 @@ class CorruptionStudyConfig:
     """Name the cause of each damage; twelve prompts show small differences of acceptance too."""
     out: str = ""
     """File for the JSON, rewritten after each draft; drafts that it already contains are not decoded again."""
+
+
+EXPECTED_CAUSES = {
+    "tensors": (
+        "a matrix is missing", "the last norm is missing", "a tensor is renamed", "norm_before_fc", "fc_norm",
+        "a first norm", "a matrix is missing (1)", "a projection is missing",
+    ),
+    "vocabulary map": ("d2t holds ids", "d2t is one token off", "d2t is missing", "d2t in bfloat16"),
+    "taps": ("taps of the other convention", "taps for SGLang alone"),
+    "norms": ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm", "nested, flag unsaid"),
+    "rope": ("rope_parameters",),
+    "biases": ("attention_bias", "fc with a bias", "bias", "medusa_fc_bias is missing"),
+    "matrices": ("original_lm_head",),
+}  # fmt: skip
+"""{cause: the corruptions for which it is right}. A flag that asks for a norm which is not there is both."""
 
 
 def copy_draft(draft: str, out: Path) -> None:
@@ -114,10 +130,46 @@ def name_causes(
     named = naming.name_causes(written, outcomes, served, findings)
     return {
         "written": naming.outcome_row(written, served),
+        "first_difference": first_difference(items, written, served),
         "decoded": [cause.about for cause in decoded],
         "named": [cause.about for cause in named],
         "evidence": [text for cause in named for text in cause.evidence],
         "verdict": verdict(written, outcomes, served, named),
+    }
+
+
+def is_right(damage: str, causes: Sequence[str]) -> bool:
+    """Whether one of the named causes is what was done to the files."""
+    return any(damage in EXPECTED_CAUSES.get(cause, ()) for cause in causes)
+
+
+def summarize_audit(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Numbers of drafts: damaged ones that vLLM serves, damaged ones that it refuses, and good ones.
+
+    Of the damaged ones those whose cause is named by decoding alone (`decoded`) and with the rules (`named`); of the
+    good ones those in which anything is named. A draft is `spared` if vLLM serves it with the counts of the good one.
+    """
+    good = {row["family"]: row for row in rows if row["damage"] == "none"}
+    damaged = [row for row in rows if row["damage"] != "none"]
+    served = [row for row in damaged if row["vllm"] == "served"]
+    refused = [row for row in damaged if row["vllm"] != "served"]
+
+    def right(some: Sequence[dict[str, Any]], kind: str) -> int:
+        return sum(is_right(row["damage"], row["audit"][kind]) for row in some)
+
+    alike = [row for row in served if all(row[x] == good[row["family"]][x] for x in COUNTS)]
+    return {
+        "served": {
+            "drafts": len(served),
+            "spared": len(alike),
+            "decoded": right(served, "decoded"),
+            "named": right(served, "named"),
+        },
+        "refused": {"drafts": len(refused), "named": right(refused, "named")},
+        "good": {
+            "drafts": len(good),
+            "alarms": sum(bool(row["audit"]["named"]) for row in good.values()),
+        },
     }
 
 
@@ -137,7 +189,8 @@ def load_rows(file: str, sizes: dict[str, Any]) -> list[dict[str, Any]]:
 def save_rows(file: str, sizes: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Writes the rows with the settings and the provenance of this run; nothing without a file name."""
     if file:
-        result = {**sizes, "rows": rows, **provenance.collect()}
+        summary = {"summary": summarize_audit(rows)} if all("audit" in row for row in rows) else {}
+        result = {**sizes, **summary, "rows": rows, **provenance.collect()}
         write_atomically(Path(file), json.dumps(result, indent=1) + "\n")
 
 
@@ -168,7 +221,10 @@ def study(s: CorruptionStudyConfig) -> None:
     if unknown:
         close = difflib.get_close_matches(unknown[0], known, cutoff=0.0)
         raise UserError(f"only: no corruption {unknown[0]!r}; the closest are {'; '.join(close)}")
-    todo = [(family, "none") for family in dict.fromkeys(known[name].family for name in names)]
+    good = dict.fromkeys(known[name].family for name in names)
+    if not s.only and (Path(s.drafts) / "causal").is_dir():
+        good["causal"] = None
+    todo = [(family, "none") for family in good]
     todo += [(known[name].family, name) for name in names]
     sizes = {"k": s.k, "prompts": len(prompts), "max_new_tokens": s.max_new_tokens}
     rows = load_rows(s.out, sizes)
@@ -201,7 +257,7 @@ def study(s: CorruptionStudyConfig) -> None:
             }
             if s.audit:
                 row["audit"] = name_causes(s, target, items, folder, result, findings)
-            rows.append(row)
+            rows.append(json.loads(json.dumps(row).replace(str(folder), "DRAFT")))
             save_rows(s.out, sizes, rows)
     save_rows(s.out, sizes, rows)
     table = Table("family", "corruption", "checker", "vLLM", "τ", "by position", "named")

@@ -91,7 +91,8 @@ def served_rounds(
     """Our (drafted, accepted) rounds as llama.cpp has them for an answer of `tokens` tokens.
 
     It stops at the answer's end, and before its limit of `limit` tokens it drafts one fewer than are left. A greedy
-    chain that is drafted shorter is accepted as far.
+    chain that is drafted shorter is accepted as far. An end of the text that the draft proposed counts as the target's
+    own token, not as accepted, unless it is the last one of the chain (`common_sampler_sample_and_accept_n`).
     """
     found: list[tuple[int, int]] = []
     emitted = 1
@@ -99,6 +100,9 @@ def served_rounds(
         if emitted >= tokens:
             break
         drafts = min(drafted, limit - emitted - 1)
+        end = tokens - emitted - 1  # the place of the answer's last token in this chain
+        if tokens < limit and end + 1 < drafts:
+            accepted = min(accepted, end)
         found.append((drafts, min(accepted, drafts)))
         emitted += found[-1][1] + 1
     return found

@@ -144,7 +144,7 @@ def build_job(
         prompts * len(temperatures),
         speculative=config,
         max_new_tokens=s.max_new_tokens,
-        max_model_len=max(map(len, prompts)) + s.max_new_tokens + one.k + 1,
+        max_model_len=vllm_client.context_length(prompts, one.k, s.max_new_tokens),
         temperatures=[t for t in temperatures for _ in prompts],
         seed=s.seed,
         repair=True,

@@ -171,13 +171,22 @@ def test_a_reduced_vocabulary_is_left_out_on_our_side_too(
     assert (result["same"], result["whole_head"]) == (2, True)
 
 
-def greedy_rounds(agree: list[bool], k: int, tokens: int, limit: int) -> list[tuple[int, int]]:
-    """Rounds of greedy decoding where the draft agrees at places `agree`, up to `tokens` tokens, never past `limit`."""
+def greedy_rounds(
+    agree: list[bool], k: int, tokens: int, limit: int, ended: bool = False
+) -> list[tuple[int, int]]:
+    """Rounds of greedy decoding where the draft agrees at places `agree`, up to `tokens` tokens, never past `limit`.
+
+    If the text has `ended`, its last token ends a chain unaccepted where more drafts follow it.
+    """
     rounds, emitted = [], 1
     while emitted < tokens:
         drafts = min(k, limit - emitted - 1)
-        matches = agree[emitted : emitted + drafts]
-        accepted = (matches + [False]).index(False)
+        accepted = 0
+        while accepted < drafts and agree[emitted + accepted]:
+            last = emitted + accepted == tokens - 1
+            if ended and last and accepted + 1 < drafts:
+                break
+            accepted += 1
         rounds.append((drafts, accepted))
         emitted += accepted + 1
     return rounds
@@ -193,10 +202,19 @@ def greedy_rounds(agree: list[bool], k: int, tokens: int, limit: int) -> list[tu
 def test_rounds_are_cut_as_the_server_runs_them(
     agree: list[bool], k: int, limit: int, tokens: int
 ) -> None:
-    """Catches a last round with drafts that would not fit, and rounds behind the end of a text."""
+    """Catches a last round with drafts that would not fit, rounds behind the end of a text, and an end that the draft
+    proposed counted as accepted."""
     tokens = min(tokens, limit)
     ours = greedy_rounds(agree, k, limit, 10**6)
-    assert served_rounds(ours, tokens, limit) == greedy_rounds(agree, k, tokens, limit)
+    served = greedy_rounds(agree, k, tokens, limit, ended=tokens < limit)
+    assert served_rounds(ours, tokens, limit) == served
+
+
+def test_an_end_that_the_draft_proposed_is_the_targets() -> None:
+    """Catches the count of llama.cpp taken for ours: three accepted drafts, of which the second ends the text."""
+    assert served_rounds([(4, 3)], tokens=3, limit=20) == [(4, 1)]
+    assert served_rounds([(4, 4)], tokens=5, limit=20) == [(4, 4)]  # the last draft of the chain
+    assert served_rounds([(4, 3)], tokens=5, limit=5) == [(3, 3)]  # the limit, not an end
 
 
 SERVER = os.environ.get("LLAMA_SERVER", "")
