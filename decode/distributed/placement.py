@@ -19,7 +19,9 @@ from decode.distributed.leader import LeadingRunner, PassSender, lead
 from decode.distributed.tensor_parallel import LAUNCH, load_sharded, send
 from decode.model import loading
 from decode.model.loading import Target
+from decode.model.recurrent.hybrid_cache import has_recurrent_layers
 from decode.model.runner import ModelRunner
+from decode.model.vision.vision_runner import is_vision_language
 
 GIB = 2**30
 
@@ -92,6 +94,7 @@ def load_model(
         raise UserError(
             f"placement.kind {s.kind}: weights are placed as they are: choose another dtype than {dtype}"
         )
+    check_placeable(loading.load_config(name, what, revision), f"{what} {name!r}", s.kind)
     if s.kind == "device_map":
         place = partial(load_over_devices, s, loading.pick_device(device))
         return loading.load_model(name, what, device, dtype, revision, place=place)
@@ -102,6 +105,20 @@ def load_model(
     model = load_part(**settings)
     LAUNCH.senders.append(PassSender(model, len(LAUNCH.senders)))
     return model
+
+
+def check_placeable(config: Any, what: str, kind: str) -> None:
+    """UserError for a model whose layers are more than those of a decoder with K/V caches."""
+    parts = {
+        "an encoder": config.is_encoder_decoder,
+        "a vision part": is_vision_language(config),
+        "recurrent layers": has_recurrent_layers(config.get_text_config(decoder=True)),
+    }
+    for part, has in parts.items():
+        if has:
+            raise UserError(
+                f"{what} has {part}: placement.kind {kind} is for plain decoders, leave it at single"
+            )
 
 
 def load_part(name: str, what: str, dtype: str, revision: str | None) -> Any:
@@ -118,10 +135,6 @@ def load_over_devices(
     s: PlacementConfig, device: str, config: Any, what: str, folder: str, **settings: Any
 ) -> tuple[Any, dict[str, Any]]:
     """(a causal LM with layers where there is room, transformers' loading information). UserError if there is none."""
-    if config.is_encoder_decoder:
-        raise UserError(
-            f"{what} is an encoder-decoder: placement.kind device_map is for causal LMs"
-        )
     room = {name: int(gib * GIB) for name, gib in s.max_gib.items()}
     room = room or layer_map.default_room(device)
     for name in room:

@@ -128,12 +128,8 @@ def load_sharded(
 def whole_ends_plan(config: Any, what: str, size: int) -> dict[str, str]:
     """transformers' plan for the architecture, {module: style}, with embedding and LM head whole on each process.
 
-    UserError for an encoder-decoder, for an architecture without a plan, or heads that `size` does not divide.
+    UserError for an architecture without a plan, and for heads that `size` does not divide.
     """
-    if config.is_encoder_decoder:
-        raise UserError(
-            f"{what} is an encoder-decoder: placement.kind tensor_parallel is for causal LMs"
-        )
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config(decoder=True)

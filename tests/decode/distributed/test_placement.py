@@ -11,7 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from decode.common.errors import UserError
-from decode.distributed.placement import PlacementConfig, load_target, run_placed
+from decode.distributed.placement import (
+    PlacementConfig,
+    check_placeable,
+    load_target,
+    run_placed,
+)
 from decode.distributed.tensor_parallel import whole_ends_plan
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.model import loading
@@ -150,6 +155,19 @@ def test_bad_placements_are_refused(world: World) -> None:
         load_target(ON_DISK, target, "cpu", "int8")
     with pytest.raises(UserError, match="in one process only"):
         load_target(PlacementConfig("tensor_parallel"), target, "cpu")
+
+
+@pytest.mark.parametrize("part", ["an encoder", "recurrent layers"])
+def test_models_of_other_kinds_are_refused(part: str) -> None:
+    """Bug: an encoder or a recurrent state runs in the first process alone, and the others wait for ever."""
+    config = tiny_model("llama").config
+    if part == "an encoder":
+        config.is_encoder_decoder = True
+    else:
+        config.layer_types = ["linear_attention", "full_attention", "linear_attention"]
+    with pytest.raises(UserError, match=f"target has {part}: placement.kind device_map"):
+        check_placeable(config, "target", "device_map")
+    check_placeable(tiny_model("llama").config, "target", "device_map")
 
 
 def test_plans_keep_both_ends_whole() -> None:
