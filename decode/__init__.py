@@ -2,6 +2,7 @@
 
 - common: command lines, files, errors, progress
 - model: transformers models in fixed shapes
+- distributed: targets larger than one device
 - verification: sampling, token trees and acceptance rules
 - constraints: grammars that say which tokens may come next
 - checkpoints: draft checkpoints on disk
@@ -9,6 +10,6 @@
 - engine: rounds of drafting and verification, compiled code and CUDA graphs
 - generate.py: the command that continues one prompt
 
-common <- model <- verification <- constraints, checkpoints <- drafts <- engine <- generate.py; nothing outside decode
-is imported.
+common <- model <- verification <- constraints, checkpoints <- drafts <- engine <- generate.py, and model <- distributed
+<- generate.py; nothing outside decode is imported.
 """

@@ -3,6 +3,7 @@
     python decode/generate.py --prompt "def read_config(path):" --draft outputs/bundled/drafts/causal
     python decode/generate.py --prompt "Question: …" --draft ngram --sampling.temperature 1
     python decode/generate.py --prompt_file question.txt --draft outputs/draft --lookup ngram
+    python decode/generate.py --prompt "What is this?" --image photo.jpg --target Qwen/Qwen2.5-VL-3B-Instruct
     python decode/generate.py --prompt "A user as JSON: " --draft grammar --json_schema user.schema.json
 
 Green: drafted and accepted. Red, struck out: drafted and rejected. Blue: sampled from the target, instead of a
@@ -12,6 +13,7 @@ rejected token or as the bonus token after a fully accepted draft (Leviathan et 
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from decode.common.errors import UserError
 from decode.common.files import read_text
 from decode.common.ranges import Count, DraftLength, MatchLength, Seed, Share
 from decode.constraints.grammar import ConstraintConfig, build_matcher
+from decode.distributed.placement import PlacementConfig, load_target, run_placed
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig
 from decode.drafts.mirror.mirror_draft import MirrorConfig
 from decode.drafts.registry import add_lookup, make_adaptive, make_mirror, pick_draft
@@ -35,7 +38,8 @@ from decode.engine.active_request import check_draft_length
 from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
-from decode.model.loading import load_target
+from decode.model.loading import Target
+from decode.model.vision.image_prompts import ImagePrompt, encode_image_prompt, load_processor
 from decode.verification.sampling import SamplingParams
 
 ACCEPTED_STYLE, REJECTED_STYLE, TARGET_STYLE = "green", "red strike", "bold blue"
@@ -49,6 +53,8 @@ class GenerateConfig:
     """The text to continue, or to answer if the target has a chat template."""
     prompt_file: str = ""
     """A file to read the prompt from instead."""
+    image: str | list[str] = ""
+    """Image files that stand before the prompt, a path or a list [a.png, b.png]; for vision-language targets."""
     target: str = "assets/target"
     """Folder or Hub name of the target."""
     revision: str | None = None
@@ -90,6 +96,7 @@ class GenerateConfig:
     dtype: str = "float32"
     """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao), for
     the target and the draft."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     rejected: bool = True
     """Show rejected tokens too. They are never shown outside a terminal."""
 
@@ -133,7 +140,22 @@ def print_tokens(console: Console, tokenizer: Any, ids: list[int], style: str) -
     )
 
 
+def read_prompt(target: Target, text: str, images: list[str]) -> ImagePrompt:
+    """The prompt's ids, and the inputs of the images in these files. UserError for a target that reads text only."""
+    if not images:
+        return ImagePrompt(encode_prompt(target.tokenizer, text), {})
+    if not target.decoder.takes_images:
+        raise UserError(
+            f"target {target.name!r} reads text only: leave --image out, or choose a vision-language target"
+        )
+    return encode_image_prompt(load_processor(target.name, target.revision), text, images)
+
+
 def main(s: GenerateConfig) -> None:
+    run_placed(s.placement, partial(generate, s))
+
+
+def generate(s: GenerateConfig) -> None:
     """Decodes the prompt and prints the text as it is generated. UserError for a missing prompt."""
     if s.prompt and s.prompt_file:
         raise UserError("give --prompt or --prompt_file, not both")
@@ -145,7 +167,7 @@ def main(s: GenerateConfig) -> None:
         raise UserError("give --prompt TEXT or --prompt_file FILE")
     if (s.swift != SwiftConfig() or s.state) and s.draft != "swift":
         raise UserError("swift and state are settings of --draft swift")
-    target = load_target(s.target, s.device, s.dtype, s.revision)
+    target = load_target(s.placement, s.target, s.device, s.dtype, s.revision)
     check_draft_length(target, s.k)
     draft = (
         open_search(target, s.swift, s.state)
@@ -159,7 +181,9 @@ def main(s: GenerateConfig) -> None:
     if s.mirror.exit_layer:
         draft = make_mirror(draft, s.mirror, target)
     matcher = build_matcher(ConstraintConfig(s.json_schema, s.regex, s.grammar), target)
-    ids = encode_prompt(target.tokenizer, s.prompt)
+    paths = [s.image] if isinstance(s.image, str) else s.image
+    prompt = read_prompt(target, s.prompt, [path for path in paths if path])
+    ids = prompt.ids
     console = Console()
     output = DecodeRecord(ids)
     start = time.perf_counter()
@@ -172,6 +196,7 @@ def main(s: GenerateConfig) -> None:
         max_new_tokens=s.max_new_tokens,
         seed=s.seed,
         matchers=None if matcher is None else [matcher],
+        images=[prompt.inputs] if prompt.inputs else None,
     ):
         # not before the first token: nothing is printed of what is refused
         if not output.output_ids:

@@ -12,8 +12,9 @@ from decode.common.cli import to_yaml
 from decode.common.errors import UserError
 from decode.common.progress import ProgressLog
 from decode.constraints.grammar import build_matcher
+from decode.distributed.placement import load_model, load_target
 from decode.engine.records import DecodeRecord
-from decode.model.loading import Target, load_model, load_target
+from decode.model.loading import Target
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
 from eval.benchmark.config import EvalConfig
 from eval.benchmark.journal import Journal
@@ -75,7 +76,8 @@ def evaluate(
         raise UserError(f"no prompt can be decoded; the first {first_bad.id!r} {first_bad.error}")
     methods = [PLAIN_DECODING, *build_methods(s, target)]
     fit_simulated_drafts(methods, target, items, s.max_new_tokens)
-    model = load_model(s.target, "target", str(target.decoder.device), s.dtype, s.revision)
+    device = str(target.decoder.device)
+    model = load_model(s.placement, s.target, "target", device, s.dtype, s.revision)
     grammar = build_matcher(s.constraint, target)
     context = TimingContext(
         target, items, s.max_new_tokens, s.top_k, s.top_p, s.mode, s.seed, grammar
@@ -118,7 +120,7 @@ def evaluate(
         s, target, model, methods, items, journal
     )
     if s.original:
-        original = load_target(s.original, s.device, s.dtype)
+        original = load_target(s.placement, s.original, s.device, s.dtype)
         report["target_quality"] = measure_target_drift(
             original, target, items, s.max_new_tokens, s.acceptance.rows, s.seed
         )

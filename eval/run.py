@@ -11,6 +11,7 @@ stopped by Ctrl-C or a crash.
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from decode.common import files, run_dir
 from decode.common.command import run_command
 from decode.common.progress import progress_bars
 from decode.constraints.grammar import build_matcher
+from decode.distributed.placement import load_target, run_placed
 from decode.drafts.base import check_request
 from decode.engine.records import DecodeRecord
-from decode.model.loading import load_target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, config
 from eval.benchmark.config import EvalConfig
@@ -97,7 +98,12 @@ def check_requests(s: EvalConfig, methods: Sequence[Method]) -> None:
 
 def main(s: EvalConfig) -> None:
     config.check(s)
-    target = load_target(s.target, s.device, s.dtype, s.revision)
+    run_placed(s.placement, partial(measure, s))
+
+
+def measure(s: EvalConfig) -> None:
+    """Measures the methods and writes the report, or goes on where an earlier start stopped."""
+    target = load_target(s.placement, s.target, s.device, s.dtype, s.revision)
     if s.original:
         check_original(s.original, target)
     build_matcher(s.constraint, target)

@@ -7,10 +7,9 @@ check_draft.py    checks a draft's files against an engine's rules
 referee.py        compares vLLM's decoding with ours
 audit.py          names what is wrong with a draft that an engine serves
 sweep.py          tries settings of a command, in a grid or at random, and ranks them
-compare_samples.py  tests whether two sampled sets of the same prompts follow one law
-fastest_dtype.py  prints the dtype in which this machine multiplies fastest
 track_report.py   adds a report to the tracked run of a training
 building/         trains the bundled pair and the T5s of docs/seq2seq.md from nothing; tunes a copy of a target
+checks/           compares sampled sets; measures the fastest dtype
 tables/           tables of documentation pages, from reports
 benchmarks/, experiments/, engine_compat/, sweeps/   measurements, comparisons, serving engines, parts of sweep.py
 

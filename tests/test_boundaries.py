@@ -31,6 +31,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
     "decode": {
         "common": set(),
         "model": {"common"},
+        "distributed": {"common", "model"},
         "verification": {"common"},
         "constraints": {"common", "model", "verification"},
         "checkpoints": {"common", "model"},

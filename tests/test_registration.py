@@ -332,7 +332,9 @@ class Unfinished(FamilyTrainer):
 
 def test_every_setting_is_read_by_a_family() -> None:
     """Catches a setting of the draft that no family reads any more."""
-    read = {"family"}.union(*(family_trainer(name).settings for name in own_families()))
+    read = {"family", "attention"}.union(
+        *(family_trainer(name).settings for name in own_families())
+    )
     assert read == {field.name for field in fields(DraftConfig)}
 
 

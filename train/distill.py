@@ -27,8 +27,10 @@ from decode.common.cli import to_dict
 from decode.common.command import run_command, stop
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, Seed
+from decode.distributed.placement import PlacementConfig, load_target, run_placed
 from decode.drafts.base import METADATA_FILE, MODEL_FILES, check_request, check_saved_draft
-from decode.model.loading import Target, load_target
+from decode.model import attention
+from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from train.data import batching, manifest, mixture, sample_store
 from train.data.mixture import DataSpec
@@ -105,6 +107,7 @@ class DistillConfig:
     """Precision of the draft's forward pass; auto: bf16 on a GPU that has it, else fp32."""
     target_dtype: str = "float32"
     """Precision of the frozen target."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     tracker: TrackerName = "wandb"
     """What logs metrics beside metrics.jsonl: Weights & Biases, TensorBoard (in out/tensorboard), Trackio (in
     out/trackio, or where TRACKIO_DIR says) or none. The second and the third are packages to install."""
@@ -177,10 +180,20 @@ def init_accelerator(s: DistillConfig) -> Accelerator:
         batching.rank_slice(0, accelerator.num_processes, range(s.loop.batch_size))
         on_policy.check_supported(s.on_policy, s.draft.family, s.features, accelerator.is_fsdp2)
         check_states_server(s)
+        check_placement(s)
+        check_attention(s, state.device.type)
         if s.publish.repo:
             check_upload_possible(s.publish.repo)
     sharding.configure_accelerator(accelerator, s.loop)
     return accelerator
+
+
+def check_attention(s: DistillConfig, device_type: str) -> None:
+    """UserError for a way to attend that this device does not have."""
+    if s.draft.attention == "flex" and device_type != "cuda":
+        raise UserError(
+            f"draft.attention flex needs CUDA, and this is {device_type}: choose blockwise, in as little memory"
+        )
 
 
 def check_states_server(s: DistillConfig) -> None:
@@ -201,6 +214,15 @@ def check_states_server(s: DistillConfig) -> None:
                 f"states.url: the target's layers are not loaded, and {reason}: set it to 0 or another, or drop "
                 "states.url"
             )
+
+
+def check_placement(s: DistillConfig) -> None:
+    """UserError for a family that trains the target itself, if its layers are not all on one device."""
+    if s.placement.kind != "single" and family_trainer(s.draft.family).trains_target:
+        raise UserError(
+            f"placement.kind {s.placement.kind}: draft.family {s.draft.family} trains the target, which must be on "
+            "one device: leave it at single, or choose another family"
+        )
 
 
 def build_draft(s: DistillConfig, target: Target, rows: mixture.Mixture) -> TrainableDraft:
@@ -235,8 +257,9 @@ def load_components(
     """(settings with steps computed from epochs, the loaded parts). UserError if they do not fit together."""
     if s.draft.init and accelerator.is_main_process:
         check_saved_draft(s.draft.init)
+    device, dtype = str(accelerator.device), s.target_dtype
     target = load_target(
-        s.target, str(accelerator.device), s.target_dtype, s.revision, with_layers=not s.states.url
+        s.placement, s.target, device, dtype, s.revision, with_layers=not s.states.url
     )
     check_encoder_decoder(s, target)
     rows, dropped = load_rows(s, target)
@@ -379,25 +402,31 @@ def distill(
 
 
 def main(s: DistillConfig) -> None:
+    run_placed(s.placement, partial(train_draft, s))
+
+
+def train_draft(s: DistillConfig) -> None:
+    """Trains the draft, or goes on from its last checkpoint; with `dry_run` it only tries two steps."""
     accelerator = init_accelerator(s)
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     estimated: dict[str, float] = {}
     for name in family_trainer(s.draft.family).unused_settings(s.draft):
         console.print(f"draft.{name} is not used by family {s.draft.family}")
-    with collective.raise_on_all_ranks(accelerator), report_out_of_memory(OUT_OF_MEMORY_ADVICE):
+    with attention.training_attention(s.draft.attention):
+        with collective.raise_on_all_ranks(accelerator), report_out_of_memory(OUT_OF_MEMORY_ADVICE):
+            if s.dry_run:
+                mixed = accelerator.mixed_precision == "bf16"
+                table, estimated = estimate_resources(s, accelerator.num_processes, mixed)
+                console.print(table)
+            s, parts = load_components(s, accelerator)
         if s.dry_run:
-            mixed = accelerator.mixed_precision == "bf16"
-            table, estimated = estimate_resources(s, accelerator.num_processes, mixed)
-            console.print(table)
-        s, parts = load_components(s, accelerator)
-    if s.dry_run:
-        measured = run_dry_run(s, accelerator, parts, console)
-        if accelerator.is_main_process:
-            print(json.dumps({"dry_run": True, "estimated": estimated, "measured": measured}))
-    else:
-        run = collective.open_run(accelerator, s.out, s, COMMAND, OWNED_FILES, input_paths(s))
-        with run as resumed:
-            distill(s, accelerator, parts, console, resumed)
+            measured = run_dry_run(s, accelerator, parts, console)
+            if accelerator.is_main_process:
+                print(json.dumps({"dry_run": True, "estimated": estimated, "measured": measured}))
+        else:
+            run = collective.open_run(accelerator, s.out, s, COMMAND, OWNED_FILES, input_paths(s))
+            with run as resumed:
+                distill(s, accelerator, parts, console, resumed)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.progress import ProgressBars, progress_bars
+from decode.distributed.placement import load_target, run_placed
 from decode.drafts.base import check_request
 from decode.drafts.registry import pick_draft
 from decode.engine.active_request import check_draft_length
-from decode.model.loading import load_config, load_target
+from decode.model.loading import load_config
 from eval.benchmark.vllm_client import find_interpreter
 from train.data import manifest, sample_store
 from train.data.prompt_pipeline import (
@@ -161,6 +162,8 @@ def check_engine(s: SampleConfig) -> None:
         raise UserError(
             f"--engine {s.engine} serves causal targets: drop it for an encoder-decoder"
         )
+    if s.placement.kind != "single" and (s.served or s.origin == "text"):
+        raise UserError("placement is of a target that is loaded here: leave its kind at single")
     if s.engine == "vllm":
         find_interpreter(s.vllm_python)  # UserError here rather than behind a line of progress
 
@@ -171,12 +174,12 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
         return load_target_tokenizer(s.target, s.revision), partial(write_texts, s)
     if s.served:
         with collective.raise_on_all_ranks(state):
-            server = client.connect(s)
+            server = replace(client.connect(s), own=s.engine == "vllm")
         reader = load_target_tokenizer(s.target, s.revision)
         reader = replace(reader, context=min(reader.context, server.context or reader.context))
         return reader, partial(server_engine.generate_answers, s, server, reader)
     device = str(state.device) if s.device == "auto" else s.device
-    target = load_target(s.target, device, s.dtype, s.revision)
+    target = load_target(s.placement, s.target, device, s.dtype, s.revision)
     check_draft_length(target, s.k)
     draft = pick_draft(s.draft, target, dtype=s.dtype)
     if draft is not None:
@@ -187,6 +190,11 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
 
 def main(s: SampleConfig) -> None:
     check_engine(s)
+    run_placed(s.placement, partial(sample, s))
+
+
+def sample(s: SampleConfig) -> None:
+    """Answers the prompts, or goes on where an earlier start stopped."""
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     if s.engine != "vllm":
         write_answers(s, state, *load_engine(s, state))

@@ -60,6 +60,8 @@ def eagle_config(target: Any, vocab: int, width: int = 0) -> dict[str, Any]:
     ropes = vars(target).get("rope_parameters") or {}
     rope = dict(ropes.get("full_attention") or (rope_configs(target) or [{}])[0])
     rope = {"rope_type": rope.get("rope_type", "default"), **rope}
+    for name in ("mrope_section", "mrope_interleaved"):  # the draft counts tokens, image or text
+        rope.pop(name, None)
     rope.setdefault("rope_theta", 10000.0)
     part = rope.pop("partial_rotary_factor", None) or 1.0  # the draft rotates whole heads
     if part != 1.0 and "short_factor" in rope:  # longrope with factors for that part only

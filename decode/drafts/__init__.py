@@ -3,7 +3,7 @@
 base           `Draft`, the interface to the engine; `Proposal`; metadata of a saved draft
 registry       the families by name, loading and creation
 drafting       chains, static trees and dynamic trees from one step of a model
-causal         a small language model
+causal         a small language model; recurrent_draft is that of one with recurrent layers
 medusa         Medusa heads
 eagle          EAGLE-1 and EAGLE-3 heads; eagle_model has their networks
 blocks/        drafts that propose a block in one pass: PARD, P-EAGLE, DFlash, DSpark

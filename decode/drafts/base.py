@@ -122,6 +122,14 @@ class Draft:
         """One object for each of its KV caches, a new object whenever the cache was allocated anew or enlarged."""
         return []
 
+    def state_tensors(self) -> list[torch.Tensor]:
+        """The tensors that a round changes in place and that a later round reads as they are.
+
+        A CUDA graph puts them back after the rounds that warm it up, which the text never sees. KV buffers are not
+        among them: slots from a row's length on are written again before they are read.
+        """
+        return []
+
     def prefill(
         self,
         row: torch.Tensor,

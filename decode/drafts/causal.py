@@ -3,11 +3,14 @@
 import torch
 
 from decode.checkpoints import draft_vocab, importers
+from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_tokenizer, read_metadata
 from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens
+from decode.drafts.recurrent_draft import RecurrentDraft
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.kv_cache import SlotMapping
 from decode.model.loading import Target, load_model, load_tokenizer, tokenizer_fingerprint
+from decode.model.recurrent.recurrent_runner import RecurrentRunner
 from decode.model.runner import ModelRunner
 from decode.verification.tree import TreeShape, max_depth
 
@@ -19,6 +22,12 @@ class CausalDraft(Draft):
     """Has its own KV cache, which is rolled back by length like the target's."""
 
     def __init__(self, decoder: ModelRunner, name: str = "causal", shape: TreeShape = None):
+        """UserError for a model with recurrent layers: `causal_draft` has another draft for it."""
+        if not decoder.takes_trees:
+            raise UserError(
+                f"draft {name!r} rolls back by length, and its model has recurrent layers: use it as a causal draft "
+                "of chains, or take a model with attention alone"
+            )
         self.decoder = decoder
         self.name = name
         self.shape = shape
@@ -73,7 +82,12 @@ class CausalDraft(Draft):
         return self.decoder.step(last, length - count)[:, -1]
 
 
-def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft:
+def causal_draft(decoder: ModelRunner) -> CausalDraft | RecurrentDraft:
+    """The draft for a language model, with recurrent layers or without."""
+    return RecurrentDraft(decoder) if isinstance(decoder, RecurrentRunner) else CausalDraft(decoder)
+
+
+def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft | RecurrentDraft:
     """A Hugging Face causal LM from a folder or the Hub. UserError unless it has the target's tokenizer.
 
     Its embedding may be padded to another number of rows than the target's: the runner gives the target's logits. Of a
@@ -83,7 +97,7 @@ def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft:
     check_tokenizer(path, tokenizer_fingerprint(load_tokenizer(path)), target)
     model = load_model(path, "draft", device, dtype)
     ids = load_ids(path, min(target.decoder.vocab_size, len(model.get_output_embeddings().weight)))
-    return CausalDraft(build_runner(model, target.decoder.vocab_size, ids))
+    return causal_draft(build_runner(model, target.decoder.vocab_size, ids))
 
 
 def load_ids(path: str, vocab_size: int) -> torch.Tensor | None:

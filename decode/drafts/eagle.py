@@ -72,6 +72,9 @@ class CachedHead(Draft):
     def kv_slots(self) -> list[SlotMapping]:
         return [self.kv_cache.slots]
 
+    def state_tensors(self) -> list[torch.Tensor]:
+        return [self.state_buffer.states]
+
     def update_hidden_states(self, features: torch.Tensor, count: torch.Tensor) -> None:
         self.state_buffer.update_hidden_states(features, count)
 

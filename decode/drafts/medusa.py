@@ -83,6 +83,9 @@ class MedusaDraft(Draft):
             )
             self.allocated_rows = request.rows
 
+    def state_tensors(self) -> list[torch.Tensor]:
+        return [self.state_buffer.states]
+
     def prefill(
         self,
         row: torch.Tensor,

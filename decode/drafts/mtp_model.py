@@ -17,6 +17,7 @@ from torch import nn
 from decode.common.errors import UserError
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import layer_stack, renumber_layers, with_layers
+from decode.model.recurrent.hybrid_cache import has_recurrent_layers
 
 NAMES_IN_FILES = {
     "fc.weight": "eh_proj.weight",
@@ -75,7 +76,8 @@ class MtpModel(nn.Module):
 def last_layer(model: Any) -> Any:
     """A copy of the decoder of the causal LM `model` with its last layer and final norm, in fp32.
 
-    It has no embedding. UserError for a model whose final norm is not called `norm`, as in GPT-2.
+    It has no embedding. UserError for a model whose final norm is not called `norm`, as in GPT-2, or whose last layer
+    is recurrent.
     """
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
     decoder = with_layers(model, [depth - 1]).get_decoder()
@@ -87,6 +89,11 @@ def last_layer(model: Any) -> Any:
     decoder.set_input_embeddings(nn.Identity())
     decoder = copy.deepcopy(decoder).float()
     renumber_layers(decoder, [depth - 1])
+    if has_recurrent_layers(decoder.config):
+        raise UserError(
+            f"the last layer of this {model.config.model_type} model is recurrent, and an MTP layer like it could not "
+            "take back what it drafted: train an EAGLE head or a causal draft"
+        )
     return decoder
 
 

@@ -34,6 +34,9 @@ class DraftWrapper(Draft):
     def kv_slots(self) -> list[SlotMapping]:
         return self.inner.kv_slots()
 
+    def state_tensors(self) -> list[torch.Tensor]:
+        return self.inner.state_tensors()
+
     def prefill(
         self,
         row: torch.Tensor,

@@ -1,10 +1,12 @@
 """The host's view of a request while it is decoded in a row, and the checks of prompts before that."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.model.loading import Target
+from decode.model.vision.vision_runner import ImageInputs
 
 
 @dataclass
@@ -42,6 +44,21 @@ def check_draft_length(target: Target, k: int, name: str = "k") -> None:
         )
 
 
+def check_draft_fits(target: Target, draft: Draft) -> None:
+    """UserError for a draft of trees, or one that acts in the target's pass, and a target that takes neither."""
+    if target.decoder.takes_trees:
+        return
+    reason = None
+    if draft.shape is not None:
+        reason = "drafts trees, which need a state for each node: give it no tree"
+    elif draft.eager_only:
+        reason = "acts in the middle of the target's pass, of which one round may have several: choose another"
+    if reason is not None:
+        raise UserError(
+            f"target {target.name!r} has recurrent layers, and draft {draft.name!r} {reason}"
+        )
+
+
 def check_prompts(prompts: list[list[int]], context: int, max_new_tokens: int) -> None:
     """UserError for no prompts, an empty prompt, or one that leaves no room in a context of `context` tokens."""
     if len(prompts) == 0:
@@ -55,6 +72,22 @@ def check_prompts(prompts: list[list[int]], context: int, max_new_tokens: int) -
             raise UserError(
                 f"prompt {i} has {len(prompt)} tokens and the target's context holds {context}: shorten it"
             )
+
+
+def check_images(
+    target: Target, prompts: list[list[int]], images: Sequence[ImageInputs | None] | None
+) -> None:
+    """UserError for images that are not one entry per prompt, or that the target does not read."""
+    if images is None:
+        return
+    if len(images) != len(prompts):
+        raise UserError(
+            f"images has {len(images)} entries for {len(prompts)} prompts: give one each"
+        )
+    if not target.decoder.takes_images and any(one is not None for one in images):
+        raise UserError(
+            f"target {target.name!r} reads text only: leave the images out, or choose a vision-language target"
+        )
 
 
 def check_constrained(mode: str, draft: Draft | None) -> None:

@@ -49,10 +49,46 @@ def _with_one_bos(ids: list[int], bos: int | None) -> list[int]:
 
 
 def apply_template(tokenizer: Any, messages: Messages | list[Messages], **options: Any) -> Any:
-    """tokenizer.apply_chat_template(messages, **options). UserError when the template raises an error."""
+    """tokenizer.apply_chat_template(messages, **options). UserError when the template raises an error.
+
+    Templates of some vision-language models leave out a content that is a text; for them it becomes a list of one part.
+    """
+    if not _shows_texts(tokenizer):
+        messages = _as_parts(messages)
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # the template is a program that came with the model
         raise UserError(
             f"the target's chat template refuses its messages ({one_line(error)}): change or remove it"
         ) from error
+
+
+PROBE = "probe"
+SHOWS_TEXTS: dict[str, bool] = {}
+"""By chat template: what `_shows_texts` has found."""
+
+
+def _shows_texts(tokenizer: Any) -> bool:
+    """Whether the template writes contents that are texts; True if it writes no list of parts either."""
+
+    def shows(content: Any) -> bool:
+        try:
+            message = {"role": "user", "content": content}
+            return PROBE in tokenizer.apply_chat_template([message], tokenize=False)
+        except Exception:  # the template is a program; what it refuses is told where it is asked to
+            return False
+
+    template = str(tokenizer.chat_template)
+    if template not in SHOWS_TEXTS:
+        parts = [{"type": "text", "text": PROBE}]
+        SHOWS_TEXTS[template] = shows(PROBE) or not shows(parts)
+    return SHOWS_TEXTS[template]
+
+
+def _as_parts(messages: Any) -> Any:
+    """The messages, or lists of messages, with each content that is a text as a list of one part."""
+    if isinstance(messages, list):
+        return [_as_parts(one) for one in messages]
+    if not isinstance(messages.get("content"), str):
+        return messages
+    return messages | {"content": [{"type": "text", "text": messages["content"]}]}

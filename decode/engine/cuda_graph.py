@@ -1,12 +1,32 @@
 """CUDA graphs: a whole round as one launch. NOT RUN ON A GPU YET (docs/architecture.md lists what was)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 
 WARM_UPS = 3
 """Calls before the capture, which load and tune kernels and allocate workspaces."""
+
+
+@cache
+def graph_pool() -> Any:
+    """The memory pool of all graphs of this process: a graph for another batch takes the memory that others left.
+
+    Graphs that share a pool may only be replayed one after the other, as the rounds of engines are.
+    """
+    return torch.cuda.graph_pool_handle()
+
+
+@contextmanager
+def put_back(changed: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Whatever the block does to these tensors, in place, is undone at its end."""
+    kept = [tensor.clone() for tensor in changed]
+    yield
+    for tensor, value in zip(changed, kept, strict=True):
+        tensor.copy_(value)
 
 
 class CudaGraphRunner:
@@ -24,8 +44,7 @@ class CudaGraphRunner:
         keep_alive: Sequence[Any] = (),
     ):
         self.keep_alive = run, *keep_alive
-        with torch.cuda.device(changed[0].device):
-            kept = [tensor.clone() for tensor in changed]
+        with torch.cuda.device(changed[0].device), put_back(changed):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -33,10 +52,8 @@ class CudaGraphRunner:
                     run()
             torch.cuda.current_stream().wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, pool=graph_pool()):
                 self.out = run()
-            for tensor, value in zip(changed, kept, strict=True):
-                tensor.copy_(value)
 
     @torch.inference_mode()
     def __call__(self) -> torch.Tensor:

@@ -5,7 +5,7 @@ Plain decoding is the same loop without proposals, so a baseline runs on the sam
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,9 @@ from decode.drafts.base import Draft, DraftContext
 from decode.engine.active_request import (
     ActiveRequest,
     check_constrained,
+    check_draft_fits,
     check_draft_length,
+    check_images,
     check_prompts,
 )
 from decode.engine.cuda_graph import AsyncHostCopy, CudaGraphRunner
@@ -36,6 +38,7 @@ from decode.engine.round import (
 from decode.model.kv_cache import SlotMapping
 from decode.model.linear_layers import begin_request
 from decode.model.loading import Target
+from decode.model.vision.vision_runner import ImageInputs
 from decode.verification.registry import find_rule
 from decode.verification.sampling import (
     CounterRNG,
@@ -48,8 +51,10 @@ from decode.verification.sampling import (
 BUCKET = 128
 """Eager buffers hold a multiple of this many slots a row and grow with the rows; attention reads as many of them as the
 longest row needs."""
-MODES = ("eager", "compiled", "graph")
+MODES = ("eager", "captured", "compiled", "graph")
 """Names for the `mode` of an engine."""
+COMPILED, CAPTURED = ("compiled", "graph"), ("captured", "graph")
+"""Modes that run inductor's kernels, and modes that replay a round as one CUDA graph."""
 
 
 class SpeculativeEngine:
@@ -58,7 +63,8 @@ class SpeculativeEngine:
     `k` is the number of drafted tokens of a chain, or of levels of a tree, in a round. `rule` names a verification rule
     (decode/verification/registry.py): a lossless one emits text that follows the target's distribution under
     `sampling`. `mode` "eager" runs anywhere; "compiled" compiles for a minute or more for each new shape and is faster
-    afterwards; "graph" also runs each round as one CUDA graph, which needs a draft that proposes on the device.
+    afterwards. Two modes run each round as one CUDA graph, which needs a draft that proposes on the device: "captured"
+    the same kernels as eager ones, without any compilation, and "graph" compiled ones.
     `grammar` constrains all answers for which `speculate` is not given another.
     UserError for an unknown rule or mode, for k or `sampling` out of range, or a mode that target or draft does not
     allow.
@@ -91,12 +97,16 @@ class SpeculativeEngine:
         check_ranges(sampling, "sampling.")
         if draft is not None:
             check_draft_length(target, k)
+            check_draft_fits(target, draft)
         if mode not in MODES:
             raise UserError(f"no mode {mode!r}; there are {', '.join(MODES)}")
         if mode != "eager" and not target.decoder.can_compile:
-            raise UserError(f"mode {mode} is for causal targets: decode an encoder-decoder eagerly")
-        if mode == "graph" and (self.device.type != "cuda" or self.on_host):
-            raise UserError("mode graph needs a CUDA device and a draft that proposes on it")
+            raise UserError(
+                f"mode {mode} is for causal targets with attention alone on one device: choose eager for target "
+                f"{target.name!r}"
+            )
+        if mode in CAPTURED and (self.device.type != "cuda" or self.on_host):
+            raise UserError(f"mode {mode} needs a CUDA device and a draft that proposes on it")
         if mode != "eager" and draft is not None and draft.eager_only:
             raise UserError(
                 f"draft {draft.name!r} acts in the middle of the target's pass: choose mode eager"
@@ -113,15 +123,17 @@ class SpeculativeEngine:
         choose: Sampler | None = None,
         phases: PhaseTimes | None = None,
         matchers: Sequence[Matcher | None] | None = None,
+        images: Sequence[ImageInputs | None] | None = None,
     ) -> Iterator[RoundRecord]:
         """Decodes prompts of any lengths (token ids) and yields a record for each prompt and round once it was read.
 
         `rows` prompts are decoded at once (default: all), and a row that is done takes the next one. `seeds` gives
         each prompt its own random numbers, so that its text does not depend on its batch. `choose` replaces
         all random choices (tests enumerate them; it needs a row for each prompt). `matchers` gives each prompt the
-        grammar of its answer, or None; they themselves are not moved. UserError for an empty prompt or one that leaves
-        no room in the target's context, for logits of target or draft that are NaN, and for grammars in a mode other
-        than eager or with a draft of trees.
+        grammar of its answer, or None; they themselves are not moved. `images` gives each prompt of a vision-language
+        target the inputs of its images, or None; drafts see their placeholder tokens. UserError for an empty prompt or
+        one that leaves no room in the target's context, for logits of target or draft that are NaN, for grammars in a
+        mode other than eager or with a draft of trees, and for images that the target does not read.
         """
         target, draft, device = self.target, self.draft, self.device
         if matchers is None and self.grammar is not None:
@@ -132,6 +144,7 @@ class SpeculativeEngine:
         self.max_slots = 1 if draft is None else draft.max_slots(self.k + extra)
         context = target.decoder.context
         check_prompts(prompts, context, max_new_tokens)
+        check_images(target, prompts, images)
         rows = len(prompts) if rows is None else min(rows, len(prompts))
         limits = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         seeds = row_seeds(seed, len(prompts)) if seeds is None else seeds
@@ -158,7 +171,7 @@ class SpeculativeEngine:
                 if self.constraint is not None and matchers is not None:
                     for row, request in new.items():
                         self.constraint.start(row, matchers[request.prompt])
-                first = self._prefill_prompts(state, prompts, new, seeds, choose).tolist()
+                first = self._prefill_prompts(state, prompts, new, seeds, choose, images).tolist()
                 seconds = synchronized_time(device) - start
                 for (row, request), (token, finite) in zip(new.items(), first, strict=True):
                     self._check_finite(request, bool(finite), True)
@@ -230,6 +243,7 @@ class SpeculativeEngine:
         new: dict[int, ActiveRequest],
         seeds: list[int],
         choose: Sampler | None,
+        images: Sequence[ImageInputs | None] | None,
     ) -> torch.Tensor:
         """Prefills the prompts of `new` requests into their rows, beside running rows.
 
@@ -248,7 +262,10 @@ class SpeculativeEngine:
         tokens = padded.to(device)
         length = torch.tensor([len(text) for text in texts], device=device)
         self._provide_slots(state, tokens.shape[1] + 2 * self.max_slots + 2)
-        logits = self.target.decoder.prefill(tokens, length, row)
+        prefill: Callable[..., torch.Tensor] = self.target.decoder.prefill
+        if images is not None:
+            prefill = partial(prefill, images=[images[request.prompt] for request in new.values()])
+        logits = prefill(tokens, length, row)
         finite = has_finite_logits(logits[:, None])
         if self.constraint is not None:
             mask = self.constraint.masks(list(new), [()] * len(new)).to(device)
@@ -265,17 +282,20 @@ class SpeculativeEngine:
     def _launch_round(
         self, state: BatchState, config: StepConfig, phases: PhaseTimes | None
     ) -> AsyncHostCopy:
-        """Runs a round, through the CUDA graph in mode graph, and starts the copy of its results to the host."""
-        compiled = self.mode != "eager"
+        """Runs a round, as a CUDA graph in modes that capture one, and starts the copy of its results to the host."""
+        compiled = self.mode in COMPILED
         run = partial(run_round, self.target, self.draft, state, config, compiled=compiled)
-        if self.mode != "graph" or phases is not None:
+        if self.mode not in CAPTURED or phases is not None:
             return AsyncHostCopy(run(phases=phases))
         buffers = self._kv_buffers()
         same = [a is b for a, b in zip(self.captured_buffers, buffers, strict=False)]
         if self.graph is None or not all(same):  # a CUDA graph holds their addresses
             changed = [state.history, state.length, state.done, self.rng.draws]
-            # `begin_batch` replaces some of the draft's tensors, which the graph still needs
-            keep_alive = [] if self.draft is None else [dict(vars(self.draft))]
+            keep_alive = []
+            if self.draft is not None:
+                changed += self.draft.state_tensors()
+                # `begin_batch` replaces some of the draft's tensors, which the graph still needs
+                keep_alive = [dict(vars(self.draft))]
             self.graph, self.captured_buffers = CudaGraphRunner(run, changed, keep_alive), buffers
         return AsyncHostCopy(self.graph())
 

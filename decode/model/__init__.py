@@ -4,14 +4,18 @@
 - config_checks: whether the sizes in a config make sense
 - loading: models and tokenizers from a folder or the Hub, devices and dtypes, and `Target`
 - gguf_files: GGUF models, dequantised once into a cached folder
+- quantized/: GPTQ, AWQ, FP8 and compressed-tensors checkpoints, in the same way
 - compatibility: which models can be decoded with drafts, and for how many positions
 - runner: `ModelRunner`, prefill and decode steps of one model with its K/V cache
 - kv_cache: the K/V buffers, and which slots a forward writes and sees
 - attention: the attention function that all models run with
+- masking/: masks of training, and attention under them for long samples
 - split_kv_attention: its Triton kernel for long buffers on a GPU
 - layer_stack: where the decoder layers and the final norm of a model are, and models with others
 - hidden_states: hidden states captured during a forward, and the LM head as a function
+- vision/: vision-language models behind the same steps, and prompts with images
 - encoder_decoder/: T5 behind the same steps, and its passes in transformers' own code
+- recurrent/: models with recurrent layers behind the same steps, for chains
 - linear_layers: weights packed for a CPU's fast kernels, or in eight bits
 
 It imports decode.common only.

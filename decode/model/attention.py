@@ -6,10 +6,10 @@ has the lengths of ragged rows, the window of each layer and, in prefill, plain 
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from transformers import AttentionInterface
 
 from decode.common.errors import UserError
 from decode.model.kv_cache import SlotMapping
+from decode.model.masking.blocks import attend_in_blocks
+from decode.model.masking.flex import attend_flex, block_mask
+from decode.model.masking.masks import AttentionMask, DocumentMask
 
 ATTENTION_NAME = "draftsmith"
 BESIDE_NAME = "draftsmith-beside"
@@ -33,12 +36,18 @@ class ForwardContext:
     """
 
     slots: SlotMapping | None = None
-    mask: "TrainingMask | None" = None
+    mask: AttentionMask | None = None
     split_kv: bool = False
+    method: str = "auto"
 
 
 LONG_CPU_KEYS = 512
 """Slots of all rows together from which two products of 16-bit numbers are faster than fused attention on a CPU."""
+
+DENSE_VALUES = 1 << 24
+"""Values of the largest mask of training that method "auto" has in memory at once."""
+METHODS = ("auto", "dense", "blockwise", "flex")
+"""How training attends under a mask: with all of it in memory, a block of queries at a time, or by flex_attention."""
 
 CONTEXT = ForwardContext()
 """decode/engine/compile.py guards `split_kv` by its name."""
@@ -68,30 +77,6 @@ def forward_context(slots: SlotMapping, beside: bool = False) -> Iterator[None]:
         context.slots = None
 
 
-class TrainingMask(Protocol):
-    """Which of the T positions of a training batch attend to which."""
-
-    def mask(self, window: int | None, groups: int) -> torch.Tensor:
-        """[B, 1, groups * T, T] bool, True = attend, within a layer's sliding window (None: it has none)."""
-
-
-class DocumentMask:
-    """Masks for texts packed into one line of a training batch: a token attends to earlier ones of its own text."""
-
-    def __init__(self, numbers: torch.Tensor):
-        """`numbers` [B, T]: one number per text, the same for all its tokens and different from others in its line."""
-        self.numbers = numbers
-        self.masks: dict[tuple[int | None, int], torch.Tensor] = {}
-
-    def mask(self, window: int | None, groups: int) -> torch.Tensor:
-        """[B, 1, groups * T, T] bool, True = attend. Computed once for all layers with the same arguments."""
-        if (window, groups) not in self.masks:
-            causal = _causal_mask(self.numbers.shape[1], window, self.numbers.device)
-            allow = causal & (self.numbers[:, :, None] == self.numbers[:, None])
-            self.masks[window, groups] = allow.repeat(1, groups, 1)[:, None]
-        return self.masks[window, groups]
-
-
 @contextmanager
 def packed_documents(numbers: torch.Tensor | None) -> Iterator[None]:
     """While the block runs, attention outside `forward_context` stays within the texts of these `numbers` [B, T].
@@ -103,13 +88,51 @@ def packed_documents(numbers: torch.Tensor | None) -> Iterator[None]:
 
 
 @contextmanager
-def masked_by(mask: TrainingMask | None) -> Iterator[None]:
+def masked_by(mask: AttentionMask | None) -> Iterator[None]:
     """While the block runs, attention outside `forward_context` is masked by `mask`; None: it is causal."""
-    CONTEXT.mask = mask
+    before, CONTEXT.mask = CONTEXT.mask, mask
     try:
         yield
     finally:
-        CONTEXT.mask = None
+        CONTEXT.mask = before
+
+
+@contextmanager
+def training_attention(method: str) -> Iterator[None]:
+    """While the block runs, training attends by `method`, one of METHODS.
+
+    "auto" is "dense" for masks of up to DENSE_VALUES values and "blockwise" beyond: no GPU has run "flex" yet.
+    UserError for another name.
+    """
+    if method not in METHODS:
+        raise UserError(f"no attention {method!r}; there are {', '.join(METHODS)}")
+    before, CONTEXT.method = CONTEXT.method, method
+    try:
+        yield
+    finally:
+        CONTEXT.method = before
+
+
+def recompute_layers(model: Any) -> None:
+    """Layers of a model of transformers keep their inputs alone in training; backward computes the rest again, under
+    the mask that was in force."""
+    kwargs = {"use_reentrant": False, "context_fn": _mask_of_the_forward}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+
+def recomputes_without_mask(model: Any) -> bool:
+    """Whether backward computes layers of `model` again and not as `recompute_layers` says: without a mask."""
+    return any(
+        vars(module).get("gradient_checkpointing")
+        and module._gradient_checkpointing_func.keywords.get("context_fn")
+        is not _mask_of_the_forward
+        for module in model.modules()
+    )
+
+
+def _mask_of_the_forward() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a layer's forward and of its second run in backward."""
+    return nullcontext(), masked_by(CONTEXT.mask)
 
 
 def _causal_mask(count: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -131,6 +154,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     beside: bool = False,
+    position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, T, D], key [B, Hkv, S, D] and value [B, Hkv, S, Dv] -> ([B, T, H, Dv], None).
@@ -138,8 +162,13 @@ def attention_forward(
     Outside `forward_context` (training) attention is causal over the given keys, or as `masked_by` says: no token
     attends to right padding after it. `beside` reads CONTEXT_BESIDE.
     UserError for an attention mask: none is built for this attention name, so the model made one of its own, which
-    would be ignored.
+    would be ignored; and for a position bias, which models compute from one length for the whole batch.
     """
+    if position_bias is not None:
+        raise UserError(
+            f"{type(module).__name__} adds a bias by position to its attention, and rows of unequal length would get "
+            "that of one row"
+        )
     if attention_mask is not None:
         raise UserError(
             f"{type(module).__name__} masks its attention by itself, and that mask would be lost"
@@ -156,8 +185,12 @@ def attention_forward(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=groups > 1
         )
         return out.transpose(1, 2).contiguous(), None
+    if slots is None:
+        mask = given or DocumentMask(query.new_zeros(rows, count, dtype=torch.long))
+        out = _training_attention(query, key, value, mask, sliding_window, scaling, softcap, s_aux)
+        return out.transpose(1, 2).contiguous(), None
     packed = query.reshape(rows, kv_heads, groups * count, width)  # no repeated keys
-    if CONTEXT.split_kv and slots is not None and slots.row is None and not slots.is_prefill:
+    if CONTEXT.split_kv and slots.row is None and not slots.is_prefill:
         from decode.model import split_kv_attention  # imports Triton
 
         metadata = slots.split_kv_metadata(sliding_window)
@@ -166,15 +199,42 @@ def attention_forward(
             packed, key, value, metadata, scale, softcap, s_aux
         )
     else:
-        if given is not None:
-            mask = given.mask(sliding_window, groups)
-        elif slots is None or slots.is_prefill:
-            mask = _causal_mask(count, sliding_window, query.device).repeat(groups, 1)[None, None]
+        if slots.is_prefill:
+            allow = _causal_mask(count, sliding_window, query.device).repeat(groups, 1)[None, None]
         else:
-            mask = slots.mask(sliding_window, groups)
-        out = _masked_attention(packed, key, value, mask, scaling, softcap, s_aux)
+            allow = slots.mask(sliding_window, groups).to(query.device)
+        out = _masked_attention(packed, key, value, allow, scaling, softcap, s_aux)
     out = out.reshape(rows, heads, count, value.shape[-1])
     return out.transpose(1, 2).contiguous(), None
+
+
+def _training_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask,
+    window: int | None,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """query [B, H, T, D] over key and value [B, Hkv, S, D] under `mask`, by CONTEXT.method -> [B, H, T, Dv].
+
+    flex_attention has no soft cap and no sinks here: layers with them attend a block of queries at a time.
+    """
+    rows, heads, count, _ = query.shape
+    groups = heads // key.shape[1]
+    grouped = query.unflatten(1, (key.shape[1], groups))  # no repeated keys
+    attend = partial(_masked_attention, scaling=scaling, softcap=softcap, s_aux=s_aux)
+    method = CONTEXT.method
+    if method == "auto":
+        method = "dense" if rows * groups * count * key.shape[2] <= DENSE_VALUES else "blockwise"
+    if method == "dense":
+        out = attend(grouped.flatten(2, 3), key, value, mask.dense(window, groups).to(query.device))
+        return out.reshape(rows, heads, count, value.shape[-1])
+    if method == "flex" and softcap is None and s_aux is None:
+        return attend_flex(query, key, value, block_mask(mask, window), scaling)[0]
+    return attend_in_blocks(attend, grouped, key, value, mask, window).flatten(1, 2)
 
 
 def _masked_attention(

@@ -1,7 +1,8 @@
 """Which causal LMs can be decoded with drafts here, for how many positions, and why others cannot.
 
 Every check reads properties of the model or its config, or tries a forward pass, never the name of its type. What the
-checks do not cover raises an error later: a recurrent state in kv_cache.py.
+checks do not cover raises an error later. Models with recurrent layers go through `check_recurrent` and the trial of
+decode/model/recurrent.
 """
 
 import inspect
@@ -20,7 +21,10 @@ OWN_ATTENTION = (
 )
 LONGEST = 1 << 16
 """The context of models whose positions are relative and have no end."""
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""By dtype: share of the range of the logits by which two ways to compute them may differ in a trial; else 0.1."""
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Chunks (llama4) are full attention up to the end of the first, where `context_length` ends."""
 
 
 def check_supported(model: Any) -> None:
@@ -28,12 +32,21 @@ def check_supported(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
     reason = _unsupported_reason(model, config)
     if reason is not None:
-        raise _refusal(config, reason)
+        raise refusal(config, reason)
+
+
+def check_recurrent(model: Any, attends: bool) -> None:
+    """UserError with the reason if a model with recurrent layers cannot be decoded; `attends`: it has attention too."""
+    config = model.config.get_text_config(decoder=True)
+    reason = _attention_reason(model, config) if attends else None
+    if reason is not None:
+        raise refusal(config, reason)
 
 
 @torch.no_grad()  # not inference_mode: the model may be trained later
-def check_trial_pass(model: Any) -> None:
-    """UserError unless a forward of two tokens calls attention.py as often as there are layers and gives numbers.
+def check_trial_pass(model: Any, layers: int) -> None:
+    """UserError unless a forward of two tokens calls attention.py once for each of the `layers` that attend, and gives
+    numbers.
 
     It finds what no property tells: attention or masks of the model's own, and weights that are NaN or infinite.
     `model` must run with the registered attention.
@@ -53,17 +66,18 @@ def check_trial_pass(model: Any) -> None:
     except UserError as error:
         raise UserError(f"this {config.model_type} model cannot be decoded: {error}") from error
     except Exception as error:  # whatever the code of a model raises
-        raise _refusal(config, f"fails in a trial pass: {first_line(error)}") from error
+        raise refusal(config, f"fails in a trial pass: {first_line(error)}") from error
     finally:
         AttentionInterface.register(attention.ATTENTION_NAME, attention.attention_forward)
-    if len(calls) < config.num_hidden_layers:
-        own = config.num_hidden_layers - len(calls)
-        raise _refusal(config, f"{OWN_ATTENTION} in {own} of its {config.num_hidden_layers} layers")
+    if len(calls) < layers:
+        own = layers - len(calls)
+        raise refusal(config, f"{OWN_ATTENTION} in {own} of its {layers} layers")
     if not logits.isfinite().all():
-        raise _refusal(config, "gives NaN or infinite logits: its weights are damaged")
+        raise refusal(config, "gives NaN or infinite logits: its weights are damaged")
 
 
-def _refusal(config: Any, reason: str) -> UserError:
+def refusal(config: Any, reason: str) -> UserError:
+    """The UserError for a model that cannot be decoded; `reason` says what it does or has."""
     return UserError(f"this {config.model_type} model cannot be decoded: it {reason}")
 
 
@@ -71,13 +85,23 @@ def _unsupported_reason(model: Any, config: Any) -> str | None:
     if model.config.is_encoder_decoder:
         return "is an encoder-decoder, not a causal language model"
     parts = text_submodels(model, config)
-    modules = {name: module for part in parts for name, module in part.named_modules()}
     kinds = set(vars(config).get("layer_types") or [])
     if any(part._is_stateful for part in parts):
-        return "has recurrent layers, whose state cannot be taken back when a draft is rejected"
+        return (
+            "has recurrent layers whose states are not in transformers' cache, where they could be taken back when a "
+            "draft is rejected"
+        )
     if kinds - SUPPORTED_LAYER_TYPES:
         unknown = ", ".join(sorted(kinds - SUPPORTED_LAYER_TYPES))
         return f"has {unknown} layers; full and sliding attention are supported"
+    return _attention_reason(model, config)
+
+
+def _attention_reason(model: Any, config: Any) -> str | None:
+    """Why the attention of a model cannot be run through attention.py."""
+    parts = text_submodels(model, config)
+    modules = {name: module for part in parts for name, module in part.named_modules()}
+    kinds = set(vars(config).get("layer_types") or [])
     if not all(part._can_set_attn_implementation() for part in parts):
         return f"{OWN_ATTENTION}, so that drafted tokens cannot be given their positions"
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -96,12 +120,19 @@ def _unsupported_reason(model: Any, config: Any) -> str | None:
     return None
 
 
+def cache_name(model: Any) -> str:
+    """The name of the cache among the arguments of a forward and in its output: Mamba has one of its own."""
+    takes = inspect.signature(model.forward).parameters
+    return "past_key_values" if "past_key_values" in takes else "cache_params"
+
+
 def context_length(config: Any) -> int:
-    """Positions that a row may have: those of the config, but with longrope only the ones before its long factors;
-    LONGEST where positions have no limit (T5).
+    """Positions that a row may have: those of the config, but with longrope only the ones before its long factors, and
+    with chunked attention only the first chunk; LONGEST where positions have no limit (T5).
 
     From there on longrope changes the frequencies of all tokens of a forward, but not of cached keys: the text of a
-    row would depend on the other rows and on the draft length.
+    row would depend on the other rows and on the draft length. llama4 also scales its queries from `floor_scale` on, by
+    the cache's length, which is not known per row.
     """
     original = [
         rope["original_max_position_embeddings"]
@@ -109,7 +140,21 @@ def context_length(config: Any) -> int:
         if rope["rope_type"] == "longrope"
     ]
     name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-    return min([vars(config).get(name, LONGEST), *original])
+    fields = vars(config)
+    if "chunked_attention" in (fields.get("layer_types") or []):
+        original.append(fields["attention_chunk_size"])
+    if fields.get("attn_temperature_tuning"):
+        original.append(fields["floor_scale"] - 1)
+    return min([fields.get(name, LONGEST), *original])
+
+
+def logits_agree(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits of the same shape, computed in `dtype` in two ways, differ by no more than rounding explains where
+    the `wanted` ones are finite."""
+    finite = wanted.isfinite()
+    off = (found - wanted)[finite].abs().max()
+    scale = wanted[finite].max() - wanted[finite].min()
+    return bool(off <= TRIAL_TOLERANCE.get(dtype, 0.1) * scale)
 
 
 def rope_configs(config: Any) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ class HiddenStateHooks:
         check_taps(taps, len(stack))
         modules = [stack[i] for i in taps.layers]
         modules += [model.get_output_embeddings()] if taps.final else []
-        self.count = len(modules)
+        self.count, self.device = len(modules), model.device
         self.handles = [
             module.register_forward_pre_hook(partial(self._keep, number), with_kwargs=True)
             for number, module in enumerate(modules)
@@ -53,7 +53,8 @@ class HiddenStateHooks:
 
     def states(self) -> torch.Tensor:
         """[B, T, F] all captured states of the last forward along the last dimension. They are released here."""
-        states = torch.cat([self.captured[number] for number in range(self.count)], -1)
+        captured = [self.captured[number].to(self.device) for number in range(self.count)]
+        states = torch.cat(captured, -1)
         self.captured.clear()
         return states
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -36,10 +37,16 @@ class SplitKVMetadata:
     seen: torch.Tensor  # [B, T] each token attends to the slots before this one, within the window
     position: torch.Tensor  # [B, T]
     base: torch.Tensor  # [B] the slot of a tree's root
-    tail: (
-        torch.Tensor | None
-    )  # [B, T, N] bool: the tree nodes that it attends to as well, at slots base + n
+    tail: torch.Tensor | None
+    """[B, T, W] int64, 64 tree nodes a word: bit n % 64 of word n // 64 says that it attends to node n as well, which
+    is in slot base + n."""
     window: int | None
+
+
+def bit_words(bits: torch.Tensor) -> torch.Tensor:
+    """[..., ceil(N / 64)] int64 of bits [..., N]: bit n % 64 of word n // 64 is that of n."""
+    words = F.pad(bits, (0, -bits.shape[-1] % 64)).unflatten(-1, (-1, 64)).long()
+    return (words << torch.arange(64, device=bits.device)).sum(-1)  # bit 63 is the sign
 
 
 class SlotMapping:
@@ -95,7 +102,7 @@ class SlotMapping:
                 tail = self.nodes.ancestor_mask.expand(rows, -1, -1)
                 if window is not None:
                     tail = tail & (self.nodes.index_depth[..., None] - depth[:, None] < window)
-                tail = tail.contiguous()
+                tail = bit_words(tail)
             first = torch.zeros_like(self.base)
             if window is not None:
                 first = (self.position.amin(1) - window + 1).clamp_min(0)
@@ -150,7 +157,8 @@ class SlotMapping:
 class StaticKVLayer(CacheLayerMixin):
     """The K/V buffers of one layer, each [B, Hkv, S, D]: a head's slots lie one after the other, as products want them.
 
-    They are written by index_put, which compilers do in place.
+    They are written by index_put, which compilers do in place. They are on the device of the layer's states, which may
+    be another than that of the slots if a target's layers are on several.
     """
 
     is_compileable, is_sliding = True, False
@@ -176,9 +184,10 @@ class StaticKVLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slots, keys, values = self.slots, self.keys, self.values
-        row = slots.all_rows if slots.row is None else slots.row
-        keys[row[:, None], :, slots.write_slots] = key_states.transpose(1, 2)
-        values[row[:, None], :, slots.write_slots] = value_states.transpose(1, 2)
+        row = (slots.all_rows if slots.row is None else slots.row).to(keys.device)
+        write_slots = slots.write_slots.to(keys.device)
+        keys[row[:, None], :, write_slots] = key_states.transpose(1, 2)
+        values[row[:, None], :, write_slots] = value_states.transpose(1, 2)
         if slots.is_prefill:
             return key_states, value_states  # causal attention among them
         keys, values = keys[:, :, : len(slots.slot)], values[:, :, : len(slots.slot)]
@@ -186,7 +195,8 @@ class StaticKVLayer(CacheLayerMixin):
 
     def compact_path(self, base: torch.Tensor, path: torch.Tensor) -> None:
         """Moves slots base + path [B, P] to base + 0..P-1. They overlap, so all are gathered before any is written."""
-        row = self.slots.all_rows[:, None]
+        base, path = base.to(self.keys.device), path.to(self.keys.device)
+        row = self.slots.all_rows.to(self.keys.device)[:, None]
         source = base[:, None] + path
         sink = base[:, None] + torch.arange(path.shape[1], device=path.device)
         for buffer in (self.keys, self.values):
@@ -228,6 +238,21 @@ class StaticKVCache(Cache):
         for layer in self.kv_layers:
             if layer.is_initialized:
                 layer.compact_path(base, path)
+
+    def write_rows(self, row: torch.Tensor, computed: Cache) -> None:
+        """Writes the K/V of transformers' cache `computed`, of b rows, to the first slots of rows `row` [b].
+
+        Layers of `computed` without any (gemma4's last ones use another layer's) are left out.
+        """
+        filled = [
+            (own, layer)
+            for own, layer in zip(self.kv_layers, computed.layers, strict=False)
+            if layer.is_initialized
+        ]
+        width = filled[0][1].keys.shape[2]
+        self.slots.set_positions(torch.zeros_like(row), width, row=row, is_prefill=True)
+        for own, layer in filled:
+            own.update(layer.keys, layer.values)
 
     def copy_row(self, row: int, size: int) -> "StaticKVCache":
         """A cache of one row of `size` slots with the contents of row `row`."""

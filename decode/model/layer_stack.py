@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from decode.common.errors import UserError
 
@@ -17,6 +18,11 @@ def decoder_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def text_decoder(model: Any) -> Any:
+    """The part of `model` that writes text: a causal LM itself, or the decoder beside an encoder or a vision part."""
+    return model if model.config is decoder_config(model) else model.get_decoder()
+
+
 def layer_stack(model: Any) -> torch.nn.ModuleList:
     """The decoder layers of a model: its one ModuleList of that length. UserError when that is not clear."""
     stack: torch.nn.ModuleList = model.get_submodule(layer_stack_name(model))
@@ -26,7 +32,7 @@ def layer_stack(model: Any) -> torch.nn.ModuleList:
 def layer_stack_name(model: Any) -> str:
     """The dotted name of `layer_stack` in `model`. ModuleLists inside a layer, such as its experts, do not count."""
     count = decoder_config(model).num_hidden_layers
-    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    decoder = text_decoder(model)
     names: list[str] = []
     for name, module in decoder.named_modules():  # a module comes before those in it
         inside = any(name.startswith(f"{outer}.") for outer in names)
@@ -43,11 +49,27 @@ def layer_stack_name(model: Any) -> str:
 def with_layers(model: Any, layers: Sequence[int]) -> Any:
     """A copy of `model` that has only these of its decoder layers, and shares all weights and the config with it.
 
-    Models look up a layer's type and its K/V cache by its index: layers keep their indices here.
+    Models look up a layer's type and its K/V cache by its index: layers keep their indices here. UserError as from
+    `check_whole`.
     """
     name = layer_stack_name(model)
     stack = model.get_submodule(name)
+    check_whole([stack[i] for i in layers])
     return with_module(model, name, torch.nn.ModuleList([stack[i] for i in layers]))
+
+
+def is_whole(module: torch.nn.Module) -> bool:
+    """Whether this process holds all weights of `module`: neither slices of them, nor hooks that fetch them."""
+    return not any(weight.is_meta or isinstance(weight, DTensor) for weight in module.parameters())
+
+
+def check_whole(layers: Sequence[torch.nn.Module]) -> None:
+    """UserError for layers that are not `is_whole`."""
+    if not all(is_whole(layer) for layer in layers):
+        raise UserError(
+            "this draft is made of the target's own layers, which placement spreads over processes or keeps on disk: "
+            "leave placement.kind at single, or choose another draft"
+        )
 
 
 def renumber_layers(model: Any, layers: Sequence[int]) -> None:

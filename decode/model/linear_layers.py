@@ -101,6 +101,7 @@ def patch_linear_layers(model: Any, recurse: bool = True) -> None:
         and type(child.weight) is torch.nn.Parameter  # not one in eight bits
         and child.weight.device.type == "cpu"
         and child.weight.dtype in DTYPES
+        and "forward" not in vars(child)  # nor one whose weights a hook fetches or exchanges
     ]
     size = sum(child.weight.nbytes for _, _, child in layers)
     if torch.backends.mkldnn.is_available() and size < psutil.virtual_memory().available / 2:

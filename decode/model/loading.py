@@ -3,7 +3,7 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationConfig,
@@ -27,7 +29,9 @@ from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.gguf_files import gguf_folder
 from decode.model.linear_layers import quantize_linear_layers
 from decode.model.names import check_name, load_error
+from decode.model.quantized.checkpoints import quantized_folder
 from decode.model.runner import ModelRunner
+from decode.model.vision.vision_runner import is_vision_language
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Where it is not set, transformers asks on the terminal whether code from the model's folder shall run."""
@@ -74,12 +78,12 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def model_folder(name: str, what: str, revision: str | None = None) -> str:
-    """What transformers loads: `name` itself, or the cached folder of the GGUF that it means.
+    """What transformers loads: `name` itself, or the cached folder of the GGUF or quantised checkpoint that it means.
 
     `what` is its role ("target", "draft") in the UserError for what is not there or is no model.
     """
     local = check_name(name, what, revision=revision)
-    name = gguf_folder(name, revision) or name
+    name = gguf_folder(name, revision) or quantized_folder(name, revision) or name
     if local and not Path(name).is_dir():
         raise UserError(f"{what} {name!r} is a file: name the folder that holds config.json")
     if local and not (Path(name) / "config.json").is_file():
@@ -109,11 +113,13 @@ def load_model(
     dtype: str,
     revision: str | None = None,
     with_layers: bool = True,
+    place: Callable[..., tuple[Any, dict[str, Any]]] | None = None,
 ) -> Any:
-    """A causal LM or encoder-decoder of transformers in eval mode.
+    """A causal LM, encoder-decoder or vision-language model of transformers in eval mode.
 
     UserError when it is not there, damaged, or lacks weights. `what` is its role ("target", "draft") in error messages.
-    Without its layers only the rest of the weights is read: embedding, final norm and LM head.
+    Without its layers only the rest of the weights is read: embedding, final norm and LM head. `place` loads a model
+    that is not on one device (decode/distributed): (config, description, folder, …) -> (model, loading information).
     """
     device, number_type = pick_device(device), find_dtype(dtype)
     folder = model_folder(name, what, revision)
@@ -125,15 +131,20 @@ def load_model(
             text.layer_types = []
     try:
         with _quietly():
-            result: Any = auto_class(config).from_pretrained(
-                folder,
-                config=config,
-                revision=revision,
+            settings = {
+                "dtype": number_type,
+                "revision": revision,
+                "use_safetensors": True,
                 **NO_CODE,
-                dtype=number_type,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            }
+            if place is None:
+                result: Any = auto_class(config).from_pretrained(
+                    folder, config=config, output_loading_info=True, **settings
+                )
+            else:
+                result = place(config, f"{what} {name!r}", folder, **settings)
+    except UserError:
+        raise
     except Exception as error:  # any of a dozen kinds, from HTTP to a truncated safetensors file
         files = ("generation_config.json", "model.safetensors.index.json")
         raise _load_error(name, what, folder, files, error) from error
@@ -150,7 +161,8 @@ def load_model(
             f"describes and are not used ({unused[0]}, …)",
             stacklevel=2,
         )
-    model = model.to(device)
+    if place is None:
+        model = model.to(device)
     check_finite(model, f"{what} {name!r}", dtype)
     if dtype.startswith("int8"):
         quantize_linear_layers(model)
@@ -158,13 +170,21 @@ def load_model(
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that builds a language model of this config: causal, or encoder-decoder."""
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    """The class of transformers that builds a model of this config: causal, with an encoder, or with a vision part."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
 
 
 def check_finite(model: Any, what: str, dtype: str) -> None:
-    """UserError for weights that are not finite, in the files or after their conversion to `dtype`."""
-    named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point() and p.numel() > 0]
+    """UserError for weights that are not finite, in the files or after their conversion to `dtype`.
+
+    Of a model that is split over processes each looks at its part; weights on disk are not read.
+    """
+    parts = [
+        (n, p.to_local() if isinstance(p, DTensor) else p) for n, p in model.named_parameters()
+    ]
+    named = [(n, p) for n, p in parts if p.is_floating_point() and p.numel() > 0 and not p.is_meta]
     bounds = [torch.stack(torch.aminmax(p.detach())).isfinite().all() for _, p in named]
     finite = torch.stack(bounds).tolist() if bounds else []
     bad = [name for (name, _), fine in zip(named, finite, strict=True) if not fine]
@@ -300,16 +320,19 @@ def load_target(
     dtype: str = "float32",
     revision: str | None = None,
     with_layers: bool = True,
+    decoder: ModelRunner | None = None,
 ) -> Target:
     """The target `name` (folder or Hub name), ready to decode. UserError when it cannot be loaded or decoded.
 
     Without its layers it cannot decode: it has the embedding, the final norm and the LM head, and `decoder.config`
-    describes the whole model. That is for training where a server computes its hidden states.
+    describes the whole model. That is for training where a server computes its hidden states. `decoder` is the runner
+    of a model that is loaded already, in another way (decode/distributed).
     """
-    model = load_model(name, "target", device, dtype, revision, with_layers)
+    loaded = None if decoder is None else decoder.model
+    model = loaded or load_model(name, "target", device, dtype, revision, with_layers)
     tokenizer = load_tokenizer(name, revision)
     check_tokenizer_size(tokenizer, model.get_input_embeddings().weight.shape[0], name)
-    decoder = build_runner(model)
+    decoder = decoder or build_runner(model)
     if not with_layers:
         decoder.config = load_config(name, "target", revision).get_text_config(decoder=True)
     return Target(

@@ -46,6 +46,10 @@ class ModelRunner:
 
     can_compile = True
     """Its steps can be compiled: all buffers have fixed shapes."""
+    takes_trees = True
+    """A step may be of a tree's nodes."""
+    takes_images = False
+    """`prefill` reads images too (decode/model/vision)."""
 
     def __init__(self, model: Any, vocab_size: int | None = None, ids: torch.Tensor | None = None):
         self.model = model.eval()
@@ -63,7 +67,7 @@ class ModelRunner:
         # Gemma 4 leaves out tokens in its last layers as well when it gives fewer logits.
         self.can_skip_logits = not self.config.to_dict().get("num_kv_shared_layers")
         self.shape = 0, 0  # rows and slots of the buffers; the cache is empty until `allocate`
-        self.cache = StaticKVCache(self.config.num_hidden_layers, 1, 1, self.device)
+        self.cache = self.make_cache(1, 1)
         self.beside = False
         self.taps: HiddenStateSpec | None = None
         self.hidden_state_hooks: HiddenStateHooks | None = None
@@ -75,12 +79,20 @@ class ModelRunner:
     def prepare_model(self) -> None:
         """Makes the model run with our attention and caches. UserError if its properties do not allow that."""
         check_supported(self.model)
-        self.model.set_attn_implementation(attention.ATTENTION_NAME)
+        self.set_attention(attention.ATTENTION_NAME)
         use_grouped_experts(self.model)
+
+    def set_attention(self, name: str) -> None:
+        """Makes all layers run with the attention function that is registered under this name."""
+        self.model.set_attn_implementation(name)
 
     def try_model(self) -> None:
         """UserError unless a trial pass shows what no property does."""
-        check_trial_pass(self.model)
+        check_trial_pass(self.model, self.config.num_hidden_layers)
+
+    def make_cache(self, rows: int, size: int) -> StaticKVCache:
+        """An empty cache for `rows` sequences of up to `size` tokens."""
+        return StaticKVCache(self.config.num_hidden_layers, rows, size, self.device)
 
     def allocate(self, rows: int, size: int) -> None:
         """Provides K/V buffers for `rows` sequences of up to `size` tokens each; their contents are stale.
@@ -90,9 +102,8 @@ class ModelRunner:
         """
         if self.model.config.get_text_config(decoder=True).num_hidden_layers == 0:
             raise UserError("this target was loaded without its layers, and cannot decode")
-        layers = self.config.num_hidden_layers
         if (rows, size) != self.shape:
-            self.cache = StaticKVCache(layers, rows, size, self.device)
+            self.cache = self.make_cache(rows, size)
             self.shape = rows, size
 
     def capture_hidden_states(self, taps: HiddenStateSpec | None) -> None:
@@ -107,7 +118,7 @@ class ModelRunner:
     def run_beside(self) -> None:
         """Lets this model run in a thread of its own from now on, while a model that was not told so runs."""
         self.beside = True
-        self.model.set_attn_implementation(attention.BESIDE_NAME)
+        self.set_attention(attention.BESIDE_NAME)
 
     def reserve(self, size: int) -> None:
         """Enlarges the K/V buffers to `size` tokens per row and keeps their contents."""
@@ -195,22 +206,30 @@ class ModelRunner:
         """Makes this runner, which `first_layers` or `with_model` of `owner` made, use the buffers of `owner`."""
         self.cache = owner.cache
 
+    def positions(self) -> torch.Tensor:
+        """[b, T] positions of the tokens that the next forward reads.
+
+        Drafted tokens beyond the context get its last position; whether they are accepted is never used.
+        """
+        return self.cache.slots.position.clamp_max(self.context - 1)
+
     def _forward(self, tokens: torch.Tensor, last: int = 0) -> torch.Tensor:
-        # Drafted tokens beyond the context get its last position; whether they are accepted is never used.
-        position = self.cache.slots.position.clamp_max(self.context - 1)
         if self.vocab_size > self.embedding_rows:
             tokens = tokens.clamp_max(self.embedding_rows - 1)
         with attention.forward_context(self.cache.slots, self.beside):
             logits = self.model(
                 input_ids=tokens,
-                position_ids=position,
-                past_key_values=self.cache,
                 use_cache=True,
+                **self.model_arguments(self.positions()),
                 **({"logits_to_keep": last} if last and self.can_skip_logits else {}),
             ).logits
         if self.hidden_state_hooks is not None:
             self.features = self.hidden_state_hooks.states()
         return self.widen_logits(logits)
+
+    def model_arguments(self, position: torch.Tensor) -> dict[str, Any]:
+        """How the model's forward takes the positions [B, T] and the cache."""
+        return {"position_ids": position, "past_key_values": self.cache}
 
     def widen_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[..., V] from the model's own logits: -inf for tokens that it does not have, without surplus columns."""

@@ -2,7 +2,9 @@
 
 With a dense mask every forward reads the whole buffer, stale slots included, with one group of threads per head. Here
 the live slots of each row are split into parts that are computed in parallel, and their results are merged by their
-log-sum-exp. Lengths stay on the device, so one captured CUDA graph works for every length.
+log-sum-exp. Lengths stay on the device, so one captured CUDA graph works for every length, and the number of parts does
+not depend on the size of the buffers, so that longer ones compile nothing. Queries are computed TILE at a time; which
+nodes of a tree each of them sees are bits of 64-bit words, W for each query.
 
 CHECKED IN TRITON'S INTERPRETER ON A CPU; NO GPU HAS RUN IT YET. Off unless `attention.use_split_kv` turns it on.
 """
@@ -17,6 +19,8 @@ from decode.model.kv_cache import SplitKVMetadata
 
 BLOCK = 64
 """Keys that a program loads at once."""
+TILE = 64
+"""Queries of one program at most, for heads of up to 128 numbers: more do not fit into shared memory."""
 TARGET_PROGRAMS = 264
 """Number of programs to launch at least: two for each of the 132 multiprocessors of an H100 or H200."""
 
@@ -24,19 +28,20 @@ TARGET_PROGRAMS = 264
 @triton.jit
 def _attend_part_kernel(
     query, keys, values, first, live, seen, position, tail, base, out, lse, scale, softcap,
-    key_row, key_slot, key_head, value_row, value_slot, value_head, tail_row,
-    HEADS: tl.constexpr, T: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
+    key_row, key_slot, key_head, value_row, value_slot, value_head,
+    HEADS: tl.constexpr, T: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, W: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
-    """Attention of all M = groups * T queries of one K/V head of one row over one part of its keys."""
-    program, part = tl.program_id(0), tl.program_id(1)
-    b, h = program // HEADS, program % HEADS
+    """Attention of BM of the M = groups * T queries of one K/V head of one row over one part of its keys."""
+    program, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = program // HEADS, program % HEADS  # 64 bits: products with strides of buffers exceed 32
     begin, end = tl.load(first + b), tl.load(live + b)
     span = tl.cdiv(tl.cdiv(end - begin, PARTS), BLOCK) * BLOCK
     low = begin + part * span
     high = tl.minimum(low + span, end)
-    m, d, dv = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BDV)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    d, dv = tl.arange(0, BD), tl.arange(0, BDV)
     t, real = m % T, m < M
     at = (program * M + m)[:, None]
     q = tl.load(query + at * D + d[None], mask=real[:, None] & (d < D)[None], other=0.0)
@@ -59,15 +64,14 @@ def _attend_part_kernel(
         allow = slot[None] < until[:, None]
         if WINDOW > 0:
             allow = allow & (where[:, None] - slot[None] < WINDOW)
-        if N > 0:
+        if W > 0:
             node = slot - tl.load(base + b)
-            known = (node >= 0) & (node < N) & inside
-            ancestor = tl.load(
-                tail + b * tail_row + t[:, None] * N + node[None],
-                mask=known[None] & real[:, None],
-                other=0,
-            )
-            allow = allow | (ancestor != 0)
+            for number in tl.static_range(W):
+                word = tl.load(tail + (b * T + t) * W + number)
+                bit = node - 64 * number
+                known = (bit >= 0) & (bit < 64)
+                shift = tl.minimum(tl.maximum(bit, 0), 63).to(tl.int64)
+                allow = allow | (known[None] & (((word[:, None] >> shift[None]) & 1) != 0))
         scores = tl.where(allow & inside[None], scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1))
         anchor = tl.where(highest == float("-inf"), 0.0, highest)
@@ -97,7 +101,7 @@ def _merge_parts_kernel(
     PARTS: tl.constexpr, BP: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts of one query, weighted by their sums; a sink is in the softmax but has no value."""
-    program, m = tl.program_id(0), tl.program_id(1)
+    program, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p, dv = tl.arange(0, BP), tl.arange(0, BDV)
     at = (program * PARTS + p) * M + m
     sums = tl.load(lse + at, mask=p < PARTS, other=float("-inf"))
@@ -131,23 +135,25 @@ def split_kv_attention(
     `metadata` has the slots that each of the T tokens attends to; `sink` [H] is gpt-oss's extra logit per head.
     """
     rows, heads, queries, width = query.shape
-    size, out_width = keys.shape[2], values.shape[3]
+    out_width = values.shape[3]
     count = metadata.seen.shape[1]
-    nodes = 0 if metadata.tail is None else metadata.tail.shape[2]
-    parts = max(1, min(-(-TARGET_PROGRAMS // (rows * heads)), -(-size // BLOCK)))
+    words = 0 if metadata.tail is None else metadata.tail.shape[2]
+    largest = max(16, TILE * 128 // max(128, triton.next_power_of_2(width)))
+    tile = min(largest, max(16, triton.next_power_of_2(queries)))
+    tiles = -(-queries // tile)
+    parts = max(1, -(-TARGET_PROGRAMS // (rows * heads * tiles)))
     part = query.new_empty(rows, heads, parts, queries, out_width, dtype=torch.float32)
     lse = query.new_empty(rows, heads, parts, queries, dtype=torch.float32)
     out = query.new_empty(rows, heads, queries, out_width)
     tail: Any = (
         metadata.seen if metadata.tail is None else metadata.tail
     )  # never read without nodes
-    _attend_part_kernel[(rows * heads, parts)](
+    _attend_part_kernel[(rows * heads, parts, tiles)](
         query.contiguous(), keys, values, metadata.first, metadata.live, metadata.seen, metadata.position,
         tail, metadata.base, part, lse, scale, softcap or 1.0,
         keys.stride(0), keys.stride(2), keys.stride(1), values.stride(0), values.stride(2), values.stride(1),
-        0 if metadata.tail is None else metadata.tail.stride(0),
-        HEADS=heads, T=count, M=queries, D=width, DV=out_width, N=nodes, WINDOW=metadata.window or 0,
-        CAPPED=softcap is not None, PARTS=parts, BLOCK=BLOCK, BM=max(16, triton.next_power_of_2(queries)),
+        HEADS=heads, T=count, M=queries, D=width, DV=out_width, W=words, WINDOW=metadata.window or 0,
+        CAPPED=softcap is not None, PARTS=parts, BLOCK=BLOCK, BM=tile,
         BD=max(16, triton.next_power_of_2(width)), BDV=max(16, triton.next_power_of_2(out_width)),
     )  # fmt: skip
     _merge_parts_kernel[(rows * heads, queries)](

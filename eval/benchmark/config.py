@@ -19,9 +19,11 @@ from decode.common.ranges import (
     at_least,
 )
 from decode.constraints.grammar import ConstraintConfig, is_constrained
+from decode.distributed.placement import PlacementConfig
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig, Milliseconds
 from decode.drafts.mirror.mirror_draft import MirrorConfig
 from decode.drafts.self_speculation.swift_search import SwiftConfig
+from decode.engine.engine import CAPTURED
 from decode.model.loading import pick_device
 from decode.verification.registry import find_rule
 from eval.tasks.dataset_specs import load_dataset_specs
@@ -129,8 +131,9 @@ class EvalConfig:
     """Tokens of the longest answer."""
     batch_size: Count = 1
     """Prompts decoded together."""
-    mode: Literal["eager", "compiled", "graph"] = "eager"
-    """compiled is faster after minutes of compilation, for all methods; graph (CUDA graphs) needs a GPU."""
+    mode: Literal["eager", "captured", "compiled", "graph"] = "eager"
+    """compiled is faster after minutes of compilation, for all methods. On a GPU only: captured, each round as one CUDA
+    graph without compilation, and graph, the same of compiled code."""
     acceptance: AcceptanceComparisonConfig = field(default_factory=AcceptanceComparisonConfig)
     """Pairs of methods whose acceptance to compare."""
     constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
@@ -153,6 +156,7 @@ class EvalConfig:
     dtype: str = "float32"
     """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao).
     Losslessness to the token is a property of computing in float32."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     seed: Seed = 0
     out: str = "outputs/eval"
     """Folder for the report. A run that was stopped goes on where it stopped."""
@@ -178,8 +182,8 @@ def check(s: EvalConfig) -> None:
         raise UserError("give at least one temperature and one task")
     if len(set(s.temperatures)) < len(s.temperatures):
         raise UserError(f"temperatures {s.temperatures}: give each one once")
-    if s.mode == "graph" and not pick_device(s.device).startswith("cuda"):
-        raise UserError("mode graph needs a CUDA device: choose eager or compiled")
+    if s.mode in CAPTURED and not pick_device(s.device).startswith("cuda"):
+        raise UserError(f"mode {s.mode} needs a CUDA device: choose eager or compiled")
     for task in s.tasks:
         if task.kind and task.kind not in load_dataset_specs():
             known = ", ".join(load_dataset_specs())
@@ -222,17 +226,18 @@ def check(s: EvalConfig) -> None:
             raise UserError(
                 f"method {m.name!r} simulates acceptance, which needs temperature 0: set --temperatures '[0.0]'"
             )
-        if m.alpha and (m.tree.nodes > 0 or m.lookup or m.rule != "exact" or s.mode == "graph"):
+        if m.alpha and (m.tree.nodes > 0 or m.lookup or m.rule != "exact" or s.mode in CAPTURED):
             raise UserError(
-                f"method {m.name!r} simulates chains: give it no tree, no lookup and no rule, and no mode graph"
+                f"method {m.name!r} simulates chains: give it no tree, no lookup and no rule, and a mode without a "
+                "CUDA graph"
             )
-        if m.lookup and s.mode == "graph":
+        if m.lookup and s.mode in CAPTURED:
             raise UserError(
-                f"method {m.name!r}: in mode graph the host cannot ask a lookup: choose eager or compiled"
+                f"method {m.name!r}: in mode {s.mode} the host cannot ask a lookup: choose eager or compiled"
             )
-        if m.adaptive and (m.alpha or s.mode == "graph"):
+        if m.adaptive and (m.alpha or s.mode in CAPTURED):
             raise UserError(
-                f"method {m.name!r}: adaptive is for real drafts, and in mode graph the host cannot end a chain: "
+                f"method {m.name!r}: adaptive is for real drafts, and in mode {s.mode} the host cannot end a chain: "
                 "choose eager or compiled"
             )
         if m.round_ms and m.adaptive in ("", "confidence"):

@@ -8,11 +8,12 @@ these passes is off by at least the whole gap: then rounding alone can swap the 
 
 So what counts is the rounding of this pair at this place, and not the largest one over the vocabulary, by which many
 second-best tokens would pass in bf16. The passes are those of transformers' own code, because a bug of this decoder
-could make its own rounding look large.
+could make its own rounding look large. Of a target that this process does not hold whole (decode/distributed) the gap
+is computed in the model's own type as well, by one pass over the whole text.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from transformers import GenerationConfig
 
 from decode.constraints.matcher import Matcher
+from decode.model.compatibility import cache_name
 from decode.model.encoder_decoder.plain_passes import (
     decoder_inputs,
     generated_ids,
@@ -27,6 +29,7 @@ from decode.model.encoder_decoder.plain_passes import (
     run_decoder,
     start_id,
 )
+from decode.model.layer_stack import is_whole
 from decode.model.loading import Target
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import trim_at_stop
@@ -110,15 +113,14 @@ def logits_after(
     The last pass has its full width too, as in verification; the tokens that it reads past `ids` are arbitrary.
     """
     tokens = torch.tensor([[*ids, *ids[-1:] * width]], device=model.device)
-    cache, at, end = None, 0, start
+    name, cache, at, end = cache_name(model), None, 0, start
     while True:
-        out = run_decoder(
-            model, tokens[:, at:end], past_key_values=cache, use_cache=True, **arguments
-        )
+        given = {name: cache, **arguments}
+        out = run_decoder(model, tokens[:, at:end], use_cache=True, **given)
         if end >= len(ids):
             logits: torch.Tensor = out.logits[0, len(ids) - 1 - at].double()
             return logits
-        cache, at, end = out.past_key_values, end, end + width
+        cache, at, end = out[name], end, end + width
 
 
 @contextmanager
@@ -169,7 +171,7 @@ def measure_pair(
         logits = logits_after(model, ids, start, width, **arguments)
         return float(logits[pair[0]] - logits[pair[1]])
 
-    with wider_precision(model):
+    with wider_precision(model) if is_whole(model) else nullcontext():
         exact = gap(len(ids), 1)
     apart = max(
         1, start - 1

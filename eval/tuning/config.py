@@ -69,8 +69,8 @@ class TuneConfig:
     """1 keeps all tokens."""
     max_new_tokens: Count = 64
     """Longest answer."""
-    mode: Literal["eager", "compiled", "graph"] = "eager"
-    """compiled takes a minute or more for each setting."""
+    mode: Literal["eager", "captured", "compiled", "graph"] = "eager"
+    """compiled and graph take a minute or more for each setting; captured and graph need a GPU."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     dtype: str = "float32"

@@ -2,11 +2,15 @@
 
     python scripts/benchmarks/train_bench.py                       # two target sizes that fit a CPU
     python scripts/benchmarks/train_bench.py --sizes '[llama-8b]' --dtype bfloat16   # on a GPU
+    python scripts/benchmarks/train_bench.py --lengths '[2048,8192]' --sizes '[12x256]' --families '[eagle3]'
 
 Targets have random weights of the given shape, rows have no padding, half of each row is supervised. Each pair of
-family and size runs in a process of its own, because peak memory is measured per process. The last line is JSON.
+family and size runs in a process of its own, because peak memory is measured per process. With `lengths` a batch is one
+sample, trained by each of `attention`, and each cell has the estimate of train/planning beside what was measured; one
+that fails for lack of memory is listed without numbers. The last line is JSON.
 """
 
+import itertools
 import json
 import resource
 import subprocess
@@ -14,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +33,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.common.ranges import Count
+from decode.common.ranges import Count, CountOrZero
 from decode.common.run_dir import check_file
+from decode.model.attention import METHODS, training_attention
 from decode.model.loading import NUMBER_TYPES, Target, find_dtype, pick_device
 from decode.model.runner import ModelRunner
 from train.data.batching import Batch, collate
@@ -38,7 +43,9 @@ from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.config import DraftConfig
+from train.families.model_sizes import StepWorkload, target_shape
 from train.families.registry import family_trainer
+from train.planning.resources import memory_breakdown
 
 SIZES: dict[str, dict[str, int]] = {
     # LlamaConfig of the target; rows and length of a batch; size of the draft vocabulary
@@ -55,6 +62,7 @@ SIZES: dict[str, dict[str, int]] = {
     | {"num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256}
     | {"rows": 4, "length": 2048, "draft_vocab": 32000},
 }
+GPU_LENGTHS = (2048, 8192, 32768)
 BATCH_KEYS = ("rows", "length", "draft_vocab")
 
 
@@ -66,6 +74,14 @@ class TrainBenchConfig:
     """Draft families to measure."""
     steps: Count = 3
     """Timed steps, after one warm-up step."""
+    lengths: list[Count] = field(default_factory=list)
+    """Tokens of the one sample of a batch; empty: the batches of SIZES."""
+    attention: list[str] = field(default_factory=lambda: ["dense", "blockwise"])
+    """Ways to attend to compare for each of `lengths`, as in draft.attention; without `lengths` it is auto."""
+    activation_checkpointing: bool = False
+    """draft.activation_checkpointing of what is measured and estimated."""
+    memory_gb: CountOrZero = 0
+    """A process that wants more memory than this fails and is listed as such; 0: no limit. Only on a CPU."""
     device: str = "auto"
     dtype: str = "float32"
     """Data type of the target; drafts train in fp32."""
@@ -73,6 +89,38 @@ class TrainBenchConfig:
     """File for the JSON of the last line; empty: none."""
     one: bool = False
     """Measure only the first family at the first size, in this process, and print its JSON (used internally)."""
+
+
+def batch_shape(size: str, s: TrainBenchConfig) -> dict[str, int]:
+    """SIZES[size], with a batch of one sample of the first of `s.lengths` if there are any."""
+    if not s.lengths:
+        return SIZES[size]
+    length = s.lengths[0]
+    return SIZES[size] | {"rows": 1, "length": length, "max_position_embeddings": length}
+
+
+def draft_config(family: str, shape: dict[str, int], s: TrainBenchConfig) -> DraftConfig:
+    """The draft of a cell."""
+    draft = DraftConfig(family=family, activation_checkpointing=s.activation_checkpointing)
+    if family == "causal":
+        draft.layers = [0, 1]
+    else:
+        draft.vocab = shape["draft_vocab"]
+    return draft
+
+
+def estimated_bytes(family: str, size: str, s: TrainBenchConfig, mixed: bool) -> int:
+    """What train/planning/resources.py estimates for a step, in bf16 (`mixed`) or fp32; nothing is allocated."""
+    shape = batch_shape(size, s)
+    config = LlamaConfig(**{k: v for k, v in shape.items() if k not in BATCH_KEYS})  # type: ignore[arg-type]
+    draft = draft_config(family, shape, s)
+    sizes = family_trainer(family).draft_shape(draft, config, config.vocab_size)
+    length = shape["length"]
+    load = StepWorkload(
+        shape["rows"], length, length / 2, length, length // 2, micro_batch=shape["rows"]
+    )
+    parts = memory_breakdown(target_shape(config), sizes, load, 2 if mixed else 4, mixed)
+    return sum(parts.values())
 
 
 def random_target(shape: dict[str, int], device: str, dtype: str) -> Target:
@@ -143,14 +191,10 @@ class StepProfiler:
 def measure_cell(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any]:
     """Throughput, peak memory and shares of the step time of one family at one target size."""
     torch.manual_seed(0)
-    shape = SIZES[size]
+    shape = batch_shape(size, s)
     device = pick_device(s.device)
     target = random_target(shape, device, s.dtype)
-    draft = DraftConfig(family=family)
-    if family == "causal":
-        draft.layers = [0, 1]
-    else:
-        draft.vocab = shape["draft_vocab"]
+    draft = draft_config(family, shape, s)
     rows = random_rows(shape)
     settings = DistillConfig(draft=draft, loss="forward_kl")
     trainee = family_trainer(family).build(FamilyContext(settings, target, rows, device))
@@ -184,6 +228,7 @@ def measure_cell(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any]:
         "size": size,
         "trained_parameters": sum(p.numel() for p in trained),
         "tokens_per_second": s.steps * tokens / plain.seconds["step"],
+        "seconds_per_step": plain.seconds["step"] / s.steps,
         "peak_bytes": peak,
         "shares": {
             "target": forward["target"] / total,
@@ -213,34 +258,32 @@ def main(s: TrainBenchConfig) -> None:
     for size in s.sizes:
         if size not in SIZES:
             raise UserError(f"no size {size!r}; there are {', '.join(SIZES)}")
+    for method in s.attention:
+        if method not in METHODS:
+            raise UserError(f"no attention {method!r}; there are {', '.join(METHODS)}")
     if s.one:
-        print(json.dumps(measure_cell(s.families[0], s.sizes[0], s)))
+        if s.memory_gb:
+            resource.setrlimit(resource.RLIMIT_DATA, (s.memory_gb * 10**9,) * 2)
+        with training_attention(s.attention[0] if s.lengths else "auto"):
+            print(json.dumps(measure_cell(s.families[0], s.sizes[0], s)))
         return
-    console = Console(stderr=True)
-    table = Table(
-        "target", "family", "trained", "tokens/s", "peak GB", "target", "draft", "loss", "backward",
-        "optimiser",
-    )  # fmt: skip
+    columns = [
+        "target", "family", "length", "attention", "tokens/s", "s/step", "peak GB", "estimate",
+        "draft", "loss", "backward",
+    ]  # fmt: skip
+    table = Table(*columns)
     cells = []
-    for size in s.sizes:
-        for family in s.families:
-            command = [
-                sys.executable, __file__, "--one", "true", "--sizes", json.dumps([size]),
-                "--families", json.dumps([family]), "--steps", str(s.steps),
-                "--device", s.device, "--dtype", s.dtype,
-            ]  # fmt: skip
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            cell = json.loads(done.stdout.strip().splitlines()[-1])
-            cells.append(cell)
-            table.add_row(
-                size, family, f"{cell['trained_parameters'] / 1e6:.1f} M",
-                f"{cell['tokens_per_second']:,.0f}", f"{cell['peak_bytes'] / 1e9:.2f}",
-                *(f"{100 * share:.0f} %" for share in cell["shares"].values()),
-            )  # fmt: skip
-    console.print(table)
+    cases = [(n, how) for n in s.lengths for how in s.attention] or [(0, "auto")]
+    for size, family, (length, how) in itertools.product(s.sizes, s.families, cases):
+        one = replace(s, lengths=[length] if length else [], attention=[how])
+        cell = measured_apart(family, size, one)
+        cells.append(cell)
+        table.add_row(size, family, str(cell["length"]), how, *cell_numbers(cell))
+    Console(stderr=True, width=110).print(table)
     result = {
         "cells": cells,
         "shapes": {size: SIZES[size] for size in s.sizes},
+        "gpu_estimates": gpu_estimates(s),
         "dtype": s.dtype,
         **provenance.collect(),
     }
@@ -248,6 +291,45 @@ def main(s: TrainBenchConfig) -> None:
     if s.out:
         files.write_atomically(Path(s.out), line + "\n")
     print(line)
+
+
+def measured_apart(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any]:
+    """`measure_cell` in a process of its own; without its numbers if that process fails for lack of memory."""
+    command = [
+        sys.executable, __file__, "--one", "true", "--sizes", json.dumps([size]),
+        "--families", json.dumps([family]), "--steps", str(s.steps), "--device", s.device,
+        "--dtype", s.dtype, "--lengths", json.dumps(s.lengths), "--memory_gb", str(s.memory_gb),
+        "--attention", json.dumps(s.attention),
+        "--activation_checkpointing", str(s.activation_checkpointing).lower(),
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=not s.lengths)
+    cell: dict[str, Any] = {"family": family, "size": size, "attention": s.attention[0]}
+    cell |= {"length": batch_shape(size, s)["length"]}
+    cell |= {"estimated_bytes": estimated_bytes(family, size, s, mixed=False)}
+    return cell | (json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {})
+
+
+def cell_numbers(cell: dict[str, Any]) -> list[str]:
+    """What the table says of a cell beside its settings."""
+    estimate = f"{cell['estimated_bytes'] / 1e9:.2f}"
+    if "peak_bytes" not in cell:
+        return ["-", "-", "did not fit", estimate]
+    shares = [f"{100 * cell['shares'][name]:.0f} %" for name in ("draft", "loss", "backward")]
+    peak, step = f"{cell['peak_bytes'] / 1e9:.2f}", f"{cell['seconds_per_step']:.2f}"
+    return [f"{cell['tokens_per_second']:,.0f}", step, peak, estimate, *shares]
+
+
+def gpu_estimates(s: TrainBenchConfig) -> list[dict[str, Any]]:
+    """Estimated bytes on a GPU in bf16 for an 8B target, for each family and long length, one sample at a time."""
+    found = []
+    for family, length, again in itertools.product(
+        s.families, GPU_LENGTHS if s.lengths else (), (False, True)
+    ):
+        one = replace(s, lengths=[length], activation_checkpointing=again)
+        count = estimated_bytes(family, "llama-8b", one, mixed=True)
+        names = {"size": "llama-8b", "family": family, "length": length}
+        found.append(names | {"activation_checkpointing": again, "estimated_bytes": count})
+    return found
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""scripts/compare_samples.py: equal laws pass, other lengths, tokens or ends are found."""
+"""scripts/checks/compare_samples.py: equal laws pass, other lengths, tokens or ends are found."""
 
 import numpy as np
 import pytest
 
-from scripts.compare_samples import SampledAnswers, compare, select
+from scripts.checks.compare_samples import AnswerSet, compare, select
 
 N = 400
 
 
 def drawn(
     seed: int, *, stop: float = 0.05, skew: float = 1.0, longest: int = 60, cut: float = 0.0
-) -> SampledAnswers:
+) -> AnswerSet:
     """To N prompts: geometric lengths, tokens whose law depends on the prompt, a share `cut` called cut."""
     rng = np.random.default_rng(seed)
     lengths = rng.geometric(stop, N).clip(1, longest)
@@ -20,7 +20,7 @@ def drawn(
         law = np.roll(weights, i % 3)
         tokens.append(rng.choice(20, length, p=law / law.sum()))
     ended = ((lengths < longest) & (rng.random(N) >= cut)).astype(float)
-    return SampledAnswers([str(i) for i in range(N)], lengths, ended, tokens)
+    return AnswerSet([str(i) for i in range(N)], lengths, ended, tokens)
 
 
 def test_equal_laws_give_uniform_p_values() -> None:

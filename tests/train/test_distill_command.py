@@ -102,6 +102,26 @@ def assert_same_run(out: Path, undisturbed: Path) -> None:
 # ---- the same result, whatever happens ----
 
 
+def test_attention_in_blocks_and_layers_computed_again_change_nothing(
+    undisturbed: Path, train: Callable[..., Done], tmp_path: Path
+) -> None:
+    """Bug: settings for long samples that do not reach training, or that change what is learned."""
+    done = train(
+        "--draft.attention", "blockwise", "--draft.activation_checkpointing", "true",
+        "--loop.pack", "true", "--loop.eval_every", 0,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "not used" not in done.err
+    assert losses_of(tmp_path / "out") == pytest.approx(losses_of(undisturbed), rel=1e-4)
+
+
+def test_flex_attention_without_a_gpu_is_refused(train: Callable[..., Done]) -> None:
+    """Bug: an error of torch in the first backward pass, in place of what to choose."""
+    done = train("--draft.attention", "flex")
+    assert done.code == 2
+    assert "blockwise" in done.err
+
+
 def test_killed_and_started_again_ends_with_the_same_bits(
     world: World, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

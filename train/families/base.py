@@ -137,12 +137,12 @@ class FamilyTrainer:
             )
 
     def unused_settings(self, s: DraftConfig) -> list[str]:
-        """Names of settings that differ from their defaults and that this family does not read."""
+        """Names of settings that differ from their defaults and that neither this family nor its target reads."""
         defaults = vars(DraftConfig())
         return [
             name
             for name, value in vars(s).items()
-            if name != "family" and name not in self.settings and value != defaults[name]
+            if name not in {"family", "attention", *self.settings} and value != defaults[name]
         ]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from decode.checkpoints import draft_vocab
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, check_tokenizer, read_metadata
-from decode.drafts.causal import CausalDraft, load_ids
+from decode.drafts.causal import causal_draft, load_ids
 from decode.model import attention
 from decode.model.config_checks import check_sizes
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
@@ -52,7 +52,9 @@ from train.teacher.live import TeacherOutput, compute_hidden_states
 class Causal(FamilyTrainer):
     """Trains a small language model: a given one, chosen layers of the target, or one with random weights."""
 
-    settings = frozenset({"init", "layers", "init_config", "lora_rank", "vocab"})
+    settings = frozenset(
+        {"init", "layers", "init_config", "lora_rank", "vocab", "activation_checkpointing"}
+    )
     description = "a small language model"
     hub_tag = "assisted-generation"
     is_language_model = True
@@ -90,7 +92,12 @@ class Causal(FamilyTrainer):
             parameters_per_pass=0,
             passes_per_slot=1,
             head_is_frozen=s.lora_rank > 0,
+            recompute=s.activation_checkpointing,
         )
+
+
+KEPT_INPUT, KEPT_BESIDE = 4, 14
+"""Bytes per token and hidden size that are kept of a layer that is recomputed, and of all else but layers."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +106,14 @@ class CausalShape(DraftShape):
 
     recomputes_logits: ClassVar[bool] = False
     saved_in_float32: ClassVar[bool] = True
+    recompute: bool = False
+    """Of each layer only the input is kept (draft.activation_checkpointing)."""
 
     def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
         tokens = load.micro_batch * load.max_tokens
+        if self.recompute:  # the inputs, and all of one layer at a time
+            kept = (KEPT_INPUT * self.layers + KEPT_BESIDE) * self.hidden
+            return scale * tokens * (kept + layer_activation_bytes(self))
         return scale * tokens * self.layers * layer_activation_bytes(self)
 
     def attention_flops(self, load: StepWorkload) -> float:
@@ -121,6 +133,8 @@ class TrainableCausal(TrainableDraft):
         check_same_kind(self.lm, target)
         if not self.lm.config.is_encoder_decoder:
             self.lm.set_attn_implementation(attention.ATTENTION_NAME)
+        if config.activation_checkpointing:
+            attention.recompute_layers(self.lm)
         self.adapters = None
         if config.lora_rank:
             self.adapters = LoraAdapters(self.lm, config.lora_rank, config.init)
@@ -138,7 +152,7 @@ class TrainableCausal(TrainableDraft):
         return CausalTrainer(self.lm, head, context.criterion(), ids)
 
     def to_draft(self) -> Draft:
-        return CausalDraft(self.language_model())
+        return causal_draft(self.language_model())
 
     def language_model(self) -> ModelRunner:
         return build_runner(self.lm, ids=self.ids)

@@ -76,6 +76,13 @@ class DraftConfig:
     """layerskip2: weight of all exits but the last layer in the loss, each also in proportion to 1 + … + its number."""
     exit_period: Annotated[int, at_least(1, 4096)] = 8
     """layerskip2: besides exit_layer and the last layer, step t trains the exits E with E = t modulo this number."""
+    attention: Literal["auto", "dense", "blockwise", "flex"] = "auto"
+    """How training attends where a mask is needed, in the draft and in the target: with all of the mask in memory, a
+    block of queries at a time in memory linear in the length, or by flex_attention, which needs CUDA. auto: dense for
+    short samples, else blockwise (same result)."""
+    activation_checkpointing: bool = False
+    """causal, pard, eagle1, eagle3, peagle, dflash, dspark: backward computes each layer of the draft again, so that
+    only its inputs are kept: less memory, a third more arithmetic in the draft (same result)."""
     mask_token: CountOrZero | None = None
     """pard, peagle, dflash, dspark: id of the token in place of one not drafted yet; null: the one that answers have
     least often."""

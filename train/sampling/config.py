@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from decode.common.ranges import Count, CountOrZero, DraftLength, Seed, above, at_least
+from decode.distributed.placement import PlacementConfig
 from decode.verification.sampling import SamplingParams
 from train.data.conversations import TurnSelection
 from train.data.filters import FilterConfig
@@ -68,6 +69,7 @@ class SampleConfig:
     """auto, cpu or cuda; with several processes auto gives each its own GPU."""
     dtype: str = "float32"
     """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao)."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     seed: Seed = 0
     out: str = "outputs/samples"
     """Folder of the sampled set."""

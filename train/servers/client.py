@@ -58,6 +58,8 @@ class Server:
     model: str
     context: int | None
     """Tokens of its longest text, if it says so."""
+    own: bool = False
+    """It was started for this run: once nobody listens at its address, it is gone."""
 
 
 class PromptFailedError(Exception):
@@ -147,6 +149,8 @@ class Completions:
                 return await self._attempt(body, read)
             except _PassingError as error:
                 problem = error
+            if self.server.own and problem.unreachable:
+                break
             if attempts_left:
                 jittered = wait * random.uniform(0.5, 1)
                 await asyncio.sleep(max(jittered, problem.retry_after))

@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -15,8 +16,11 @@ from decode.common.command import end_with_parent
 from decode.common.errors import UserError
 from eval.benchmark.vllm_client import find_interpreter, model_path
 
+GUARD = Path(__file__).with_name("server_guard.py")
 LOG_TAIL = 1500
 """Characters of the server's log in an error."""
+ENDING_SECONDS = 5.0
+"""Between the moment that a server no longer answers and its end."""
 
 
 @contextmanager
@@ -25,20 +29,32 @@ def running_server(
 ) -> Iterator[None]:
     """Runs `command` during the block, which begins as soon as `ready_url` answers; variables that are set stay.
 
-    UserError with the end of its log if the server `name` does not start, or not within so many seconds.
+    It ends with the block and with this process, however that ends, and so do its children (server_guard.py).
+    UserError with the end of its log if the server `name` does not start, or not within so many seconds; a UserError of
+    the block also gets its exit code and the end of its log if the server has ended on its own.
     """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command,
+            [sys.executable, str(GUARD), *command],
             stdout=log,
             stderr=log,
             cwd=tempfile.gettempdir(),
             env={**environment, **os.environ},
             preexec_fn=end_with_parent,
+            process_group=0,  # or what kills the command's group kills the guard before it has ended the server
         )
         try:
             _wait_until_ready(process, ready_url, seconds, name, log)
-            yield
+            try:
+                yield
+            except UserError as error:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(ENDING_SECONDS)
+                if process.returncode is None:
+                    raise
+                raise UserError(
+                    f"{name} ended with exit code {process.returncode} ({error}); {_end_of(log)}"
+                ) from error
         finally:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -62,8 +78,12 @@ def _wait_until_ready(
             return
         time.sleep(0.5)
     why = "did not start" if process.poll() is not None else f"was not ready within {seconds:g} s"
+    raise UserError(f"{name} {why}; {_end_of(log)}")
+
+
+def _end_of(log: TextIO) -> str:
     log.seek(0)
-    raise UserError(f"{name} {why}; the end of its log:\n{log.read()[-LOG_TAIL:]}")
+    return f"the end of its log:\n{log.read()[-LOG_TAIL:]}"
 
 
 def vllm_command(

@@ -13,7 +13,6 @@ defines the tensors of a row, feature_store.py the files, and feature_extraction
 """
 
 import hashlib
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.model.hidden_states import HiddenStateSpec
+from decode.model.layer_stack import is_whole, layer_stack_name
 from decode.model.loading import Target
 from train.data import batching
 from train.data.batching import Batch
@@ -188,9 +188,16 @@ def running_teacher(
 
 
 def weights_digest(model: Any) -> str:
-    """16 hex digits of a hash of every parameter's first 64 values, which change if the target is retrained."""
+    """16 hex digits of a hash of every parameter's first 64 values, which change if the target is retrained.
+
+    Of a target whose layers are not whole in this process (decode/distributed) only the rest is read.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    if not is_whole(model):
+        layers = f"{layer_stack_name(model)}."
+        named = [(name, value) for name, value in named if not name.startswith(layers)]
     sha = hashlib.sha256()
-    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+    for name, value in named:
         sha.update(name.encode())
         sha.update(value.detach().reshape(-1)[:64].double().cpu().numpy().data)
     return sha.hexdigest()[:16]

@@ -9,7 +9,9 @@ from torch import Tensor
 from decode.common.errors import UserError
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LMHead
+from decode.model.layer_stack import decoder_config
 from decode.model.loading import Target
+from decode.model.recurrent.hybrid_cache import has_recurrent_layers
 from decode.model.runner import logits_only_at
 from train.data.batching import Batch
 from train.teacher.answer_states import compute_answer_states
@@ -18,12 +20,17 @@ from train.teacher.answer_states import compute_answer_states
 def compute_hidden_states(model: Any, batch: Batch, taps: HiddenStateSpec) -> Tensor:
     """Hidden states [B, T, F] of `model` at `taps`, computed for each row on its own; no logits are computed.
 
-    UserError for packed rows with gradient checkpointing: recomputation in backward would let rows attend to each
-    other.
+    UserError for packed rows with gradient checkpointing other than `attention.recompute_layers`: recomputation in
+    backward would let rows attend to each other; and for packed rows of a model with recurrent layers, whose states
+    would go from one row to the next.
     """
-    checkpointing = any(vars(module).get("gradient_checkpointing") for module in model.modules())
-    if batch.documents is not None and checkpointing:
+    if batch.documents is not None and attention.recomputes_without_mask(model):
         raise UserError("gradient checkpointing needs unpacked rows: set loop.pack to false")
+    if batch.documents is not None and has_recurrent_layers(decoder_config(model)):
+        raise UserError(
+            f"this {model.config.model_type} model has recurrent layers, which read packed rows as one text: set "
+            "loop.pack to false"
+        )
     if model.config.is_encoder_decoder:
         return compute_answer_states(model, batch.input_ids, batch.loss_mask, taps)
     with attention.packed_documents(batch.documents):

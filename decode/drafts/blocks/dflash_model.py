@@ -6,6 +6,7 @@ The block is [anchor, MASK, MASK, …]; its slots see each other and all states 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from transformers import LlamaConfig
 
 from decode.drafts.eagle_model import CosSin, Fp32RotaryEmbedding, GatedMLP, RMSNorm, apply_rotary
 from decode.model.hidden_states import HiddenStateSpec
+from decode.model.masking.blocks import run_now
 
 LayerAttendFn = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(number of the layer, q [B, heads, T, D], k and v [B, kv heads, T, D] of the block) -> [B, T, heads, D]."""
@@ -146,12 +148,19 @@ class DFlashModel(nn.Module):
         return masks
 
     def forward(
-        self, embeds: torch.Tensor, position: torch.Tensor, attend: LayerAttendFn
+        self,
+        embeds: torch.Tensor,
+        position: torch.Tensor,
+        attend: LayerAttendFn,
+        run: Callable[..., Any] = run_now,
     ) -> torch.Tensor:
-        """Normed states [B, T, h] of the slots of blocks with these embeddings, at `position` [B, T]."""
+        """Normed states [B, T, h] of the slots of blocks with these embeddings, at `position` [B, T].
+
+        `run(layer, *inputs)` calls a layer: training may keep its inputs alone (decode/model/masking/blocks.py).
+        """
         x, rotary = embeds, self.rotary(embeds, position)
         for number, layer in enumerate(self.layers):
-            x = layer(x, rotary, lambda q, k, v, number=number: attend(number, q, k, v))
+            x = run(layer, x, rotary, lambda q, k, v, number=number: attend(number, q, k, v))
         return self.norm(x)
 
     def base_logits(self, states: torch.Tensor) -> torch.Tensor:

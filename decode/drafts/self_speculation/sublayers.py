@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from decode.common.errors import UserError
-from decode.model.layer_stack import layer_stack, layer_stack_name, shallow_copy, with_module
+from decode.model.layer_stack import (
+    check_whole,
+    layer_stack,
+    layer_stack_name,
+    shallow_copy,
+    with_module,
+)
 
 ATTENTION_NAMES = ("self_attn", "attn", "attention")
 MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe")
@@ -52,6 +58,7 @@ class SublayerSkipper:
     def __init__(self, model: Any):
         config = model.config.get_text_config(decoder=True)
         self.model, self.layers = model, list(layer_stack(model))
+        check_whole(self.layers)
         shares_keys = bool(config.to_dict().get("num_kv_shared_layers"))
         names = [
             (_child(layer, ATTENTION_NAMES), _child(layer, MLP_NAMES)) for layer in self.layers

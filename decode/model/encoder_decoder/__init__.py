@@ -2,7 +2,7 @@
 
 - ragged_positions: relative position bias for rows of unequal length and token trees
 - encoded_prompts: the encoder's output for each row, as the keys and values that cross-attention reads
-- seq2seq_runner: `Seq2SeqRunner`, the ModelRunner of an encoder-decoder, and `build_runner`
+- seq2seq_runner: `Seq2SeqRunner`, the ModelRunner of an encoder-decoder, and `build_runner` for every kind of model
 - plain_passes: the model in transformers' own code on prompt and answer, for references and training
 
 The encoder reads the prompt. The decoder reads its start token in the place of the prompt's last token, and then the

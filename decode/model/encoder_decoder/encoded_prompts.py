@@ -22,7 +22,7 @@ class EncodedPrompts:
         width = computed.layers[0].keys.shape[2]
         if width > self.cache.slots.size:
             self.cache.reserve(-(-width // STEP) * STEP)
-        write_slots(self.cache, row, computed)
+        self.cache.write_rows(row, computed)
         self.length[row] = length
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
@@ -30,11 +30,3 @@ class EncodedPrompts:
         visible = self.cache.slots.every_slot < self.length[:, None]
         zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
         return zeros.masked_fill(~visible, float("-inf"))[:, None, None]
-
-
-def write_slots(cache: StaticKVCache, row: torch.Tensor, computed: Cache) -> None:
-    """Writes the keys and values of transformers' cache `computed`, of b rows, to the first slots of rows `row` [b]."""
-    width = computed.layers[0].keys.shape[2]
-    cache.slots.set_positions(torch.zeros_like(row), width, row=row, is_prefill=True)
-    for own, layer in zip(cache.kv_layers, computed.layers, strict=True):
-        own.update(layer.keys, layer.values)

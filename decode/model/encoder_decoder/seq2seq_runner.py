@@ -6,16 +6,18 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from decode.common.errors import UserError, first_line
-from decode.model.encoder_decoder.encoded_prompts import EncodedPrompts, write_slots
+from decode.model.compatibility import logits_agree
+from decode.model.encoder_decoder.encoded_prompts import EncodedPrompts
 from decode.model.encoder_decoder.plain_passes import start_id
 from decode.model.encoder_decoder.ragged_positions import RaggedPositionBias
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import TreeNodes
+from decode.model.layer_stack import decoder_config
 from decode.model.linear_layers import begin_request
+from decode.model.recurrent.hybrid_cache import has_recurrent_layers
+from decode.model.recurrent.recurrent_runner import RecurrentRunner
 from decode.model.runner import ModelRunner
-
-TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""By dtype: share of the range of the logits by which a step may differ from transformers' own pass; else 0.1."""
+from decode.model.vision.vision_runner import VisionRunner, is_vision_language
 
 
 class Seq2SeqRunner(ModelRunner):
@@ -61,7 +63,7 @@ class Seq2SeqRunner(ModelRunner):
             use_cache=True,
         ).logits
         self.encoded.write(row, length, cross)
-        write_slots(self.cache, row, own)
+        self.cache.write_rows(row, own)
         return self.widen_logits(logits)[:, 0]
 
     def step(
@@ -107,12 +109,9 @@ class Seq2SeqRunner(ModelRunner):
         except Exception as error:  # whatever the code of a model raises
             raise self._refusal(f"fails in a trial pass: {first_line(error)}") from error
         wanted = self.widen_logits(torch.stack(expected))
-        finite = wanted.isfinite()
-        if not finite.any():
+        if not wanted.isfinite().any():
             raise self._refusal("gives NaN or infinite logits: its weights are damaged")
-        off = (found - wanted)[finite].abs().max()
-        scale = wanted[finite].max() - wanted[finite].min()
-        if not bool(off <= TRIAL_TOLERANCE.get(self.model.dtype, 0.1) * scale):
+        if not logits_agree(found, wanted, self.model.dtype):
             raise self._refusal("computes other logits for rows of unequal length than for one row")
         self.shape = 0, 0
 
@@ -147,6 +146,13 @@ class Seq2SeqRunner(ModelRunner):
 def build_runner(
     model: Any, vocab_size: int | None = None, ids: torch.Tensor | None = None
 ) -> ModelRunner:
-    """The runner of a causal LM or of an encoder-decoder; the arguments are those of ModelRunner."""
-    kind = Seq2SeqRunner if model.config.is_encoder_decoder else ModelRunner
+    """The runner of a causal LM, with recurrent layers or without, of an encoder-decoder or of a vision-language model;
+    the arguments are those of ModelRunner."""
+    kind: type[ModelRunner] = ModelRunner
+    if model.config.is_encoder_decoder:
+        kind = Seq2SeqRunner
+    elif is_vision_language(model.config):
+        kind = VisionRunner
+    elif has_recurrent_layers(decoder_config(model)):
+        kind = RecurrentRunner
     return kind(model, vocab_size, ids)

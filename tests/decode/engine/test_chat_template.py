@@ -1,5 +1,7 @@
 """Prompts that no model can be given, and templates that fail: one line each."""
 
+from typing import Any
+
 import pytest
 
 from decode.common.errors import UserError
@@ -38,3 +40,18 @@ def test_templates_that_fail(template: str) -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="chat template refuses its messages"):
         apply_template(tokenizer, [{"role": "user", "content": "a"}], tokenize=False)
+
+
+PARTS = (
+    "{% for m in messages %}<{% for c in m['content'] %}{{ c['text'] }}{% endfor %}>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", ["abc", [{"type": "text", "text": "abc"}]])
+def test_templates_that_want_a_list_of_parts(content: Any) -> None:
+    """Catches prompts that such a template drops in silence (those of some vision-language models)."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = PARTS
+    ids = encode_prompt(tokenizer, [{"role": "user", "content": content}])
+    assert tokenizer.decode(ids) == "<abc>"
+    assert tokenizer.decode(encode_prompt(tokenizer, "abc")) == "<abc>"

@@ -11,6 +11,7 @@ import torch
 
 from decode.engine.compile import filter_guards
 from decode.model import attention
+from decode.model.kv_cache import bit_words
 
 CHECK = """
 import sys
@@ -27,8 +28,8 @@ from tests.decode.engine.test_engine import PROMPTS
 from tests.decode.drafts.test_token_trees import BUSHY
 from tests.tiny import noisy, tiny_model, tiny_target
 
-# three parts, of several blocks, in short texts
-split_kv_attention.BLOCK, split_kv_attention.TARGET_PROGRAMS = 16, 18
+# three parts, of several blocks, in short texts; trees in two tiles of queries
+split_kv_attention.BLOCK, split_kv_attention.TARGET_PROGRAMS, split_kv_attention.TILE = 16, 18, 16
 calls = 0
 attend = split_kv_attention.split_kv_attention
 
@@ -83,6 +84,18 @@ def test_split_kv_equals_the_dense_mask(arch: str) -> None:
         [sys.executable, "-c", CHECK, arch], env=env, cwd=root, capture_output=True, text=True
     )
     assert done.stdout == "equal\n", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 130])
+def test_bits_of_words_are_the_nodes(count: int) -> None:
+    """Catches the sign bit of a word, a word that is missing and nodes in the wrong one."""
+    torch.manual_seed(0)
+    bits = torch.rand(2, 3, count) < 0.5
+    bits[0, 0] = True
+    words = bit_words(bits)
+    assert words.shape == (2, 3, -(-count // 64))
+    found = [(words[..., n // 64] >> (n % 64)) & 1 for n in range(count)]
+    assert torch.equal(torch.stack(found, -1).bool(), bits)
 
 
 def test_compiled_code_notices_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:

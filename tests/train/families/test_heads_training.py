@@ -327,20 +327,23 @@ class Square:
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
-        same: Tensor | None = None,
+        numbers: Tensor | None = None,
         own: str = "diagonal",
     ):
         at = torch.arange(keys.shape[2])
         self.seen = at <= slots[..., None]
-        self.seen = self.seen if same is None else self.seen & same
+        if numbers is not None:
+            self.seen &= numbers.gather(1, slots)[..., None] == numbers[:, None]
         self.keys, self.values = [keys], [values]
-        self.own, self.steps = own, 0
+        self.own = own
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.steps > 0 or self.own == "twice":
+    def step(self, j: int) -> Any:
+        return partial(self.attend, j)
+
+    def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if j > 0 or self.own == "twice":
             self.keys.append(k)
             self.values.append(v)
-        self.steps += 1
         count, groups = q.shape[2], q.shape[1] // k.shape[1]
         later = torch.ones(count, count, dtype=torch.bool)
         later = later.tril() if self.own == "causal" else torch.eye(count, dtype=torch.bool)
@@ -455,7 +458,7 @@ def test_attention_is_a_square_with_a_mask(
     rows, length, count, size = 2, 9, 7, 8
     slots = torch.stack([torch.randperm(length)[:count] for _ in range(rows)])
     numbers = torch.tensor([[0] * 4 + [1] * 5, [0] * 2 + [1] * 7])
-    same = numbers.gather(1, slots)[..., None] == numbers[:, None] if documents else None
+    texts = numbers if documents else None
     shapes = [(rows, kv_heads, length, size)] * 2
     shapes += [(rows, h, count, size) for _ in range(STEPS) for h in (4, kv_heads, kv_heads)]
     given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
@@ -463,8 +466,9 @@ def test_attention_is_a_square_with_a_mask(
 
     def outcome(kind: Any) -> tuple[Tensor, list[Tensor | None]]:
         inputs = [x.clone().requires_grad_() for x in given]
-        attend = kind(inputs[0], inputs[1], slots, same)
-        out = torch.stack([attend(*inputs[at : at + 3]) for at in range(2, len(inputs), 3)])
+        attention = kind(inputs[0], inputs[1], slots, texts)
+        steps = [inputs[at : at + 3] for at in range(2, len(inputs), 3)]
+        out = torch.stack([attention.step(j)(*given) for j, given in enumerate(steps)])
         (out * weights).sum().backward()
         return out.detach(), [x.grad for x in inputs]
 
@@ -477,8 +481,8 @@ def test_attention_is_a_square_with_a_mask(
         if grad is not None and want is not None:
             torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        attend = ttt_attention.TestTimeAttention(given[0], given[1], slots, same)
-        first = attend(given[2], given[3], given[4])
+        attention = ttt_attention.TestTimeAttention(given[0], given[1], slots, texts)
+        first = attention.step(0)(given[2], given[3], given[4])
     torch.testing.assert_close(first, there[0], rtol=1e-5, atol=1e-5)
 
 

@@ -12,6 +12,7 @@ from decode.checkpoints.layouts import read_config
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.mtp import MtpDraft
 from decode.drafts.registry import load_draft
+from decode.model.masking.masks import SlotMask
 from tests.decode.drafts.test_mtp import FEW, native_folder, plain_laws
 from tests.heads import randomise
 from tests.tiny import tiny_model, tiny_target
@@ -22,7 +23,6 @@ from train.families.alignment import Alignment
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
 from train.families.head_loss import SupervisedRows
-from train.families.heads.mtp import StepMask
 from train.families.registry import family_trainer
 
 STEPS = 3
@@ -67,28 +67,24 @@ def test_steps_read_what_decoding_reads(arch: str, packed: bool) -> None:
     assert gap(arch, packed) < 2e-3
 
 
-MASK = StepMask.mask
+VISIBLE = SlotMask.visible
 
 
-def first_step_alone(self: StepMask, window: int | None, groups: int) -> torch.Tensor:
+def first_step_alone(self: SlotMask, row: Any, query: Any, key: Any, window: Any) -> torch.Tensor:
     """Keys of later steps are not attended to."""
-    found = MASK(self, window, groups)
-    found[..., self.position.shape[1] :] = False
-    return found
+    return VISIBLE(self, row, query, key, window) & (key < self.length)
 
 
-def all_of_a_step(self: StepMask, window: int | None, groups: int) -> torch.Tensor:
+def all_of_a_step(self: SlotMask, row: Any, query: Any, key: Any, window: Any) -> torch.Tensor:
     """Keys of the same step at earlier slots, which do not exist in decoding, are attended to."""
-    found = MASK(self, window, groups)
-    length = self.position.shape[1]
-    found[..., -length:] |= found[..., :length]
-    return found
+    last = self.shape[2] - self.length
+    return VISIBLE(self, row, query, key, window) | (key >= last) & (key - last <= query)
 
 
 @pytest.mark.parametrize("bug", [first_step_alone, all_of_a_step])
 def test_a_wrong_mask_is_seen(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is blind if one of these goes unseen."""
-    monkeypatch.setattr(StepMask, "mask", bug)
+    monkeypatch.setattr(SlotMask, "visible", bug)
     assert gap("llama", False) > 0.02
 
 

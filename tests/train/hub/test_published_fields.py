@@ -48,6 +48,7 @@ SCHEMAS = {
 }
 LEFT_OUT = (
     "features",
+    "placement",
     "states",
     "tracker",
     "wandb",

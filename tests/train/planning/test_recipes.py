@@ -613,10 +613,34 @@ def test_activations_are_what_autograd_keeps(
     assert kept == pytest.approx(want, rel=0.25)
 
 
-def kept_bytes(family: str, config: Any, length: int) -> tuple[int, ModelShape, DraftShape]:
+@pytest.mark.parametrize("family", ["eagle1", "eagle3", "causal"])
+def test_recomputed_activations_are_what_autograd_keeps(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches coefficients of activation checkpointing that no longer describe the code: what a longer text adds."""
+    monkeypatch.setattr(divergences, "max_chunk_rows", lambda vocab: 16)
+    config = AutoConfig.for_model(
+        "llama", **{**SMALL, "hidden_size": 128, "head_dim": 32, "intermediate_size": 448},
+        vocab_size=256,
+    )  # fmt: skip
+    kept, wanted = [], []
+    for most in (96, 288):
+        found, target, draft = kept_bytes(family, config, most, activation_checkpointing=True)
+        load = StepWorkload(1, most, most, most, most, micro_batch=1)
+        once = most * model_sizes.layer_activation_bytes(draft)  # for a moment only, in backward
+        if family.startswith("eagle"):
+            once += 2 * 8 * draft.heads * most * most
+        kept.append(found + (most * 256 * 12 if family == "causal" else 0))
+        wanted.append(draft.activation_bytes(target, load, 1) - once)
+    assert kept[1] - kept[0] == pytest.approx(wanted[1] - wanted[0], rel=0.25)
+
+
+def kept_bytes(
+    family: str, config: Any, length: int, **settings: Any
+) -> tuple[int, ModelShape, DraftShape]:
     """Bytes of all tensors but parameters that one forward under bf16 autocast keeps for its backward."""
     row = full_row(length)
-    target, trainee, draft = made(family, config, row)
+    target, trainee, draft = made(family, config, row, **settings)
     parameters = [*trainee.model.parameters(), *target.decoder.model.parameters()]
     own = {p.untyped_storage().data_ptr() for p in parameters}
     seen: dict[int, torch.Tensor] = {}
@@ -649,12 +673,14 @@ def full_row(length: int) -> sample_store.SampleRow:
     }
 
 
-def made(family: str, config: Any, row: sample_store.SampleRow) -> tuple[Target, Any, DraftShape]:
+def made(
+    family: str, config: Any, row: sample_store.SampleRow, **settings: Any
+) -> tuple[Target, Any, DraftShape]:
     """(a target of that config, its real trainee, what the estimate says of that)."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     target = Target(ModelRunner(model), None, "x", None, "f", frozenset({1}))
     layers = [0, 1] if family in ("causal", "pard") else []
-    draft = DraftConfig(family, layers=layers, steps=4, vocab=64)  # type: ignore[arg-type]
+    draft = DraftConfig(family, layers=layers, steps=4, vocab=64, **settings)  # type: ignore[arg-type]
     trainee = family_trainer(family).build(FamilyContext(DistillConfig(draft=draft), target, [row]))
     text = config.get_text_config(decoder=True)
     return (

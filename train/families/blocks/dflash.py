@@ -13,7 +13,11 @@ from decode.drafts.blocks import dflash
 from decode.drafts.blocks.dflash import DFlashDraft
 from decode.drafts.blocks.dflash_model import DFlashModel
 from decode.drafts.eagle_model import llama_config
+from decode.model.attention import CONTEXT
 from decode.model.hidden_states import HiddenStateSpec, LMHead
+from decode.model.masking.blocks import BLOCK, recomputed, run_now
+from decode.model.masking.flex import add_own_keys, attend_flex, block_mask
+from decode.model.masking.masks import SlotMask, key_index, take_keys
 from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.families.base import (
@@ -49,7 +53,9 @@ from train.teacher.live import TeacherOutput
 class DFlash(FamilyTrainer):
     """Trains a DFlash head: layers over a block of masks, which read the target's states as keys and values."""
 
-    settings = frozenset({"init", "vocab", "taps", "block", "depth", "anchors", "mask_token"})
+    settings = frozenset({"init", "vocab", "taps", "block", "depth", "anchors", "mask_token"}) | {
+        "activation_checkpointing"
+    }
     description = "a DFlash head"
     hub_tag = "dflash"
     name = "dflash"
@@ -121,6 +127,7 @@ class DFlashTrainer(nn.Module):
         s = context.config.draft
         self.net = net
         self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised
+        self.run = recomputed if s.activation_checkpointing else run_now
         self.retention = Retention(1.0, 1.0, anchors=s.anchors)
         criterion: Criterion = context.criterion()
         self.loss = BlockLoss(
@@ -142,18 +149,20 @@ class DFlashTrainer(nn.Module):
         row = torch.arange(len(ids), device=ids.device)[:, None]
         positions = batch.positions().expand_as(ids)
         context = net.context(output.features.to(dtype), positions)
-        visible = torch.arange(ids.shape[1], device=ids.device) <= slots[..., None]  # [B, M, T]
-        if batch.documents is not None:
-            visible &= batch.documents[row, slots][..., None] == batch.documents[:, None]
+        numbers = batch.documents
+        mask = SlotMask(slots, ids.shape[1], numbers)
+        each = SlotMask(slots.repeat_interleave(size, 1), ids.shape[1], numbers)  # of all queries
         anchor = ids[row, (slots + 1).clamp_max(ids.shape[1] - 1)]
         tokens = net.block_tokens(anchor, size).flatten(1)  # [B, M * size]
         offset = torch.arange(size, device=ids.device)
         place = (positions[row, slots][..., None] + 1 + offset).flatten(1)
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return block_attention(q, k, v, *context[number], visible, size)
+            if CONTEXT.method == "flex":
+                return flex_block_attention(q, k, v, *context[number], each, size)
+            return block_attention(q, k, v, *context[number], mask, size)
 
-        states = net(F.embedding(tokens, self.embedding).to(dtype), place, attend)
+        states = net(F.embedding(tokens, self.embedding).to(dtype), place, attend, self.run)
         states = states.unflatten(1, (-1, size))[:, :, first:]  # [B, M, K, h]
         trained = depths[row, slots][..., None] > torch.arange(net.max_tokens, device=ids.device)
         line, block, depth = trained.nonzero(as_tuple=True)
@@ -170,22 +179,67 @@ class DFlashTrainer(nn.Module):
 
 
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, visible: Tensor, size: int
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, mask: SlotMask, size: int
 ) -> Tensor:
-    """[B, M * size, heads, D]: each of M blocks attends to the context where `visible` [B, M, T], and to all of itself.
+    """[B, M * size, heads, D]: each of M blocks attends to the context that its slot of `mask` sees, and to itself.
 
     q [B, heads, M * size, D] and k, v [B, Hkv, M * size, D] of the blocks; keys, values [B, Hkv, T, D] of the context.
+    From BLOCK queries on, a few blocks at a time are computed, and again in backward (decode/model/masking/blocks.py).
     """
-    kv_heads, count = k.shape[1], keys.shape[2]
-    q = q.unflatten(1, (kv_heads, -1)).unflatten(3, (-1, size)) * q.shape[-1] ** -0.5
+    q = q.unflatten(1, (k.shape[1], -1)).unflatten(3, (-1, size)) * q.shape[-1] ** -0.5
     k, v = k.unflatten(2, (-1, size)), v.unflatten(2, (-1, size))  # [B, Hkv, M, size, D]
+    count = q.shape[3]
+    whole = CONTEXT.method == "dense" or (CONTEXT.method == "auto" and count * size <= BLOCK)
+    step = count if whole else max(1, BLOCK // size)
+    pieces = []
+    for start in range(0, count, step):
+        some = slice(start, start + step)
+        ranges = mask.key_ranges(some.start, some.stop, None)
+        inputs = q[:, :, :, some], k[:, :, some], v[:, :, some], keys, values, mask, start, ranges
+        pieces.append(
+            run_now(_some_blocks, *inputs) if whole else recomputed(_some_blocks, *inputs)
+        )
+    return torch.cat(pieces, 3).flatten(3, 4).flatten(1, 2).transpose(1, 2)
+
+
+def _some_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: SlotMask,
+    start: int,
+    ranges: list[tuple[int, int]],
+) -> Tensor:
+    """[B, Hkv, G, m, size, D] of the m blocks from `start` on, with q of that shape, scaled."""
+    keys, values = take_keys(keys, ranges), take_keys(values, ranges)
+    blocks = torch.arange(start, start + q.shape[3], device=q.device)
+    visible = mask.at(blocks, key_index(ranges, q.device), None)  # [B, m, t]
     far = torch.einsum("bkgmsd,bktd->bkgmst", q, keys)
     far = far.masked_fill(~visible[:, None, None, :, None], float("-inf"))
     near = torch.einsum("bkgmsd,bkmud->bkgmsu", q, k)
     weights = torch.cat([far, near], -1).softmax(-1, dtype=torch.float32).to(v.dtype)
-    out = torch.einsum("bkgmst,bktd->bkgmsd", weights[..., :count], values)
-    out = out + torch.einsum("bkgmsu,bkmud->bkgmsd", weights[..., count:], v)
-    return out.flatten(3, 4).flatten(1, 2).transpose(1, 2)
+    out = torch.einsum("bkgmst,bktd->bkgmsd", weights[..., : keys.shape[2]], values)
+    return out + torch.einsum("bkgmsu,bkmud->bkgmsd", weights[..., keys.shape[2] :], v)
+
+
+def flex_block_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, mask: SlotMask, size: int
+) -> Tensor:
+    """`block_attention` with the context through flex_attention; the M * size queries are the slots of `mask`."""
+    out, lse = attend_flex(q, keys, values, block_mask(mask, None), None)
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = (x.unflatten(2, (-1, size)) for x in (q, *_repeat_heads(groups, k, v)))
+    scores = torch.einsum("bhmsd,bhmud->bhmsu", q, k).flatten(2, 3) * q.shape[-1] ** -0.5
+    out, weights = add_own_keys(out, lse, scores)
+    near = torch.einsum("bhmsu,bhmud->bhmsd", weights.unflatten(2, (-1, size)), v)
+    return (out + near.flatten(2, 3)).transpose(1, 2)
+
+
+def _repeat_heads(groups: int, *tensors: Tensor) -> list[Tensor]:
+    """Each [B, groups * Hkv, …] of tensors [B, Hkv, …]: a key head for every query head."""
+    return [x.repeat_interleave(groups, 1) for x in tensors]
 
 
 def new_config(

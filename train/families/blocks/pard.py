@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.blocks.pard import MASK_FIELD, PardDraft
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
+from decode.model.layer_stack import decoder_config
+from decode.model.recurrent.hybrid_cache import has_recurrent_layers
 from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.blocks.block_loss import BlockLoss
@@ -58,6 +61,11 @@ class TrainablePard(TrainableCausal):
     def make_trainer(
         self, context: FamilyContext, head: Callable[[Tensor], Tensor], ids: Tensor | None
     ) -> nn.Module:
+        if has_recurrent_layers(decoder_config(self.lm)):
+            raise UserError(
+                "a PARD draft reads masks that later passes overwrite, which recurrent layers cannot do: train a "
+                "draft.init with attention alone, or draft.family causal"
+            )
         s = context.config.draft
         saved = self.lm.config.to_dict().get(MASK_FIELD)
         size = self.lm.get_input_embeddings().weight.shape[0]

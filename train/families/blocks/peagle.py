@@ -11,6 +11,7 @@ from decode.drafts.base import Draft
 from decode.drafts.blocks.peagle import PEagleDraft
 from decode.drafts.eagle_model import Eagle3Model
 from decode.model import attention
+from decode.model.masking.blocks import recomputed, run_now
 from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft
@@ -28,7 +29,7 @@ class PEagle(Eagle3):
 
     settings = frozenset(
         {"init", "vocab", "taps", "width", "norms", "block", "retention", "min_retention"}
-    ) | {"mask_token"}
+    ) | {"mask_token", "activation_checkpointing"}
     description = "a P-EAGLE head"
     hub_tag = "p-eagle"
 
@@ -83,6 +84,7 @@ class PEagleTrainer(nn.Module):
         super().__init__()
         s = context.config.draft
         self.net, self.block = net, s.block
+        self.run = recomputed if s.activation_checkpointing else run_now
         self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised
         self.retention = Retention(s.retention, s.min_retention)
         self.loss = BlockLoss(
@@ -105,11 +107,13 @@ class PEagleTrainer(nn.Module):
         tokens = torch.cat([ids.roll(-1, 1), torch.full_like(slots.anchor, net.mask_token or 0)], 1)
         embeds = net.embed(tokens, self.embedding).to(dtype)
 
+        mask = BlockMask(slots)
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with attention.masked_by(BlockMask(slots)):
+            with attention.masked_by(mask):
                 return attention.attention_forward(net, q, k, v, None)[0]
 
-        states = net.step(state, embeds, slots.positions, attend)
+        states = self.run(net.step, state, embeds, slots.positions, attend)
         line, column, slot, depth = slots.supervised
         label = slot + depth + 2
         return self.loss(

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from decode.model.masking.masks import AttentionMask, first_tokens
 from train.data.batching import Batch
 from train.families.alignment import target_run_length
 
@@ -64,7 +65,7 @@ class BlockSlots:
 
     def __init__(self, batch: Batch, depths: Tensor, size: int):
         """`depths` [B, T] as `draw_depths` returns it, for blocks of `size` depths."""
-        self.batch, self.depths = batch, depths
+        self.batch, self.depths, self.size = batch, depths, size
         deeper = depths[..., None] > torch.arange(1, size, device=depths.device)  # [B, T, size - 1]
         flat = deeper.flatten(1)
         count = max(1, int(flat.sum(1).max()))
@@ -94,25 +95,40 @@ class BlockSlots:
         )
 
 
-class BlockMask:
+class BlockMask(AttentionMask):
     """Which of T + M slots each of them attends to: the tokens up to its anchor, and its own block up to itself."""
 
     def __init__(self, slots: BlockSlots):
-        length = slots.depths.shape[1]
-        tokens = torch.arange(length, device=slots.anchor.device).expand(len(slots.depths), -1)
-        anchor = torch.cat([tokens, slots.anchor], 1)  # [B, T + M]
-        visible = anchor[..., None] >= tokens[:, None]
-        if (numbers := slots.batch.documents) is not None:
-            visible &= numbers.gather(1, anchor)[..., None] == numbers[:, None]
-        depth = torch.cat([torch.zeros_like(tokens), slots.depth], 1)
-        own = anchor[..., None] == slots.anchor[:, None]
-        own &= depth[..., None] >= slots.depth[:, None]
-        self.visible = torch.cat([visible, own], 2)  # [B, T + M, T + M]
-        self.positions = slots.positions
+        rows, length = slots.depths.shape
+        count = length + slots.anchor.shape[1]
+        super().__init__(rows, count, count, slots.anchor.device)
+        tokens = torch.arange(length, device=slots.anchor.device).expand(rows, -1)
+        self.length, self.size = length, slots.size
+        self.anchor = torch.cat([tokens, slots.anchor], 1)  # [B, T + M]
+        self.depth = torch.cat([torch.zeros_like(tokens), slots.depth], 1)  # [B, T + M]
+        self.numbers, self.positions = slots.batch.documents, slots.positions
 
-    def mask(self, window: int | None, groups: int) -> Tensor:
-        """[B, 1, groups * (T + M), T + M] bool, True = attend; within `window` positions."""
-        allow = self.visible
+    def visible(self, row: Tensor, query: Tensor, key: Tensor, window: int | None) -> Tensor:
+        anchor = self.anchor[row, query]
+        found = key <= anchor
+        if self.numbers is not None:
+            token = key.clamp_max(self.length - 1)
+            found = found & (self.numbers[row, anchor] == self.numbers[row, token])
+        own = (anchor == self.anchor[row, key]) & (self.depth[row, query] >= self.depth[row, key])
+        found = torch.where(key < self.length, found, own)
+        if window is None:
+            return found
+        return found & (self.positions[row, query] - self.positions[row, key] < window)
+
+    def key_ranges(self, start: int, stop: int, window: int | None) -> list[tuple[int, int]]:
+        anchor = self.anchor[:, start:stop]
+        first, end = int(anchor.min()), int(anchor.max()) + 1
+        earliest = 0
+        if self.numbers is not None:
+            earliest = int(first_tokens(self.numbers).gather(1, anchor).min())
         if window is not None:
-            allow = allow & (self.positions[..., None] - self.positions[:, None] < window)
-        return allow.repeat(1, groups, 1)[:, None]
+            earliest = max(earliest, first - window + 1)
+        if stop <= self.length:
+            return [(earliest, end)]
+        # the slots of a block are neighbours
+        return [(earliest, end), (max(self.length, start - self.size), stop)]

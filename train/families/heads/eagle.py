@@ -16,6 +16,7 @@ from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
 from decode.model.hidden_states import HiddenStateSpec, LMHead, check_taps
 from decode.model.loading import Target
+from decode.model.masking.blocks import recomputed, run_now
 from train.data import batching, vocab_mapping
 from train.data.batching import Batch
 from train.families.alignment import Alignment
@@ -55,7 +56,7 @@ DEFAULT_VOCAB = 32_000
 class Eagle1(FamilyTrainer):
     """Trains an EAGLE-1 head: one layer that predicts the target's next final hidden state."""
 
-    settings = frozenset({"init"})
+    settings = frozenset({"init", "activation_checkpointing"})
     description = "an EAGLE-1 head"
     hub_tag = "eagle"
 
@@ -68,13 +69,18 @@ class Eagle1(FamilyTrainer):
         with torch.device("meta"):
             net = Eagle1Model(llama_config(config), lambda states: states)
         # its fc is passed by every token, and once more by every slot
-        return eagle_shape(net, config, vocab, 1, count_parameters(net.fc), bytes_per_hidden=4)
+        return eagle_shape(
+            net, config, vocab, 1, count_parameters(net.fc),
+            bytes_per_hidden=4, recompute=s.activation_checkpointing,
+        )  # fmt: skip
 
 
 class Eagle3(FamilyTrainer):
     """Trains an EAGLE-3 head: one layer on fused hidden states of three layers, by training-time test."""
 
-    settings = frozenset({"init", "steps", "vocab", "taps", "width", "norms"})
+    settings = frozenset(
+        {"init", "steps", "vocab", "taps", "width", "norms", "activation_checkpointing"}
+    )
     description = "an EAGLE-3 head"
     hub_tag = "eagle3"
 
@@ -96,7 +102,12 @@ class Eagle3(FamilyTrainer):
         return eagle_shape(
             net, config, size, s.steps, 0,
             bytes_per_hidden=33, target_states=4, target_state_copies=3,
+            recompute=s.activation_checkpointing,
         )  # fmt: skip
+
+
+KEPT_KEYS, KEPT_INPUTS = 14, 8
+"""Bytes per token and hidden size, in bf16, that are kept of the keys and of each pass when both are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,8 @@ class EagleShape(DraftShape):
 
     bytes_per_hidden: int = 4
     """Bytes per token and hidden size that autograd keeps of the keys of every token, in bf16."""
+    recompute: bool = False
+    """Of the keys and of each pass only the inputs are kept (draft.activation_checkpointing)."""
 
     def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
         tokens = load.micro_batch * load.max_tokens
@@ -115,6 +128,11 @@ class EagleShape(DraftShape):
         kept = 2 if load.max_supervised_tokens > BLOCK else self.passes_per_slot
         keys = tokens * self.bytes_per_hidden * self.hidden
         layer = slots * self.passes_per_slot * layer_activation_bytes(self)
+        if self.recompute:
+            kept = 2
+            keys = tokens * KEPT_KEYS * self.hidden
+            inputs = slots * self.passes_per_slot * KEPT_INPUTS * self.hidden
+            layer = inputs + slots * layer_activation_bytes(self)  # one pass at a time
         return scale * (keys + layer + load.micro_batch * kept * scores * block)
 
     def attention_flops(self, load: StepWorkload) -> float:
@@ -171,9 +189,12 @@ class EagleTrainer(nn.Module):
         criterion: Criterion,
         weights: LossWeights,
         steps: int,
+        recompute: bool = False,
     ):
+        """`recompute`: of each pass of the layer only inputs are kept, and backward computes the rest again."""
         super().__init__()
         self.net, self.head, self.steps = net, head, steps
+        self.run = recomputed if recompute else run_now
         self.criterion, self.weights = criterion, weights
         self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised
 
@@ -214,12 +235,10 @@ class EagleTrainer(nn.Module):
         start = self.net.init_state(features.to(dtype))
         embeds = self.net.embed(first.token, self.embedding).to(dtype)
         # Only supervised slots go through the layer; of the others only keys and values are needed.
-        keys, values = self.net.keys_values(start, embeds, first.position)
+        keys, values = self.run(self.net.keys_values, start, embeds, first.position)
         slots = valid_slot_indices(first.valid)
         row = torch.arange(len(slots), device=slots.device)[:, None]
-        numbers = batch.documents
-        same = None if numbers is None else numbers[row, slots][..., None] == numbers[:, None]
-        attend = TestTimeAttention(keys, values, slots, same)
+        attention = TestTimeAttention(keys, values, slots, batch.documents)
         index = torch.zeros_like(first.position)  # of each slot among the supervised ones
         index[row, slots] = torch.arange(slots.shape[1], device=slots.device)
         state = start[row, slots]
@@ -227,7 +246,8 @@ class EagleTrainer(nn.Module):
         for j in range(self.steps):
             at = places.step(j)
             embeds = self.net.embed(at.token[row, slots], self.embedding).to(dtype)
-            state = self.net.step(state, embeds, at.position[row, slots], attend)
+            position, attend = at.position[row, slots], attention.step(j)
+            state = self.run(self.net.step, state, embeds, position, attend)
             states.append(state[rows.batch, rows.values_at_slots(index, j)])
         return torch.stack(states, 1)
 
@@ -259,8 +279,8 @@ class TrainableEagle(TrainableDraft):
         steps: int,
     ) -> nn.Module:
         """The module that computes the loss; `head` gives the target's logits of the teacher's rows."""
-        weights = context.config.weights
-        return self.trainer(self.net, head, embedding, context.criterion(), weights, steps)
+        weights, again = context.config.weights, context.config.draft.activation_checkpointing
+        return self.trainer(self.net, head, embedding, context.criterion(), weights, steps, again)
 
     def to_draft(self) -> Draft:
         return EagleDraft(self.net, self.target, self.name)

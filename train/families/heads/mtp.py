@@ -19,6 +19,7 @@ from decode.drafts.mtp_model import MtpModel
 from decode.model import attention
 from decode.model.hidden_states import LMHead
 from decode.model.loading import Target
+from decode.model.masking.masks import SlotMask
 from train.data.batching import Batch
 from train.families.alignment import Alignment
 from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft, model_dtype
@@ -72,12 +73,13 @@ class MtpTrainer(EagleTrainer):
         """[N, J, h]: the states of the supervised `rows` after each step; each step is a pass over all tokens."""
         cache = DynamicCache()
         state = features.to(self.net.fc.weight.dtype)
+        slots = torch.arange(state.shape[1], device=state.device).expand(len(state), -1)
         states = []
         for j in range(self.steps):
             at = places.step(j)
             embeds = self.net.embed(at.token, self.embedding).to(state.dtype)
-            mask = StepMask(places.position, batch.documents, j)
-            with attention.masked_by(mask):
+            # the keys of step 0 up to a slot, and of each later step the slot's own
+            with attention.masked_by(SlotMask(slots, slots.shape[1], batch.documents, j)):
                 state = self.net(state, embeds, at.position, cache)
             states.append(rows.values_at_slots(state, j))
         return torch.stack(states, 1)
@@ -99,31 +101,6 @@ class TrainableMtp(TrainableEagle):
         number = self.target.decoder.config.num_hidden_layers
         config = {**self.config, "dtype": name, "torch_dtype": name}
         layouts.write_checkpoint(folder, config, mtp_model.to_files(tensors | cast, number))
-
-
-class StepMask:
-    """What the T slots of a batch attend to at step j, among the keys of steps 0 to j, T each, one after the other.
-
-    As in decoding: the keys of step 0 at their own slot and before it, and their own slot's of every later step.
-    """
-
-    def __init__(self, position: Tensor, documents: Tensor | None, step: int):
-        self.position, self.documents, self.step = position, documents, step
-
-    def mask(self, window: int | None, groups: int) -> Tensor:
-        """[B, 1, groups * T, (step + 1) * T] bool, True = attend; within `window` positions."""
-        position, step = self.position, self.step
-        distance = position[:, :, None] + step - position[:, None]
-        allow = torch.ones_like(distance, dtype=torch.bool).tril()
-        if self.documents is not None:
-            allow &= self.documents[:, :, None] == self.documents[:, None]
-        own = torch.eye(position.shape[1], dtype=torch.bool, device=position.device).expand_as(
-            allow
-        )
-        if window is not None:
-            allow &= distance < window
-        later = [own & (window is None or step - i < window) for i in range(1, step + 1)]
-        return torch.cat([allow, *later], 2).repeat(1, groups, 1)[:, None]
 
 
 def init_mtp(s: DraftConfig, target: Target, device: str) -> tuple[MtpModel, Config]:

@@ -5,50 +5,78 @@ own keys of steps 1..j, which come from the head's states (Li et al. 2025, sec. 
 step, not a square. Only supervised slots have queries; earlier positions of the text have keys and values alone.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from decode.drafts.eagle_model import AttendFn
+from decode.model.attention import CONTEXT
+from decode.model.masking.blocks import recomputed
+from decode.model.masking.flex import add_own_keys, attend_flex, block_mask
+from decode.model.masking.masks import SlotMask, key_index, take_keys
 
 BLOCK = 512
-"""Slots whose attention scores are in memory at once."""
+"""Slots whose attention scores are in memory at once, but for method "dense" (decode/model/attention.py)."""
 
 
 class TestTimeAttention:
-    """Called once per step with q [B, H, M, D] and k, v [B, Hkv, M, D] of M slots; returns [B, M, H, D]."""
+    """The attention of each step of a batch, given the keys and values of step 0."""
 
-    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, same: Tensor | None = None):
+    def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, numbers: Tensor | None = None):
         """Keys and values [B, Hkv, T, D] of step 0 at every position; `slots` [B, M] are the positions of the queries.
 
-        `same` [B, M, T] bool: positions in the document of each slot; None: all.
+        `numbers` [B, T] are those of the texts of packed lines (DocumentMask); None: a line is one text.
         """
         self.keys, self.values = keys, values
-        visible = torch.arange(keys.shape[2], device=keys.device) <= slots[..., None]
-        self.visible = visible if same is None else visible & same  # [B, M, T]
-        self.step_keys_values: list[tuple[Tensor, Tensor]] | None = None
+        self.mask = SlotMask(slots, keys.shape[2], numbers)
+        self.later: list[tuple[Tensor, Tensor]] = []  # of steps 1, 2, …
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.step_keys_values is None:
-            self.step_keys_values = []  # at step 0 a slot's own key is among `keys`
-        else:
-            self.step_keys_values.append((k, v))
-        rows, heads, count, size = q.shape
-        groups = heads // k.shape[1]
-        q = q.reshape(rows, k.shape[1], groups, count, size) * size**-0.5
+    def step(self, j: int) -> AttendFn:
+        """The attention of step j: q [B, H, M, D] and k, v [B, Hkv, M, D] of the M slots -> [B, M, H, D].
+
+        It may be called again by a backward pass that computes the step a second time.
+        """
+        return partial(self._attend, j)
+
+    def _attend(self, j: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if j > 0:  # at step 0 a slot's own key is among `keys`
+            self.later[j - 1 :] = [(k, v)]
+        own = [x for pair in self.later[:j] for x in pair]
+        if CONTEXT.method == "flex":
+            return _flex(q, self.keys, self.values, self.mask, own).transpose(1, 2)
+        count, groups = q.shape[2], q.shape[1] // k.shape[1]
+        q = q.unflatten(1, (-1, groups)) * q.shape[-1] ** -0.5
+        whole = CONTEXT.method == "dense" or (CONTEXT.method == "auto" and count <= BLOCK)
         pieces = []
-        for start in range(0, count, BLOCK):
-            some = slice(start, start + BLOCK)
-            own = [x[:, :, some] for pair in self.step_keys_values for x in pair]
-            inputs = (q[:, :, :, some], self.keys, self.values, self.visible[:, some], *own)
-            alone = count <= BLOCK or not torch.is_grad_enabled()
-            pieces.append(
-                _block(*inputs) if alone else checkpoint(_block, *inputs, use_reentrant=False)
-            )
+        for start in range(0, count, count if whole else BLOCK):
+            some = slice(start, start + (count if whole else BLOCK))
+            ranges = self.mask.key_ranges(some.start, some.stop, None)
+            inputs = [q[:, :, :, some], self.keys, self.values, *(x[:, :, some] for x in own)]
+            if whole:
+                pieces.append(_block(self.mask, start, ranges, *inputs))
+            else:
+                pieces.append(recomputed(_block, self.mask, start, ranges, *inputs))
         return torch.cat(pieces, 3).flatten(1, 2).transpose(1, 2)
 
 
-def _block(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, *own: Tensor) -> Tensor:
-    """[B, Hkv, G, m, D] of q of that shape; `own` are k and v [B, Hkv, m, D] of each step from 1 on."""
-    shape = q.shape
+def _block(
+    mask: SlotMask,
+    start: int,
+    ranges: list[tuple[int, int]],
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *own: Tensor,
+) -> Tensor:
+    """[B, Hkv, G, m, D] of the slots from `start` on, with q of that shape, scaled, over the keys of `ranges`.
+
+    `own` are k and v [B, Hkv, m, D] of each step from 1 on.
+    """
+    shape, device = q.shape, q.device
+    keys, values = take_keys(keys, ranges), take_keys(values, ranges)
+    slots = torch.arange(start, start + shape[3], device=device)
+    visible = mask.at(slots, key_index(ranges, device), None)  # [B, m, T]
     count = keys.shape[2]
     scores = (q.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(
         2, shape[2:4]
@@ -59,4 +87,18 @@ def _block(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, *own: Tenso
     out = (weights[..., :count].flatten(2, 3) @ values).unflatten(2, shape[2:4])
     for j, v in enumerate(own[1::2]):
         out = out + weights[..., count + j, None] * v[:, :, None]
+    return out
+
+
+def _flex(q: Tensor, keys: Tensor, values: Tensor, mask: SlotMask, own: list[Tensor]) -> Tensor:
+    """[B, H, M, D] of q [B, H, M, D]: flex_attention over the keys of step 0, and the slots' `own` keys beside it."""
+    out, lse = attend_flex(q, keys, values, block_mask(mask, None), None)
+    if not own:
+        return out
+    groups = q.shape[1] // keys.shape[1]
+    own = [x.repeat_interleave(groups, 1) for x in own]
+    scores = torch.stack([(q * k).sum(-1) for k in own[::2]], -1) * q.shape[-1] ** -0.5
+    out, weights = add_own_keys(out, lse, scores)
+    for j, v in enumerate(own[1::2]):
+        out = out + weights[..., j, None] * v
     return out

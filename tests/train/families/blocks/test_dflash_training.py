@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode.model.masking.masks import SlotMask
 from tests.decode.drafts.blocks.test_dflash import formula_states
 from tests.heads import prefilled, randomise
 from tests.tiny import FEW, tiny_model, tiny_target
@@ -98,9 +99,9 @@ ATTENTION = dflash.block_attention
 
 
 def context_of_the_anchor(*inputs: Any) -> Tensor:
-    *rest, visible, size = inputs
-    later = torch.cat([visible[..., :1], visible[..., :-1]], -1)
-    return ATTENTION(*rest, later, size)
+    *rest, mask, size = inputs
+    later = (mask.slots + 1).clamp_max(mask.length - 1)
+    return ATTENTION(*rest, SlotMask(later, mask.length, mask.numbers), size)
 
 
 def test_a_wrong_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

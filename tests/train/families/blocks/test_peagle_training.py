@@ -65,5 +65,5 @@ def test_slots_read_what_decoding_reads(
 @pytest.mark.parametrize("bug", [leaking_mask, masks_of_all_blocks])
 def test_a_wrong_mask_is_seen(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above is blind if one of these goes unseen."""
-    monkeypatch.setattr(BlockMask, "__init__", bug)
+    monkeypatch.setattr(BlockMask, "visible", bug)
     assert gap("llama", False, monkeypatch) > 0.05

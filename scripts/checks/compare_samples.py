@@ -1,6 +1,6 @@
 """Tests whether two sampled sets of the same prompts follow one distribution: ours and a server's, say.
 
-    python scripts/compare_samples.py outputs/samples_ours --b outputs/samples_vllm --out compared.json
+    python scripts/checks/compare_samples.py outputs/samples_ours --b outputs/samples_vllm --out compared.json
 
 Two engines with the same law give other texts, because their random numbers differ. Three things are compared over the
 prompts that both sets answer: the distribution of answer lengths (largest distance of the two cumulative shares, as in
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import numpy as np
 from rich.console import Console
@@ -31,7 +31,7 @@ from decode.common.run_dir import check_file
 from eval.metrics.bootstrap import Array
 from train.data.manifest import load_set
 
-COMMAND = "scripts/compare_samples.py"
+COMMAND = "scripts/checks/compare_samples.py"
 
 
 @dataclass
@@ -48,7 +48,7 @@ class CompareSamplesConfig:
 
 
 @dataclass(frozen=True)
-class SampledAnswers:
+class AnswerSet:
     """The answers of one set to n prompts, in the order of their ids."""
 
     ids: list[str]
@@ -60,7 +60,7 @@ class SampledAnswers:
     """n arrays of token ids."""
 
 
-def read_answers(folder: str) -> tuple[SampledAnswers, dict[str, int]]:
+def read_answers(folder: str) -> tuple[AnswerSet, dict[str, int]]:
     """The answers of a set and its counts. UserError for a set that is not finished or damaged."""
     manifest, rows = load_set(Path(folder))
     by_id = {
@@ -74,13 +74,13 @@ def read_answers(folder: str) -> tuple[SampledAnswers, dict[str, int]]:
     ids = sorted(by_id)
     tokens = [by_id[key][0] for key in ids]
     ended = np.array([by_id[key][1] for key in ids], dtype=float)
-    return SampledAnswers(ids, np.array([len(x) for x in tokens]), ended, tokens), manifest.counts
+    return AnswerSet(ids, np.array([len(x) for x in tokens]), ended, tokens), manifest.counts
 
 
-def select(answers: SampledAnswers, ids: set[str]) -> SampledAnswers:
+def select(answers: AnswerSet, ids: set[str]) -> AnswerSet:
     """The answers to these prompts alone."""
     keep = [i for i, key in enumerate(answers.ids) if key in ids]
-    return SampledAnswers(
+    return AnswerSet(
         [answers.ids[i] for i in keep],
         answers.lengths[keep],
         answers.ended[keep],
@@ -88,13 +88,13 @@ def select(answers: SampledAnswers, ids: set[str]) -> SampledAnswers:
     )
 
 
-def length_counts(answers: SampledAnswers, width: int) -> Array:
+def length_counts(answers: AnswerSet, width: int) -> Array:
     """[n, width]: row i is 1 from the length of answer i on, so that a mean over rows is a cumulative distribution."""
     found: Array = (answers.lengths[:, None] <= np.arange(width)).astype(float)
     return found
 
 
-def token_counts(answers: SampledAnswers, ids: Array) -> Array:
+def token_counts(answers: AnswerSet, ids: Array) -> Array:
     """[n, len(ids)] how often each of the token `ids`, in rising order, occurs in each answer."""
     found = np.zeros((len(answers.ids), len(ids)))
     for row, tokens in zip(found, answers.tokens, strict=True):
@@ -126,7 +126,7 @@ def permutation_p_value(
     return observed, at_least / (count + 1)
 
 
-def compare(a: SampledAnswers, b: SampledAnswers, permutations: int, seed: int) -> dict[str, Any]:
+def compare(a: AnswerSet, b: AnswerSet, permutations: int, seed: int) -> dict[str, Any]:
     """{lengths, tokens, ended: {distance, p_value}}, means of both, and prompts. The sets answer the same prompts."""
     n, width = len(a.ids), int(max(a.lengths.max(), b.lengths.max())) + 1
     ids = np.unique(np.concatenate([*a.tokens, *b.tokens]))

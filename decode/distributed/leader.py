@@ -1,0 +1,144 @@
+"""The process that runs the command, while the others of the launch compute their parts of the target's passes.
+
+The leader runs a command as if it were alone: it alone reads prompts, has the draft, draws random numbers and writes
+files. Before each pass of the target a hook tells the followers its inputs and which K/V slots it writes. Processes can
+therefore never decide differently. What is told is a few kilobytes of token ids and positions for each pass.
+"""
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache
+
+from decode.common.errors import UserError
+from decode.distributed import tensor_parallel
+from decode.distributed.follower import LoadModel, follow, to_device
+from decode.distributed.tensor_parallel import send
+from decode.model import attention
+from decode.model.attention import DocumentMask
+from decode.model.kv_cache import StaticKVCache
+from decode.model.layer_stack import decoder_config
+from decode.model.runner import ModelRunner
+
+CPU = torch.device("cpu")
+END_PATIENCE = timedelta(seconds=10)
+
+
+def lead(run: Callable[[], None], load: LoadModel) -> None:
+    """Calls `run` in the first process of the launch; the others follow it, with models that `load` loads.
+
+    UserError unless a launcher started several processes.
+    """
+    if tensor_parallel.join_launch() > 0:
+        follow(load)
+        return
+    try:
+        with tensor_parallel.alone():
+            run()
+    except (
+        Exception
+    ):  # a signal may come in the middle of a pass; then the launcher ends the others
+        send_end()
+        raise
+    send_end()
+
+
+def send_end() -> None:
+    """Ends the followers, unless they are gone or wait for a part of a pass that failed here."""
+    with suppress(RuntimeError):
+        send(("end",), END_PATIENCE)
+
+
+class PassSender:
+    """A hook on the layers of `model` that tells the followers about each pass before it begins."""
+
+    def __init__(self, model: Any, number: int):
+        """`number` is what the followers know the model by."""
+        self.number, self.layers, self.config = number, model.base_model, decoder_config(model)
+        self.caches: weakref.WeakKeyDictionary[Cache, int] = weakref.WeakKeyDictionary()
+        self.made = 0  # caches so far
+        self.layers.register_forward_pre_hook(self.send_pass, with_kwargs=True)
+
+    def cache_number(self, cache: Cache) -> int:
+        """What the followers know their part of `cache` by."""
+        if cache not in self.caches:
+            self.caches[cache] = self.made
+            self.made += 1
+        return self.caches[cache]
+
+    def send_pass(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Sends the inputs of a pass and returns them, with a cache where the pass fills one.
+
+        UserError for a pass of which the followers cannot compute their parts.
+        """
+        if module is not self.layers or torch.is_grad_enabled():
+            raise UserError(
+                "placement.kind tensor_parallel: this draft needs a part of the target's layers or gradients, but "
+                "the processes compute whole passes together: choose another draft or placement"
+            )
+        inputs = dict(kwargs)
+        cache: Cache | None = inputs.pop("past_key_values", None)
+        if cache is None and inputs.get("use_cache") is not False:
+            cache = DynamicCache(
+                config=self.config
+            )  # or the layers would make one without a number
+        number = None if cache is None else self.cache_number(cache)
+        slots = slot_arguments(cache) if isinstance(cache, StaticKVCache) else None
+        mask = attention.CONTEXT.mask
+        documents = mask.numbers.cpu() if isinstance(mask, DocumentMask) else None
+        alive = sorted(self.caches.values())
+        send(
+            (
+                "pass",
+                self.number,
+                to_device(args, CPU),
+                to_device(inputs, CPU),
+                number,
+                slots,
+                alive,
+                documents,
+            )
+        )
+        return args, {**inputs, "past_key_values": cache}
+
+
+class LeadingRunner(ModelRunner):
+    """The runner of a target whose other parts the followers hold."""
+
+    can_compile = False
+
+    def __init__(self, model: Any, sender: PassSender):
+        self.sender = sender
+        super().__init__(model)
+
+    def prepare_model(self) -> None:
+        """As of any runner; the followers do the same with their parts."""
+        super().prepare_model()
+        send(("prepare", self.sender.number))
+
+    def compact_kv_cache(self, base: torch.Tensor, path: torch.Tensor) -> None:
+        """As of any runner; the followers do the same in their parts of the K/V cache."""
+        cache = self.sender.cache_number(self.cache)
+        send(("compact", self.sender.number, cache, base.cpu(), path.cpu()))
+        super().compact_kv_cache(base, path)
+
+
+def slot_arguments(cache: StaticKVCache) -> dict[str, Any]:
+    """What a follower needs to write the same slots of its own cache and to attend to the same ones."""
+    slots = cache.slots
+    return {
+        "rows": slots.rows,
+        "size": slots.size,
+        "shown": len(slots.slot),
+        "base": slots.base.cpu(),
+        "count": slots.write_slots.shape[1],
+        "row": to_device(slots.row, CPU),
+        "nodes": slots.nodes and [slots.nodes.index.cpu(), slots.nodes.depth.cpu(), slots.nodes.ancestor_mask.cpu()],
+        "is_prefill": slots.is_prefill,
+    }  # fmt: skip

@@ -1,0 +1,144 @@
+"""Where a target's weights are: the setting `placement` of the commands, and the target that it gives."""
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from decode.common.errors import UserError
+from decode.common.ranges import at_least
+from decode.distributed import layer_map
+from decode.distributed.leader import LeadingRunner, PassSender, lead
+from decode.distributed.tensor_parallel import LAUNCH, load_sharded, send
+from decode.model import loading
+from decode.model.loading import Target
+from decode.model.runner import ModelRunner
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Where the target's weights are, if one device cannot hold them."""
+
+    kind: Literal["single", "tensor_parallel", "device_map"] = "single"
+    """single: on one device. tensor_parallel: every process of the launch holds a slice of each layer, and the first
+    one runs the command. device_map: one process puts layers on all its GPUs, then in CPU memory, then on disk."""
+    max_gib: dict[str, Annotated[float, at_least(0)]] = field(default_factory=dict)
+    """device_map: GiB of weights that devices may hold, in the order in which they are filled, such as
+    '{cuda:0: 10, cuda:1: 70, cpu: 200}'; what fits nowhere stays on disk. The first one holds embedding and LM head.
+    Empty: 40 % of what is free on the first device, where the draft is as well, and 80 % on the others."""
+    offload_folder: str = ""
+    """device_map: folder for weights on disk that must be converted first, such as experts that are stacked; others are
+    read from the target's files. Empty: a temporary one, which is deleted at the end."""
+
+
+def run_placed(s: PlacementConfig, run: Callable[[], None]) -> None:
+    """Calls `run`, the rest of a command that loads its target with `load_target`; under tensor parallelism only in
+    the first process, which the others follow.
+
+    UserError for a launch whose processes do not suit the placement.
+    """
+    if s.kind == "tensor_parallel":
+        lead(run, load_part)
+        return
+    if s.kind == "device_map" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "placement.kind device_map gives one process all devices of the machine: start one process, or choose "
+            "tensor_parallel"
+        )
+    run()
+
+
+def load_target(
+    s: PlacementConfig,
+    name: str,
+    device: str = "auto",
+    dtype: str = "float32",
+    revision: str | None = None,
+    with_layers: bool = True,
+) -> Target:
+    """The target `name`, placed as `s` says and ready to decode. UserError as from `decode.model.loading.load_target`,
+    and for what the placement does not allow."""
+    if s.kind == "single":
+        return loading.load_target(name, device, dtype, revision, with_layers)
+    if not with_layers:
+        raise UserError(
+            f"placement.kind {s.kind}: a server has the target's layers (states.url): leave it at single"
+        )
+    model = load_model(s, name, "target", device, dtype, revision)
+    if s.kind == "tensor_parallel":
+        decoder: ModelRunner = LeadingRunner(model, LAUNCH.senders[-1])
+    else:
+        decoder = ModelRunner(model)
+    decoder.can_compile = False
+    return loading.load_target(name, device, dtype, revision, decoder=decoder)
+
+
+def load_model(
+    s: PlacementConfig, name: str, what: str, device: str, dtype: str, revision: str | None = None
+) -> Any:
+    """A causal LM of transformers, placed as `s` says. UserError as from `decode.model.loading.load_model`."""
+    if s.kind == "single":
+        return loading.load_model(name, what, device, dtype, revision)
+    if dtype.startswith("int8"):
+        raise UserError(
+            f"placement.kind {s.kind}: weights are placed as they are: choose another dtype than {dtype}"
+        )
+    if s.kind == "device_map":
+        place = partial(load_over_devices, s, loading.pick_device(device))
+        return loading.load_model(name, what, device, dtype, revision, place=place)
+    if LAUNCH.messages is None:
+        raise UserError("placement.kind tensor_parallel: this command runs in one process only")
+    settings: dict[str, Any] = {"name": name, "what": what, "dtype": dtype, "revision": revision}
+    send(("load", settings))
+    model = load_part(**settings)
+    LAUNCH.senders.append(PassSender(model, len(LAUNCH.senders)))
+    return model
+
+
+def load_part(name: str, what: str, dtype: str, revision: str | None) -> Any:
+    """This process's part of a causal LM; all processes of the launch must call it."""
+    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    model = loading.load_model(name, what, device, dtype, revision, place=load_sharded)
+    vars(model.config).pop(
+        "distributed_config", None
+    )  # it says nothing about drafts made like the target
+    return model
+
+
+def load_over_devices(
+    s: PlacementConfig, device: str, config: Any, what: str, folder: str, **settings: Any
+) -> tuple[Any, dict[str, Any]]:
+    """(a causal LM with layers where there is room, transformers' loading information). UserError if there is none."""
+    if config.is_encoder_decoder:
+        raise UserError(
+            f"{what} is an encoder-decoder: placement.kind device_map is for causal LMs"
+        )
+    room = {name: int(gib * GIB) for name, gib in s.max_gib.items()}
+    room = room or layer_map.default_room(device)
+    for name in room:
+        loading.pick_device(name)  # UserError for one that is not there
+    result: tuple[Any, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        device_map=layer_map.device_map(config, settings["dtype"], room),
+        offload_folder=s.offload_folder or temporary_folder(),
+        output_loading_info=True,
+        **settings,
+    )
+    return result
+
+
+def temporary_folder() -> str:
+    """A new empty folder, which is deleted when Python ends."""
+    folder = tempfile.mkdtemp(prefix="draftsmith-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder

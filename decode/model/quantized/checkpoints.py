@@ -1,0 +1,251 @@
+"""Quantised checkpoints: dequantised once into a cached folder of safetensors, which is then loaded like any other.
+
+The folder holds the weights in float32, exactly as the checkpoint's numbers define them, the tokenizer's files, and
+`quantized.json`, which says what they were made from. No kernels are needed, and none of their memory is saved.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants, hf_hub_download, snapshot_download
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from decode.common.errors import UserError, first_line
+from decode.common.files import read_json_object, write_atomically
+from decode.model.quantized import formats
+
+Config = dict[str, Any]
+Read = Callable[[str], torch.Tensor | None]
+"""A tensor of the checkpoint by its name, None if it has none of that name."""
+
+SOURCE_FILE = "quantized.json"
+"""Written last into a folder, so that a folder with it is whole."""
+SHARD_BYTES = 4 << 30
+KEPT = (".json", ".jinja", ".txt", ".model")
+"""Files beside the weights that are copied."""
+UNUSED = (".input_scale", ".output_scale", ".activation_scale")
+"""Tensors for activations in eight bits; activations here keep the dtype that is computed in."""
+
+
+def _check_gptq(q: Config) -> str:
+    if q.get("bits") not in (2, 4, 8):
+        return f"has GPTQ weights of {q.get('bits')} bits; those of 2, 4 and 8 are read"
+    kind = q.get("checkpoint_format", "gptq")
+    return "" if kind in ("gptq", "gptq_v2") else f"has GPTQ weights in the form {kind!r}"
+
+
+def _check_awq(q: Config) -> str:
+    version = str(q.get("version", "gemm")).lower()
+    if q.get("bits", 4) != 4 or version != "gemm" or not q.get("zero_point", True):
+        return "has AWQ weights other than those of version gemm with 4 bits and zero points"
+    return ""
+
+
+def _check_fp8(q: Config) -> str:
+    return "" if q.get("expert_dtype", "fp8") == "fp8" else "has experts in four bits"
+
+
+def _check_compressed(q: Config) -> str:
+    known = ("int-quantized", "float-quantized", "naive-quantized")
+    if q.get("format") not in known:
+        return (
+            f"has compressed tensors in the form {q.get('format')!r}; {', '.join(known)} are read"
+        )
+    return "has scales for its KV cache" if q.get("kv_cache_scheme") else ""
+
+
+def _gptq(name: str, read: Read, q: Config) -> torch.Tensor | None:
+    qweight, qzeros, scales, group = (
+        read(f"{name}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")
+    )
+    if qweight is None or qzeros is None or scales is None:
+        return None
+    if group is None:
+        inputs = len(qweight) * 32 // q["bits"]
+        group = torch.arange(inputs) // (inputs // len(scales))
+    offset = int(q.get("checkpoint_format", "gptq") == "gptq")
+    return formats.gptq_weight(qweight, qzeros, scales, group.long(), q["bits"], offset)
+
+
+def _awq(name: str, read: Read, q: Config) -> torch.Tensor | None:
+    qweight, qzeros, scales = (read(f"{name}.{part}") for part in ("qweight", "qzeros", "scales"))
+    if qweight is None or qzeros is None or scales is None:
+        return None
+    return formats.awq_weight(qweight, qzeros, scales)
+
+
+def _fp8(name: str, read: Read, q: Config) -> torch.Tensor | None:
+    weight, scale = read(f"{name}.weight"), read(f"{name}.weight_scale_inv")
+    if weight is None or scale is None:
+        return None
+    if scale.numel() == 1:
+        return formats.scaled_weight(weight, scale)
+    rows, columns = q.get("weight_block_size") or (128, 128)
+    return formats.block_scaled_weight(weight, scale, (rows, columns))
+
+
+def _compressed(name: str, read: Read, q: Config) -> torch.Tensor | None:
+    weight, scale = read(f"{name}.weight"), read(f"{name}.weight_scale")
+    if weight is None or scale is None:
+        return None
+    zero = read(f"{name}.weight_zero_point")
+    if zero is not None and bool(zero.float().any()):
+        raise UserError(f"{name} has zero points, which are not read")
+    return formats.scaled_weight(weight, scale)
+
+
+METHODS: dict[
+    str,
+    tuple[
+        Callable[[Config], str],
+        Callable[[str, Read, Config], torch.Tensor | None],
+        tuple[str, ...],
+    ],
+] = {
+    "gptq": (_check_gptq, _gptq, (".qweight", ".qzeros", ".scales", ".g_idx")),
+    "awq": (_check_awq, _awq, (".qweight", ".qzeros", ".scales")),
+    "fp8": (_check_fp8, _fp8, (".weight_scale_inv",)),
+    "compressed-tensors": (_check_compressed, _compressed, (".weight_scale", ".weight_zero_point")),
+}
+"""{quant_method: (why a config of it is not read, or ""; the weight of a layer, None if parts of it are missing; what
+the names of its tensors end in)}"""
+
+
+def quantized_folder(name: str, revision: str | None = None) -> str | None:
+    """The cached folder with the plain weights of `name`, a folder or Hub name; None where it is not one of METHODS.
+
+    Methods that are not listed are left to transformers, which loads some and names the packages that others need.
+    UserError for a form of these methods that is not read, and for files that are damaged.
+    """
+    config_file = _config_file(name, revision)
+    if config_file is None:
+        return None
+    try:
+        q = read_json_object(config_file, "a config.json").get("quantization_config")
+    except UserError:  # loading it will say what is wrong
+        return None
+    if not isinstance(q, dict) or q.get("quant_method") not in METHODS:
+        return None
+    reason = METHODS[q["quant_method"]][0](q)
+    if reason:
+        raise UserError(
+            f"{name!r} {reason}: take the model's original folder, or one in a form that docs/families.md lists"
+        )
+    folder = Path(name)
+    if not folder.is_dir():
+        patterns = ["*.safetensors", *(f"*{suffix}" for suffix in KEPT)]
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    try:
+        return str(dequantize_folder(folder, q, name))
+    except UserError as error:
+        raise UserError(f"{name!r}: {error}") from error
+    except Exception as error:  # damaged tensors fail in any of a dozen ways
+        raise UserError(
+            f"the quantised weights of {name!r} cannot be read ({first_line(error)}): restore its files"
+        ) from error
+
+
+def _config_file(name: str, revision: str | None) -> Path | None:
+    """config.json of a folder or on the Hub; None if there is none to be had, which transformers will tell."""
+    if Path(name).exists():
+        file = Path(name) / "config.json"
+        return file if file.is_file() else None
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision))
+    except Exception:  # no such name, no network: loading it will give the reason
+        return None
+
+
+def dequantize_folder(folder: Path, q: Config, source: str) -> Path:
+    """The cached folder with the plain weights of `folder`; made now unless it is there. `source` is noted in it."""
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise UserError("there are no safetensors: take a folder that has them")
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
+    content = [str(folder.resolve()), (folder / "config.json").read_text(), stats]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    made = Path(constants.HF_HOME) / "draftsmith" / "quantized" / digest[:16]
+    if (made / SOURCE_FILE).is_file():
+        return made
+    partial = made.with_name(f"{made.name}.{os.getpid()}")
+    try:
+        partial.mkdir(parents=True)
+        for file in folder.iterdir():
+            if file.suffix in KEPT and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, partial / file.name)
+        config = read_json_object(folder / "config.json", "a config.json")
+        config.pop("quantization_config")
+        write_atomically(partial / "config.json", json.dumps(config, indent=2) + "\n")
+        _save_shards(plain_tensors(weights, q), partial)
+        note = {"source": source, "quant_method": q["quant_method"]}
+        write_atomically(partial / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
+        if not made.exists():  # another process may have made it meanwhile
+            partial.rename(made)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return made
+
+
+def plain_tensors(files: list[Path], q: Config) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor in float32) of every weight in the safetensors `files` of a checkpoint with the config `q`.
+
+    UserError for a layer that lacks a tensor, and for numbers in few bits that no scale belongs to.
+    """
+    _, dequantize, endings = METHODS[q["quant_method"]]
+    opened = [safe_open(file, framework="pt") for file in files]
+    place = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+    def read(name: str) -> torch.Tensor | None:
+        return place[name].get_tensor(name) if name in place else None
+
+    layers = {
+        name.removesuffix(ending) for name in place for ending in endings if name.endswith(ending)
+    }
+    for layer in sorted(layers):
+        weight = dequantize(layer, read, q)
+        if weight is None:
+            raise UserError(f"{layer} lacks some of its quantised tensors: restore its files")
+        yield f"{layer}.weight", weight
+    for name in sorted(place):
+        quantized = name.rpartition(".")[0] in layers and not name.endswith(".bias")
+        if quantized or name.endswith(UNUSED):
+            continue
+        tensor = place[name].get_tensor(name)
+        if tensor.is_floating_point() and tensor.element_size() > 1:
+            yield name, tensor.float()
+        elif tensor.dtype in (torch.int64, torch.bool):  # a buffer
+            yield name, tensor
+        else:
+            raise UserError(f"{name} is {tensor.dtype}, and no scale of it is known")
+
+
+def _save_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Writes the tensors in files of about SHARD_BYTES, and their index."""
+    index: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
+    size, total, number = 0, 0, 0
+
+    def flush() -> None:
+        file = f"model-{number:05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(shard, file))
+        shard.clear()
+
+    for name, tensor in tensors:
+        shard[name] = tensor.contiguous()
+        size += tensor.nbytes
+        total += tensor.nbytes
+        if size >= SHARD_BYTES:
+            flush()
+            size, number = 0, number + 1
+    if shard:
+        flush()
+    content = {"metadata": {"total_size": total}, "weight_map": index}
+    write_atomically(folder / "model.safetensors.index.json", json.dumps(content) + "\n")

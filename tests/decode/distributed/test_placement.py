@@ -1,0 +1,247 @@
+"""Targets that one device cannot hold: the same texts, numbers and trained weights as on one device."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from decode.common.errors import UserError
+from decode.distributed.placement import PlacementConfig, load_target, run_placed
+from decode.distributed.tensor_parallel import whole_ends_plan
+from decode.engine.engine import SpeculativeEngine, decode
+from decode.model import loading
+from decode.model.layer_stack import with_layers
+from decode.model.loading import Target
+from decode.verification.sampling import SamplingParams
+from tests import worlds
+from tests.tiny import tiny_model
+from tests.train.test_sample_command import rows_of
+from tests.worlds import Done, World
+
+SLICED = ["--placement.kind", "tensor_parallel"]
+ON_DISK = PlacementConfig("device_map", {"cpu": 0.0001})
+"""Room for the embedding and the LM head of the tiny target, and for one of its layers."""
+DISK_WORDS = ["--placement.kind", "device_map", "--placement.max_gib", "{cpu: 0.0001}"]
+SAMPLE = ["--max_new_tokens", 24, "--batch_size", 8]
+HEAD = [
+    "--draft.family",
+    "eagle3",
+    "--draft.taps",
+    "[0, 1]",
+    "--draft.steps",
+    2,
+    "--draft.vocab",
+    100,
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return worlds.build(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return worlds.sampled(world, tmp_path_factory.mktemp("data"), *SAMPLE)
+
+
+def train_words(world: World, data: Path, out: Path) -> list[object]:
+    return [
+        "train/distill.py", "--target", world.target, "--data", data, "--out", out, *HEAD,
+        "--loop.steps", 3, "--loop.batch_size", 4, "--loop.eval_every", 3, "--check.k", 2,
+        "--check.max_new_tokens", 8,
+    ]  # fmt: skip
+
+
+def trained(done: Done, out: Path) -> dict[str, torch.Tensor]:
+    assert done.code == 0, done.err
+    return load_file(out / "model.safetensors")
+
+
+# ---- layers in memory and on disk ----
+
+
+def test_a_target_on_disk_decodes_the_same(world: World) -> None:
+    """Bug: hidden states or slots on the wrong device, weights that are read as zeros, or another K/V cache."""
+    one = loading.load_target(str(world.target), "cpu")
+    spread = load_target(ON_DISK, str(world.target), "cpu")
+    weights = dict(spread.decoder.model.named_parameters())
+    assert any(weight.is_meta for weight in weights.values())
+    assert not weights["model.embed_tokens.weight"].is_meta
+    prompts = [one.tokenizer(text)["input_ids"] for text in world.texts[:4]]
+    settings = {"max_new_tokens": 16, "sampling": SamplingParams(1.0), "rows": 3}
+    found, wanted = (decode(target, None, prompts, **settings) for target in (spread, one))
+    assert [o.output_ids for o in found] == [o.output_ids for o in wanted]
+    with torch.no_grad():
+        tokens = torch.tensor(prompts[:1])
+        same = [t.decoder.model(tokens, use_cache=False).logits for t in (spread, one)]
+    assert torch.equal(*same)
+
+
+def test_a_target_on_disk_trains_the_same_bits(world: World, data: Path, tmp_path: Path) -> None:
+    """Bug: the teacher reads states of another device, or a head starts from a weight that is not there."""
+    one, spread = tmp_path / "one", tmp_path / "spread"
+    wanted = trained(worlds.call(*map(str, train_words(world, data, one))), one)
+    found = trained(worlds.call(*map(str, train_words(world, data, spread)), *DISK_WORDS), spread)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_needs_the_layers_here_is_refused(world: World) -> None:
+    """Bug: a draft is copied from weights that are on disk, which are no numbers."""
+    spread = load_target(ON_DISK, str(world.target), "cpu")
+    with pytest.raises(UserError, match="leave placement.kind at single"):
+        with_layers(spread.decoder.model, [1])
+    with pytest.raises(UserError, match="eager"):
+        SpeculativeEngine(spread, mode="compiled")
+
+
+def test_a_target_on_disk_samples_the_same_rows(world: World, data: Path, tmp_path: Path) -> None:
+    """Bug: the command loads the target whole, whatever its placement says."""
+    out, sources = tmp_path / "out", json.dumps([{"kind": "file", "path": str(world.prompts)}])
+    words = ["--target", world.target, "--sources", sources, "--out", out, *SAMPLE]
+    done = worlds.call("train/sample.py", *words, *DISK_WORDS)
+    assert done.code == 0, done.err
+    assert rows_of(out) == rows_of(data)
+    done = worlds.call("train/sample.py", *words, *DISK_WORDS, "--origin", "text")
+    assert "leave its kind at single" in done.error()
+
+
+# ---- what cannot be ----
+
+
+@pytest.mark.parametrize(
+    ("placement", "size", "said"),
+    [
+        (PlacementConfig("tensor_parallel"), "1", "torchrun --nproc-per-node"),
+        (PlacementConfig("device_map"), "2", "start one process"),
+    ],
+)
+def test_a_launch_that_does_not_suit_is_refused(
+    placement: PlacementConfig, size: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: one process waits for others, or several put the whole target on each device."""
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(UserError, match=said):
+        run_placed(placement, lambda: pytest.fail("it ran"))
+
+
+def test_other_parallelism_over_the_same_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UserError, match="FSDP would shard the draft"):
+        run_placed(PlacementConfig("tensor_parallel"), lambda: pytest.fail("it ran"))
+
+
+def test_bad_placements_are_refused(world: World) -> None:
+    target = str(world.target)
+    with pytest.raises(UserError, match="raise it"):
+        load_target(PlacementConfig("device_map", {"cpu": 0.0}), target, "cpu")
+    with pytest.raises(UserError, match=r"device 'cuda:9' is not on this machine"):
+        load_target(PlacementConfig("device_map", {"cuda:9": 1.0}), target, "cpu")
+    with pytest.raises(UserError, match="another dtype than int8"):
+        load_target(ON_DISK, target, "cpu", "int8")
+    with pytest.raises(UserError, match="in one process only"):
+        load_target(PlacementConfig("tensor_parallel"), target, "cpu")
+
+
+def test_plans_keep_both_ends_whole() -> None:
+    """Bug: a draft reads half an embedding, or heads are shared out unevenly, which transformers does not refuse."""
+    config = tiny_model("llama").config
+    plan = whole_ends_plan(config, "target", 2)
+    assert plan["model.layers.*.self_attn.q_proj"] == "colwise"
+    assert plan["lm_head"] == plan["model.embed_tokens"] == "replicated_with_grad_allreduce"
+    with pytest.raises(UserError, match="2 key heads, which 4 processes cannot share"):
+        whole_ends_plan(config, "target", 4)
+    with pytest.raises(UserError, match="no tensor-parallel plan for opt"):
+        whole_ends_plan(tiny_model("opt").config, "target", 2)
+
+
+# ---- slices over two processes ----
+
+
+def what_the_leader_computes(target: str, out: str) -> None:
+    """Runs in the first process of the test below: logits, texts, and what drafts of the target's layers say."""
+    sliced = load_target(PlacementConfig("tensor_parallel"), target, "cpu")
+    with pytest.raises(UserError, match="leave placement.kind at single"):
+        sliced.decoder.first_layers(1)
+    Path(out).write_text(json.dumps(logits_and_texts(sliced)))
+
+
+def logits_and_texts(target: Target) -> dict[str, list[Any]]:
+    """Logits of a text, and texts of ragged prompts in refilled rows, some of which are longer than one bucket."""
+    tokens = [list(range(12, 12 + n)) for n in (28, 3, 150, 7, 40)]
+    with torch.no_grad():
+        logits = target.decoder.model(torch.tensor(tokens[:1]), use_cache=False).logits
+    sampling = SamplingParams(1.0, top_p=0.9)
+    found = decode(target, None, tokens, max_new_tokens=16, sampling=sampling, rows=2)
+    return {"logits": logits.tolist(), "texts": [output.output_ids for output in found]}
+
+
+@pytest.mark.slow
+def test_two_slices_compute_what_the_whole_does(world: World, tmp_path: Path) -> None:
+    """Bug: heads or biases of a slice are counted twice or not at all, or K/V of refilled rows differ."""
+    out = tmp_path / "found"
+    done = worlds.run("tests/decode/distributed/run_sliced.py", world.target, out, processes=2)
+    assert done.code == 0, done.err
+    found, wanted = (
+        json.loads(out.read_text()),
+        logits_and_texts(loading.load_target(str(world.target), "cpu")),
+    )
+    assert found["texts"] == wanted["texts"]
+    torch.testing.assert_close(
+        torch.tensor(found["logits"]), torch.tensor(wanted["logits"]), atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.slow
+def test_two_slices_train_the_weights_of_one_process(
+    world: World, data: Path, tmp_path: Path
+) -> None:
+    """Bug: each process trains on its own rows or counts the loss twice, or a head reads a slice of the LM head."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    wanted = trained(worlds.call(*map(str, train_words(world, data, one))), one)
+    done = worlds.run(*train_words(world, data, two), *SLICED, processes=2)  # type: ignore[arg-type]
+    found = trained(done, two)
+    assert json.loads((two / "draftsmith.json").read_text())["processes"] == 1  # that train
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+def test_two_slices_are_measured_as_one_process_is(world: World, tmp_path: Path) -> None:
+    """Bug: trees are moved in one process's cache alone, or references are computed by half a model."""
+    methods = [
+        {"name": "causal", "draft": str(world.draft)},
+        {"name": "causal-tree", "draft": str(world.draft), "tree": {"width": 2, "nodes": 4}},
+    ]
+    words = [
+        "eval/run.py", "--target", world.target, "--methods", json.dumps(methods), "--k", 2,
+        "--tasks", json.dumps([{"name": "own", "path": str(world.prompts), "limit": 3}]),
+        "--max_new_tokens", 12, "--phase_prompts", 0,
+    ]  # fmt: skip
+    launches: dict[str, Callable[..., Done]] = {
+        "one": worlds.call,
+        "two": partial(worlds.run, processes=2),
+    }
+    outputs = {}
+    for name, launch in launches.items():
+        out = tmp_path / name
+        more = SLICED if name == "two" else []
+        done = launch(*map(str, words), "--out", str(out), *more)
+        assert done.code == 0, done.err
+        lines = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
+        outputs[name] = [{**line, "seconds": 0.0} for line in lines]
+        report = json.loads((out / "report.json").read_text())
+        greedy = [
+            x["lossless"]["greedy_identical"] for x in report["methods"] if not x["temperature"]
+        ]
+        assert set(greedy) == {True}
+    assert outputs["one"] == outputs["two"]

@@ -1,0 +1,243 @@
+"""Rounds in a CUDA graph, on a CPU: the operations of one round are recorded and replayed on the very same tensors.
+
+As a graph does, the replay runs no Python, reads what the recorded addresses hold, and writes there.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import decode.engine.round
+from decode.common.errors import UserError
+from decode.drafts.base import Draft, Proposal
+from decode.drafts.causal import CausalDraft
+from decode.drafts.wrappers import DraftWrapper
+from decode.engine import engine as engines
+from decode.engine.cuda_graph import WARM_UPS, put_back
+from decode.engine.engine import SpeculativeEngine
+from decode.engine.records import DecodeRecord, collect_outputs
+from decode.model.loading import Target
+from decode.model.runner import ModelRunner
+from decode.verification.sampling import SamplingParams
+from tests.decode.engine.test_compile import make
+from tests.params import slow_except
+from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
+
+PROMPTS = tiny_prompts(13, 4, 9, 6, 11)
+"""More than rows: some are refilled while others run."""
+SAMPLED = SamplingParams(0.8, top_p=0.9)
+READS = {"aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal"}
+READS |= {"aten::nonzero", "aten::masked_select", "aten::lift_fresh"}
+"""What a graph cannot hold: the host waits for a value, or sends numbers of its own (lift_fresh). One number alone, as
+in `x[0] = 1`, is an argument of a kernel and stays in the graph."""
+
+
+def tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def addresses(values: Any) -> set[int]:
+    return {x.untyped_storage().data_ptr() for x in tensors(values) if x.layout == torch.strided}
+
+
+class Tape(TorchDispatchMode):
+    """Records every operation with the tensors that it read and made; `replay` runs them again on the same ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        one = name == "aten::lift_fresh" and args[0].ndim == 0
+        assert one or name not in READS, f"{name} in a round that is to be captured"
+        out = func(*args, **kwargs)
+        # a view stays valid: its storage is written by those that follow
+        if func._schema.is_mutable or not addresses(out) & addresses((args, kwargs)):
+            self.calls.append((func, args, kwargs, out))
+        return out
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            made = func(*args, **kwargs)
+            if not func._schema.is_mutable:
+                for old, new in zip(tensors(out), tensors(made), strict=True):
+                    old.copy_(new)
+
+
+class RecordedRunner:
+    """Stands in for CudaGraphRunner: the same warm-up, and a tape in place of the graph."""
+
+    made: list["RecordedRunner"]
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        run: Callable[[], Tensor],
+        changed: Sequence[Tensor],
+        keep_alive: Sequence[Any] = (),
+    ):
+        self.made.append(self)
+        self.keep_alive = run, *keep_alive
+        self.tape = Tape()
+        with put_back(changed):
+            for _ in range(WARM_UPS):
+                run()
+            with self.tape:
+                self.out = run()
+
+    @torch.inference_mode()
+    def __call__(self) -> Tensor:
+        self.tape.replay()
+        return self.out.clone()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedRunner]:
+    """The graphs that engines make, recorded on the CPU; chains keep their empty columns, as on a GPU."""
+    RecordedRunner.made = []
+    monkeypatch.setattr(engines, "CudaGraphRunner", RecordedRunner)
+    monkeypatch.setattr(
+        decode.engine.round, "drop_empty_columns", lambda proposal, compiled: proposal
+    )
+    return RecordedRunner.made
+
+
+def runs(
+    target: Target, draft: Draft | None, mode: str, sampling: SamplingParams
+) -> list[DecodeRecord]:
+    """Two runs of one engine over all prompts in two rows; the second finds the graph of the first."""
+    engine = SpeculativeEngine(target, draft, k=3, sampling=sampling)
+    engine.mode = mode  # past the check for a GPU
+    found = []
+    for seed in (3, 4):
+        found += collect_outputs(
+            PROMPTS, engine.speculate(PROMPTS, max_new_tokens=24, rows=2, seed=seed)
+        )
+    return found
+
+
+FAMILIES = ["plain", "ngram", "causal", "padded", "reduced", "static", "dynamic", "early-exit"]
+FAMILIES += ["medusa", "eagle3", "pard", "peagle", "dflash", "dspark", "mtp", "layerskip"]
+CASES = [f"{name}-{how}" for name in FAMILIES for how in ("greedy", "sampled")]
+KEPT = ["plain-greedy", "causal-sampled", "medusa-greedy", "eagle3-greedy", "static-sampled"]
+
+
+@pytest.mark.parametrize("case", slow_except(CASES, KEPT))
+def test_a_replayed_round_is_an_eager_one(case: str, recorded: list[RecordedRunner]) -> None:
+    """Catches state that a round keeps at new addresses or as Python numbers, values that the host reads or sends,
+    and what the rounds before the capture leave behind: text and rounds of every family."""
+    name, _, how = case.rpartition("-")
+    sampling = SAMPLED if how == "sampled" else SamplingParams()
+    target = tiny_target(tiny_model("llama"))
+    want = runs(target, make(name, target), "eager", sampling)
+    assert recorded == []
+    got = runs(target, make(name, target), "captured", sampling)
+    assert len(recorded) == 1
+    assert len(recorded[0].tape.calls) > 50
+    assert [o.output_ids for o in got] == [o.output_ids for o in want]
+    assert [o.rounds for o in got] == [o.rounds for o in want]
+
+
+# ---- planted ----
+
+
+class Replacing(DraftWrapper):
+    """Counts rounds in a tensor that each round makes anew, and drafts by it."""
+
+    def __init__(self, inner: Draft):
+        super().__init__(inner)
+        self.count = torch.zeros((), dtype=torch.long)
+
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
+        proposal = self.inner.propose(history, length, k)
+        self.count = self.count + 1
+        return Proposal((proposal.tokens + self.count) % 7, proposal.q, finite=proposal.finite)
+
+
+class Reading(DraftWrapper):
+    """Asks the device for a number in every round."""
+
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
+        return self.inner.propose(history, length, k if int(length.max()) > 0 else 1)
+
+
+class Sending(DraftWrapper):
+    """Makes a tensor of Python's numbers in every round."""
+
+    def propose(self, history: Tensor, length: Tensor, k: int) -> Proposal:
+        proposal = self.inner.propose(history, length, k)
+        tokens = torch.where(torch.tensor([True] * k), proposal.tokens, 0)
+        return Proposal(tokens, proposal.q, finite=proposal.finite)
+
+
+def causal(target: Target) -> CausalDraft:
+    return CausalDraft(ModelRunner(noisy(target.decoder.model, 0.01)))
+
+
+def test_state_at_a_new_address_is_seen(recorded: list[RecordedRunner]) -> None:
+    """Planted: the replay goes on with the tensor of the recorded round."""
+    target = tiny_target(tiny_model("llama"))
+    got, want = (
+        runs(target, Replacing(causal(target)), mode, SamplingParams())
+        for mode in ("captured", "eager")
+    )
+    assert [o.rounds for o in got] != [o.rounds for o in want]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Reading, "scalar"), (Sending, "lift_fresh")])
+def test_a_number_that_passes_the_host_is_seen(
+    kind: type[DraftWrapper], name: str, recorded: list[RecordedRunner]
+) -> None:
+    """Planted: one read of the device, and one tensor of the host's numbers."""
+    target = tiny_target(tiny_model("llama"))
+    with pytest.raises(AssertionError, match=name):
+        runs(target, kind(causal(target)), "captured", SamplingParams())
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "mtp", "peagle", "dflash", "dspark"])
+def test_what_a_warm_up_changes_is_put_back(
+    name: str, recorded: list[RecordedRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches states of tokens that only the warm-up said, in every family that keeps states; and, planted, the same
+    comparison finds them if nothing of the draft is put back."""
+    target = tiny_target(tiny_model("llama"))
+    for named in (True, False):
+        draft: Any = make(name, target)
+        same: list[bool] = []
+
+        class Comparing(RecordedRunner):
+            def __init__(self, run: Any, changed: Sequence[Tensor], keep_alive: Sequence[Any] = ()):
+                own = [draft.state_buffer.states]  # noqa: B023
+                before = [x.clone() for x in own]
+                super().__init__(run, changed, keep_alive)
+                same.extend(torch.equal(x, y) for x, y in zip(own, before, strict=True))  # noqa: B023
+
+        monkeypatch.setattr(engines, "CudaGraphRunner", Comparing)
+        if not named:
+            draft.state_tensors = list
+        runs(target, draft, "captured", SamplingParams())
+        assert same == [named]
+
+
+def test_the_modes_of_graphs_need_a_gpu() -> None:
+    target = tiny_target(tiny_model("llama"))
+    for mode in ("captured", "graph"):
+        with pytest.raises(UserError, match=f"mode {mode} needs a CUDA device"):
+            SpeculativeEngine(target, mode=mode)
+
+
+def test_what_is_put_back_is_as_before() -> None:
+    values = [torch.arange(4), torch.ones(2)]
+    before = [x.clone() for x in values]
+    with put_back(values):
+        for x in values:
+            x.add_(1)
+        assert not torch.equal(values[0], before[0])
+    assert all(torch.equal(x, y) for x, y in zip(values, before, strict=True))

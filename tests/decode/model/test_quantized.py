@@ -1,0 +1,132 @@
+"""Quantised checkpoints: what is loaded is what their numbers mean, and forms that are not read are refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+
+from decode.common.errors import UserError
+from decode.drafts.causal import CausalDraft
+from decode.engine.engine import decode
+from decode.model.loading import load_target
+from decode.model.quantized import formats
+from decode.model.quantized.checkpoints import SOURCE_FILE, quantized_folder
+from decode.model.runner import ModelRunner
+from tests.quantized import FORMS
+from tests.seq2seq import letter_tokenizer
+from tests.tiny import noisy, tiny_model, tiny_prompts
+
+VOCAB = 258
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def quantized(form: str, folder: Path, **changes: Any) -> Any:
+    """Writes a tiny Llama whose layers are packed in this form to `folder`; returns the model with the same weights.
+
+    `changes` go into its quantization_config.
+    """
+    settings, pack = FORMS[form]
+    model = tiny_model("llama", vocab_size=VOCAB, num_hidden_layers=2)
+    model.save_pretrained(folder)
+    letter_tokenizer().save_pretrained(folder)
+    tensors = {name: value.half() for name, value in load_file(folder / WEIGHTS).items()}
+    for number, (name, layer) in enumerate(model.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            packed = pack(layer.in_features, layer.out_features, number)
+            del tensors[f"{name}.weight"]
+            tensors |= {f"{name}.{part}": value for part, value in packed.tensors.items()}
+            layer.weight.data = packed.weight
+        elif list(layer.parameters(recurse=False)):
+            layer.weight.data = layer.weight.data.half().float()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = settings | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_quantised_target_computes_what_its_numbers_mean(form: str, tmp_path: Path) -> None:
+    """Catches numbers in another order, zero points off by one, groups mixed up by act-order, scales of the wrong
+    blocks; and drafts that change the text of such a target."""
+    model = quantized(form, tmp_path / "model")
+    target = load_target(str(tmp_path / "model"), "cpu")
+    ids = torch.tensor(tiny_prompts(12, vocab=VOCAB))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            target.decoder.model(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-3, rtol=1e-4
+        )  # fmt: skip
+    target = dataclasses.replace(target, eos=frozenset())
+    draft = CausalDraft(ModelRunner(noisy(model, 0.01)))
+    prompts = tiny_prompts(3, 9, vocab=VOCAB)
+    plain = [o.output_ids for o in decode(target, None, prompts, max_new_tokens=16)]
+    assert [o.output_ids for o in decode(target, draft, prompts, max_new_tokens=16)] == plain
+
+
+def test_planted_bugs_change_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a test that cannot fail: GPTQ's two versions exchanged, AWQ's columns in plain order."""
+    for form, change in (("gptq4", {"checkpoint_format": "gptq_v2"}), ("awq", {})):
+        model = quantized(form, tmp_path / form, **change)
+        monkeypatch.setattr(formats, "AWQ_ORDER", range(8))
+        layer = load_target(str(tmp_path / form), "cpu").decoder.model.model.layers[0]
+        own = model.model.layers[0].mlp.up_proj.weight
+        assert (layer.mlp.up_proj.weight - own).abs().max() > 0.01
+
+
+def test_the_cached_folder_is_used_again(tmp_path: Path, cache: Path) -> None:
+    """Catches weights that are dequantised in every process, and old ones that are taken for new files."""
+    quantized("awq", tmp_path / "model")
+    first = quantized_folder(str(tmp_path / "model"))
+    assert first is not None
+    assert (Path(first) / SOURCE_FILE).is_file()
+    assert quantized_folder(str(tmp_path / "model")) == first
+    assert quantized_folder(first) is None
+    quantized("gptq4", tmp_path / "model")
+    assert quantized_folder(str(tmp_path / "model")) != first
+    assert not [one for one in (cache / "draftsmith" / "quantized").iterdir() if one.suffix]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "three bits": ("gptq4", {"bits": 3}, "GPTQ weights of 3 bits"),
+    "marlin": ("gptq4", {"checkpoint_format": "marlin"}, "in the form 'marlin'"),
+    "gemv": ("awq", {"version": "gemv"}, "other than those of version gemm"),
+    "packed": ("int8-channels", {"format": "pack-quantized"}, "in the form 'pack-quantized'"),
+    "kv": ("int8-channels", {"kv_cache_scheme": {"num_bits": 8}}, "scales for its KV cache"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_forms_that_are_not_read_are_refused(case: str, tmp_path: Path) -> None:
+    """Catches weights that are read as if they had another form."""
+    form, change, reason = REFUSED[case]
+    quantized(form, tmp_path, **change)
+    with pytest.raises(UserError, match=reason):
+        load_target(str(tmp_path), "cpu")
+
+
+def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:
+    """Catches layers that stay random, and eight-bit numbers that are taken for weights."""
+    for form, part, reason in (
+        ("awq", "qzeros", "lacks some"),
+        ("fp8", "weight_scale_inv", "no scale"),
+    ):
+        quantized(form, tmp_path / form)
+        tensors = load_file(tmp_path / form / WEIGHTS)
+        del tensors[f"model.layers.0.mlp.up_proj.{part}"]
+        save_file(tensors, tmp_path / form / WEIGHTS, metadata={"format": "pt"})
+        with pytest.raises(UserError, match=reason):
+            load_target(str(tmp_path / form), "cpu")
+    (tmp_path / "awq" / WEIGHTS).write_bytes(b"damaged")
+    with pytest.raises(UserError, match="restore its files"):
+        load_target(str(tmp_path / "awq"), "cpu")

@@ -1,0 +1,147 @@
+"""Linear layers packed as quantised checkpoints hold them, number by number, and what each packed weight is worth."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+AWQ_COLUMN_OF_NIBBLE = [0, 2, 4, 6, 1, 3, 5, 7]
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A layer's tensors by the last part of their names, and its weight [out, in]."""
+
+    tensors: Tensors
+    weight: torch.Tensor
+
+
+def word(numbers: list[int], bits: int) -> int:
+    """The int32 that holds the numbers, the first in its lowest bits."""
+    value = sum(number << (bits * i) for i, number in enumerate(numbers))
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def random_numbers(rows: int, columns: int, limit: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(limit) for _ in range(columns)] for _ in range(rows)]
+
+
+def random_scales(groups: int, outputs: int, bits: int, seed: int) -> torch.Tensor:
+    """[G, out] in fp16, so wide that weights have about the spread of `std` 0.25."""
+    generator = torch.Generator().manual_seed(seed)
+    return ((0.5 + torch.rand(groups, outputs, generator=generator)) / 2**bits).half()
+
+
+def pack_gptq(
+    inputs: int, outputs: int, seed: int, bits: int, version: int, act_order: bool
+) -> Packed:
+    """GPTQ with groups of 8 inputs; with `act_order` the inputs of a group do not follow each other."""
+    groups, per = inputs // 8, 32 // bits
+    numbers = random_numbers(inputs, outputs, 2**bits, seed)
+    zeros = random_numbers(groups, outputs, 2**bits, seed + 1)
+    less = 1 if version == 1 else 0
+    zeros = [[max(less, z) for z in row] for row in zeros]
+    scales = random_scales(groups, outputs, bits, seed + 2)
+    g_idx = [i // 8 for i in range(inputs)]
+    if act_order:
+        random.Random(seed + 3).shuffle(g_idx)
+    weight = torch.empty(outputs, inputs)
+    for i in range(inputs):
+        for o in range(outputs):
+            g = g_idx[i]
+            weight[o, i] = (numbers[i][o] - zeros[g][o]) * float(scales[g, o])
+    qweight = [
+        [word([numbers[at + j][o] for j in range(per)], bits) for o in range(outputs)]
+        for at in range(0, inputs, per)
+    ]
+    qzeros = [
+        [word([z - less for z in row[at : at + per]], bits) for at in range(0, outputs, per)]
+        for row in zeros
+    ]
+    tensors = {
+        "qweight": torch.tensor(qweight, dtype=torch.int32),
+        "qzeros": torch.tensor(qzeros, dtype=torch.int32),
+        "scales": scales,
+        "g_idx": torch.tensor(g_idx, dtype=torch.int32),
+    }
+    return Packed(tensors, weight)
+
+
+def pack_awq(inputs: int, outputs: int, seed: int) -> Packed:
+    """AWQ in the order of its GEMM kernel, with groups of 8 inputs."""
+    groups = inputs // 8
+    numbers = random_numbers(inputs, outputs, 16, seed)
+    zeros = random_numbers(groups, outputs, 16, seed + 1)
+    scales = random_scales(groups, outputs, 4, seed + 2)
+    weight = torch.empty(outputs, inputs)
+    for i in range(inputs):
+        for o in range(outputs):
+            weight[o, i] = (numbers[i][o] - zeros[i // 8][o]) * float(scales[i // 8, o])
+
+    def words(rows: list[list[int]]) -> torch.Tensor:
+        packed = [
+            [word([row[at + c] for c in AWQ_COLUMN_OF_NIBBLE], 4) for at in range(0, outputs, 8)]
+            for row in rows
+        ]
+        return torch.tensor(packed, dtype=torch.int32)
+
+    return Packed({"qweight": words(numbers), "qzeros": words(zeros), "scales": scales}, weight)
+
+
+def pack_fp8(inputs: int, outputs: int, seed: int) -> Packed:
+    """FP8 with a scale for each block of 12 rows and 20 columns, the last ones smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randn(outputs, inputs, generator=generator).to(FP8)
+    scale = 0.1 + 0.4 * torch.rand(-(-outputs // 12), -(-inputs // 20), generator=generator)
+    weight = torch.empty(outputs, inputs)
+    for o in range(outputs):
+        for i in range(inputs):
+            weight[o, i] = float(raw[o, i]) * scale[o // 12, i // 20]
+    return Packed({"weight": raw, "weight_scale_inv": scale}, weight)
+
+
+def pack_channels(inputs: int, outputs: int, seed: int, dtype: torch.dtype) -> Packed:
+    """compressed-tensors with a scale for each row, int8 or FP8, and a scale of the activations."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = (30 * torch.randn(outputs, inputs, generator=generator)).round().clamp(-127, 127)
+    raw = raw.to(dtype)
+    scale = (0.005 + 0.01 * torch.rand(outputs, 1, generator=generator)).bfloat16()
+    weight = raw.float() * scale.float()
+    return Packed({"weight": raw, "weight_scale": scale, "input_scale": torch.ones(1)}, weight)
+
+
+Pack = Callable[[int, int, int], Packed]
+
+
+def gptq(bits: int, version: int, act_order: bool) -> tuple[dict[str, Any], Pack]:
+    """(quantization_config, packer) of a form of GPTQ."""
+    form = {"checkpoint_format": "gptq_v2"} if version == 2 else {}
+    config = {"quant_method": "gptq", "bits": bits, "group_size": 8, "desc_act": act_order, **form}
+    return config, lambda i, o, seed: pack_gptq(i, o, seed, bits, version, act_order)
+
+
+COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
+FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
+    "gptq4": gptq(4, 1, False),
+    "gptq4-act-order": gptq(4, 1, True),
+    "gptq4-v2": gptq(4, 2, True),
+    "gptq8": gptq(8, 1, False),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True},
+        pack_awq,
+    ),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [12, 20]}, pack_fp8),
+    "int8-channels": (
+        COMPRESSED | {"format": "int-quantized"},
+        lambda i, o, seed: pack_channels(i, o, seed, torch.int8),
+    ),
+    "fp8-channels": (
+        COMPRESSED | {"format": "float-quantized"},
+        lambda i, o, seed: pack_channels(i, o, seed, FP8),
+    ),
+}

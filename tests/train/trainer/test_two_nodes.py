@@ -1,0 +1,95 @@
+"""configs/accelerate/two_nodes.yaml, rehearsed with two launchers on one machine: a node is killed, both go on."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import worlds
+from tests.train.test_distill_command import COMMAND, WEIGHTS, arguments, losses_of
+from tests.worlds import ENV, PATIENCE, ROOT, World
+
+pytestmark = pytest.mark.slow
+CONFIG = "configs/accelerate/two_nodes.yaml"
+
+
+@contextmanager
+def node(rank: int, port: int, *words: object) -> Iterator[subprocess.Popen[str]]:
+    """The launcher of one node, with one process of the training; all of it is gone when the block is left."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", CONFIG]
+    where = ["--num_processes", 2, "--machine_rank", rank, "--main_process_ip", "127.0.0.1"]
+    command = [*launcher, *where, "--main_process_port", port, COMMAND, *words]
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, env=os.environ | ENV, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        kill(process)
+        process.communicate()
+
+
+def kill(node: subprocess.Popen[str]) -> None:
+    """Ends the launcher and its workers, which have process groups of their own, by SIGKILL."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(node.pid)
+        for process in [launcher, *launcher.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def await_true(reached: Callable[[], bool], nodes: list[subprocess.Popen[str]]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not reached():
+        assert all(process.poll() is None for process in nodes), "a node has ended too early"
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return worlds.build(tmp_path_factory.mktemp("world"))
+
+
+def test_after_a_killed_node_both_go_on_from_the_last_checkpoint(
+    world: World, tmp_path: Path
+) -> None:
+    """Bug: nodes train apart, the other one waits for ever, or the second start trains other batches."""
+    data = worlds.sampled(world, tmp_path, "--max_new_tokens", 40)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    done = worlds.run(COMMAND, *arguments(world, data, whole), processes=2)
+    assert done.code == 0, done.err
+
+    words = arguments(world, data, out)
+    with ExitStack() as stack:
+        port = free_port()
+        nodes = [stack.enter_context(node(rank, port, *words)) for rank in (0, 1)]
+        await_true((out / "checkpoints" / "latest").is_file, nodes)
+        kill(nodes[1])
+        assert nodes[0].wait(PATIENCE) != 0  # it does not wait for the lost one
+    assert not (out / WEIGHTS).exists()
+
+    with ExitStack() as stack:
+        port = free_port()
+        nodes = [stack.enter_context(node(rank, port, *words)) for rank in (0, 1)]
+        first, second = (process.communicate(timeout=PATIENCE)[0] for process in nodes)
+        assert [process.returncode for process in nodes] == [0, 0], first + second
+    assert "2 process(es)" in first
+    assert "from step 0" not in first
+    assert losses_of(out) == losses_of(whole)
+    assert (out / WEIGHTS).read_bytes() == (whole / WEIGHTS).read_bytes()
