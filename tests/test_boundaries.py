@@ -68,6 +68,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "tables": set(),
         "engine_compat": set(),
         "sweeps": set(),
+        "checks": set(),
     },
 }
 """{package: {subpackage: the subpackages of the same package that it may import}}, each after those that it may import.
