@@ -51,8 +51,12 @@ class TensorEdit:
     def apply(self, folder: Path) -> None:
         tensors = load_file(folder / layouts.WEIGHTS_FILE)
         self.change(tensors)
-        contiguous = {name: value.contiguous() for name, value in tensors.items()}
-        save_file(contiguous, folder / layouts.WEIGHTS_FILE)
+        # A copy of each: safetensors refuses two names of one tensor.
+        copies = {
+            name: value.clone(memory_format=torch.contiguous_format)
+            for name, value in tensors.items()
+        }
+        save_file(copies, folder / layouts.WEIGHTS_FILE)
 
 
 @dataclass(frozen=True)

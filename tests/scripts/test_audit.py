@@ -203,6 +203,16 @@ def test_readings_differ_from_the_files(world: World) -> None:
         assert len(set(says)) == len(says) > 1
 
 
+def test_readings_of_heads_without_a_projection_can_be_saved(world: World, tmp_path: Path) -> None:
+    """Catches an edit that gives two heads one tensor, which safetensors does not save."""
+    damaged = world.edited("medusa", drop("lm_heads.1.weight"), tmp_path / "damaged")
+    d = read_draft(str(damaged), read_target(str(world.folder / "target"), tokenizer=False))
+    for number, reading in enumerate(readings(d)):
+        copy_files(d, tmp_path / str(number))
+        reading.edit.apply(tmp_path / str(number))
+        assert (tmp_path / str(number) / "model.safetensors").is_file()
+
+
 # ---- the command ----
 
 
