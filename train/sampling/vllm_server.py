@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from train.sampling.config import SampleConfig
 from train.servers.server_process import free_port, running_server, vllm_command
 
@@ -21,9 +23,14 @@ def target_server(s: SampleConfig, processes: int) -> Iterator[str]:
 
 
 def server_command(s: SampleConfig, port: int, processes: int) -> list[str]:
-    """The command line: one model under its own name, and no sampling settings but those of the requests."""
+    """The command line: one model under its own name, and no sampling settings but those of the requests.
+
+    Requests have seeds. On a CPU vLLM 0.32 ends with an error when the prompt of such a request is prefilled in pieces
+    ("CPU Generator does not use offset"), so it reads prompts whole there.
+    """
+    whole_prompts = [] if torch.cuda.is_available() else ["--no-enable-chunked-prefill"]
     return [
         *vllm_command(s.vllm_python, s.target, s.revision, s.dtype, "127.0.0.1", port),
-        *("--generation-config", "vllm"),
+        *("--generation-config", "vllm", *whole_prompts),
         *("--max-num-seqs", str(s.concurrency * processes), *s.vllm_args),
     ]

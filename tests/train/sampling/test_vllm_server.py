@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import worlds
 from tests.train.sampling.stand_in import StandIn
@@ -67,6 +68,7 @@ def test_the_server_answers_and_ends_with_the_run(
     assert command[command.index("--model") + 1] == str(world.target)
     assert command[command.index("--max-num-seqs") + 1] == "3"
     assert command[-2:] == ["--tensor-parallel-size", "2"]
+    assert ("--no-enable-chunked-prefill" in command) != torch.cuda.is_available()
 
 
 @pytest.mark.parametrize(
