@@ -133,6 +133,8 @@ TRAINING = {
             "block depth anchors markov_rank retention min_retention exit_layer exit_width mask_token "
             "layer_dropout exit_scale exit_period"
         ),
+        "attention": word,
+        "activation_checkpointing": flag,
     },
     "loss": word,
     "divergence": {**numbers("temperature top beta"), "mix": Names(number)},

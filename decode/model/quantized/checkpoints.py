@@ -196,7 +196,7 @@ def dequantize_folder(folder: Path, q: Config, source: str) -> Path:
 def plain_tensors(files: list[Path], q: Config) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor in float32) of every weight in the safetensors `files` of a checkpoint with the config `q`.
 
-    UserError for a layer that lacks a tensor, and for numbers in few bits that no scale belongs to.
+    UserError if no layer is quantised, for a layer that lacks a tensor, and for numbers in few bits without a scale.
     """
     _, dequantize, endings = METHODS[q["quant_method"]]
     opened = [safe_open(file, framework="pt") for file in files]
@@ -208,6 +208,11 @@ def plain_tensors(files: list[Path], q: Config) -> Iterator[tuple[str, torch.Ten
     layers = {
         name.removesuffix(ending) for name in place for ending in endings if name.endswith(ending)
     }
+    if not layers:
+        raise UserError(
+            f"config.json says that the weights are quantised ({q['quant_method']}), and no layer's are: restore its "
+            "files"
+        )
     for layer in sorted(layers):
         weight = dequantize(layer, read, q)
         if weight is None:

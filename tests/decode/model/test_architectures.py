@@ -199,7 +199,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "minimax": (GROUPED | {"layer_types": LINEAR}, "linear_attention layers"),
     "xglm": (COMMON | {"ffn_dim": 48, "attention_heads": 4}, OUTSIDE),
     "lfm2": (GROUPED | {"layer_types": ["conv", "full_attention", "conv"]}, "conv layers"),
-    "llama4_text": (GROUPED | {"attention_chunk_size": 8}, "chunked_attention layers"),
     "phimoe": (SLIDING | {"num_local_experts": 4}, "does not pass its window of 8 positions"),
     "bart": (
         {"d_model": 32, "decoder_layers": 3, "decoder_attention_heads": 4, "vocab_size": 97},
