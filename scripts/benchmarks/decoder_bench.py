@@ -1,19 +1,22 @@
-"""This project's decoder beside transformers' own, in one process on the same prompts: milliseconds a token.
+"""This project's decoder beside transformers' own and vLLM's, on the same prompts: milliseconds a token.
 
     python scripts/benchmarks/decoder_bench.py                          # bundled target, the quickstart's draft
     python scripts/benchmarks/decoder_bench.py --compiled false         # minutes faster: nothing is compiled
+    python scripts/benchmarks/decoder_bench.py --target T --drafts '[assets/eagle3-smollm2]' --vllm_python P
 
 Greedy, batch 1, whole requests, prefill included. Each decoder is warmed up; then all of them decode each prompt in
-turn, so that a slowdown of the machine affects all of them. The table shows the median over prompts and the range of
-the middle half. Two more measurements follow: the throughput of larger batches, and how well the speed-up at
-K = 3, 4, 5 is predicted from rounds at K = 2 and 6 on other prompts. The last line of the output is JSON.
+turn, so that a slowdown of the machine affects all of them; vLLM's run before the others, in a process of their own.
+The table shows the median over prompts, the range of the middle half, and which share of the time reading the target's
+weights once a token takes at the measured memory bandwidth: with drafts it may be above 100 %. Two more measurements
+follow: the throughput of larger batches, and how well the speed-up at K = 3, 4, 5 is predicted from rounds at K = 2
+and 6 on other prompts. The last line of the output is JSON.
 """
 
 import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,21 +36,23 @@ from decode.common.run_dir import check_file
 from decode.drafts.base import Draft
 from decode.drafts.lookups.ngram import NgramDraft
 from decode.drafts.registry import load_draft
-from decode.engine.engine import SpeculativeEngine, row_seeds
-from decode.engine.records import DecodeRecord, collect_outputs
+from decode.engine.engine import SpeculativeEngine
+from decode.engine.records import collect_outputs
 from decode.model.loading import Target, load_model, load_target
-from eval.benchmark.methods import PLAIN_DECODING, Method
-from eval.benchmark.timing import TimingContext, decode_batch
-from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
-from eval.tuning.selection import cross_validated_predictions, summarize_predictions
-from eval.tuning.sweep import rounds_only
+from eval.benchmark import vllm_client
+from eval.metrics.roofline import measure_bandwidth
+from eval.tasks.loading import Task, load_task_prompts
+from eval.tuning.prediction_check import check_predictions, print_predictions
+from eval.tuning.selection import summarize_predictions
+from scripts.benchmarks.floor import linear_layers
 
 
 @dataclass
 class DecoderBenchConfig:
     target: str = "assets/target"
-    draft: str = "outputs/bundled/drafts/causal"
-    """Directory of a causal draft; scripts/quickstart.sh --bundled trains the default one."""
+    drafts: list[str] = field(default_factory=lambda: ["outputs/bundled/drafts/causal"])
+    """Folders of drafts of different families; scripts/quickstart.sh --bundled trains the default one. transformers
+    takes the causal ones as its assistants."""
     tasks: list[Task] = field(
         default_factory=lambda: [Task("code", limit=4), Task("prose", limit=4), Task("arithmetic", limit=4)]
     )  # fmt: skip
@@ -64,6 +69,8 @@ class DecoderBenchConfig:
     """Also predict speed-ups and compare them with measured ones."""
     predict_limit: CountOrZero = 24
     """Prompts per task for the prediction; half of them calibrate it, and acceptance varies much between prompts."""
+    vllm_python: str = ""
+    """Interpreter of an environment with vLLM, whose decoders are timed as well; compiled as ours are. Empty: none."""
     device: str = "auto"
     dtype: str = "float32"
     out: str = ""
@@ -106,19 +113,23 @@ class EngineDecoder:
 Decoder = HFDecoder | EngineDecoder
 
 
-def hf_decoders(s: DecoderBenchConfig, target: Target) -> dict[str, Decoder]:
+def hf_decoders(
+    s: DecoderBenchConfig, target: Target, drafts: Mapping[str, Draft]
+) -> dict[str, Decoder]:
     """transformers' own ways to decode with the same models: plain, assisted, prompt lookup, and compiled."""
     device, n = str(target.decoder.device), s.max_new_tokens
     model = load_model(s.target, "target", device, s.dtype)
-    draft = load_model(s.draft, "draft", device, s.dtype)
-    draft.generation_config.num_assistant_tokens = s.k
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0  # always drafts K tokens
     decoders: dict[str, Decoder] = {
         "generate": HFDecoder(model, n),
-        "assisted": HFDecoder(model, n, assistant_model=draft),
         "lookup": HFDecoder(model, n, prompt_lookup_num_tokens=s.k, max_matching_ngram_size=3),
     }
+    for folder, draft in drafts.items():
+        if draft.name == "causal":
+            assistant = load_model(folder, "draft", device, s.dtype)
+            assistant.generation_config.num_assistant_tokens = s.k
+            assistant.generation_config.num_assistant_tokens_schedule = "constant"
+            assistant.generation_config.assistant_confidence_threshold = 0.0  # always K tokens
+            decoders["assisted"] = HFDecoder(model, n, assistant_model=assistant)
     if s.compiled:
         static = load_model(s.target, "target", device, s.dtype)
         static.forward = torch.compile(static.forward)
@@ -126,17 +137,57 @@ def hf_decoders(s: DecoderBenchConfig, target: Target) -> dict[str, Decoder]:
     return decoders
 
 
-def our_decoders(s: DecoderBenchConfig, target: Target, draft: Draft) -> dict[str, Decoder]:
+def all_drafts(drafts: Iterable[Draft]) -> dict[str, Draft | None]:
+    """{name of a family: draft}, with plain decoding before them and n-grams behind them."""
+    return {"plain": None, **{draft.name: draft for draft in drafts}, "ngram": NgramDraft()}
+
+
+def our_decoders(
+    s: DecoderBenchConfig, target: Target, drafts: Mapping[str, Draft]
+) -> dict[str, Decoder]:
     """{"plain_eager", "plain_compiled", "causal_eager", …}: this project's engine with each draft and mode."""
-    drafts = {"plain": None, "causal": draft, "ngram": NgramDraft()}
     modes = ["eager", "compiled"] if s.compiled else ["eager"]
     return {
         f"{name}_{mode}": EngineDecoder(
-            SpeculativeEngine(target, drafts[name], k=s.k, mode=mode), s.max_new_tokens
+            SpeculativeEngine(target, draft, k=s.k, mode=mode), s.max_new_tokens
         )
-        for name in drafts
+        for name, draft in all_drafts(drafts.values()).items()
         for mode in modes
     }
+
+
+def time_vllm(
+    s: DecoderBenchConfig, prompts: Sequence[list[int]], drafts: Mapping[str, Draft]
+) -> dict[str, list[float]]:
+    """{"plain", "ngram", …: milliseconds per token of each prompt}. UserError with vLLM's message if it fails."""
+    lookup = {
+        "method": "ngram",
+        "num_speculative_tokens": s.k,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 2,
+    }
+    served = {
+        draft.name: vllm_client.speculative_config(folder, s.k) for folder, draft in drafts.items()
+    }
+    configs: dict[str, dict[str, Any] | None] = {"plain": None, **served, "ngram": lookup}
+    jobs = [
+        vllm_client.build_job(
+            s.target,
+            prompts,
+            speculative=config,
+            max_new_tokens=s.max_new_tokens,
+            max_model_len=vllm_client.context_length(prompts, s.k, s.max_new_tokens),
+            dtype=s.dtype,
+            eager=not s.compiled,
+        )
+        for config in configs.values()
+    ]
+    times = {}
+    for name, done in zip(configs, vllm_client.run_jobs(s.vllm_python, jobs), strict=True):
+        if "error" in done:
+            raise UserError(f"vLLM failed with {name}: {done['error'][:1000]}")
+        times[name] = [1000 * x["seconds"] / len(x["ids"][0]) for x in done["answers"]]
+    return times
 
 
 def time_decoders(
@@ -167,14 +218,14 @@ def time_decoders(
 
 
 def measure_throughput(
-    s: DecoderBenchConfig, target: Target, draft: Draft, prompts: Sequence[list[int]]
+    s: DecoderBenchConfig, target: Target, drafts: Iterable[Draft], prompts: Sequence[list[int]]
 ) -> dict[str, dict[str, float]]:
     """{batch size: {method: tokens/s}} in eager mode; the number of prompts is a multiple of the batch size."""
     throughput: dict[str, dict[str, float]] = {}
     for rows in s.batches:
         batch = [prompts[i % len(prompts)] for i in range(max(rows, len(prompts)) // rows * rows)]
         speeds = {}
-        for name, each in (("plain", None), ("causal", draft), ("ngram", NgramDraft())):
+        for name, each in all_drafts(drafts).items():
             engine = SpeculativeEngine(target, each, k=s.k)
             collect_outputs(batch[:rows], engine.speculate(batch[:rows], max_new_tokens=4))
             start = time.perf_counter()
@@ -187,46 +238,21 @@ def measure_throughput(
     return throughput
 
 
-def check_predictions(
-    s: DecoderBenchConfig, target: Target, draft: Draft, items: Sequence[TaskPrompt]
-) -> list[dict[str, Any]]:
-    """Speed-ups of rounds (without prefill) at K = 3, 4, 5 on one half of the prompts, predicted from the other half.
-
-    All settings decode each prompt in turn; a prediction uses only rounds of K = 2, K = 6 and plain decoding on the
-    calibration half. One entry for each task and for all of them.
-    """
-    context = TimingContext(target, items, s.max_new_tokens)
-    settings = {k: Method("causal", draft, k) for k in (2, 3, 4, 5, 6)} | {0: PLAIN_DECODING}
-    engines = {
-        k: context.build_engine(setting, context.sampling(0.0)) for k, setting in settings.items()
-    }
-    records: dict[int, list[DecodeRecord]] = {k: [] for k in settings}
-    without_domain = [replace(item, domain="") for item in items]  # records are grouped by task
-    for index, item in enumerate(without_domain):
-        for k, setting in settings.items():
-            seeds = row_seeds(0, index + 1)[index:]
-            timed = decode_batch(engines[k], setting, [item], seeds, s.max_new_tokens)
-            records[k] += [rounds_only(record) for record in timed]
-    rows = []
-    for name in ["all", *dict.fromkeys(record.task for record in records[0])]:
-        of_task = {k: [x for x in each if name in ("all", x.task)] for k, each in records.items()}
-        rows += [
-            {"task": name, **cell}
-            for cell in cross_validated_predictions(of_task, (2, 6))
-            if cell["k"] in (3, 4, 5)
-        ]
-    return rows
-
-
-def print_times(console: Console, times: dict[str, list[float]]) -> dict[str, float]:
-    """Prints milliseconds per token and speed-up over transformers' generate; returns the medians."""
-    table = Table("decoder", "ms/token", "middle half", "× generate", title="greedy, batch 1")
+def print_times(
+    console: Console, times: dict[str, list[float]], floor_ms: float
+) -> dict[str, float]:
+    """Prints milliseconds per token, speed-up over transformers' generate and share of the floor; returns medians."""
+    table = Table(
+        "decoder", "ms/token", "middle half", "× generate", "of floor", title="greedy, batch 1"
+    )
     base = statistics.median(times["hf generate"])
     medians = {}
     for name, values in times.items():
         low, middle, high = statistics.quantiles(values, n=4)
         medians[name] = middle
-        table.add_row(name, f"{middle:.2f}", f"{low:.2f} – {high:.2f}", f"{base / middle:.2f}")
+        table.add_row(
+            name, f"{middle:.2f}", f"{low:.2f} – {high:.2f}", f"{base / middle:.2f}", f"{floor_ms / middle:.0%}"
+        )  # fmt: skip
     console.print(table)
     return medians
 
@@ -234,58 +260,72 @@ def print_times(console: Console, times: dict[str, list[float]]) -> dict[str, fl
 def compare_decoders(
     s: DecoderBenchConfig,
     target: Target,
-    draft: Draft,
+    drafts: Mapping[str, Draft],
     prompts: Sequence[list[int]],
     console: Console,
 ) -> dict[str, Any]:
-    """{"hf", "ours": medians, "throughput"}; prints their tables."""
-    decoders = {f"hf {name}": each for name, each in hf_decoders(s, target).items()}
-    decoders |= {f"ours {name}": each for name, each in our_decoders(s, target, draft).items()}
-    medians = print_times(console, time_decoders(decoders, prompts, console))
-    result: dict[str, Any] = {
+    """{"hf", "ours", "vllm": medians, "floor_ms", "bandwidth", "throughput"}; prints their tables."""
+    vllm = time_vllm(s, prompts, drafts) if s.vllm_python else {}
+    bandwidth = measure_bandwidth(target.decoder.device)
+    weights = sum(layer.weight.nbytes for layer in linear_layers(target.decoder.model))
+    floor_ms = 1000 * weights / bandwidth
+    console.print(
+        f"{weights / 1e6:.0f} MB of weights at {bandwidth / 1e9:.1f} GB/s: {floor_ms:.2f} ms a token"
+    )
+    decoders = {f"hf {name}": each for name, each in hf_decoders(s, target, drafts).items()}
+    decoders |= {f"ours {name}": each for name, each in our_decoders(s, target, drafts).items()}
+    times = time_decoders(decoders, prompts, console)
+    times |= {f"vllm {name}": each for name, each in vllm.items()}
+    medians = print_times(console, times, floor_ms)
+    result: dict[str, Any] = {"floor_ms": floor_ms, "bandwidth": bandwidth}
+    result |= {
         side: {
             name.removeprefix(f"{side} "): value
             for name, value in medians.items()
             if name.startswith(side)
         }
-        for side in ("hf", "ours")
+        for side in ("hf", "ours", "vllm")
     }
-    result["throughput"] = measure_throughput(s, target, draft, prompts)
-    table = Table("batch", "plain tok/s", "causal tok/s", "ngram tok/s", title="eager, greedy")
+    result["throughput"] = measure_throughput(s, target, drafts.values(), prompts)
+    names = (f"{name} tok/s" for name in all_drafts(drafts.values()))
+    table = Table("batch", *names, title="eager, greedy")
     for rows, speeds in result["throughput"].items():
         table.add_row(rows, *(f"{speed:.0f}" for speed in speeds.values()))
     console.print(table)
     return result
 
 
+def load_drafts(s: DecoderBenchConfig, target: Target) -> dict[str, Draft]:
+    """{folder: draft}. UserError unless each is a saved draft of another family."""
+    for folder in s.drafts:
+        if not (Path(folder) / "config.json").is_file():
+            raise UserError(
+                f"no draft at {folder!r}: run bash scripts/quickstart.sh --bundled or give --drafts '[assets/draft]'"
+            )
+    drafts = {folder: load_draft(folder, target, dtype=s.dtype) for folder in s.drafts}
+    if not drafts or len({draft.name for draft in drafts.values()}) < len(s.drafts):
+        raise UserError("drafts: give one or more, each of another family")
+    return drafts
+
+
 def main(s: DecoderBenchConfig) -> None:
-    if not (Path(s.draft) / "config.json").is_file():
-        raise UserError(
-            f"no draft at {s.draft!r}: run bash scripts/quickstart.sh --bundled or give --draft assets/draft"
-        )
     if s.race and not s.batches:
         raise UserError("batches is empty: give at least one batch size, or --race false")
+    if s.vllm_python:
+        vllm_client.find_interpreter(s.vllm_python)
     check_file(s.out)
     console = Console(stderr=True)
     target = load_target(s.target, s.device, s.dtype)
-    draft = load_draft(s.draft, target, dtype=s.dtype)
+    drafts = load_drafts(s, target)
     items = [item for task in s.tasks for item in load_task_prompts(task, target)]
     prompts = [item.prompt_ids for item in items]
-    result: dict[str, Any] = compare_decoders(s, target, draft, prompts, console) if s.race else {}
+    result: dict[str, Any] = compare_decoders(s, target, drafts, prompts, console) if s.race else {}
     if s.predict:
         more = [replace(task, limit=s.predict_limit) for task in s.tasks]
-        rows = check_predictions(
-            s, target, draft, [item for task in more for item in load_task_prompts(task, target)]
-        )
-        table = Table(
-            "task", "K", "predicted", "measured", "error", "counted", title="causal, eager"
-        )
-        for row in rows:
-            table.add_row(
-                row["task"], str(row["k"]), f"{row['predicted']:.2f}", f"{row['measured']:.2f}",
-                f"{100 * row['error']:.0f} %", "yes" if row["counted"] else "no: interval > ±10 %",
-            )  # fmt: skip
-        console.print(table)
+        items = [item for task in more for item in load_task_prompts(task, target)]
+        first = drafts[s.drafts[0]]
+        rows = check_predictions(target, first, items, s.max_new_tokens)
+        print_predictions(console, rows)
         result["prediction"] = summarize_predictions(rows)
     result |= {"k": s.k, "prompts": len(prompts), **provenance.collect()}
     line = json.dumps(result)

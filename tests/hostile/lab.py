@@ -98,7 +98,7 @@ BASE = {
     "scripts/experiments/forecast_check.py": "--target $lab/target --drafts '[$lab/causal]' --temperatures '[0.0]' "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 3}]' --calibration 1 --max_new_tokens 6 "
     "--vllm_python $lab/python --out $out",
-    "scripts/benchmarks/decoder_bench.py": "--target $lab/target --draft $lab/causal --compiled false "
+    "scripts/benchmarks/decoder_bench.py": "--target $lab/target --drafts '[$lab/causal]' --compiled false "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 4 --device cpu --out $tmp/out.json",
     "scripts/benchmarks/sample_bench.py": "--target $lab/target --prompts $lab/prompts.jsonl --batches '[2]' "
     "--engines '[ours, generate]' --count 4 --max_new_tokens 4 --repeats 1 --threads 1 --out $tmp/out.json",

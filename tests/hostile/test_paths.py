@@ -102,7 +102,7 @@ MISSING = (
     ("scripts/experiments/task_prompts.py", "--math ./gone.jsonl"),
     ("scripts/experiments/task_prompts.py", "--articles ./gone"),
     ("scripts/experiments/reference_eagle3.py", "--distill.data ./gone"),
-    ("scripts/benchmarks/decoder_bench.py", "--draft ./gone"),
+    ("scripts/benchmarks/decoder_bench.py", "--drafts '[./gone]'"),
     ("scripts/benchmarks/gpu_bench.py", "--draft ./gone"),
     ("scripts/benchmarks/sample_bench.py", "--prompts ./gone.jsonl"),
     ("scripts/benchmarks/sample_bench.py", "--engines '[vllm]' --vllm ./gone"),
