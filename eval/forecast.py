@@ -36,6 +36,7 @@ from decode.common.ranges import (
     Temperature,
     at_least,
 )
+from decode.drafts import causal
 from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import pick_draft
 from decode.model.loading import Target, load_target
@@ -131,12 +132,23 @@ def check(s: ForecastConfig) -> None:
 
 
 def load(s: ForecastConfig, target: Target) -> Draft:
-    """The draft of the settings. UserError for one that cannot be forecast."""
+    """The draft of the settings, as their engines run it. UserError for one that cannot be forecast."""
     if s.draft == "vllm-ngram":
         return VllmNgramDraft(s.prompt_lookup_max, s.prompt_lookup_min)
     draft = pick_draft(s.draft, target, s.draft_dtype)
     if draft is None:
         raise UserError("draft none: give a draft's folder, ngram or vllm-ngram")
+    reduced = (
+        draft.name == "causal" and causal.load_ids(s.draft, target.decoder.vocab_size) is not None
+    )
+    if reduced and s.engines != ["draftsmith"]:
+        if "draftsmith" in s.engines:
+            raise UserError(
+                f"{s.draft} drafts from a reduced vocabulary here and from its whole LM head in other engines: "
+                "forecast them apart, with --engines '[draftsmith]' or without draftsmith among them"
+            )
+        device = str(target.decoder.device)
+        draft = causal.load(s.draft, target, device, s.draft_dtype, whole_head=True)
     check_draft(draft)
     return draft
 

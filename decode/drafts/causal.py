@@ -87,16 +87,19 @@ def causal_draft(decoder: ModelRunner) -> CausalDraft | RecurrentDraft:
     return RecurrentDraft(decoder) if isinstance(decoder, RecurrentRunner) else CausalDraft(decoder)
 
 
-def load(path: str, target: Target, device: str, dtype: str) -> CausalDraft | RecurrentDraft:
+def load(
+    path: str, target: Target, device: str, dtype: str, whole_head: bool = False
+) -> CausalDraft | RecurrentDraft:
     """A Hugging Face causal LM from a folder or the Hub. UserError unless it has the target's tokenizer.
 
     Its embedding may be padded to another number of rows than the target's: the runner gives the target's logits. Of a
     draft with a reduced vocabulary (decode/checkpoints/draft_vocab.py) only those rows of the LM head are kept and
-    computed, and all other tokens have probability 0.
+    computed, and all other tokens have probability 0. `whole_head`: it drafts from all rows, as other engines do.
     """
     check_tokenizer(path, tokenizer_fingerprint(load_tokenizer(path)), target)
     model = load_model(path, "draft", device, dtype)
-    ids = load_ids(path, min(target.decoder.vocab_size, len(model.get_output_embeddings().weight)))
+    columns = min(target.decoder.vocab_size, len(model.get_output_embeddings().weight))
+    ids = None if whole_head else load_ids(path, columns)
     return causal_draft(build_runner(model, target.decoder.vocab_size, ids))
 
 

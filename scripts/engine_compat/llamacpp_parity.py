@@ -35,12 +35,11 @@ from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, at_least
 from decode.common.run_dir import check_file, check_folder
+from decode.drafts import causal
 from decode.drafts.base import draft_sha256
-from decode.drafts.causal import CausalDraft, load_ids
 from decode.drafts.registry import draft_family
 from decode.engine.engine import decode
-from decode.model.loading import Target, load_model, load_target
-from decode.model.runner import ModelRunner
+from decode.model.loading import Target, load_target
 from eval.engine_logs import comparison, reading, scoring
 from eval.tasks.loading import Task, TaskPrompt
 from scripts.engine_compat import llamacpp_server
@@ -135,10 +134,9 @@ def run_ours(
     served: Sequence[ServedAnswer],
 ) -> list[OutputLine]:
     """Our answers, cut where llama.cpp's end, with drafts from the whole LM head."""
-    draft = load_model(s.draft, "draft", "cpu", "float32")
     records = decode(
         target,
-        CausalDraft(ModelRunner(draft, target.decoder.vocab_size)),
+        causal.load(s.draft, target, "cpu", "float32", whole_head=True),
         [item.prompt_ids for item in items],
         k=s.k,
         max_new_tokens=s.max_new_tokens,
@@ -226,7 +224,7 @@ def main(s: LlamaCppParityConfig) -> None:
     result = {
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft), "k": s.k, "max_new_tokens": s.max_new_tokens,
         "llamacpp": version, "served_target": s.target_gguf or "float32",
-        "whole_head": load_ids(s.draft, target.decoder.vocab_size) is not None,
+        "whole_head": causal.load_ids(s.draft, target.decoder.vocab_size) is not None,
         **found, "totals": totals, **provenance.collect(),
     }  # fmt: skip
     line = json.dumps(result)

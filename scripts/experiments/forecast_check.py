@@ -85,6 +85,7 @@ def forecast_config(s: ForecastCheckConfig, draft: str) -> ForecastConfig:
     return ForecastConfig(
         target=s.target,
         draft=draft,
+        engines=["vllm"],
         k=s.k,
         temperatures=s.temperatures,
         answers=s.answers,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from decode.checkpoints.draft_vocab import save_ids
 from decode.common.errors import UserError
+from decode.drafts.causal import CausalDraft
+from decode.model.loading import load_target
+from eval.forecast import ForecastConfig, load
 from eval.forecasting import costs, schedule
 from eval.forecasting.costs import CostPoint, EngineCost, fit_engine_cost, group_costs
 from eval.forecasting.engines import ENGINE_RULES, rules_of
@@ -187,3 +192,21 @@ def test_the_command(tmp_path: Path) -> None:
     assert (
         "round_ms" in worlds.call("eval/forecast.py", *words, *more, "--overwrite", "true").error()
     )
+
+
+def test_other_engines_draft_with_the_whole_head(tmp_path: Path) -> None:
+    """Catches a forecast for vLLM of a reduced draft as only this decoder runs it."""
+    world = worlds.build(tmp_path, prompts=1)
+    target = load_target(str(world.target), "cpu")
+    save_ids(world.draft, torch.arange(64))
+    settings = ForecastConfig(draft=str(world.draft), engines=["vllm"])
+    prompt, length = torch.tensor([[1, 60, 5]]), torch.tensor([3])
+    finite = {}
+    for engine in ("vllm", "draftsmith"):
+        draft = load(replace(settings, engines=[engine]), target)
+        assert isinstance(draft, CausalDraft)
+        draft.decoder.allocate(1, 8)
+        finite[engine] = int(draft.decoder.prefill(prompt, length).isfinite().sum(-1).max())
+    assert finite["draftsmith"] == 64 < finite["vllm"]
+    with pytest.raises(UserError, match="forecast them apart"):
+        load(replace(settings, engines=["vllm", "draftsmith"]), target)
