@@ -90,7 +90,7 @@ def sample_rows(prompts: Sequence[list[int]], count: int, length: int) -> list[S
 def head_taps(target: Target) -> HiddenStateSpec:
     """Three layers, low, middle and high, as EAGLE-3 reads them."""
     layers = len(layer_stack(target.decoder.model))
-    return HiddenStateSpec((min(2, layers - 1), layers // 2, max(0, layers - 3)))
+    return HiddenStateSpec(tuple(sorted({min(2, layers - 1), layers // 2, max(0, layers - 3)})))
 
 
 def extraction_ms(target: Target, rows: Sequence[SampleRow]) -> float:
@@ -108,7 +108,8 @@ def extraction_ms(target: Target, rows: Sequence[SampleRow]) -> float:
 def head_config(target: Target) -> DraftConfig:
     """The draft that is trained."""
     vocab = min(HEAD_VOCAB, target.decoder.vocab_size)
-    return DraftConfig(family="eagle3", vocab=vocab, steps=HEAD_STEPS)
+    taps = list(head_taps(target).layers)
+    return DraftConfig(family="eagle3", vocab=vocab, steps=HEAD_STEPS, taps=taps)
 
 
 def training_flops(target: Target, rows: Sequence[SampleRow]) -> float:
