@@ -33,7 +33,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -45,7 +45,7 @@ from torch import Tensor
 from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.common.ranges import Count, CountOrZero
+from decode.common.ranges import Count, CountOrZero, at_least
 from decode.common.run_dir import check_file
 from decode.drafts.base import Draft, Proposal
 from decode.engine.engine import SpeculativeEngine
@@ -89,7 +89,7 @@ class FloorConfig:
     """Rows of a sampled step."""
     samples: CountOrZero = 4
     """Samples of a pass of features and of a step of training; 0: neither is timed."""
-    sample_tokens: Count = 256
+    sample_tokens: Annotated[int, at_least(2)] = 256
     """Tokens of each of these samples, the second half of which is an answer."""
     out: str = ""
     """File for the JSON of the last line; empty: none."""
