@@ -71,8 +71,7 @@ def verify_chain(
     """
     count = tokens.shape[1]
     accepted = count_accepted(choose(accept_weights(tokens, p, q)) == 0)
-    at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
-    p_next = p.gather(1, at)[:, 0]  # [B, V]
+    p_next = _row_at(p, accepted)  # [B, V]
     if count == 0:
         return VerificationResult(accepted, choose(p_next))
     inside = accepted.clamp_max(count - 1)
@@ -81,10 +80,18 @@ def verify_chain(
         point = tokens.clamp_min(0).gather(1, inside[:, None])
         q_next = torch.zeros_like(p_next).scatter(1, point, 1)
     else:
-        q_next = q.gather(1, at.clamp_max(count - 1))[:, 0]
+        q_next = _row_at(q, inside)
     # Where all were accepted or nothing was drafted, nothing is subtracted from p.
     q_next = torch.where(rejected[:, None], q_next, 0)
     return VerificationResult(accepted, choose(residual(p_next, q_next)))
+
+
+def _row_at(p: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[B, V] the distribution at index [B] of each row of p [B, T, V]; a gather over V would read an index for each."""
+    if p.shape[1] == 1:
+        return p[:, 0]
+    row = torch.arange(len(p), device=p.device)
+    return p.flatten(0, 1).index_select(0, row * p.shape[1] + index)
 
 
 # ---- chains, verified as one block ----
@@ -104,9 +111,8 @@ def verify_block(
     accepted = last_success_index(choose(block_weights(tokens, p, q, r)) == 0)
     end = torch.full_like(tokens[:, :1], NO_DRAFT)
     more = torch.cat([tokens, end], 1).gather(1, accepted[:, None]) != NO_DRAFT  # [B, 1]
-    at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
-    p_next = p.gather(1, at)[:, 0]
-    q_next = q.gather(1, at.clamp_max(tokens.shape[1] - 1))[:, 0]
+    p_next = _row_at(p, accepted)
+    q_next = _row_at(q, accepted.clamp_max(tokens.shape[1] - 1))
     r_next = r.gather(1, accepted[:, None])
     cut = residual(r_next * p_next, q_next)
     return VerificationResult(accepted, choose(torch.where(more, cut, p_next)))
@@ -252,7 +258,7 @@ def verify_typical(
     longest = torch.where(alive, depth, 0).amax(1, keepdim=True)
     score = path_sum(torch.where(typical, likelihood.log(), 0), parents)
     last = torch.where(alive & (depth == longest), score, float("-inf")).argmax(1)
-    p_next = p.gather(1, last[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
+    p_next = _row_at(p, last)
     return _result_at_node(last, parents, depth, depth_limit, choose(p_next))
 
 

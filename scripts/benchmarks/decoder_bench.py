@@ -44,7 +44,7 @@ from eval.metrics.roofline import measure_bandwidth
 from eval.tasks.loading import Task, load_task_prompts
 from eval.tuning.prediction_check import check_predictions, print_predictions
 from eval.tuning.selection import summarize_predictions
-from scripts.benchmarks.floor import linear_layers
+from scripts.benchmarks.floors.products import linear_layers
 
 
 @dataclass

@@ -13,6 +13,16 @@ each weight and row. For each R the table has
   engine: a whole round of the decoder without its draft's part: attention, norms, sampling and bookkeeping included.
     Up to 16 rows one text is verified (K = R - 1 drafted tokens), beyond it R texts are decoded plainly
 
+A second table has the work around decoding, each with the time that its matrix products take at least:
+
+  sampling: a round of --sampled_rows texts at temperature 1. Vocabulary work is what follows the logits: temperature,
+    softmax, the draw, the check for NaN; also timed with top-p 0.9
+  features: a pass of the target that fills the feature store with the states that EAGLE-3 reads. Its floor is the
+    products of the target's layers at as many rows; no logits are computed
+  training: a step of an EAGLE-3 head of 8,192 tokens and three steps with the live target, in mixed bf16 where --dtype
+    is bfloat16. Its floor is the operations of its products, forward and backward (train/planning), at the rate of the
+    target's layers in the pass of features
+
 Weights come from memory: all layers are multiplied in turn, which is more than a cache holds, if the target is larger
 than that. Run it on an idle machine. The last line is JSON.
 """
@@ -20,35 +30,40 @@ than that. Run it on an idle machine. The last line is JSON.
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.common.ranges import Count
+from decode.common.ranges import Count, CountOrZero, at_least
 from decode.common.run_dir import check_file
 from decode.drafts.base import Draft, Proposal
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import PhaseTimes
-from decode.model.linear_layers import PackedLinear
 from decode.model.loading import Target, load_target
-from eval.benchmark.timing import synchronize
+from decode.verification.sampling import SamplingParams
 from eval.metrics.roofline import measure_bandwidth
 from eval.tasks.loading import Task, load_fitting_prompts
+from scripts.benchmarks.floors.batches import (
+    body_layers,
+    extraction_ms,
+    sample_rows,
+    training_flops,
+    training_ms,
+    vocabulary_ms,
+)
+from scripts.benchmarks.floors.products import MS, fastest_ms, linear_layers, time_products
 
-MS = 1000.0
 MOST_VERIFIED = 16
 """Rows up to which one text is verified; more rows are a batch of texts."""
 
@@ -70,11 +85,14 @@ class FloorConfig:
     """The prompts that the decoder continues, repeated where a batch has more rows."""
     max_new_tokens: Count = 32
     """Tokens decoded for each prompt."""
+    sampled_rows: list[Count] = field(default_factory=lambda: [32, 64])
+    """Rows of a sampled step."""
+    samples: CountOrZero = 4
+    """Samples of a pass of features and of a step of training; 0: neither is timed."""
+    sample_tokens: Annotated[int, at_least(2)] = 256
+    """Tokens of each of these samples, the second half of which is an answer."""
     out: str = ""
     """File for the JSON of the last line; empty: none."""
-
-
-Product = Callable[[Tensor], Tensor]
 
 
 class RepeatDraft(Draft):
@@ -86,78 +104,20 @@ class RepeatDraft(Draft):
         return Proposal(history.gather(1, (length - 1)[:, None]).expand(-1, k), None)
 
 
-def linear_layers(model: nn.Module) -> list[nn.Linear]:
-    """The linear layers that a token passes, the LM head among them. UserError for a model without any."""
-    found = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if not found:
-        raise UserError("the target has no linear layer of torch: its products cannot be timed")
-    return found
-
-
-def usual_product(layer: nn.Linear) -> Product:
-    """By torch.nn.functional.linear."""
-    return lambda x: nn.functional.linear(x, layer.weight, layer.bias)
-
-
-def packed_product(layer: nn.Linear) -> Product:
-    """As the decoder does."""
-    return layer if isinstance(layer, PackedLinear) else PackedLinear(layer)
-
-
-def int8_product(layer: nn.Linear) -> Product:
-    """By weights rounded to 8 bits, one scale for each output."""
-    weight = layer.weight.detach().float()
-    scale = weight.abs().amax(1).clamp_min(1e-12) / 127
-    rounded = (weight / scale[:, None]).round().to(torch.int8)
-    scale = scale.to(torch.bfloat16)
-    return lambda x: torch._weight_int8pack_mm(x, rounded, scale)
-
-
-def kernels(device: torch.device) -> dict[str, Callable[[nn.Linear], Product]]:
-    """{name: how it multiplies by a layer}."""
-    if device.type != "cpu":
-        return {"linear": usual_product}
-    return {"linear": usual_product, "packed": packed_product, "int8": int8_product}
-
-
-@torch.inference_mode()
-def product_ms(
-    layers: Sequence[nn.Linear],
-    products: Sequence[Product],
+def round_ms(
+    target: Target,
+    s: FloorConfig,
+    prompts: Sequence[list[int]],
     rows: int,
-    repeats: int,
-    dtype: torch.dtype,
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
 ) -> float:
-    """Milliseconds of one product of `rows` rows with every layer: the fastest of `repeats` turns."""
-    device = layers[0].weight.device
-    widths = {layer.weight.shape[1] for layer in layers}
-    inputs = {width: torch.randn(rows, width, device=device, dtype=dtype) for width in widths}
-    seconds = []
-    for _ in range(repeats + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        for layer, product in zip(layers, products, strict=True):
-            product(inputs[layer.weight.shape[1]])
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return MS * min(seconds[1:])
+    """Mean milliseconds of the decoder's round of `rows` rows, without what its draft takes.
 
-
-def time_products(layers: Sequence[nn.Linear], s: FloorConfig) -> dict[str, list[float]]:
-    """{kernel: milliseconds for each of s.rows}."""
-    found = {}
-    for name, kernel in kernels(layers[0].weight.device).items():
-        products = [kernel(layer) for layer in layers]
-        dtype = torch.bfloat16 if name == "int8" else layers[0].weight.dtype
-        found[name] = [product_ms(layers, products, rows, s.repeats, dtype) for rows in s.rows]
-    return found
-
-
-def round_ms(target: Target, s: FloorConfig, prompts: Sequence[list[int]], rows: int) -> float:
-    """Mean milliseconds of the decoder's round of `rows` rows, without what its draft takes."""
-    one_text = rows <= MOST_VERIFIED
+    Sampled rows are always texts, each decoded plainly.
+    """
+    one_text = rows <= MOST_VERIFIED and sampling.greedy
     draft = RepeatDraft() if one_text and rows > 1 else None
-    engine = SpeculativeEngine(target, draft, k=max(1, rows - 1), mode=s.mode)
+    engine = SpeculativeEngine(target, draft, k=max(1, rows - 1), mode=s.mode, sampling=sampling)
     together = [prompts[i % len(prompts)] for i in range(rows)]
     batches = [[prompt] for prompt in prompts] if one_text else [together]
     for batch in batches:  # every shape once, so that nothing is compiled while the clock runs
@@ -195,6 +155,60 @@ def summarize(
     return found
 
 
+def measure_batches(
+    target: Target, s: FloorConfig, prompts: Sequence[list[int]]
+) -> list[dict[str, Any]]:
+    """One dict for sampling at each number of rows, features and training; times in milliseconds, shares of 1."""
+    layers = linear_layers(target.decoder.model)
+    found: list[dict[str, Any]] = []
+    plain, nucleus = SamplingParams(1.0), SamplingParams(1.0, top_p=0.9)
+    for rows in s.sampled_rows:
+        vocabulary = vocabulary_ms(target, prompts, rows, plain, s.repeats)
+        found.append(
+            {
+                "work": "sampling", "tokens": rows, "floor": fastest_ms(layers, rows, s.repeats),
+                "took": round_ms(target, s, prompts, rows, plain), "vocabulary": vocabulary,
+                "vocabulary_top_p": vocabulary_ms(target, prompts, rows, nucleus, s.repeats),
+            }
+        )  # fmt: skip
+    if s.samples:
+        samples = sample_rows(prompts, s.samples, s.sample_tokens)
+        body = body_layers(target.decoder.model)
+        tokens = s.samples * s.sample_tokens
+        floor = fastest_ms(body, tokens, 2)
+        rate = 2 * tokens * sum(layer.weight.numel() for layer in body) / floor
+        found.append(
+            {"work": "features", "tokens": tokens, "floor": floor, "took": extraction_ms(target, samples)}
+        )  # fmt: skip
+        flops = training_flops(target, samples)
+        found.append(
+            {"work": "training", "tokens": tokens, "floor": flops / rate, "took": training_ms(target, samples)}
+        )  # fmt: skip
+    for x in found:
+        x["of_floor"] = x["floor"] / x["took"]
+        x["tokens_per_second"] = MS * x["tokens"] / x["took"]
+    return found
+
+
+def batch_table(found: Sequence[dict[str, Any]]) -> Table:
+    """The table of `measure_batches`."""
+    table = Table(
+        "work", "tokens", "floor", "took", "of floor", "tokens/s", "vocabulary", "with top-p"
+    )
+    for x in found:
+        shares = ["–", "–"]
+        if "vocabulary" in x:
+            shares = [
+                f"{x[name]:.1f} ({x[name] / x['took']:.0%})"
+                for name in ("vocabulary", "vocabulary_top_p")
+            ]
+        table.add_row(
+            x["work"], f"{x['tokens']:,}", f"{x['floor']:,.1f}", f"{x['took']:,.1f}", f"{x['of_floor']:.0%}",
+            f"{x['tokens_per_second']:,.0f}", *shares,
+        )  # fmt: skip
+    return table
+
+
 def main(s: FloorConfig) -> None:
     if not s.rows:
         raise UserError("rows is empty: give at least one number")
@@ -207,9 +221,10 @@ def main(s: FloorConfig) -> None:
     weight_bytes = sum(layer.weight.nbytes for layer in layers)
     bandwidth = measure_bandwidth(device)
     engine = [round_ms(target, s, prompts, rows) for rows in s.rows]
-    products = time_products(layers, s)
+    products = time_products(layers, s.rows, s.repeats)
+    batches = measure_batches(target, s, prompts)
     steps = summarize(s.rows, weights, weight_bytes, bandwidth, products, engine)
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=110)
     console.print(
         f"{weight_bytes / 1e6:.0f} MB of weights; {bandwidth / 1e9:.1f} GB/s; milliseconds a step"
     )
@@ -223,10 +238,12 @@ def main(s: FloorConfig) -> None:
             f"{x['of_roofline']:.0%}", f"{x['of_product']:.0%}", int8,
         )  # fmt: skip
     console.print(table)
+    console.print(batch_table(batches))
     facts = {
         "target": target.name, "dtype": s.dtype, "mode": s.mode, "prompts": len(prompts),
         "context": statistics.mean(map(len, prompts)) + s.max_new_tokens / 2, "weight_bytes": weight_bytes,
-        "bandwidth": bandwidth, "products": products, "steps": steps, **provenance.collect(),
+        "bandwidth": bandwidth, "products": products, "steps": steps,
+        "batches": batches, **provenance.collect(),
     }  # fmt: skip
     line = json.dumps(facts)
     if s.out:

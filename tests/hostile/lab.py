@@ -103,6 +103,7 @@ BASE = {
     "scripts/benchmarks/sample_bench.py": "--target $lab/target --prompts $lab/prompts.jsonl --batches '[2]' "
     "--engines '[ours, generate]' --count 4 --max_new_tokens 4 --repeats 1 --threads 1 --out $tmp/out.json",
     "scripts/benchmarks/floor.py": "--target $lab/target --rows '[1, 2]' --max_new_tokens 2 --repeats 1 "
+    "--sampled_rows '[2]' --samples 2 --sample_tokens 16 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --out $tmp/out.json",
     "scripts/benchmarks/train_bench.py": "--sizes '[12x256]' --families '[medusa]' --device cpu --out $tmp/out.json",
     "scripts/benchmarks/gpu_bench.py": "--target $lab/target --draft $lab/causal --shape self-test --device cpu "

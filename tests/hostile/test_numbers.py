@@ -249,6 +249,9 @@ NUMBERS = {
         ("rows", "'[]' '[0]'"),
         ("repeats", "0"),
         ("max_new_tokens", "0"),
+        ("sampled_rows", "'[0]'"),
+        ("samples", "-1"),
+        ("sample_tokens", "0 1"),
     ],
     "scripts/benchmarks/train_bench.py": [("steps", "0")],
     "scripts/benchmarks/gpu_bench.py": [

@@ -9,7 +9,8 @@ from torch import nn
 from decode.common.errors import UserError
 from scripts.benchmarks import floor
 from scripts.benchmarks.floor import FloorConfig
-from tests.tiny import tiny_model
+from scripts.benchmarks.floors import batches, products
+from tests.tiny import tiny_model, tiny_target
 
 
 @pytest.mark.parametrize("rows", [1, 3, 32])
@@ -22,7 +23,7 @@ def test_every_kernel_computes_the_layer(name: str, rows: int) -> None:
     dtype = torch.bfloat16 if name == "int8" else torch.float32
     x = torch.randn(rows, 64, dtype=dtype)
     wanted = x.float() @ layer.weight.T
-    found = floor.kernels(torch.device("cpu"))[name](layer)(x).float()
+    found = products.kernels(torch.device("cpu"))[name](layer)(x).float()
     assert found.shape == (rows, 96)
     error = (found - wanted).norm() / wanted.norm()
     assert error < (0.02 if name == "int8" else 1e-5)
@@ -31,15 +32,15 @@ def test_every_kernel_computes_the_layer(name: str, rows: int) -> None:
 def test_layers_are_the_models_own() -> None:
     """Catches a floor without the LM head, or with layers counted twice."""
     model = tiny_model("llama")
-    counted = sum(layer.weight.numel() for layer in floor.linear_layers(model))
+    counted = sum(layer.weight.numel() for layer in products.linear_layers(model))
     config = model.config
-    assert model.get_output_embeddings() in floor.linear_layers(model)
+    assert model.get_output_embeddings() in products.linear_layers(model)
     norms = (2 * config.num_hidden_layers + 1) * config.hidden_size
     embedding = model.get_input_embeddings().weight.numel()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert counted == sum(p.numel() for p in model.parameters()) - norms - embedding * (not tied)
     with pytest.raises(UserError, match="linear"):
-        floor.linear_layers(nn.LayerNorm(3))
+        products.linear_layers(nn.LayerNorm(3))
 
 
 def test_the_roofline_is_the_slower_of_reading_and_computing() -> None:
@@ -62,10 +63,39 @@ def test_the_roofline_is_the_slower_of_reading_and_computing() -> None:
 
 def test_the_command_measures_each_number_of_rows(capsys: pytest.CaptureFixture[str]) -> None:
     tasks = [floor.Task("code", limit=2)]
-    floor.main(FloorConfig(rows=[1, 3, 17], max_new_tokens=3, repeats=1, tasks=tasks))
+    sizes = {"sampled_rows": [3], "samples": 2, "sample_tokens": 24}
+    floor.main(FloorConfig(rows=[1, 3, 17], max_new_tokens=3, repeats=1, tasks=tasks, **sizes))
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [x["rows"] for x in facts["steps"]] == [1, 3, 17]
     assert set(facts["products"]) == {"linear", "packed", "int8"}
     for x in facts["steps"]:
         assert min(x["roofline"], x["product"], x["engine"]) > 0
         assert x["of_product"] == pytest.approx(x["product"] / x["engine"])
+    work = {x["work"]: x for x in facts["batches"]}
+    assert {name: x["tokens"] for name, x in work.items()} == {
+        "sampling": 3,
+        "features": 48,
+        "training": 48,
+    }
+    for x in work.values():
+        assert x["of_floor"] == pytest.approx(x["floor"] / x["took"])
+    assert 0 < work["sampling"]["vocabulary"] < work["sampling"]["took"]
+
+
+def test_the_floor_of_training_counts_the_head_and_the_live_target() -> None:
+    """Catches a floor without backward or without the target, which would flatter nothing but be wrong."""
+    target = tiny_target(tiny_model("llama"))
+    rows = batches.sample_rows([[1, 2, 3]], 2, 24)
+    assert [row["input_ids"][:4] for row in rows] == [[1, 2, 3, 1]] * 2
+    body = sum(layer.weight.numel() for layer in batches.body_layers(target.decoder.model))
+    one, two = (batches.training_flops(target, rows[:n]) for n in (1, 2))
+    assert two == pytest.approx(2 * one)
+    assert one > 2 * 24 * body
+
+
+def test_layers_of_features_are_without_the_lm_head() -> None:
+    """Catches a floor of features that multiplies by the vocabulary, which the pass does not."""
+    model = tiny_model("llama")
+    body = batches.body_layers(model)
+    assert model.get_output_embeddings() not in body
+    assert len(body) == len(products.linear_layers(model)) - 1

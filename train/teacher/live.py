@@ -10,6 +10,7 @@ from decode.common.errors import UserError
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LMHead
 from decode.model.layer_stack import decoder_config
+from decode.model.linear_layers import begin_request
 from decode.model.loading import Target
 from decode.model.recurrent.hybrid_cache import has_recurrent_layers
 from decode.model.runner import logits_only_at
@@ -60,8 +61,8 @@ class TeacherOutput:
 
 def target_logits(lm_head: LMHead, rows: Tensor) -> Tensor:
     """Logits [N, V] of final states [N, H]: the target's own also where a draft trains under autocast, which would
-    round them to bf16."""
-    with torch.autocast(rows.device.type, enabled=False):
+    round them to bf16. They carry no gradient, may not be saved for one, and come from packed weights on a CPU."""
+    with torch.autocast(rows.device.type, enabled=False), torch.inference_mode():
         return lm_head(rows)
 
 
@@ -81,9 +82,14 @@ class LiveTeacher:
         """
         return target_logits(self.lm_head, rows)
 
-    @torch.no_grad()
     def get_output(self, batch: Batch) -> TeacherOutput:
-        """Hidden states of the rows of a batch; values at padding are undefined."""
-        states = compute_hidden_states(self.model, batch, self.taps)
+        """Hidden states of the rows of a batch; values at padding are undefined.
+
+        The target runs in inference mode, in which its linear layers multiply by packed weights on a CPU.
+        """
+        begin_request()  # Medusa-2 and LayerSkip train in the target
+        with torch.inference_mode():
+            states = compute_hidden_states(self.model, batch, self.taps)
+        states = states.clone()  # autograd refuses to save tensors of inference mode
         final = states[..., -self.hidden :]
         return TeacherOutput(states[..., : -self.hidden] if self.taps.layers else final, final)

@@ -1,7 +1,10 @@
 """Attention on a CPU: in 16 bits two products give what the fused kernel gives, but for rounding."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.model import attention
 
@@ -31,3 +34,41 @@ def test_products_give_what_the_fused_kernel_gives(
     # scores and weights are rounded once to 16 bits, which the fused kernel keeps in fp32
     assert 0 < errors["products"] < 8 * torch.finfo(dtype).eps
     assert errors["products"] < 8 * errors["fused"]
+
+
+class KeysOfProducts(TorchDispatchMode):
+    """Records whether the keys that queries are multiplied by lie one behind the other in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.contiguous: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.bmm.default:
+            self.contiguous.append(args[1].transpose(1, 2).is_contiguous())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["as it is", "planted"])
+def test_products_read_keys_of_a_part_of_the_slots_from_a_copy(
+    planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a product with keys that lie apart, which takes up to 8 times as long (docs/log.md)."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(attention, "LONG_CPU_KEYS", 1)
+    query = torch.randn(4, 2, 6, 16, dtype=torch.bfloat16)
+    buffers = torch.randn(2, 4, 2, 64, 16, dtype=torch.bfloat16)
+    key, value = buffers[:, :, :, :40]
+    mask = torch.rand(4, 1, 6, 40) < 0.3
+    mask[..., 0] = True
+    wanted = attention._masked_attention(
+        query, key.contiguous(), value.contiguous(), mask, None, None, None
+    )
+    if planted:
+        monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x)
+    with KeysOfProducts() as seen:
+        found = attention._masked_attention(query, key, value, mask, None, None, None)
+    assert torch.equal(found, wanted)
+    assert seen.contiguous[0] is not planted

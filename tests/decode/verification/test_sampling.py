@@ -129,6 +129,68 @@ def test_pick_reaches_rare_tokens() -> None:
     assert torch.equal(sample_inverse_cdf(weights, uniform), torch.arange(0, size, 9973))
 
 
+def one_running_sum(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """What `sample_inverse_cdf` returns, by one fp64 running sum over all weights."""
+    total = weights.double().cumsum(-1)
+    return (total <= (uniform * total[..., -1])[..., None]).sum(-1)
+
+
+@pytest.mark.parametrize("size", [513, 1000, 4096, 49_152, 100_003])
+def test_pick_in_blocks_is_that_of_one_running_sum(size: int) -> None:
+    """Catches a block off by one, a lost rest behind the last whole block, and the wrong row's block."""
+    torch.manual_seed(size)
+    weights = (torch.randn(40, 2, size) * 3).exp() * (torch.rand(40, 2, size) < 0.3)
+    uniform = torch.rand(40, 2, dtype=torch.float64)
+    found = sample_inverse_cdf(weights, uniform)
+    assert torch.equal(found, one_running_sum(weights, uniform))
+    assert (weights.gather(-1, found[..., None]) > 0).all()
+
+
+def test_pick_in_blocks_at_their_edges() -> None:
+    """Catches an entry of weight 0 where rounding puts the aim at the end of a block, and a rare token between blocks.
+
+    The weights of a block have many sizes, so that its sum and its running sum round differently.
+    """
+    size, block = 4 * sampling.SUM_BLOCK, sampling.SUM_BLOCK
+    torch.manual_seed(0)
+    weights = torch.zeros(2000, size)
+    weights[:, block : block + 100] = 10 ** (torch.rand(2000, 100) * 12 - 12)
+    weights[:, 3 * block + 7] = 1e-9
+    sums = weights.double().cumsum(-1)
+    for border in (sums[:, 2 * block - 1], sums[:, block + 99]):
+        for step in (-1e-16, 0.0, 1e-16):
+            uniform = border / sums[:, -1] + step
+            found = sample_inverse_cdf(weights, uniform)
+            assert (weights.gather(-1, found[:, None]) > 0).all()
+            assert set(found.tolist()) <= {*range(block, block + 100), 3 * block + 7}
+    extremes = torch.tensor([LOWEST, HIGHEST], dtype=torch.float64)
+    rare = torch.zeros(2, size)
+    rare[:, block - 1], rare[:, block], rare[:, 2 * block - 1] = 1e-9, 0.5, 1e-9
+    assert sample_inverse_cdf(rare, extremes).tolist() == [block - 1, 2 * block - 1]
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 0.9999999])
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 20.0])
+def test_top_p_of_a_large_vocabulary_sorts_what_matters(scale: float, top_p: float) -> None:
+    """Catches a nucleus cut from too few candidates, ties in another order, and rows that depend on each other.
+
+    Logits are multiples of an eighth, so that many tokens are equally probable.
+    """
+    torch.manual_seed(1)
+    logits = (torch.randn(5, 1, 30_000) * scale * 8).round() / 8
+    logits[1] = logits[1] / 4
+    params = SamplingParams(1.0, 0, top_p)
+    probs = torch.softmax(logits, -1)
+    ordered, index = probs.sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+    kept = torch.zeros_like(probs).scatter(-1, index, ordered)
+    wanted = kept / kept.sum(-1, keepdim=True)
+    found = warp(logits, params)
+    assert torch.equal(found, wanted)
+    for row in range(5):
+        assert torch.equal(warp(logits[row], params), found[row])
+
+
 def test_dice_repeat_for_one_seed() -> None:
     """Catches a hidden global generator: same seeds, same numbers, whatever torch's own seed is."""
     numbers = []
