@@ -64,7 +64,8 @@ class SpeculativeEngine:
     (decode/verification/registry.py): a lossless one emits text that follows the target's distribution under
     `sampling`. `mode` "eager" runs anywhere; "compiled" compiles for a minute or more for each new shape and is faster
     afterwards. Two modes run each round as one CUDA graph, which needs a draft that proposes on the device: "captured"
-    the same kernels as eager ones, without any compilation, and "graph" compiled ones.
+    the same kernels as eager ones, without any compilation, and "graph" compiled ones. `k` may be set anew between
+    calls of `speculate`: a chain's graph of each K is kept for as long as its buffers stay where they are.
     `grammar` constrains all answers for which `speculate` is not given another.
     UserError for an unknown rule or mode, for k or `sampling` out of range, or a mode that target or draft does not
     allow.
@@ -90,7 +91,9 @@ class SpeculativeEngine:
         # a round is read while the next one runs
         self.lag = int(self.device.type == "cuda" and not self.on_host)
         self.batch_shape: tuple[int, int] | None = None  # rows and slots of the current buffers
-        self.captured_buffers: list[SlotMapping] = []  # the KV buffers that the CUDA graph uses
+        self.longest = k  # the largest `k` so far, for which the buffers of chains have room
+        self.graphs: dict[int, CudaGraphRunner] = {}  # by K, all over `captured_buffers`
+        self.captured_buffers: list[SlotMapping | torch.Tensor] = []
         self.last_read_time = 0.0  # when the results of the last round were read
         self.constraint: RowConstraints | None = None  # of the rows that are being decoded
         find_rule(rule)
@@ -141,7 +144,11 @@ class SpeculativeEngine:
         if matchers is not None:
             check_constrained(self.mode, draft)
         extra = 0 if draft is None or matchers is None else MAX_FORCED
-        self.max_slots = 1 if draft is None else draft.max_slots(self.k + extra)
+        if draft is not None:
+            check_draft_length(target, self.k)
+            # of a tree K is the depth, for which alone its tensors are made
+            self.longest = max(self.longest, self.k) if draft.shape is None else self.k
+            self.max_slots = draft.max_slots(self.longest + extra)
         context = target.decoder.context
         check_prompts(prompts, context, max_new_tokens)
         check_images(target, prompts, images)
@@ -217,14 +224,13 @@ class SpeculativeEngine:
         if choose is not None or self.batch_shape != (rows, size):
             self.state = BatchState.empty(rows, size, self.device)
             self.rng = CounterRNG(torch.zeros(rows, dtype=torch.long, device=self.device))
-            self.graph: CudaGraphRunner | None = None
         begin_request()
         self.batch_shape = None if choose is not None else (rows, size)
         self.state.clear()
         self.target.decoder.allocate(rows, size)
         self.target.decoder.capture_hidden_states(None if self.draft is None else self.draft.taps)
         context = DraftContext(
-            rows, size, self.k, self.sampling, choose or self.rng,
+            rows, size, self.longest, self.sampling, choose or self.rng,
             constraint=self.constraint, extra=extra,
         )  # fmt: skip
         constrained = None if self.constraint is None else context
@@ -287,17 +293,17 @@ class SpeculativeEngine:
         run = partial(run_round, self.target, self.draft, state, config, compiled=compiled)
         if self.mode not in CAPTURED or phases is not None:
             return AsyncHostCopy(run(phases=phases))
-        buffers = self._kv_buffers()
-        same = [a is b for a, b in zip(self.captured_buffers, buffers, strict=False)]
-        if self.graph is None or not all(same):  # a CUDA graph holds their addresses
-            changed = [state.history, state.length, state.done, self.rng.draws]
-            keep_alive = []
-            if self.draft is not None:
-                changed += self.draft.state_tensors()
-                # `begin_batch` replaces some of the draft's tensors, which the graph still needs
-                keep_alive = [dict(vars(self.draft))]
-            self.graph, self.captured_buffers = CudaGraphRunner(run, changed, keep_alive), buffers
-        return AsyncHostCopy(self.graph())
+        changed = [state.history, state.length, state.done, self.rng.draws]
+        # `begin_batch` replaces some of the draft's tensors, which the graph still needs
+        keep_alive = [] if self.draft is None else [dict(vars(self.draft))]
+        if self.draft is not None:
+            changed += self.draft.state_tensors()
+        buffers = [*self._kv_buffers(), *changed]
+        if not same_objects(buffers, self.captured_buffers):  # graphs hold addresses
+            self.graphs, self.captured_buffers = {}, buffers
+        if config.k not in self.graphs:
+            self.graphs[config.k] = CudaGraphRunner(run, changed, keep_alive)
+        return AsyncHostCopy(self.graphs[config.k]())
 
     def _kv_buffers(self) -> list[SlotMapping]:
         """One object for each KV cache of target and draft, a new one whenever the cache is new or enlarged."""
@@ -405,6 +411,11 @@ def decode(
 def row_seeds(seed: int, rows: int) -> list[int]:
     """One seed for each row, distinct for distinct (seed, row) up to 2**31 rows."""
     return [(seed << 31) + row for row in range(rows)]
+
+
+def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether both hold the very same objects in the same order."""
+    return [id(x) for x in one] == [id(x) for x in other]
 
 
 def _round_up_to_bucket(size: int) -> int:

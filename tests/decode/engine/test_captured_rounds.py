@@ -145,6 +145,72 @@ def test_a_replayed_round_is_an_eager_one(case: str, recorded: list[RecordedRunn
     assert [o.rounds for o in got] == [o.rounds for o in want]
 
 
+def run_lengths(
+    target: Target, draft: Draft | None, mode: str, calls: Sequence[tuple[int, int]]
+) -> list[DecodeRecord]:
+    """One engine over all prompts, once for each (K, rows)."""
+    engine = SpeculativeEngine(target, draft, k=calls[0][0], sampling=SAMPLED)
+    engine.mode = mode  # past the check for a GPU
+    found = []
+    for k, rows in calls:
+        engine.k = k
+        found += collect_outputs(PROMPTS, engine.speculate(PROMPTS, max_new_tokens=12, rows=rows))
+    return found
+
+
+LENGTHS = [(3, 2), (1, 2), (3, 2), (2, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_except(
+        ["causal", "ngram", "early-exit", "medusa", "pard", "peagle", "dflash", "mtp", "layerskip"],
+        ["causal", "medusa", "mtp"],
+    ),
+)
+def test_each_draft_length_is_captured_once(name: str, recorded: list[RecordedRunner]) -> None:
+    """Catches a capture for a K that was captured before, and a graph of another K."""
+    target = tiny_target(tiny_model("llama"))
+    want = run_lengths(target, make(name, target), "eager", LENGTHS)
+    got = run_lengths(target, make(name, target), "captured", LENGTHS)
+    assert len(recorded) == 3
+    assert [(o.output_ids, o.rounds) for o in got] == [(o.output_ids, o.rounds) for o in want]
+
+
+MOVING = [(1, 2), (3, 2), (3, 1), (3, 2)]
+"""The first K is the smaller one: buffers that have room for it alone move. Then other rows, and back."""
+
+
+@pytest.mark.parametrize("name", slow_except(["causal", "mtp", "dynamic"], ["mtp"]))
+def test_graphs_end_where_buffers_move(name: str, recorded: list[RecordedRunner]) -> None:
+    """Catches a graph that goes on writing to buffers of another batch."""
+    target = tiny_target(tiny_model("llama"))
+    want = run_lengths(target, make(name, target), "eager", MOVING)
+    got = run_lengths(target, make(name, target), "captured", MOVING)
+    assert len(recorded) == 4
+    assert [(o.output_ids, o.rounds) for o in got] == [(o.output_ids, o.rounds) for o in want]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_stale_graph_is_seen(
+    stale: bool, recorded: list[RecordedRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a graph over buffers that another engine of the same target has replaced. Planted: it is kept."""
+    target = tiny_target(tiny_model("llama"))
+    engine, other = (SpeculativeEngine(target, k=3) for _ in range(2))
+    engine.mode = "captured"  # past the check for a GPU
+    texts = []
+    for one, rows in ((engine, 2), (other, 1), (engine, 2)):
+        prompts = PROMPTS if one is other else PROMPTS[::-1] if texts else PROMPTS
+        found = collect_outputs(prompts, one.speculate(prompts, max_new_tokens=12, rows=rows))
+        texts.append([o.output_ids for o in found])
+        if stale:
+            monkeypatch.setattr(engines, "same_objects", lambda one, other: True)
+    assert len(recorded) == (1 if stale else 2)
+    assert (texts[2][::-1] == texts[1]) != stale
+    assert texts[0] == texts[1]
+
+
 # ---- planted ----
 
 
