@@ -71,10 +71,10 @@ def verify_chain(
     """
     count = tokens.shape[1]
     accepted = count_accepted(choose(accept_weights(tokens, p, q)) == 0)
+    if count == 0:
+        return VerificationResult(accepted, choose(p[:, 0]))
     at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
     p_next = p.gather(1, at)[:, 0]  # [B, V]
-    if count == 0:
-        return VerificationResult(accepted, choose(p_next))
     inside = accepted.clamp_max(count - 1)
     rejected = (accepted < count) & (tokens.gather(1, inside[:, None])[:, 0] != NO_DRAFT)
     if q is None:

@@ -43,14 +43,13 @@ def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
         threshold = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < threshold, float("-inf"))
     probs = torch.softmax(scores, -1)
+    del scores  # tensors as wide as a vocabulary are what a round needs memory for
     if sampling.top_p < 1:
         ordered, index = probs.sort(dim=-1, descending=True, stable=True)
-        before = (
-            ordered.cumsum(-1) - ordered
-        )  # probability of all better tokens: the best one is always kept
-        ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
-        probs = torch.zeros_like(probs).scatter(-1, index, ordered)
-        probs = probs / probs.sum(-1, keepdim=True)
+        before = ordered.cumsum(-1).sub_(ordered)  # of all better tokens: the best is always kept
+        ordered.masked_fill_(before >= sampling.top_p, 0.0)
+        probs.scatter_(-1, index, ordered)
+        probs.div_(probs.sum(-1, keepdim=True))
     return probs
 
 
@@ -65,7 +64,7 @@ def sample_inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Te
     Inverse transform sampling without a host read. It runs in fp64, because the error of an fp32 running sum over
     100 k tokens exceeds the probability of a rare token. An entry of weight 0 is never picked.
     """
-    total = weights.double().cumsum(-1)
+    total = weights.to(torch.float64, copy=True).cumsum_(-1)
     passed = total <= (uniform * total[..., -1])[..., None]
     return passed.sum(-1).clamp_max(weights.shape[-1] - 1)
 
