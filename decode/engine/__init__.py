@@ -9,6 +9,7 @@ chat_template  a prompt as token ids
 compile      torch.compile for the two halves of a round
 warm_up      runs every shape of rounds once, before decoding is timed
 cuda_graph   a round as one CUDA graph, and asynchronous copies to the host
+round_memory the bytes of a round beside weights and KV cache
 
 May import decode.common, decode.model, decode.verification, decode.constraints and decode.drafts.
 """

@@ -298,7 +298,7 @@ class SpeculativeEngine:
         keep_alive = [] if self.draft is None else [dict(vars(self.draft))]
         if self.draft is not None:
             changed += self.draft.state_tensors()
-        buffers = [*self._kv_buffers(), *changed]
+        buffers: list[SlotMapping | torch.Tensor] = [*self._kv_buffers(), *changed]
         if not same_objects(buffers, self.captured_buffers):  # graphs hold addresses
             self.graphs, self.captured_buffers = {}, buffers
         if config.k not in self.graphs:

@@ -71,9 +71,9 @@ def verify_chain(
     """
     count = tokens.shape[1]
     accepted = count_accepted(choose(accept_weights(tokens, p, q)) == 0)
-    p_next = _row_at(p, accepted)  # [B, V]
     if count == 0:
-        return VerificationResult(accepted, choose(p_next))
+        return VerificationResult(accepted, choose(p[:, 0]))
+    p_next = _row_at(p, accepted)  # [B, V]
     inside = accepted.clamp_max(count - 1)
     rejected = (accepted < count) & (tokens.gather(1, inside[:, None])[:, 0] != NO_DRAFT)
     if q is None:

@@ -49,23 +49,24 @@ def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
         threshold = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < threshold, float("-inf"))
     probs = torch.softmax(scores, -1)
+    del scores  # tensors as wide as a vocabulary are what a round needs memory for
     if sampling.top_p < 1:
         if probs.device.type == "cpu" and not torch.compiler.is_compiling():
             found = _sorted_nucleus(probs.reshape(-1, probs.shape[-1]), sampling.top_p)
             ordered, index = (x.reshape(*probs.shape[:-1], x.shape[-1]) for x in found)
+            # It adds because fillers name token 0 again, with probability 0.
+            probs = torch.zeros_like(probs).scatter_add_(-1, index, ordered)
         else:
             ordered, index = probs.sort(dim=-1, descending=True, stable=True)
-            ordered = _cut_nucleus(ordered, sampling.top_p)
-        # It adds because fillers of `_sorted_nucleus` name token 0 again, with probability 0.
-        probs = torch.zeros_like(probs).scatter_add(-1, index, ordered)
-        probs = probs / probs.sum(-1, keepdim=True)
+            probs.scatter_(-1, index, _cut_nucleus(ordered, sampling.top_p))
+        probs.div_(probs.sum(-1, keepdim=True))
     return probs
 
 
 def _cut_nucleus(ordered: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Probabilities [..., n] in falling order, those from the first total of at least top_p on set to 0."""
-    before = ordered.cumsum(-1) - ordered  # of all better tokens: the best one is always kept
-    return ordered.masked_fill(before >= top_p, 0.0)
+    """Probabilities [..., n] in falling order, those from the first total of at least top_p on set to 0, in place."""
+    before = ordered.cumsum(-1).sub_(ordered)  # of all better tokens: the best one is always kept
+    return ordered.masked_fill_(before >= top_p, 0.0)
 
 
 def _sorted_nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:

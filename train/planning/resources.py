@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from decode.engine.engine import BUCKET
+from decode.engine.round_memory import round_bytes
 from decode.model.runner import PREFILL_CHUNK
 from train.data import batching
 from train.data.sample_store import SampleRow
@@ -134,7 +135,7 @@ def generation_memory(
     return {
         "draft's K/V cache": 4 * rows * slots * draft.layers * draft.kv_width,
         "states of the draft": 4 * read * (4 * draft.hidden + 3 * draft.intermediate),
-        "logits and probabilities": 2 * 4 * rows * target.vocab,
+        "logits and probabilities": round_bytes(rows, 1, target.vocab, s.sampling),
     }
 
 
