@@ -1,4 +1,4 @@
-"""torch.compile for the two halves of a round: fewer and larger kernels, and no Python between them."""
+"""torch.compile for the two halves of a round: fewer and larger kernels, and the code of one layer for all layers."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -6,17 +6,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._inductor import config
-from torch.backends import mkldnn
 
 COMPILE_OPTIONS: dict[str, dict[str, Any]] = {
-    # The whole graph is one C++ function; matrix products are chosen by timing, which needs frozen weights.
-    "cpu": {"cpp_wrapper": True, "max_autotune": True},
+    # Checks of shapes before each kernel take a tenth of a small model's round.
+    "cpu": {"size_asserts": False, "alignment_asserts": False},
     # decode/engine/cuda_graph.py captures CUDA graphs, of a whole round each.
     "cuda": {"max_autotune": True, "triton.cudagraphs": False},
 }
-LATER_LAYER_GUARD = re.compile(r"_modules\[.[1-9]\d*.\]\._modules")
-"""Matches dynamo's names of everything inside a layer after the first."""
+UNCHECKED = re.compile(r"_modules\[.[1-9]\d*.\]\._modules|\.packed$")
+"""Matches dynamo's names of everything inside a layer after the first, and of packed weights, which have no strides."""
 RECOMPILE_LIMIT = 64
 """Compiled versions of one function that may exist at once: batch sizes, draft lengths, models."""
 
@@ -34,10 +32,9 @@ def compile_function(function: Callable[..., Any], device_type: str) -> Callable
     )
     options = dict(COMPILE_OPTIONS[device_type])
     if device_type == "cpu":
-        # On CUDA weights are inputs, whose identity no guard checks, and replaying a CUDA graph checks no guards.
+        # On CUDA replaying a CUDA graph checks no guards.
         options["guard_filter_fn"] = filter_guards
-    compiled = torch.compile(function, fullgraph=True, dynamic=False, options=options)
-    return with_frozen_weights(compiled) if device_type == "cpu" else compiled
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 def filter_guards(guards: Sequence[Any]) -> list[bool]:
@@ -49,24 +46,6 @@ def filter_guards(guards: Sequence[Any]) -> list[bool]:
     return [
         guard.name.endswith("CONTEXT.split_kv")
         if guard.is_global
-        else LATER_LAYER_GUARD.search(guard.name) is None
+        else UNCHECKED.search(guard.name) is None
         for guard in guards
     ]
-
-
-def with_frozen_weights(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled` with weights as constants, packed once for the matrix products: a copy, so later changes are ignored.
-
-    Dynamo reads this setting too, but not from the options of torch.compile: without it matrix products of few rows
-    take three times as long. oneDNN's own packing is off: it is slower and cannot be cached on disk.
-    """
-
-    def run(*args: Any) -> Any:
-        before = config.freezing, mkldnn.enabled
-        config.freezing, mkldnn.enabled = True, False  # type: ignore[assignment]
-        try:
-            return compiled(*args)
-        finally:
-            config.freezing, mkldnn.enabled = before
-
-    return run

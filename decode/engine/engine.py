@@ -36,7 +36,7 @@ from decode.engine.round import (
     synchronized_time,
 )
 from decode.model.kv_cache import SlotMapping
-from decode.model.linear_layers import begin_request
+from decode.model.linear_layers import begin_request, pack_for_compiled_code
 from decode.model.loading import Target
 from decode.model.vision.vision_runner import ImageInputs
 from decode.verification.registry import find_rule
@@ -225,6 +225,8 @@ class SpeculativeEngine:
             self.state = BatchState.empty(rows, size, self.device)
             self.rng = CounterRNG(torch.zeros(rows, dtype=torch.long, device=self.device))
         begin_request()
+        if self.mode in COMPILED:
+            pack_for_compiled_code()
         self.batch_shape = None if choose is not None else (rows, size)
         self.state.clear()
         self.target.decoder.allocate(rows, size)

@@ -151,7 +151,10 @@ def with_module(model: Any, name: str, replacement: torch.nn.Module) -> Any:
 
 
 def shallow_copy(module: Any) -> Any:
-    """The same parameters and submodules in a new module, whose submodules can be replaced."""
+    """The same parameters and submodules in a new module, whose submodules can be replaced. A layer is no region."""
     copied = copy.copy(module)
+    vars(copied).pop(
+        "forward", None
+    )  # that of decode/model/layer_regions.py runs the layer that was copied
     copied._modules = dict(module._modules)
     return copied

@@ -5,13 +5,21 @@ import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import psutil
 import torch
+import torch.nn.functional as F
+from torch._inductor import config
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 
 from decode.common.errors import UserError
 
 DTYPES = (torch.float32, torch.bfloat16)
+BLOCK = 32
+"""Outputs of a block of an fp32 weight: two AVX-512 registers."""
+BLOCKED_ROWS = 32
+"""Rows up to which compiled code multiplies fp32 numbers by such blocks."""
 SAMPLED = 64
 """Numbers of a weight that are compared with those that were packed, once a request."""
 
@@ -31,14 +39,70 @@ def begin_request() -> None:
     REQUESTS.count += 1
 
 
+def pack_for_compiled_code() -> None:
+    """Packs the weights of all PackedLinear of this process that are not packed or have changed.
+
+    Compiled code takes the packed copies as they are, so this is called when a request begins.
+    """
+    with torch.inference_mode():
+        for layer in list(LAYERS):
+            if layer.can_pack():
+                layer.has_blocks = layer.weight.dtype == torch.float32
+                layer.pack_if_changed()
+
+
+@torch.library.custom_op("draftsmith::packed_linear", mutates_args=())
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """oneDNN's product of x [..., K] and a packed weight -> [..., N]: an operation that inductor does not look into.
+
+    Of its own lowering of oneDNN's product inductor demands that weights are constants of the code.
+    """
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+@packed_linear.register_fake
+def _(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0])
+
+
+@register_lowering(torch.ops.draftsmith.packed_linear, type_promotion_kind=None)
+def _(x: Any, packed: Any, bias: Any) -> Any:
+    """The call of oneDNN, without Python's way through the operation above."""
+    product = fallback_handler(
+        torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False
+    )
+    return product(x, packed, bias, "none", [], "")
+
+
+@torch.library.custom_op("draftsmith::blocked_linear", mutates_args=())
+def blocked_linear(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """x [M, K] times each of the blocks [P, K, BLOCK] of a weight -> [P, M, BLOCK]."""
+    return torch.bmm(x.expand(len(blocks), -1, -1), blocks)
+
+
+@blocked_linear.register_fake
+def _(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(len(blocks), len(x), blocks.shape[2])
+
+
+@register_lowering(torch.ops.draftsmith.blocked_linear, type_promotion_kind=None)
+def _(x: Any, blocks: Any) -> Any:
+    """Inductor's own product, which reads each block once and in order. MKL is not timed against it: that takes longer
+    than the rest of the compilation."""
+    ops = torch.ops.aten
+    rows = lowerings[ops.expand](x, [blocks.get_size()[0], *x.get_size()])
+    with config.patch(max_autotune=True, max_autotune_gemm_backends="CPP"):
+        return lowerings[ops.bmm](rows, blocks)
+
+
 class PackedLinear(torch.nn.Linear):
     """A linear layer that multiplies by a packed copy of its weight while decoding runs.
 
     `torch.nn.functional.linear` arranges the weight anew at every call, or multiplies few rows with one thread; packed
     once, products of 2 to 512 rows take 0.3 to 0.85 of its time (docs/log.md). The copy is made at the first call and
     again at the first call of a request if the weight has changed. It is used in inference mode only, in which all
-    decoding runs: training takes the usual product, whether or not the model has decoded in between, and compiled code
-    packs weights itself.
+    decoding runs: training takes the usual product, whether or not the model has decoded in between. Compiled code
+    multiplies by the same copy (`pack_for_compiled_code`).
     """
 
     def __init__(self, linear: torch.nn.Linear):
@@ -46,21 +110,44 @@ class PackedLinear(torch.nn.Linear):
         torch.nn.Module.__init__(self)
         vars(self).update(vars(linear))
         self.packed: torch.Tensor | None = None
+        self.blocks: torch.Tensor | None = None
+        self.has_blocks = False  # since compiled code runs in this process
         self.packed_from: tuple[Any, ...] = ()
         self.sample = torch.empty(0)
         self.checked = -1  # the request at which the weight was compared
+        LAYERS.add(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N], equal to that of torch.nn.Linear but for rounding."""
-        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        if torch.compiler.is_compiling():
+            return self._compiled(x)
+        if not torch.is_inference_mode_enabled():
             return super().forward(x)
-        if x.device.type != "cpu" or self.weight.dtype not in DTYPES:
+        if x.device.type != "cpu" or not self.can_pack():
             return super().forward(x)
         if x.numel() == x.shape[-1] and self.weight.dtype == torch.float32:
             return self._multiply_one_row(x)
         if self.packed is None or self.checked != REQUESTS.count:
-            self._pack_if_changed()
+            self.pack_if_changed()
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def can_pack(self) -> bool:
+        """Whether oneDNN has products for the device and the dtype of the weight."""
+        return self.weight.device.type == "cpu" and self.weight.dtype in DTYPES
+
+    def _compiled(self, x: torch.Tensor) -> torch.Tensor:
+        """The same product as part of compiled code: the weight, packed or not, is an input of that code."""
+        if self.packed is None or not self.can_pack():
+            return super().forward(x)
+        if x.numel() == x.shape[-1] and self.weight.dtype == torch.float32:
+            out = (x.reshape(1, -1) * self.weight).sum(-1).view(*x.shape[:-1], -1)
+            return out if self.bias is None else out + self.bias
+        rows = x.reshape(-1, x.shape[-1])
+        if self.blocks is None or len(rows) > BLOCKED_ROWS:
+            return torch.ops.draftsmith.packed_linear(x, self.packed, self.bias)
+        out = torch.ops.draftsmith.blocked_linear(rows, self.blocks).transpose(0, 1).flatten(1)
+        out = out[:, : len(self.weight)].view(*x.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias
 
     def _multiply_one_row(self, x: torch.Tensor) -> torch.Tensor:
         """One matrix of the weight's rows for each thread: faster for one fp32 row than the packed weight."""
@@ -71,7 +158,7 @@ class PackedLinear(torch.nn.Linear):
         out = out.view(*x.shape[:-1], outputs)
         return out if self.bias is None else out + self.bias
 
-    def _pack_if_changed(self) -> None:
+    def pack_if_changed(self) -> None:
         """Packs the weight unless it is the one that was packed: by its identity, its version, which counts writes, and
         some of its numbers, since writes through `.data` are not counted."""
         weight = self.weight.detach()
@@ -81,11 +168,23 @@ class PackedLinear(torch.nn.Linear):
         same = self.packed_from == state and torch.equal(sample, self.sample)
         if self.packed is None or not same:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+            self.blocks = None
+        if self.has_blocks and self.blocks is None:
+            padded = F.pad(weight, (0, 0, 0, -len(weight) % BLOCK))
+            self.blocks = padded.unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
         self.packed_from, self.sample, self.checked = state, sample, REQUESTS.count
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies of the module pack for themselves."""
-        return vars(self) | {"packed": None}
+        return vars(self) | {"packed": None, "blocks": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        LAYERS.add(self)
+
+
+LAYERS: WeakSet[PackedLinear] = WeakSet()
+"""Every PackedLinear of this process."""
 
 
 def patch_linear_layers(model: Any, recurse: bool = True) -> None:

@@ -20,6 +20,7 @@ from decode.model.compatibility import (
 )
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
+from decode.model.layer_regions import mark_regions
 from decode.model.layer_stack import (
     check_exit,
     decoder_config,
@@ -75,6 +76,8 @@ class ModelRunner:
         """[B, T, F] the captured hidden states of the last prefill or step."""
         self.try_model()
         linear_layers.patch_linear_layers(self.model)
+        if self.can_compile:
+            mark_regions(self.model)
 
     def prepare_model(self) -> None:
         """Makes the model run with our attention and caches. UserError if its properties do not allow that."""

@@ -67,8 +67,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     @cache
     def fast(function, device_type):  # type: ignore[no-untyped-def]
         options = {"guard_filter_fn": engine_compile.filter_guards}
-        return engine_compile.with_frozen_weights(
-            torch.compile(function, fullgraph=True, dynamic=False, backend=backend, options=options)
+        return torch.compile(
+            function, fullgraph=True, dynamic=False, backend=backend, options=options
         )
 
     torch._dynamo.reset()

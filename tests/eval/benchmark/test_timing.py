@@ -42,8 +42,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     @cache
     def fast(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
         options = {"guard_filter_fn": engine_compile.filter_guards}
-        return engine_compile.with_frozen_weights(
-            torch.compile(function, fullgraph=True, dynamic=False, backend=backend, options=options)
+        return torch.compile(
+            function, fullgraph=True, dynamic=False, backend=backend, options=options
         )
 
     torch._dynamo.reset()
