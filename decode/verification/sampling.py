@@ -51,7 +51,7 @@ def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     probs = torch.softmax(scores, -1)
     del scores  # tensors as wide as a vocabulary are what a round needs memory for
     if sampling.top_p < 1:
-        if probs.device.type == "cpu" and not torch.compiler.is_compiling():
+        if reads_are_free(probs):
             found = _sorted_nucleus(probs.reshape(-1, probs.shape[-1]), sampling.top_p)
             ordered, index = (x.reshape(*probs.shape[:-1], x.shape[-1]) for x in found)
             # It adds because fillers name token 0 again, with probability 0.
@@ -63,6 +63,11 @@ def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     return probs
 
 
+def reads_are_free(tensor: torch.Tensor) -> bool:
+    """Whether the host may read `tensor` without waiting: in eager mode on a CPU."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def _cut_nucleus(ordered: torch.Tensor, top_p: float) -> torch.Tensor:
     """Probabilities [..., n] in falling order, those from the first total of at least top_p on set to 0, in place."""
     before = ordered.cumsum(-1).sub_(ordered)  # of all better tokens: the best one is always kept
@@ -72,8 +77,7 @@ def _cut_nucleus(ordered: torch.Tensor, top_p: float) -> torch.Tensor:
 def _sorted_nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """What `_cut_nucleus` of the sorted probs [R, V] leaves [R, n], and its tokens: n is far smaller than V.
 
-    Sorting a vocabulary takes longer than a pass of a small model. It reads tensors on the host, which costs nothing on
-    a CPU and is forbidden on other devices.
+    Sorting a vocabulary takes longer than a pass of a small model. It reads tensors on the host (`reads_are_free`).
     """
     likely = _likely(probs, top_p)
     row, token = likely.nonzero(
@@ -121,7 +125,9 @@ def sample_inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Te
     if count <= 2 * SUM_BLOCK:
         running = weights.double().cumsum(-1)
         return _first_beyond(running, uniform * running[..., -1])
-    blocks = F.pad(weights, (0, -count % SUM_BLOCK)).unflatten(-1, (-1, SUM_BLOCK))
+    if short := -count % SUM_BLOCK:
+        weights = F.pad(weights, (0, short))
+    blocks = weights.unflatten(-1, (-1, SUM_BLOCK))
     sums = blocks.sum(-1, dtype=torch.float64)
     running = sums.cumsum(-1)
     aim = uniform * running[..., -1]
