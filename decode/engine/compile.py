@@ -13,7 +13,7 @@ COMPILE_OPTIONS: dict[str, dict[str, Any]] = {
     # decode/engine/cuda_graph.py captures CUDA graphs, of a whole round each.
     "cuda": {"max_autotune": True, "triton.cudagraphs": False},
 }
-UNCHECKED = re.compile(r"_modules\[.[1-9]\d*.\]\._modules|\.packed$")
+UNCHECKED = re.compile(r"_modules\[.[1-9]\d*.\]\.(_modules|forward)|\.packed$")
 """Matches dynamo's names of everything inside a layer after the first, and of packed weights, which have no strides."""
 RECOMPILE_LIMIT = 64
 """Compiled versions of one function that may exist at once: batch sizes, draft lengths, models."""
@@ -21,10 +21,9 @@ RECOMPILE_LIMIT = 64
 
 @cache
 def compile_function(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """`function` compiled as one graph for fixed shapes: the first call of each shape takes a minute or two.
+    """`function` compiled as one graph for fixed shapes, with the layers of a model as regions of it that share code.
 
-    Changed lengths need no new compilation. Inductor caches its results on disk (TORCHINDUCTOR_CACHE_DIR), from where
-    the next process loads them in about a quarter of the time.
+    Changed lengths need no new compilation. Inductor caches its results on disk (TORCHINDUCTOR_CACHE_DIR).
     Raises what torch.compile raises if a part cannot be compiled: there is no silent fallback to eager mode.
     """
     torch._dynamo.config.recompile_limit = max(
@@ -40,8 +39,8 @@ def compile_function(function: Callable[..., Any], device_type: str) -> Callable
 def filter_guards(guards: Sequence[Any]) -> list[bool]:
     """Dynamo guard filter: True for guards that are checked before each call. All 2,600 would take a tenth of a round.
 
-    Left out are other libraries' globals and everything inside a model's layers after the first: models are told apart
-    by their first layer's (frozen) weights, the number of layers and each layer's hooks, which are the taps.
+    Left out are other libraries' globals, packed weights and everything inside a model's layers after the first:
+    weights are inputs; models differ in their first layer, the number of layers and each layer's hooks, the taps.
     """
     return [
         guard.name.endswith("CONTEXT.split_kv")

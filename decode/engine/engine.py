@@ -62,7 +62,7 @@ class SpeculativeEngine:
 
     `k` is the number of drafted tokens of a chain, or of levels of a tree, in a round. `rule` names a verification rule
     (decode/verification/registry.py): a lossless one emits text that follows the target's distribution under
-    `sampling`. `mode` "eager" runs anywhere; "compiled" compiles for a minute or more for each new shape and is faster
+    `sampling`. `mode` "eager" runs anywhere; "compiled" compiles each new shape at its first round and is faster
     afterwards. Two modes run each round as one CUDA graph, which needs a draft that proposes on the device: "captured"
     the same kernels as eager ones, without any compilation, and "graph" compiled ones. `k` may be set anew between
     calls of `speculate`: a chain's graph of each K is kept for as long as its buffers stay where they are.

@@ -123,9 +123,7 @@ class SlotMapping:
         Positions differ from slots in a tree. The `groups` query heads that share a key head are packed along T, so
         the mask is repeated for each. Computed once a forward for each window: layers of the same type share it.
         """
-        if (
-            torch.compiler.is_compiling()
-        ):  # a region leaves nothing for the next (decode/model/layer_regions.py)
+        if torch.compiler.is_compiling():  # a region leaves nothing for the next (`mark_regions`)
             return self._build_mask(window)[:, None].repeat(1, 1, groups, 1)
         key = (window, groups)
         if key not in self.masks:

@@ -147,8 +147,9 @@ def test_code_of_one_model_is_not_run_for_another(graphs: list[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_real_compilation_says_the_same() -> None:
-    """Catches wrong code from freezing, packing or in-place writes: the generated C++ itself runs. And weights that are
-    inputs after all, which makes products of few rows slow, and code that every process makes anew."""
+    """Catches wrong code from packing or in-place writes: the generated C++ itself runs. And weights that are constants
+    of the code, which each layer would be compiled for, copies of weights that have changed, and code that every
+    process makes anew."""
     target = tiny_target(tiny_model("llama"))
     draft = make("causal", target)
     want = decode(target, draft, PROMPTS, k=3, max_new_tokens=24)
@@ -160,5 +161,5 @@ def test_real_compilation_says_the_same() -> None:
     assert counters["inductor"]["fxgraph_cache_bypass"] == 0
     target.decoder.model.get_output_embeddings().weight.data.neg_()
     live = decode(target, draft, PROMPTS, k=3, max_new_tokens=24)
-    kept = decode(target, draft, PROMPTS, k=3, max_new_tokens=24, mode="compiled")
-    assert texts(kept) != texts(live)
+    got = decode(target, draft, PROMPTS, k=3, max_new_tokens=24, mode="compiled")
+    assert texts(got) == texts(live) != texts(want)
