@@ -20,6 +20,8 @@ BLOCK = 32
 """Outputs of a block of an fp32 weight: two AVX-512 registers."""
 BLOCKED_ROWS = 32
 """Rows up to which compiled code multiplies fp32 numbers by such blocks."""
+HAS_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+"""Whether inductor has a kernel of its own for such blocks; elsewhere compiled code multiplies as eager code does."""
 SAMPLED = 64
 """Numbers of a weight that are compared with those that were packed, once a request."""
 
@@ -47,7 +49,7 @@ def pack_for_compiled_code() -> None:
     with torch.inference_mode():
         for layer in list(LAYERS):
             if layer.can_pack():
-                layer.has_blocks = layer.weight.dtype == torch.float32
+                layer.has_blocks = layer.weight.dtype == torch.float32 and HAS_VECTORS
                 layer.pack_if_changed()
 
 
