@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import decode.engine.round
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
@@ -24,6 +23,7 @@ from decode.engine.records import DecodeRecord, collect_outputs
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
+from tests.decode.engine.test_capture_lint import as_on_a_gpu  # noqa: F401
 from tests.decode.engine.test_compile import make
 from tests.params import slow_except
 from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
@@ -99,13 +99,10 @@ class RecordedRunner:
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RecordedRunner]:
-    """The graphs that engines make, recorded on the CPU; chains keep their empty columns, as on a GPU."""
+def recorded(monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None) -> list[RecordedRunner]:  # noqa: F811
+    """The graphs that engines make, recorded on the CPU."""
     RecordedRunner.made = []
     monkeypatch.setattr(engines, "CudaGraphRunner", RecordedRunner)
-    monkeypatch.setattr(
-        decode.engine.round, "drop_empty_columns", lambda proposal, compiled: proposal
-    )
     return RecordedRunner.made
 
 
