@@ -132,7 +132,7 @@ class EvalConfig:
     batch_size: Count = 1
     """Prompts decoded together."""
     mode: Literal["eager", "captured", "compiled", "graph"] = "eager"
-    """compiled is faster after minutes of compilation, for all methods. On a GPU only: captured, each round as one CUDA
+    """compiled is faster after a minute of compilation for each shape. On a GPU only: captured, each round as one CUDA
     graph without compilation, and graph, the same of compiled code."""
     acceptance: AcceptanceComparisonConfig = field(default_factory=AcceptanceComparisonConfig)
     """Pairs of methods whose acceptance to compare."""
