@@ -296,14 +296,14 @@ class SpeculativeEngine:
         if self.mode not in CAPTURED or phases is not None:
             return AsyncHostCopy(run(phases=phases))
         changed = [state.history, state.length, state.done, self.rng.draws]
-        # `begin_batch` replaces some of the draft's tensors, which the graph still needs
-        keep_alive = [] if self.draft is None else [dict(vars(self.draft))]
         if self.draft is not None:
             changed += self.draft.state_tensors()
         buffers: list[SlotMapping | torch.Tensor] = [*self._kv_buffers(), *changed]
         if not same_objects(buffers, self.captured_buffers):  # graphs hold addresses
             self.graphs, self.captured_buffers = {}, buffers
         if config.k not in self.graphs:
+            # `begin_batch` replaces some of the draft's tensors, which the graph still needs
+            keep_alive = [] if self.draft is None else [dict(vars(self.draft))]
             self.graphs[config.k] = CudaGraphRunner(run, changed, keep_alive)
         return AsyncHostCopy(self.graphs[config.k]())
 

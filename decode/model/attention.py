@@ -247,12 +247,11 @@ def _masked_attention(
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
     """packed [B, Hkv, groups * T, D] over key and value [B, Hkv, S, D] where `mask` -> [B, Hkv, groups * T, Dv]."""
-    if softcap is None and s_aux is None and not _products_are_faster(key):
-        return F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     if _products_are_faster(key):
-        key = (
-            key.contiguous()
-        )  # of a part of the buffers' slots the product takes up to 8 times as long
+        # Of a part of the buffers' slots the product takes up to 8 times as long.
+        key = key.contiguous()
+    elif softcap is None and s_aux is None:
+        return F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     rows, kv_heads, queries, width = packed.shape
     scores = (packed @ key.transpose(-1, -2)) * (scaling if scaling is not None else width**-0.5)
     if softcap is not None:
