@@ -16,14 +16,20 @@ from torch._inductor.lowering import fallback_handler, lowerings, register_lower
 from decode.common.errors import UserError
 
 DTYPES = (torch.float32, torch.bfloat16)
-BLOCK = 32
-"""Outputs of a block of an fp32 weight: two AVX-512 registers."""
-BLOCKED_ROWS = 32
-"""Rows up to which compiled code multiplies fp32 numbers by such blocks."""
+EAGER_ROWS = 2
+"""Rows up to which eager code multiplies fp32 numbers by the weight as it is."""
+COMPILED_ROWS = 32
+"""Rows up to which compiled code multiplies fp32 numbers by blocks of the weight (`block_outputs`)."""
 HAS_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 """Whether inductor has a kernel of its own for such blocks; elsewhere compiled code multiplies as eager code does."""
 SAMPLED = 64
 """Numbers of a weight that are compared with those that were packed, once a request."""
+
+
+def block_outputs() -> int:
+    """Outputs of a block of an fp32 weight: of inductor's kernels the one for several threads reads 16 in order, an
+    AVX-512 register, and that for one thread 32."""
+    return 32 if torch.get_num_threads() == 1 else 16
 
 
 @dataclass
@@ -50,7 +56,8 @@ def pack_for_compiled_code() -> None:
         for layer in list(LAYERS):
             if layer.can_pack():
                 layer.has_blocks = layer.weight.dtype == torch.float32 and HAS_VECTORS
-                layer.pack_if_changed()
+                layer.begin_request()
+                layer.pack()
 
 
 @torch.library.custom_op("draftsmith::packed_linear", mutates_args=())
@@ -78,7 +85,7 @@ def _(x: Any, packed: Any, bias: Any) -> Any:
 
 @torch.library.custom_op("draftsmith::blocked_linear", mutates_args=())
 def blocked_linear(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """x [M, K] times each of the blocks [P, K, BLOCK] of a weight -> [P, M, BLOCK]."""
+    """x [M, K] times each of the blocks [P, K, B] of a weight -> [P, M, B]."""
     return torch.bmm(x.expand(len(blocks), -1, -1), blocks)
 
 
@@ -101,7 +108,7 @@ class PackedLinear(torch.nn.Linear):
     """A linear layer that multiplies by a packed copy of its weight while decoding runs.
 
     `torch.nn.functional.linear` arranges the weight anew at every call, or multiplies few rows with one thread; packed
-    once, products of 2 to 512 rows take 0.3 to 0.85 of its time (docs/log.md). The copy is made at the first call and
+    once, products of 3 to 512 rows take 0.3 to 0.85 of its time (docs/log.md). The copy is made at the first call and
     again at the first call of a request if the weight has changed. It is used in inference mode only, in which all
     decoding runs: training takes the usual product, whether or not the model has decoded in between. Compiled code
     multiplies by the same copy (`pack_for_compiled_code`).
@@ -113,6 +120,8 @@ class PackedLinear(torch.nn.Linear):
         vars(self).update(vars(linear))
         self.packed: torch.Tensor | None = None
         self.blocks: torch.Tensor | None = None
+        self.parts: torch.Tensor | None = None
+        """[P, N / P, K] the fp32 weight as it is, in parts that threads share."""
         self.has_blocks = False  # since compiled code runs in this process
         self.packed_from: tuple[Any, ...] = ()
         self.sample = torch.empty(0)
@@ -125,12 +134,14 @@ class PackedLinear(torch.nn.Linear):
             return self._compiled(x)
         if not torch.is_inference_mode_enabled():
             return super().forward(x)
-        if x.device.type != "cpu" or not self.can_pack():
-            return super().forward(x)
-        if x.numel() == x.shape[-1] and self.weight.dtype == torch.float32:
-            return self._multiply_one_row(x)
-        if self.packed is None or self.checked != REQUESTS.count:
-            self.pack_if_changed()
+        if self.checked != REQUESTS.count:
+            self.begin_request()
+        if self.parts is not None and x.numel() <= EAGER_ROWS * x.shape[-1]:
+            return self._multiply_few_rows(x, self.parts)
+        if self.packed is None:
+            if not self.can_pack():
+                return super().forward(x)
+            self.pack()
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def can_pack(self) -> bool:
@@ -145,40 +156,59 @@ class PackedLinear(torch.nn.Linear):
             out = (x.reshape(1, -1) * self.weight).sum(-1).view(*x.shape[:-1], -1)
             return out if self.bias is None else out + self.bias
         rows = x.reshape(-1, x.shape[-1])
-        if self.blocks is None or len(rows) > BLOCKED_ROWS:
+        if self.blocks is None or len(rows) > COMPILED_ROWS:
             return torch.ops.draftsmith.packed_linear(x, self.packed, self.bias)
         out = torch.ops.draftsmith.blocked_linear(rows, self.blocks).transpose(0, 1).flatten(1)
         out = out[:, : len(self.weight)].view(*x.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
 
-    def _multiply_one_row(self, x: torch.Tensor) -> torch.Tensor:
-        """One matrix of the weight's rows for each thread: faster for one fp32 row than the packed weight."""
-        outputs, width = self.weight.shape
-        parts = math.gcd(outputs, torch.get_num_threads())
-        pieces = self.weight.view(parts, -1, width).transpose(1, 2)
-        out = torch.bmm(x.reshape(1, 1, width).expand(parts, 1, width), pieces)
-        out = out.view(*x.shape[:-1], outputs)
+    def _multiply_few_rows(self, x: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+        """One or two fp32 rows times the weight as it is, in parts that threads share: faster than the packed weight.
+
+        The weight is on the left: with one row on the left the product takes up to twice as long (docs/log.md).
+        """
+        width = x.shape[-1]
+        rows, shape = x.numel() // width, (*x.shape[:-1], len(self.weight))
+        columns = x.contiguous().as_strided((parts.shape[0], width, rows), (0, 1, width))
+        out = torch.bmm(parts, columns)
+        if rows > 1:
+            out = out.view(-1, rows).t().contiguous()
+        out = out.view(shape)
         return out if self.bias is None else out + self.bias
 
-    def pack_if_changed(self) -> None:
-        """Packs the weight unless it is the one that was packed: by its identity, its version, which counts writes, and
-        some of its numbers, since writes through `.data` are not counted."""
+    def begin_request(self) -> None:
+        """Drops copies of a weight that has changed since: by its identity, its version, which counts writes, and some
+        of its numbers, since writes through `.data` are not counted."""
         weight = self.weight.detach()
         version = 0 if self.weight.is_inference() else self.weight._version
         state = id(self.weight), weight.data_ptr(), version
         sample = weight.flatten()[:: max(1, weight.numel() // SAMPLED)].clone()
-        same = self.packed_from == state and torch.equal(sample, self.sample)
-        if self.packed is None or not same:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-            self.blocks = None
-        if self.has_blocks and self.blocks is None:
-            padded = F.pad(weight, (0, 0, 0, -len(weight) % BLOCK))
-            self.blocks = padded.unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+        if self.packed_from != state or not torch.equal(sample, self.sample):
+            self.packed = self.blocks = None
         self.packed_from, self.sample, self.checked = state, sample, REQUESTS.count
+        self.parts = None
+        if self.can_pack() and weight.dtype == torch.float32:
+            parts = math.gcd(len(weight), 2 * torch.get_num_threads())
+            self.parts = weight.view(parts, -1, weight.shape[1])
+
+    def pack(self) -> None:
+        """Makes the copies that are missing: for oneDNN, and in blocks where compiled code runs."""
+        weight = self.weight.detach()
+        if self.packed is None:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        if self.has_blocks and self.blocks is None:
+            outputs = block_outputs()
+            padded = F.pad(weight, (0, 0, 0, -len(weight) % outputs))
+            self.blocks = padded.unflatten(0, (-1, outputs)).transpose(1, 2).contiguous()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Another dtype or device, as `to` gives it, is seen at the next call."""
+        self.checked = -1
+        return super()._apply(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies of the module pack for themselves."""
-        return vars(self) | {"packed": None, "blocks": None}
+        return vars(self) | {"packed": None, "blocks": None, "parts": None, "checked": -1}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

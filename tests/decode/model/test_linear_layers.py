@@ -30,8 +30,8 @@ def test_products_are_those_of_a_linear_layer(
     x = torch.randn(*shape, 24).transpose(0, -1).contiguous().transpose(0, -1)  # rows lie apart
     with torch.inference_mode():
         got = layer(x.to(dtype))
-    one_row = x.numel() == 24 and dtype == torch.float32
-    assert (layer.packed is None) == one_row
+    few_rows = x.numel() <= 2 * 24 and dtype == torch.float32
+    assert (layer.packed is None) == few_rows
     assert got.is_contiguous()
     assert got.shape == (*shape, 12)
     assert got.dtype == dtype
@@ -74,7 +74,7 @@ def test_changed_weights_are_packed_again(change: Any) -> None:
     """Catches a draft that is trained on and decodes with the weights of its first measurement."""
     torch.manual_seed(0)
     layer = PackedLinear(torch.nn.Linear(24, 12, bias=False))
-    x, new = torch.randn(2, 24), torch.randn(12, 24)
+    x, new = torch.randn(3, 24), torch.randn(12, 24)
     with torch.inference_mode():
         layer(x)
     change(layer, new)
