@@ -34,6 +34,7 @@ from decode.distributed.placement import load_target, run_placed
 from decode.drafts.base import check_request
 from decode.drafts.registry import pick_draft
 from decode.engine.active_request import check_draft_length
+from decode.engine.engine import SpeculativeEngine
 from decode.model.loading import load_config
 from eval.benchmark.vllm_client import find_interpreter
 from train.data import manifest, sample_store
@@ -158,6 +159,8 @@ def check_engine(s: SampleConfig) -> None:
         raise UserError(f"--origin text asks nobody for answers: drop --engine {s.engine}")
     if s.served and s.draft != "none":
         raise UserError("--draft is for the local engine: give the draft to the server, or drop it")
+    if s.mode != "eager" and (s.served or s.origin == "text"):
+        raise UserError("--mode is of the local engine: drop it")
     if s.served and load_config(s.target, "target", s.revision).is_encoder_decoder:
         raise UserError(
             f"--engine {s.engine} serves causal targets: drop it for an encoder-decoder"
@@ -184,8 +187,9 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
     draft = pick_draft(s.draft, target, dtype=s.dtype)
     if draft is not None:
         check_request(draft, s.k, s.sampling)
-    engine = partial(local_engine.generate_answers, s, target, draft)
-    return TargetTokenizer.from_target(target), engine
+    engine = SpeculativeEngine(target, draft, k=s.k, sampling=s.sampling, mode=s.mode)
+    write = partial(local_engine.generate_answers, s, engine)
+    return TargetTokenizer.from_target(target), write
 
 
 def main(s: SampleConfig) -> None:

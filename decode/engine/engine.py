@@ -36,7 +36,7 @@ from decode.engine.round import (
     synchronized_time,
 )
 from decode.model.kv_cache import SlotMapping
-from decode.model.linear_layers import begin_request, pack_for_compiled_code
+from decode.model.linear.packed_linear import begin_request, pack_for_compiled_code
 from decode.model.loading import Target
 from decode.model.vision.vision_runner import ImageInputs
 from decode.verification.registry import find_rule
@@ -130,13 +130,14 @@ class SpeculativeEngine:
     ) -> Iterator[RoundRecord]:
         """Decodes prompts of any lengths (token ids) and yields a record for each prompt and round once it was read.
 
-        `rows` prompts are decoded at once (default: all), and a row that is done takes the next one. `seeds` gives
-        each prompt its own random numbers, so that its text does not depend on its batch. `choose` replaces
-        all random choices (tests enumerate them; it needs a row for each prompt). `matchers` gives each prompt the
-        grammar of its answer, or None; they themselves are not moved. `images` gives each prompt of a vision-language
-        target the inputs of its images, or None; drafts see their placeholder tokens. UserError for an empty prompt or
-        one that leaves no room in the target's context, for logits of target or draft that are NaN, for grammars in a
-        mode other than eager or with a draft of trees, and for images that the target does not read.
+        `rows` prompts are decoded at once (default: all), and a row that is done takes the next one; in modes other
+        than eager rows stay empty where there are fewer prompts. `seeds` gives each prompt its own random numbers, so
+        that its text does not depend on its batch. `choose` replaces all random choices (tests enumerate them; it needs
+        a row for each prompt). `matchers` gives each prompt the grammar of its answer, or None; they themselves are not
+        moved. `images` gives each prompt of a vision-language target the inputs of its images, or None; drafts see
+        their placeholder tokens. UserError for an empty prompt or one that leaves no room in the target's context, for
+        logits of target or draft that are NaN, for grammars in a mode other than eager or with a draft of trees, and
+        for images that the target does not read.
         """
         target, draft, device = self.target, self.draft, self.device
         if matchers is None and self.grammar is not None:
@@ -152,7 +153,8 @@ class SpeculativeEngine:
         context = target.decoder.context
         check_prompts(prompts, context, max_new_tokens)
         check_images(target, prompts, images)
-        rows = len(prompts) if rows is None else min(rows, len(prompts))
+        if rows is None or self.mode == "eager":  # compiled code is of a number of rows
+            rows = min(rows or len(prompts), len(prompts))
         limits = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         seeds = row_seeds(seed, len(prompts)) if seeds is None else seeds
         begin = prompts[:rows] if self.mode == "eager" else prompts

@@ -16,7 +16,7 @@
 - vision/: vision-language models behind the same steps, and prompts with images
 - encoder_decoder/: T5 behind the same steps, and its passes in transformers' own code
 - recurrent/: models with recurrent layers behind the same steps, for chains
-- linear_layers: weights packed for a CPU's fast kernels, or in eight bits
+- linear/: linear layers as a CPU multiplies by them fastest, or with weights in eight bits
 
 It imports decode.common only.
 """

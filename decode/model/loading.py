@@ -27,7 +27,7 @@ from decode.common.files import read_json_object
 from decode.model.config_checks import check_sizes
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.gguf_files import gguf_folder
-from decode.model.linear_layers import quantize_linear_layers
+from decode.model.linear.int8_weights import quantize_linear_layers
 from decode.model.names import check_name, load_error
 from decode.model.quantized.checkpoints import quantized_folder
 from decode.model.runner import ModelRunner

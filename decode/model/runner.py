@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers.utils import logging
 
 from decode.common.errors import UserError
-from decode.model import attention, linear_layers
+from decode.model import attention
 from decode.model.compatibility import (
     check_supported,
     check_trial_pass,
@@ -28,6 +28,7 @@ from decode.model.layer_stack import (
     with_head_rows,
     with_layers,
 )
+from decode.model.linear.packed_linear import patch_linear_layers
 
 logging.disable_progress_bar()  # transformers' bars, one per shard, hide the command's own
 
@@ -75,7 +76,7 @@ class ModelRunner:
         self.features: torch.Tensor
         """[B, T, F] the captured hidden states of the last prefill or step."""
         self.try_model()
-        linear_layers.patch_linear_layers(self.model)
+        patch_linear_layers(self.model)
         if self.can_compile:
             mark_regions(self.model)
 
@@ -195,7 +196,7 @@ class ModelRunner:
         model = self.model if norm is None else with_final_norm(self.model, norm)
         if ids is not None:
             model = with_head_rows(model, ids)
-            linear_layers.patch_linear_layers(model, recurse=False)  # layers are the target's
+            patch_linear_layers(model, recurse=False)  # layers are the target's
         return self.with_model(with_layers(model, range(count)))
 
     def with_model(self, model: Any) -> "ModelRunner":

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, TypeVar, cast
-from unittest import mock
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -32,8 +31,8 @@ from rich.console import Console
 from decode.common.command import run_command
 from decode.common.progress import progress_bars
 from decode.common.ranges import Seed, at_least
+from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import RoundRecord
-from decode.model.loading import Target
 from train import sample
 from train.data import python_corpus
 from train.data.filters import FilterConfig
@@ -97,20 +96,18 @@ def write_prompts(path: Path, count: int, seed: int) -> None:
             file.write(json.dumps({"prompt": " ".join(words)}) + "\n")
 
 
-def answer_at_once(*positional: Any, **settings: Any) -> Iterator[RoundRecord]:
-    """Stands for `speculate`: every prompt, in order, gets the same reply."""
-    for number in range(len(positional[2])):
+def answer_at_once(prompts: list[list[int]], **settings: Any) -> Iterator[RoundRecord]:
+    """Stands for an engine's `speculate`: every prompt, in order, gets the same reply."""
+    for number in range(len(prompts)):
         yield RoundRecord(number, True, 0, 0, [], REPLY, "eos", 0.0)
 
 
 def write_answers(s: SampleConfig, reader: TargetTokenizer, prompts: list[TokenizedPrompt]) -> None:
     """Answers the prompts as the local engine does, but for the model."""
-    target = cast(Target, SimpleNamespace(decoder=SimpleNamespace(context=reader.context)))
-    with (
-        mock.patch.object(local_engine, "speculate", answer_at_once),
-        progress_bars(disable=True) as bars,
-    ):
-        local_engine.generate_answers(s, target, None, prompts, bars)
+    target = SimpleNamespace(decoder=SimpleNamespace(context=reader.context))
+    engine = SimpleNamespace(target=target, speculate=answer_at_once)
+    with progress_bars(disable=True) as bars:
+        local_engine.generate_answers(s, cast(SpeculativeEngine, engine), prompts, bars)
 
 
 def measure(s: PromptsBenchConfig, folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 
 The engines (--engines), all at temperature 1 without top-k or top-p, on the same prompts with the same stop tokens:
   ours: the engine of train/sample.py, in which a row that is done takes the next prompt
+  ours-compiled: the same with --mode compiled; buffers have room for the longest prompt and answer from the start
   generate: transformers' generate on padded batches of prompts that are sorted by length
   generate_batch: transformers' continuous batching
   vllm: vLLM's CPU build, compiled as it is by default; skipped where there is none. It runs without the libraries that
@@ -38,6 +39,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, Seed, at_least
 from decode.common.run_dir import check_file
+from decode.engine.warm_up import run_first_rounds
 from decode.model.loading import Target, load_model, load_target
 from eval.benchmark.vllm_client import find_interpreter, has_vllm, model_path
 from scripts.benchmarks.sampling_engines import (
@@ -52,7 +54,7 @@ from scripts.benchmarks.sampling_engines import (
 from train.data.prompts import encode_prompt, read_prompts
 from train.data.sources import PromptSource
 
-EngineName = Literal["ours", "generate", "generate_batch", "vllm"]
+EngineName = Literal["ours", "ours-compiled", "generate", "generate_batch", "vllm"]
 WARM_UP_TOKENS = 8
 
 
@@ -132,8 +134,9 @@ def start_engines(
     eos = sorted(target.eos)
     engines: dict[str, SamplingEngine] = {}
     for name in s.engines:
-        if name == "ours":
-            engines[name] = RefillingSampler(target, rows)
+        if name in ("ours", "ours-compiled"):
+            mode = "compiled" if name == "ours-compiled" else "eager"
+            engines[name] = RefillingSampler(target, rows, mode)
         elif name == "generate":
             engines[name] = PaddedSampler(model, eos, rows)
         elif name == "generate_batch":
@@ -177,6 +180,8 @@ def take_turns(
     for engine in engines.values():
         for some in (prompts[:rows], prompts[-rows:]):
             engine.sample(some, min(s.max_new_tokens, WARM_UP_TOKENS), s.seed)
+        if isinstance(engine, RefillingSampler):  # compiled code is of the buffers' size as well
+            run_first_rounds(engine.engine, list(prompts[-rows:]), s.max_new_tokens)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     for turn in range(s.repeats):
         for name in engines if turn % 2 == 0 else reversed(list(engines)):

@@ -62,9 +62,10 @@ def answer_length(ids: Sequence[int], eos: Collection[int], limit: int) -> int:
 class RefillingSampler:
     """This project's engine as train/sample.py runs it: a row that is done takes the next prompt."""
 
-    def __init__(self, target: Target, rows: int):
+    def __init__(self, target: Target, rows: int, mode: str = "eager"):
         self.rows = rows
-        self.engine = SpeculativeEngine(target, None, k=1, sampling=SamplingParams(temperature=1.0))
+        sampling = SamplingParams(temperature=1.0)
+        self.engine = SpeculativeEngine(target, None, k=1, sampling=sampling, mode=mode)
 
     def sample(
         self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int

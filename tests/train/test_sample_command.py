@@ -341,6 +341,8 @@ def test_a_folder_that_no_run_made_is_never_touched(
         (["--config", "missing.yaml"], "missing.yaml"),
         (["--target", "missing/target/model"], "missing/target/model"),
         (["--sources", sources(Path("missing.jsonl"))], "missing.jsonl"),
+        (["--mode", "captured"], "needs a CUDA device"),
+        (["--mode", "compiled", "--origin", "text"], "--mode"),
     ],
 )
 def test_bad_input_is_one_line_and_makes_no_folder(

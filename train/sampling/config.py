@@ -63,6 +63,9 @@ class SampleConfig:
     because speculative decoding is lossless."""
     k: DraftLength = 4
     """Tokens drafted per round."""
+    mode: Literal["eager", "captured", "compiled", "graph"] = "eager"
+    """engine local: how rounds run. compiled: after a minute or more of compilation faster, where prompts are of like
+    length; captured and graph: as one CUDA graph, of the usual or of compiled kernels (no GPU has run them yet)."""
     shard_rows: Count = 128
     """Answers per file, which is also the most work that is repeated after a kill."""
     device: str = "auto"

@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from decode.common.progress import ProgressBars
-from decode.drafts.base import Draft
-from decode.engine.engine import speculate
+from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord, add_record
-from decode.model.loading import Target
 from train.data.prompt_pipeline import TokenizedPrompt
 from train.sampling.config import SampleConfig
 from train.sampling.rows import ConversationState, ShardWriter, reply_seed
@@ -21,8 +19,7 @@ which takes 1 % or 2 % more steps than one stream of all prompts."""
 
 def generate_answers(
     s: SampleConfig,
-    target: Target,
-    draft: Draft | None,
+    engine: SpeculativeEngine,
     prompts: Sequence[TokenizedPrompt],
     bars: ProgressBars,
 ) -> Counter[str]:
@@ -40,13 +37,9 @@ def generate_answers(
                 states, continued = dict(enumerate(waiting)), {}
                 outputs = {i: DecodeRecord(state.prompt_ids()) for i, state in states.items()}
                 waiting = []
-                for record in speculate(
-                    target,
-                    draft,
+                for record in engine.speculate(
                     [output.prompt_ids for output in outputs.values()],
-                    k=s.k,
                     rows=s.batch_size,
-                    sampling=s.sampling,
                     max_new_tokens=s.max_new_tokens,
                     seeds=[reply_seed(state.seed_key(), s.seed) for state in states.values()],
                 ):
@@ -55,7 +48,7 @@ def generate_answers(
                     if record.finished is None:
                         continue
                     state, output = states.pop(record.prompt), outputs.pop(record.prompt)
-                    if state.add_reply(output, target.decoder.context):
+                    if state.add_reply(output, engine.target.decoder.context):
                         continued[record.prompt] = state
                         continue
                     writer.add(state.prompt, state.conversation(), state.finish_reason)

@@ -17,7 +17,7 @@ from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_target
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, decoder_step, draft_tokens
 from decode.drafts.self_speculation.exit_adapter import ExitAdapter, copy_final_norm
-from decode.model.linear_layers import patch_linear_layers
+from decode.model.linear.packed_linear import patch_linear_layers
 from decode.model.loading import DTYPES, Target
 from decode.verification.tree import TreeShape
 

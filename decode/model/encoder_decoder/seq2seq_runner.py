@@ -13,7 +13,7 @@ from decode.model.encoder_decoder.ragged_positions import RaggedPositionBias
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import TreeNodes
 from decode.model.layer_stack import decoder_config
-from decode.model.linear_layers import begin_request
+from decode.model.linear.packed_linear import begin_request
 from decode.model.recurrent.hybrid_cache import has_recurrent_layers
 from decode.model.recurrent.recurrent_runner import RecurrentRunner
 from decode.model.runner import ModelRunner

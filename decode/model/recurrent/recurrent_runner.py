@@ -16,7 +16,7 @@ from decode.model.compatibility import (
     use_grouped_experts,
 )
 from decode.model.kv_cache import TreeNodes
-from decode.model.linear_layers import begin_request
+from decode.model.linear.packed_linear import begin_request
 from decode.model.recurrent.hybrid_cache import (
     HybridCache,
     States,

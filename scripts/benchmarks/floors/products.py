@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from decode.common.errors import UserError
-from decode.model.linear_layers import PackedLinear
+from decode.model.linear.packed_linear import PackedLinear
 from eval.benchmark.timing import synchronize
 
 MS = 1000.0

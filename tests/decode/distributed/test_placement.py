@@ -88,13 +88,18 @@ def test_a_target_on_disk_decodes_the_same(world: World) -> None:
     assert torch.equal(*same)
 
 
-def test_a_target_on_disk_trains_the_same_bits(world: World, data: Path, tmp_path: Path) -> None:
-    """Bug: the teacher reads states of another device, or a head starts from a weight that is not there."""
+def test_a_target_on_disk_trains_the_same_head(world: World, data: Path, tmp_path: Path) -> None:
+    """Bug: the teacher reads states of another device, or a head starts from a weight that is not there.
+
+    Layers in memory share products (decode/model/linear), which rounds otherwise.
+    """
     one, spread = tmp_path / "one", tmp_path / "spread"
     wanted = trained(worlds.call(*map(str, train_words(world, data, one))), one)
     found = trained(worlds.call(*map(str, train_words(world, data, spread)), *DISK_WORDS), spread)
     assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    for name, weight in wanted.items():
+        off = (found[name].double() - weight.double()).abs().max()
+        assert off <= 1e-6 * weight.double().abs().max(), name
 
 
 def test_what_needs_the_layers_here_is_refused(world: World) -> None:

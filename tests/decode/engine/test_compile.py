@@ -119,6 +119,20 @@ def test_compiled_rounds_say_the_same_and_compile_once(case: str, graphs: list[i
     assert len(graphs) > 0
 
 
+def test_fewer_prompts_than_rows_compile_nothing_anew(graphs: list[int]) -> None:
+    """Catches the last prompts of a sampling run, or of a group, for which everything is compiled once more, and empty
+    rows that change the text of others."""
+    target = tiny_target(tiny_model("llama"))
+    engine = SpeculativeEngine(target, None, sampling=SAMPLED, mode="compiled")
+    for prompts in (PROMPTS[:3] * 2, PROMPTS[:3], PROMPTS[:1]):
+        seeds = [7 + i for i in range(len(prompts))]
+        settings = {"max_new_tokens": 12, "seeds": seeds, "rows": 4}
+        want = decode(target, None, prompts, sampling=SAMPLED, **settings)
+        got = collect_outputs(prompts, engine.speculate(prompts, **settings))
+        assert texts(got) == texts(want)
+    assert len(graphs) == 1
+
+
 @pytest.mark.slow
 def test_code_of_one_model_is_not_run_for_another(graphs: list[int]) -> None:
     """Catches guards left out that told models apart: weights are constants of the code, so it would say another

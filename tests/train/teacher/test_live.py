@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from decode.model.hidden_states import HiddenStateSpec
-from decode.model.linear_layers import PackedLinear
+from decode.model.linear.packed_linear import PackedLinear
 from tests.tiny import tiny_model, tiny_target
 from train.data import batching
 from train.data.sample_store import SampleRow

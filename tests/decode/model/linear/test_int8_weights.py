@@ -12,7 +12,7 @@ from decode.drafts.base import Draft
 from decode.drafts.registry import load_draft, pick_draft
 from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
-from decode.model.linear_layers import quantize_linear_layers
+from decode.model.linear.int8_weights import quantize_linear_layers
 from decode.model.loading import Target, load_model, load_target
 from tests import heads, worlds
 from tests.tiny import noisy, tiny_model, tiny_prompts

@@ -1,8 +1,6 @@
-"""Linear layers with a copy of their weights that is packed for oneDNN's kernels, or with weights in eight bits."""
+"""Linear layers that multiply by copies of their weights while decoding runs on a CPU."""
 
-import logging
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -10,26 +8,17 @@ from weakref import WeakSet
 import psutil
 import torch
 import torch.nn.functional as F
-from torch._inductor import config
-from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 
-from decode.common.errors import UserError
+from decode.model.linear.compiled_products import HAS_VECTORS, block_outputs
+from decode.model.linear.fused_products import SAME_INPUT, FusedProduct
 
 DTYPES = (torch.float32, torch.bfloat16)
 EAGER_ROWS = 2
 """Rows up to which eager code multiplies fp32 numbers by the weight as it is."""
 COMPILED_ROWS = 32
 """Rows up to which compiled code multiplies fp32 numbers by blocks of the weight (`block_outputs`)."""
-HAS_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-"""Whether inductor has a kernel of its own for such blocks; elsewhere compiled code multiplies as eager code does."""
 SAMPLED = 64
 """Numbers of a weight that are compared with those that were packed, once a request."""
-
-
-def block_outputs() -> int:
-    """Outputs of a block of an fp32 weight: of inductor's kernels the one for several threads reads 16 in order, an
-    AVX-512 register, and that for one thread 32."""
-    return 32 if torch.get_num_threads() == 1 else 16
 
 
 @dataclass
@@ -56,62 +45,19 @@ def pack_for_compiled_code() -> None:
         for layer in list(LAYERS):
             if layer.can_pack():
                 layer.has_blocks = layer.weight.dtype == torch.float32 and HAS_VECTORS
-                layer.begin_request()
+                layer.drop_old_copies()
                 layer.pack()
-
-
-@torch.library.custom_op("draftsmith::packed_linear", mutates_args=())
-def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """oneDNN's product of x [..., K] and a packed weight -> [..., N]: an operation that inductor does not look into.
-
-    Of its own lowering of oneDNN's product inductor demands that weights are constants of the code.
-    """
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-
-
-@packed_linear.register_fake
-def _(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], packed.shape[0])
-
-
-@register_lowering(torch.ops.draftsmith.packed_linear, type_promotion_kind=None)
-def _(x: Any, packed: Any, bias: Any) -> Any:
-    """The call of oneDNN, without Python's way through the operation above."""
-    product = fallback_handler(
-        torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False
-    )
-    return product(x, packed, bias, "none", [], "")
-
-
-@torch.library.custom_op("draftsmith::blocked_linear", mutates_args=())
-def blocked_linear(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """x [M, K] times each of the blocks [P, K, B] of a weight -> [P, M, B]."""
-    return torch.bmm(x.expand(len(blocks), -1, -1), blocks)
-
-
-@blocked_linear.register_fake
-def _(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(len(blocks), len(x), blocks.shape[2])
-
-
-@register_lowering(torch.ops.draftsmith.blocked_linear, type_promotion_kind=None)
-def _(x: Any, blocks: Any) -> Any:
-    """Inductor's own product, which reads each block once and in order. MKL is not timed against it: that takes longer
-    than the rest of the compilation."""
-    ops = torch.ops.aten
-    rows = lowerings[ops.expand](x, [blocks.get_size()[0], *x.get_size()])
-    with config.patch(max_autotune=True, max_autotune_gemm_backends="CPP"):
-        return lowerings[ops.bmm](rows, blocks)
 
 
 class PackedLinear(torch.nn.Linear):
     """A linear layer that multiplies by a packed copy of its weight while decoding runs.
 
     `torch.nn.functional.linear` arranges the weight anew at every call, or multiplies few rows with one thread; packed
-    once, products of 3 to 512 rows take 0.3 to 0.85 of its time (docs/log.md). The copy is made at the first call and
-    again at the first call of a request if the weight has changed. It is used in inference mode only, in which all
-    decoding runs: training takes the usual product, whether or not the model has decoded in between. Compiled code
-    multiplies by the same copy (`pack_for_compiled_code`).
+    once, products of 3 to 512 rows take 0.3 to 0.85 of its time (docs/log.md), and those of layers that read the same
+    tensor are one product (`FusedProduct`). Copies are made at the first call and again at the first call of a request
+    if the weight has changed. They are used in inference mode only, in which all decoding runs: training takes the
+    usual product, whether or not the model has decoded in between. Compiled code multiplies by copies of its own
+    (`pack_for_compiled_code`).
     """
 
     def __init__(self, linear: torch.nn.Linear):
@@ -122,7 +68,11 @@ class PackedLinear(torch.nn.Linear):
         self.blocks: torch.Tensor | None = None
         self.parts: torch.Tensor | None = None
         """[P, N / P, K] the fp32 weight as it is, in parts that threads share."""
+        self.fused: FusedProduct[PackedLinear] | None = None
+        """The product that this layer shares with others."""
+        self.place = 0  # among the layers of `fused`
         self.has_blocks = False  # since compiled code runs in this process
+        self.packable = False  # by oneDNN
         self.packed_from: tuple[Any, ...] = ()
         self.sample = torch.empty(0)
         self.checked = -1  # the request at which the weight was compared
@@ -136,11 +86,15 @@ class PackedLinear(torch.nn.Linear):
             return super().forward(x)
         if self.checked != REQUESTS.count:
             self.begin_request()
+        if not self.packable:
+            return super().forward(x)
         if self.parts is not None and x.numel() <= EAGER_ROWS * x.shape[-1]:
             return self._multiply_few_rows(x, self.parts)
+        if self.fused is not None and self.fused.is_whole:
+            out = self.fused.output(self.place, x)
+            if out is not None:
+                return out
         if self.packed is None:
-            if not self.can_pack():
-                return super().forward(x)
             self.pack()
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
@@ -177,17 +131,24 @@ class PackedLinear(torch.nn.Linear):
         return out if self.bias is None else out + self.bias
 
     def begin_request(self) -> None:
-        """Drops copies of a weight that has changed since: by its identity, its version, which counts writes, and some
-        of its numbers, since writes through `.data` are not counted."""
+        """Drops copies of weights that have changed since: of this layer and of those that share its product."""
+        for layer in [self] if self.fused is None else self.fused.layers:
+            layer.drop_old_copies()
+
+    def drop_old_copies(self) -> None:
+        """Drops the copies if the weight is not the one that was copied: by its identity, its version, which counts
+        writes, and some of its numbers, since writes through `.data` are not counted."""
         weight = self.weight.detach()
         version = 0 if self.weight.is_inference() else self.weight._version
         state = id(self.weight), weight.data_ptr(), version
         sample = weight.flatten()[:: max(1, weight.numel() // SAMPLED)].clone()
         if self.packed_from != state or not torch.equal(sample, self.sample):
             self.packed = self.blocks = None
+            if self.fused is not None:
+                self.fused.drop()
         self.packed_from, self.sample, self.checked = state, sample, REQUESTS.count
-        self.parts = None
-        if self.can_pack() and weight.dtype == torch.float32:
+        self.packable, self.parts = self.can_pack(), None
+        if self.packable and weight.dtype == torch.float32:
             parts = math.gcd(len(weight), 2 * torch.get_num_threads())
             self.parts = weight.view(parts, -1, weight.shape[1])
 
@@ -208,7 +169,8 @@ class PackedLinear(torch.nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies of the module pack for themselves."""
-        return vars(self) | {"packed": None, "blocks": None, "parts": None, "checked": -1}
+        own = {"packed": None, "blocks": None, "parts": None, "fused": None, "checked": -1}
+        return vars(self) | own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -238,30 +200,17 @@ def patch_linear_layers(model: Any, recurse: bool = True) -> None:
     if torch.backends.mkldnn.is_available() and size < psutil.virtual_memory().available / 2:
         for module, name, child in layers:
             setattr(module, name, PackedLinear(child))
+        for module in model.modules() if recurse else [model]:
+            fuse_products(module)
 
 
-def quantize_linear_layers(model: Any) -> None:
-    """Turns the weights of the linear layers into int8 with one scale for each row; the LM head keeps its dtype.
-
-    The LM head is left because drafts copy rows of it, and it often is the embedding too. Experts that a model holds
-    as stacked tensors are no linear layers and stay as they are. UserError without torchao.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(
-            logging.WARNING
-        )  # torchao reports each kernel of other devices that it cannot load
-        try:
-            from torchao.quantization import Int8WeightOnlyConfig, quantize_
-        except ImportError as error:
-            raise UserError(
-                "dtype int8 needs torchao: pip install torchao, or choose another dtype"
-            ) from error
-        finally:
-            logging.disable(logging.NOTSET)
-        head = model.get_output_embeddings()
-        quantize_(
-            model,
-            Int8WeightOnlyConfig(),
-            filter_fn=lambda module, _: isinstance(module, torch.nn.Linear) and module is not head,
-        )
+def fuse_products(module: torch.nn.Module) -> None:
+    """Lets children of `module` that have the names of SAME_INPUT share a product."""
+    children = dict(module.named_children())
+    for names in SAME_INPUT:
+        layers = [child for name in names if type(child := children.get(name)) is PackedLinear]
+        new = any(layer.fused is None for layer in layers)
+        if new and len(layers) == len(names) and len({x.weight.dtype for x in layers}) == 1:
+            fused = FusedProduct(layers)
+            for place, layer in enumerate(layers):
+                layer.fused, layer.place = fused, place

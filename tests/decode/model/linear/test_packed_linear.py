@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from decode.model.linear_layers import PackedLinear, begin_request, patch_linear_layers
+from decode.model.linear.packed_linear import PackedLinear, begin_request, patch_linear_layers
 from decode.model.runner import ModelRunner
 from tests.tiny import tiny_model
 
@@ -118,7 +118,8 @@ def test_every_linear_layer_of_a_decoder_is_one() -> None:
         usual = decoder.step(tokens, base)
     with torch.inference_mode():
         fast = decoder.step(tokens, base)
-    assert all(isinstance(m, PackedLinear) and m.packed is not None for m in layers)
+    assert all(isinstance(m, PackedLinear) for m in layers)
+    assert all((m.packed if m.fused is None else m.fused.packed) is not None for m in layers)
     assert torch.allclose(fast, usual, atol=1e-5)
 
 

@@ -1,0 +1,60 @@
+"""Products of linear layers as operations of compiled code, whose weights are inputs of that code."""
+
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+
+HAS_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+"""Whether inductor has a kernel of its own for such blocks; elsewhere compiled code multiplies as eager code does."""
+
+
+def block_outputs() -> int:
+    """Outputs of a block of an fp32 weight: of inductor's kernels the one for several threads reads 16 in order, an
+    AVX-512 register, and that for one thread 32."""
+    return 32 if torch.get_num_threads() == 1 else 16
+
+
+@torch.library.custom_op("draftsmith::packed_linear", mutates_args=())
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """oneDNN's product of x [..., K] and a packed weight -> [..., N]: an operation that inductor does not look into.
+
+    Of its own lowering of oneDNN's product inductor demands that weights are constants of the code.
+    """
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+@packed_linear.register_fake
+def _(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[0])
+
+
+@register_lowering(torch.ops.draftsmith.packed_linear, type_promotion_kind=None)
+def _(x: Any, packed: Any, bias: Any) -> Any:
+    """The call of oneDNN, without Python's way through the operation above."""
+    product = fallback_handler(
+        torch.ops.mkldnn._linear_pointwise.default, add_to_fallback_set=False
+    )
+    return product(x, packed, bias, "none", [], "")
+
+
+@torch.library.custom_op("draftsmith::blocked_linear", mutates_args=())
+def blocked_linear(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """x [M, K] times each of the blocks [P, K, B] of a weight -> [P, M, B]."""
+    return torch.bmm(x.expand(len(blocks), -1, -1), blocks)
+
+
+@blocked_linear.register_fake
+def _(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(len(blocks), len(x), blocks.shape[2])
+
+
+@register_lowering(torch.ops.draftsmith.blocked_linear, type_promotion_kind=None)
+def _(x: Any, blocks: Any) -> Any:
+    """Inductor's own product, which reads each block once and in order. MKL is not timed against it: that takes longer
+    than the rest of the compilation."""
+    ops = torch.ops.aten
+    rows = lowerings[ops.expand](x, [blocks.get_size()[0], *x.get_size()])
+    with config.patch(max_autotune=True, max_autotune_gemm_backends="CPP"):
+        return lowerings[ops.bmm](rows, blocks)
