@@ -100,6 +100,8 @@ class Draft:
     name: str
     on_host: bool = False
     """It drafts from what `on_commit` brings, so the engine must read each round before it starts the next."""
+    plans_rounds: bool = False
+    """What it decides on the host it decides in `plan_round`, so that its rounds can be captured although `on_host`."""
     may_be_empty: bool = False
     """It reads the target's hidden states, and yet there are rounds in which no row drafts."""
     taps: HiddenStateSpec | None = None
@@ -173,6 +175,19 @@ class Draft:
 
         Nothing is to be done for a draft whose state is kept by `prefill`, `update_hidden_states` and `on_commit`.
         """
+
+    def plan_round(self, history: torch.Tensor, length: torch.Tensor, k: int) -> int:
+        """Runs before each round that a CUDA graph may replay, of a draft that `plans_rounds`. Returns the most tokens,
+        up to k, that any row drafts in it: rounds of equal numbers are one graph.
+
+        A replay runs no Python. So what `propose` does in some rounds only, such as reading the tokens of skipped
+        rounds, is done here, and numbers on the host become what `propose` leaves.
+        """
+        return k
+
+    def parts(self) -> list["Draft"]:
+        """The drafts whose tensors a round uses: this one and those inside it."""
+        return [self]
 
     def during_verification(self) -> AbstractContextManager[None]:
         """In force while the target verifies a proposal and the round is committed. A draft that reads the target in

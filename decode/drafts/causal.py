@@ -65,6 +65,12 @@ class CausalDraft(Draft):
             self._read_committed(history, length, k)
         self.unread += k + 1
 
+    def plan_round(self, history: torch.Tensor, length: torch.Tensor, k: int) -> int:
+        """Reads the tokens of skipped rounds, so that the first step of `propose` has its usual number."""
+        if self.unread > 0:
+            self._read_committed(history, length, k)
+        return k
+
     def on_replaced(self, k: int) -> None:
         """The KV cache has the draft's own tokens; of the committed ones two are read again anyway."""
         self.unread += k - 1

@@ -86,6 +86,10 @@ class CachedHead(Draft):
             self.unread = 0
         self.unread += k + 1
 
+    def plan_round(self, history: torch.Tensor, length: torch.Tensor, k: int) -> int:
+        self.unread = k + 1
+        return k
+
     def on_replaced(self, k: int) -> None:
         self.unread = k + 1
 

@@ -15,10 +15,7 @@ from decode.verification.rules import NO_DRAFT
 
 
 class DraftWrapper(Draft):
-    """Passes every call on to `inner`. Subclasses change what differs.
-
-    Not for captured rounds: a CUDA graph would not keep the tensors of `inner` alive.
-    """
+    """Passes every call on to `inner`. Subclasses change what differs."""
 
     def __init__(self, inner: Draft):
         self.inner, self.on_host = inner, inner.on_host
@@ -63,6 +60,12 @@ class DraftWrapper(Draft):
 
     def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
         self.inner.skip(history, length, k)
+
+    def plan_round(self, history: torch.Tensor, length: torch.Tensor, k: int) -> int:
+        return self.inner.plan_round(history, length, k)
+
+    def parts(self) -> list[Draft]:
+        return [self, *self.inner.parts()]
 
     def during_verification(self) -> AbstractContextManager[None]:
         return self.inner.during_verification()

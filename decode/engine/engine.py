@@ -65,7 +65,8 @@ class SpeculativeEngine:
     `sampling`. `mode` "eager" runs anywhere; "compiled" compiles each new shape at its first round and is faster
     afterwards. Two modes run each round as one CUDA graph, which needs a draft that proposes on the device: "captured"
     the same kernels as eager ones, without any compilation, and "graph" compiled ones. `k` may be set anew between
-    calls of `speculate`: a chain's graph of each K is kept for as long as its buffers stay where they are.
+    calls of `speculate`, and a draft may plan fewer tokens for a round (`Draft.plans_rounds`): a chain's graph of each
+    number is kept for as long as its buffers stay where they are.
     `grammar` constrains all answers for which `speculate` is not given another.
     UserError for an unknown rule or mode, for k or `sampling` out of range, or a mode that target or draft does not
     allow.
@@ -92,7 +93,8 @@ class SpeculativeEngine:
         self.lag = int(self.device.type == "cuda" and not self.on_host)
         self.batch_shape: tuple[int, int] | None = None  # rows and slots of the current buffers
         self.longest = k  # the largest `k` so far, for which the buffers of chains have room
-        self.graphs: dict[int, CudaGraphRunner] = {}  # by K, all over `captured_buffers`
+        # by K and the tokens that a round drafts at most, all over `captured_buffers`
+        self.graphs: dict[tuple[int, int], CudaGraphRunner] = {}
         self.captured_buffers: list[SlotMapping | torch.Tensor] = []
         self.last_read_time = 0.0  # when the results of the last round were read
         self.constraint: RowConstraints | None = None  # of the rows that are being decoded
@@ -108,8 +110,12 @@ class SpeculativeEngine:
                 f"mode {mode} is for causal targets with attention alone on one device: choose eager for target "
                 f"{target.name!r}"
             )
-        if mode in CAPTURED and (self.device.type != "cuda" or self.on_host):
-            raise UserError(f"mode {mode} needs a CUDA device and a draft that proposes on it")
+        reads = draft is not None and draft.on_host and not draft.plans_rounds
+        if mode in CAPTURED and (self.device.type != "cuda" or reads):
+            raise UserError(
+                f"mode {mode} needs a CUDA device and a draft that proposes on it; adaptive lengths are for it by "
+                "acceptance alone"
+            )
         if mode != "eager" and draft is not None and draft.eager_only:
             raise UserError(
                 f"draft {draft.name!r} acts in the middle of the target's pass: choose mode eager"
@@ -297,17 +303,23 @@ class SpeculativeEngine:
         run = partial(run_round, self.target, self.draft, state, config, compiled=compiled)
         if self.mode not in CAPTURED or phases is not None:
             return AsyncHostCopy(run(phases=phases))
+        drafted = config.k
+        if self.draft is not None and self.draft.plans_rounds:
+            with torch.inference_mode():
+                drafted = self.draft.plan_round(state.history, state.length, config.k)
         changed = [state.history, state.length, state.done, self.rng.draws]
         if self.draft is not None:
             changed += self.draft.state_tensors()
         buffers: list[SlotMapping | torch.Tensor] = [*self._kv_buffers(), *changed]
         if not same_objects(buffers, self.captured_buffers):  # graphs hold addresses
             self.graphs, self.captured_buffers = {}, buffers
-        if config.k not in self.graphs:
+        key = config.k, drafted
+        if key not in self.graphs:
             # `begin_batch` replaces some of the draft's tensors, which the graph still needs
-            keep_alive = [] if self.draft is None else [dict(vars(self.draft))]
-            self.graphs[config.k] = CudaGraphRunner(run, changed, keep_alive)
-        return AsyncHostCopy(self.graphs[config.k]())
+            parts = [] if self.draft is None else self.draft.parts()
+            keep_alive = [dict(vars(part)) for part in parts]
+            self.graphs[key] = CudaGraphRunner(run, changed, keep_alive)
+        return AsyncHostCopy(self.graphs[key]())
 
     def _kv_buffers(self) -> list[SlotMapping]:
         """One object for each KV cache of target and draft, a new one whenever the cache is new or enlarged."""

@@ -52,14 +52,19 @@ class AdaptiveDraft(DraftWrapper):
     """`inner`, whose chains have at most K tokens and often fewer.
 
     A round in which no row drafts runs no pass of `inner`, whose `skip` keeps its state. A row's random numbers are the
-    same however many tokens it drafts, and its K depends on no other row unless costs are measured. The host reads each
-    proposal, so the draft's part is never compiled, and CUDA graphs are refused. A lookup belongs inside, not in front.
+    same however many tokens it drafts, and its K depends on no other row unless costs are measured. The host takes part
+    in each round, so the draft's part is never compiled. By acceptance it does so before the round, of which there is a
+    CUDA graph for each number of drafted tokens; by confidence it reads each proposal, and CUDA graphs are refused. A
+    lookup belongs inside, not in front.
     """
 
     def __init__(self, inner: Draft, config: AdaptiveConfig = AdaptiveConfig()):
         super().__init__(inner)
         self.config = config
         self.on_host = self.may_be_empty = True
+        self.plans_rounds = config.by == "acceptance" and not inner.on_host
+        self.limit: torch.Tensor | None = None
+        """[B] tokens of each row's chain in the running round at most, on the device; it stays where it is."""
         self.times: dict[int, RoundTimes] = {}
         """By number of rows; kept from batch to batch."""
 
@@ -79,6 +84,7 @@ class AdaptiveDraft(DraftWrapper):
         self.running: set[int] = set()  # rows that have committed since the last proposal
         self.drafted = [0] * rows  # in the round that has not been committed yet
         self.started: float | None = None  # when that round began
+        self.planned = False  # this batch's rounds are planned before they run
         self.own_times = self.times.setdefault(rows, RoundTimes())
         self.inner.begin_batch(replace(request, stop=self.stop))
 
@@ -101,27 +107,54 @@ class AdaptiveDraft(DraftWrapper):
         self.running.add(row)
         self.inner.on_commit(row, tokens)
 
+    def state_tensors(self) -> list[torch.Tensor]:
+        own = [] if self.limit is None else [self.limit]
+        return [*self.inner.state_tensors(), *own]
+
+    def plan_round(self, history: torch.Tensor, length: torch.Tensor, k: int) -> int:
+        self.planned = True
+        self._choose(k, length.device)
+        if self.longest > 0:
+            self.inner.plan_round(history, length, self.longest)
+        else:
+            self.inner.skip(history, length, 0)
+        return self.longest
+
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         """As many columns as the longest chain has tokens."""
-        self.started = time.perf_counter()
-        limits = self._limits(k)
-        self.drafted, self.running, longest = limits, set(), max(limits)
-        if longest == 0:
-            self.inner.skip(history, length, 0)
+        if (
+            self.planned
+        ):  # Python runs while a round is captured, which takes longer than its replays
+            self.started = None
+        else:
+            self._choose(k, length.device)
+            if self.longest == 0:
+                self.inner.skip(history, length, 0)
+        if self.longest == 0:
             discard_draws(self.request, length, k)
             every = torch.ones_like(length, dtype=torch.bool)
             return Proposal(history[:, :0], None, finite=every)
-        if self.stop is not None:
-            self.stop.limit[:] = limits
-        proposal = self.inner.propose(history, length, longest)
-        discard_draws(self.request, length, k - longest)
+        proposal = self.inner.propose(history, length, self.longest)
+        discard_draws(self.request, length, k - self.longest)
         if proposal.tree is not None:
             raise UserError(f"draft {self.name!r} drafts trees, whose length cannot be adapted")
+        assert self.limit is not None
         place = torch.arange(proposal.tokens.shape[1], device=length.device)
-        inside = place < torch.tensor(limits, device=length.device)[:, None]
-        tokens = torch.where(inside, proposal.tokens, NO_DRAFT)
-        self.drafted = (tokens != NO_DRAFT).sum(1).tolist()
+        tokens = torch.where(place < self.limit[:, None], proposal.tokens, NO_DRAFT)
+        if not self.planned:
+            self.drafted = (tokens != NO_DRAFT).sum(1).tolist()
         return replace(proposal, tokens=tokens)
+
+    def _choose(self, k: int, device: torch.device) -> None:
+        """Sets how many tokens each row drafts at most in the round that begins, on the host and on the device."""
+        self.started = time.perf_counter()
+        limits = self._limits(k)
+        self.drafted, self.running, self.longest = limits, set(), max(limits)
+        if self.stop is not None:
+            self.stop.limit[:] = limits
+        if self.limit is None or len(self.limit) != len(limits):
+            self.limit = torch.zeros(len(limits), dtype=torch.long, device=device)
+        self.limit.copy_(torch.tensor(limits))
 
     def _limits(self, k: int) -> list[int]:
         """Tokens of each row's chain at most; 0 for rows that have ended, which the engine still asks for."""
