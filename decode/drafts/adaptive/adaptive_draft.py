@@ -123,9 +123,8 @@ class AdaptiveDraft(DraftWrapper):
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         """As many columns as the longest chain has tokens."""
         if self.planned:
-            self.started = (
-                None  # Python runs only while a round is captured, longer than its replays
-            )
+            # Python runs while a round is captured, which takes longer than its replays.
+            self.started = None
         else:
             self._choose(k, length.device)
             if self.longest == 0:
