@@ -3,9 +3,11 @@
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from threading import Thread
 from typing import Any
 
 import torch
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 COMPILE_OPTIONS: dict[str, dict[str, Any]] = {
     # Checks of shapes before each kernel take a tenth of a small model's round.
@@ -33,7 +35,14 @@ def compile_function(function: Callable[..., Any], device_type: str) -> Callable
     if device_type == "cpu":
         # On CUDA replaying a CUDA graph checks no guards.
         options["guard_filter_fn"] = filter_guards
+        begin_instruction_trials()
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+
+@cache
+def begin_instruction_trials() -> None:
+    """Has inductor try the CPU's vector instructions in a thread, for which it would wait after dynamo's trace."""
+    Thread(target=valid_vec_isa_list, daemon=True).start()
 
 
 def filter_guards(guards: Sequence[Any]) -> list[bool]:
