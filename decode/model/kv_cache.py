@@ -90,32 +90,44 @@ class SlotMapping:
         self.masks: dict[tuple[int | None, int], torch.Tensor] = {}
         self.metadata: dict[int | None, SplitKVMetadata] = {}
 
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Everything that a forward reads of this object, in the same order in every forward."""
+        tensors = [self.all_rows, self.row, self.slot, self.write_slots, self.position, self.base]
+        if self.nodes is not None:
+            tensors += [self.nodes.index, self.nodes.depth, self.nodes.ancestor_mask]
+        return tensors
+
     def split_kv_metadata(self, window: int | None) -> SplitKVMetadata:
         """The same information as `mask`, without a value for every slot. Computed once a forward for each window."""
+        if torch.compiler.is_compiling():  # a region leaves nothing for the next (`mark_regions`)
+            return self._build_split_kv_metadata(window)
         if window not in self.metadata:
-            rows, count = self.write_slots.shape
-            seen, end, tail = self.position + 1, self.base + count, None
-            if self.nodes is not None:
-                depth = self.nodes.depth.expand(rows, -1)
-                seen = self.base[:, None].expand(rows, count)
-                end = self.base + depth.shape[1]
-                tail = self.nodes.ancestor_mask.expand(rows, -1, -1)
-                if window is not None:
-                    tail = tail & (self.nodes.index_depth[..., None] - depth[:, None] < window)
-                tail = bit_words(tail)
-            first = torch.zeros_like(self.base)
-            if window is not None:
-                first = (self.position.amin(1) - window + 1).clamp_min(0)
-            self.metadata[window] = SplitKVMetadata(
-                first=first,
-                live=end.clamp(1, self.size),
-                seen=seen.contiguous(),
-                position=self.position.contiguous(),
-                base=self.base,
-                tail=tail,
-                window=window,
-            )
+            self.metadata[window] = self._build_split_kv_metadata(window)
         return self.metadata[window]
+
+    def _build_split_kv_metadata(self, window: int | None) -> SplitKVMetadata:
+        rows, count = self.write_slots.shape
+        seen, end, tail = self.position + 1, self.base + count, None
+        if self.nodes is not None:
+            depth = self.nodes.depth.expand(rows, -1)
+            seen = self.base[:, None].expand(rows, count)
+            end = self.base + depth.shape[1]
+            tail = self.nodes.ancestor_mask.expand(rows, -1, -1)
+            if window is not None:
+                tail = tail & (self.nodes.index_depth[..., None] - depth[:, None] < window)
+            tail = bit_words(tail)
+        first = torch.zeros_like(self.base)
+        if window is not None:
+            first = (self.position.amin(1) - window + 1).clamp_min(0)
+        return SplitKVMetadata(
+            first=first,
+            live=end.clamp(1, self.size),
+            seen=seen.contiguous(),
+            position=self.position.contiguous(),
+            base=self.base,
+            tail=tail,
+            window=window,
+        )
 
     def mask(self, window: int | None, groups: int) -> torch.Tensor:
         """[b, 1, groups * T, S] bool, True = attend: committed slots and a node's ancestors, within `window` positions.
@@ -272,3 +284,15 @@ class StaticKVCache(Cache):
         self.slots = SlotMapping(self.slots.rows, size, self.slots.slot.device)
         for layer in self.kv_layers:
             layer.reserve(self.slots)
+
+
+class LayerCache(StaticKVCache):
+    """What the layer `index` of `layers` sees of a cache: its own K/V buffers `keys` and `values` alone."""
+
+    def __init__(
+        self, slots: SlotMapping, keys: torch.Tensor, values: torch.Tensor, index: int, layers: int
+    ):
+        layer = StaticKVLayer(slots)
+        layer.keys, layer.values, layer.is_initialized = keys, values, True
+        self.slots, self.kv_layers = slots, [layer]
+        Cache.__init__(self, layers=[layer if n == index else None for n in range(layers)])

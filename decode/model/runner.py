@@ -20,10 +20,10 @@ from decode.model.compatibility import (
 )
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
+from decode.model.layer_regions import mark_regions
 from decode.model.layer_stack import (
     check_exit,
     decoder_config,
-    mark_regions,
     with_final_norm,
     with_head_rows,
     with_layers,

@@ -1,0 +1,148 @@
+"""Decoder layers as regions of compiled code, which is traced and generated once for all layers that are alike."""
+
+import inspect
+from collections import Counter
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+import torch
+
+from decode.model import attention
+from decode.model.kv_cache import LayerCache, StaticKVCache
+from decode.model.layer_descriptions import describe_layer, gives_one_tensor, index_finds_kv
+from decode.model.layer_stack import decoder_config, layer_stack
+
+CAN_SKIP_TRACES = (
+    "reuse_hash_fn" in inspect.signature(torch.compiler.nested_compile_region).parameters
+)
+"""Whether torch can run a region again without tracing it: from 2.13 on."""
+LEAVES = (torch.Tensor, bool, int, float, str, type(None))
+"""What the arguments of a layer may hold beside the cache, if `find_region` shall take them apart."""
+NUMBERS: dict[Hashable, int] = {}
+"""The number of each description that `number_region` has met."""
+
+
+def mark_regions(model: Any) -> None:
+    """Makes each decoder layer of `model` a region of compiled code: what is generated for one layer runs for all that
+    are like it. Eager decoding and training do not see it.
+
+    Layers that read the K/V of other layers (gemma4) stay as they are: regions hand on nothing but their result.
+    """
+    if decoder_config(model).to_dict().get("num_kv_shared_layers"):
+        return
+    everywhere = Counter(map(id, tensors_of(model)))
+    layers: list[Any] = list(layer_stack(model))
+    for layer in layers:
+        if "forward" in vars(layer):  # where hooks of a placement exchange the weights
+            continue
+        layer.forward = partial(run_layer, layer)
+        inside = Counter(map(id, tensors_of(layer)))
+        own = all(everywhere[one] == count for one, count in inside.items())
+        indices = {
+            name: vars(part)["layer_idx"]
+            for name, part in layer.named_modules()
+            if "layer_idx" in vars(part)
+        }
+        holder = [".", *indices][-1]
+        is_plain = len(set(indices.values())) == 1 and index_finds_kv(layer) and "." not in holder
+        if CAN_SKIP_TRACES and own and is_plain and gives_one_tensor(type(layer).forward):
+            layer.forward = partial(find_region, layer, holder)
+
+
+def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """All tensors that are attributes of the modules in `module`, each as often as it has a name."""
+    return [
+        value
+        for _, part in module.named_modules(remove_duplicate=False)
+        for value in (*part._parameters.values(), *part._buffers.values(), *vars(part).values())
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+@torch.compiler.nested_compile_region
+def run_layer(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of `layer`, which compiled code calls as a function with the layer's weights as arguments."""
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+def find_region(layer: Any, holder: str, *args: Any, **kwargs: Any) -> Any:
+    """`run_layer` that does not trace a layer that is like an earlier one. The module `holder` has the layer's index.
+
+    All tensors that the layer reads beside its weights are arguments of the region, one by one.
+    """
+    if not torch.compiler.is_compiling():
+        return type(layer).forward(layer, *args, **kwargs)
+    cache = None
+    flat: list[Any] = []  # a name, a kind and a number of parts before the parts of each argument
+    for name, value in zip([""] * len(args) + list(kwargs), [*args, *kwargs.values()], strict=True):
+        if type(value) is StaticKVCache and cache is None:
+            cache = value
+            flat += [name, "cache", 0]
+            continue
+        parts = list(value) if type(value) is tuple else [value]
+        for part in parts:
+            if not isinstance(part, LEAVES):
+                return run_layer(layer, *args, **kwargs)
+        flat += [name, "tuple" if type(value) is tuple else "one", len(parts), *parts]
+    if cache is None or cache.slots.is_prefill:
+        return run_layer(layer, *args, **kwargs)
+    index = (getattr(layer, holder) if holder else layer).layer_idx
+    kv, slots, layers = cache.kv_layers[index], cache.slots, len(cache.kv_layers)
+    beside = attention.CONTEXT_BESIDE.slots is slots
+    read = slots.tensors()
+    return run_like_layer(layer, index, layers, beside, kv.keys, kv.values, len(read), *read, *flat)
+
+
+def rebuild_and_run(
+    layer: torch.nn.Module,
+    index: int,
+    layers: int,
+    beside: bool,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    count: int,
+    *rest: Any,
+) -> torch.Tensor:
+    """The hidden states that `layer` gives for the arguments that `find_region` took apart."""
+    slots = (attention.CONTEXT_BESIDE if beside else attention.CONTEXT).slots
+    assert slots is not None
+    cache = LayerCache(slots, keys, values, index, layers)
+    args, kwargs, at = [], {}, count
+    while at < len(rest):
+        name, kind, size = rest[at : at + 3]
+        parts = rest[at + 3 : at + 3 + size]
+        value = cache if kind == "cache" else tuple(parts) if kind == "tuple" else parts[0]
+        if name:
+            kwargs[name] = value
+        else:
+            args.append(value)
+        at += 3 + size
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+def region_key(layer: torch.nn.Module, index: int, *arguments: Any) -> int:
+    """The same number only for regions that run the same code on their arguments, in dynamo's trace."""
+    seen: dict[torch.Tensor, int] = {}
+    described: list[Any] = []
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            number = seen.setdefault(each, len(seen))
+            described.append((number, tuple(each.shape), each.stride(), each.dtype, each.device))
+        else:
+            described.append(each)
+    return number_region(layer, index, tuple(described))
+
+
+@torch.compiler.assume_constant_result
+def number_region(layer: torch.nn.Module, index: int, arguments: tuple[Any, ...]) -> int:
+    """A number for what the code of a region depends on."""
+    description = describe_layer(layer, index), repr(arguments)
+    return NUMBERS.setdefault(description, len(NUMBERS))
+
+
+REUSE: dict[str, Any] = {"reuse_hash_fn": region_key, "max_reuse_entries": 1 << 20}
+run_like_layer = torch.compiler.nested_compile_region(
+    rebuild_and_run, **(REUSE if CAN_SKIP_TRACES else {})
+)
+"""`rebuild_and_run` as a region that is traced once for each `region_key`, if CAN_SKIP_TRACES."""
