@@ -7,7 +7,6 @@ from threading import Thread
 from typing import Any
 
 import torch
-from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 COMPILE_OPTIONS: dict[str, dict[str, Any]] = {
     # Checks of shapes before each kernel take a tenth of a small model's round.
@@ -42,6 +41,8 @@ def compile_function(function: Callable[..., Any], device_type: str) -> Callable
 @cache
 def begin_instruction_trials() -> None:
     """Has inductor try the CPU's vector instructions in a thread, for which it would wait after dynamo's trace."""
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list  # takes a second
+
     Thread(target=valid_vec_isa_list, daemon=True).start()
 
 

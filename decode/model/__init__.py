@@ -12,7 +12,7 @@
 - masking/: masks of training, and attention under them for long samples
 - split_kv_attention: its Triton kernel for long buffers on a GPU
 - layer_stack: where the decoder layers and the final norm of a model are, and models with others
-- layer_regions: layers that are alike as one piece of compiled code; layer_descriptions: which are
+- regions/: decoder layers as regions of compiled code, and which layers are alike
 - hidden_states: hidden states captured during a forward, and the LM head as a function
 - vision/: vision-language models behind the same steps, and prompts with images
 - encoder_decoder/: T5 behind the same steps, and its passes in transformers' own code

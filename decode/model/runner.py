@@ -20,7 +20,6 @@ from decode.model.compatibility import (
 )
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
-from decode.model.layer_regions import mark_regions
 from decode.model.layer_stack import (
     check_exit,
     decoder_config,
@@ -29,6 +28,7 @@ from decode.model.layer_stack import (
     with_layers,
 )
 from decode.model.linear.packed_linear import patch_linear_layers
+from decode.model.regions.layer_regions import mark_regions
 
 logging.disable_progress_bar()  # transformers' bars, one per shard, hide the command's own
 

@@ -11,11 +11,11 @@ from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 from decode.engine import compile as engine_compile
 from decode.engine import round as rounds
 from decode.engine.engine import decode
-from decode.model.layer_descriptions import describe_layer
-from decode.model.layer_regions import CAN_SKIP_TRACES
+from decode.model.regions.layer_descriptions import describe_layer
+from decode.model.regions.layer_regions import CAN_SKIP_TRACES
 from tests.decode.engine.test_engine import texts
 from tests.params import slow_except
-from tests.tiny import tiny_model, tiny_prompts, tiny_target
+from tests.tiny import ARCHITECTURES, tiny_model, tiny_prompts, tiny_target
 
 
 @pytest.fixture
@@ -68,6 +68,13 @@ KINDS = {
 def test_one_region_for_each_kind_of_layer(family: str, saved: list[int]) -> None:
     """Catches a layer whose window or experts are those of another one, and layers that are compiled one by one."""
     assert compiled_layers(tiny_model(family), saved) == KINDS[family]
+
+
+@pytest.mark.parametrize("family", slow_except(list(ARCHITECTURES), ["llama", "qwen3"]))
+def test_every_family_says_the_same_through_regions(family: str, saved: list[int]) -> None:
+    """Catches a trace of one layer that runs for another one with which it does not agree."""
+    model = tiny_model(family)
+    assert 1 <= compiled_layers(model, saved) <= model.config.num_hidden_layers
 
 
 def test_thirty_layers_are_one_region(saved: list[int]) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from decode.model import attention
 from decode.model.kv_cache import LayerCache, StaticKVCache
-from decode.model.layer_descriptions import describe_layer, gives_one_tensor, index_finds_kv
 from decode.model.layer_stack import decoder_config, layer_stack
+from decode.model.regions.layer_descriptions import describe_layer, gives_one_tensor, index_finds_kv
 
 CAN_SKIP_TRACES = (
     "reuse_hash_fn" in inspect.signature(torch.compiler.nested_compile_region).parameters
