@@ -85,12 +85,12 @@ def save(folder: Path, model: Any, tokenizer: PreTrainedTokenizerFast) -> Path:
     return folder
 
 
-def build(folder: Path, prompts: int = 48) -> World:
+def build(folder: Path, prompts: int = 48, layers: int = 2) -> World:
     """The world in `folder`; its prompts have 3 to 42 bytes and occur in no evaluation prompt."""
     tokenizer = byte_tokenizer()
     size: dict[str, Any] = {
         "vocab_size": len(tokenizer),
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "max_position_embeddings": CONTEXT,
     }
     target = tiny_model("llama", seed=1, **size)

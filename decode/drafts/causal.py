@@ -60,7 +60,7 @@ class CausalDraft(Draft):
 
     def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
         """Runs nothing: the first step of the next `propose` reads these tokens too. They are read here only when there
-        are MAX_UNREAD of them, because a step computes logits for each of its tokens."""
+        are MAX_UNREAD of them, since some models compute logits for each token of a step."""
         if self.unread >= MAX_UNREAD:
             self._read_committed(history, length, k)
         self.unread += k + 1
@@ -84,8 +84,8 @@ class CausalDraft(Draft):
         count = self.unread + (2 if self.shape is None else max_depth(self.shape, k) + 1)
         self.unread = 0
         back = length[:, None] + torch.arange(-count, 0, device=length.device)
-        last = history.gather(1, back.clamp_min(0))
-        return self.decoder.step(last, length - count)[:, -1]
+        tokens = history.gather(1, back.clamp_min(0))
+        return self.decoder.step(tokens, length - count, last=1)[:, -1]
 
 
 def causal_draft(decoder: ModelRunner) -> CausalDraft | RecurrentDraft:

@@ -190,15 +190,24 @@ def time_vllm(
     return times
 
 
-def time_decoders(
+def warm_up(
     decoders: dict[str, Decoder], prompts: Sequence[list[int]], console: Console
-) -> dict[str, list[float]]:
-    """{decoder: milliseconds per token of each prompt}. Prints how many texts differ from the first decoder's."""
+) -> dict[str, float]:
+    """{decoder: seconds of its first two requests}, in which it compiles what it compiles."""
+    seconds = {}
     for name, decoder in decoders.items():
         start = time.perf_counter()
         decoder.decode(prompts[0])
         decoder.decode(prompts[-1])  # of another length: some decoders compile for each length
-        console.print(f"warmed up {name} in {time.perf_counter() - start:.1f} s")
+        seconds[name] = time.perf_counter() - start
+        console.print(f"warmed up {name} in {seconds[name]:.1f} s")
+    return seconds
+
+
+def time_decoders(
+    decoders: dict[str, Decoder], prompts: Sequence[list[int]], console: Console
+) -> dict[str, list[float]]:
+    """{decoder: milliseconds per token of each prompt}. Prints how many texts differ from the first decoder's."""
     times: dict[str, list[float]] = {name: [] for name in decoders}
     different: dict[str, int] = dict.fromkeys(decoders, 0)
     for prompt in prompts:
@@ -264,7 +273,7 @@ def compare_decoders(
     prompts: Sequence[list[int]],
     console: Console,
 ) -> dict[str, Any]:
-    """{"hf", "ours", "vllm": medians, "floor_ms", "bandwidth", "throughput"}; prints their tables."""
+    """{"hf", "ours", "vllm": medians, "floor_ms", "bandwidth", "warm_up_seconds", "throughput"}; prints tables."""
     vllm = time_vllm(s, prompts, drafts) if s.vllm_python else {}
     bandwidth = measure_bandwidth(target.decoder.device)
     weights = sum(layer.weight.nbytes for layer in linear_layers(target.decoder.model))
@@ -274,10 +283,15 @@ def compare_decoders(
     )
     decoders = {f"hf {name}": each for name, each in hf_decoders(s, target, drafts).items()}
     decoders |= {f"ours {name}": each for name, each in our_decoders(s, target, drafts).items()}
+    warm_up_seconds = warm_up(decoders, prompts, console)
     times = time_decoders(decoders, prompts, console)
     times |= {f"vllm {name}": each for name, each in vllm.items()}
     medians = print_times(console, times, floor_ms)
-    result: dict[str, Any] = {"floor_ms": floor_ms, "bandwidth": bandwidth}
+    result: dict[str, Any] = {
+        "floor_ms": floor_ms,
+        "bandwidth": bandwidth,
+        "warm_up_seconds": warm_up_seconds,
+    }
     result |= {
         side: {
             name.removeprefix(f"{side} "): value

@@ -12,6 +12,8 @@ each weight and row. For each R the table has
     torch._weight_int8pack_mm), which is listed and not counted as this dtype's floor
   engine: a whole round of the decoder without its draft's part: attention, norms, sampling and bookkeeping included.
     Up to 16 rows one text is verified (K = R - 1 drafted tokens), beyond it R texts are decoded plainly
+  first: seconds of the first request of R rows. With --mode compiled its code is made or, the second time, read from
+    the disk (set TORCHINDUCTOR_CACHE_DIR to an empty folder to time it from cold)
 
 A second table has the work around decoding, each with the time that its matrix products take at least:
 
@@ -30,6 +32,7 @@ than that. Run it on an idle machine. The last line is JSON.
 import json
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,8 +113,9 @@ def round_ms(
     prompts: Sequence[list[int]],
     rows: int,
     sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
-) -> float:
-    """Mean milliseconds of the decoder's round of `rows` rows, without what its draft takes.
+) -> tuple[float, float]:
+    """(mean milliseconds of the decoder's round of `rows` rows, without what its draft takes; seconds of its very first
+    request, in which code is compiled).
 
     Sampled rows are always texts, each decoded plainly.
     """
@@ -120,12 +124,15 @@ def round_ms(
     engine = SpeculativeEngine(target, draft, k=max(1, rows - 1), mode=s.mode, sampling=sampling)
     together = [prompts[i % len(prompts)] for i in range(rows)]
     batches = [[prompt] for prompt in prompts] if one_text else [together]
+    first_request = 0.0
     for batch in batches:  # every shape once, so that nothing is compiled while the clock runs
+        start = time.perf_counter()
         list(engine.speculate(batch, max_new_tokens=s.max_new_tokens))
+        first_request = first_request or time.perf_counter() - start
     phases = PhaseTimes()
     for batch in batches:
         list(engine.speculate(batch, max_new_tokens=s.max_new_tokens, phases=phases))
-    return MS * (phases.total - phases.draft) / phases.rounds
+    return MS * (phases.total - phases.draft) / phases.rounds, first_request
 
 
 def summarize(
@@ -167,7 +174,7 @@ def measure_batches(
         found.append(
             {
                 "work": "sampling", "tokens": rows, "floor": fastest_ms(layers, rows, s.repeats),
-                "took": round_ms(target, s, prompts, rows, plain), "vocabulary": vocabulary,
+                "took": round_ms(target, s, prompts, rows, plain)[0], "vocabulary": vocabulary,
                 "vocabulary_top_p": vocabulary_ms(target, prompts, rows, nucleus, s.repeats),
             }
         )  # fmt: skip
@@ -220,22 +227,26 @@ def main(s: FloorConfig) -> None:
     weights = sum(layer.weight.numel() for layer in layers)
     weight_bytes = sum(layer.weight.nbytes for layer in layers)
     bandwidth = measure_bandwidth(device)
-    engine = [round_ms(target, s, prompts, rows) for rows in s.rows]
+    engine, first_requests = zip(
+        *(round_ms(target, s, prompts, rows) for rows in s.rows), strict=True
+    )
     products = time_products(layers, s.rows, s.repeats)
     batches = measure_batches(target, s, prompts)
     steps = summarize(s.rows, weights, weight_bytes, bandwidth, products, engine)
+    for x, seconds in zip(steps, first_requests, strict=True):
+        x["first_request_s"] = seconds
     console = Console(stderr=True, width=110)
     console.print(
         f"{weight_bytes / 1e6:.0f} MB of weights; {bandwidth / 1e9:.1f} GB/s; milliseconds a step"
     )
     table = Table(
-        "rows", "roofline", "product", "engine", "of roofline", "of product", "int8 product"
-    )
+        "rows", "roofline", "product", "engine", "of roofline", "of product", "int8 product", "first, s"
+    )  # fmt: skip
     for x in steps:
         int8 = "–" if x["int8"] is None else f"{x['int8']:.1f}"
         table.add_row(
             str(x["rows"]), f"{x['roofline']:.1f}", f"{x['product']:.1f} ({x['kernel']})", f"{x['engine']:.1f}",
-            f"{x['of_roofline']:.0%}", f"{x['of_product']:.0%}", int8,
+            f"{x['of_roofline']:.0%}", f"{x['of_product']:.0%}", int8, f"{x['first_request_s']:.1f}",
         )  # fmt: skip
     console.print(table)
     console.print(batch_table(batches))

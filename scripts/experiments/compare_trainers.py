@@ -2,18 +2,23 @@
 
     python scripts/experiments/compare_trainers.py --out docs/results/trainers.json
     python scripts/experiments/compare_trainers.py --arms '[ours-on-policy, gkd-on-policy]'
+    python scripts/experiments/compare_trainers.py --target T --data D \\
+      --arms '[eagle3, eagle3-features, eagle3-trainer]'
 
 The trainers (--arms):
   ours: train/trainer/loop.py with a causal draft and the live target as teacher
-  ours-features: the same with the target's hidden states read from disk (--features of train/distill.py)
+  ours-features: the same with the target's hidden states read from disk (--features of train/distill.py); the pass
+    that stores them is timed too, and spread over --epochs
   trainer: transformers' Trainer with the KL at supervised positions as its loss
   gkd: TRL's GKDTrainer at lmbda 0 and beta 0, which is the same KL; skipped unless trl is installed
   ours-on-policy, gkd-on-policy: the draft writes the texts that it is trained on, GKD before every step (lmbda 1),
     ours for on_policy_every steps at once
+  eagle3, eagle3-features: as the first two, with an EAGLE-3 head instead of --draft
+  eagle3-trainer: transformers' Trainer with the loss as public trainers compute it (trainers/plain_eagle3.py)
 
-All of them train every weight of the same draft on the same samples in the same order. Each run is a process of its
-own, and the trainers take turns. Memory added is the peak minus what was in use before the first step. The last line
-is JSON.
+All of them train every weight of the same draft, or head, on the same samples in the same order. Each run is a process
+of its own, and the trainers take turns. Memory added is the peak minus what was in use before the first step. The last
+line is JSON.
 """
 
 import contextlib
@@ -23,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,21 +45,25 @@ from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.progress import progress_bars
-from decode.common.ranges import Count
+from decode.common.ranges import Count, CountOrZero
 from decode.common.run_dir import check_file
 from decode.model.loading import load_model, load_target
-from scripts.experiments import reference_trainers
-from scripts.experiments.step_timer import StepTimer
+from scripts.experiments.trainers import reference_trainers
+from scripts.experiments.trainers.step_timer import StepTimer
 from train import distill
 from train.data import mixture
 from train.data.sample_store import SampleRow
 from train.families.config import DraftConfig
+from train.families.heads.eagle import TrainableEagle
 from train.trainer import on_policy as trainer_on_policy
 from train.trainer.checkpoint import TrainingState
 from train.trainer.loop import LoopConfig, train
 from train.trainer.tracking import NullTracker
 
-TrainerName = Literal["ours", "ours-features", "trainer", "gkd", "ours-on-policy", "gkd-on-policy"]
+TrainerName = Literal[
+    "ours", "ours-features", "trainer", "gkd", "ours-on-policy", "gkd-on-policy",
+    "eagle3", "eagle3-features", "eagle3-trainer",
+]  # fmt: skip
 
 
 @dataclass
@@ -75,8 +85,12 @@ class CompareTrainersConfig:
     """Longer samples are cut to this many tokens."""
     max_new_tokens: Count = 64
     """On policy: tokens of a continuation at most."""
-    features: str = "outputs/features"
-    """ours-features: folder of the target's hidden states, filled in the first run."""
+    epochs: Count = 3
+    """With features: epochs of training for which their pass is made."""
+    eagle_vocab: CountOrZero = 8192
+    """Size of the EAGLE-3 head's vocabulary; 0: all tokens of the target."""
+    eagle_steps: Count = 7
+    """Steps of the EAGLE-3 head's training-time test."""
     on_policy_every: Count = 10
     """ours-on-policy: number of steps whose texts are generated together."""
     dtype: str = "float32"
@@ -97,43 +111,70 @@ class StepTimerTracker(NullTracker):
         self.clock.step()
 
 
-def run_our_trainer(s: CompareTrainersConfig, on_policy: bool, features: str) -> dict[str, float]:
-    """Runs this project's loop as train/distill.py does. Returns `StepTimer.results`."""
+def distill_settings(s: CompareTrainersConfig, arm: str, folder: str) -> distill.DistillConfig:
+    """The settings of train/distill.py for a run of `arm` in `folder`."""
     steps = s.warm + s.steps
-    loop = LoopConfig(
-        steps=steps, batch_size=s.batch_size, micro_batch=s.batch_size, max_length=s.max_length,
-        lr=1e-5, warmup=0, log_every=1, eval_every=0, save_every=steps,
-    )  # fmt: skip
-    on_policy_config = trainer_on_policy.OnPolicyConfig(
-        share=1.0 if on_policy else 0.0,
+    on_policy = trainer_on_policy.OnPolicyConfig(
+        share=1.0 if arm == "ours-on-policy" else 0.0,
         every=s.on_policy_every,
         max_new_tokens=s.max_new_tokens,
         batch_size=s.on_policy_every * s.batch_size,
     )
+    eagle3 = DraftConfig(family="eagle3", vocab=s.eagle_vocab, steps=s.eagle_steps)
+    return distill.DistillConfig(
+        target=s.target, data=s.data, on_policy=on_policy, target_dtype=s.dtype, out=folder,
+        draft=eagle3 if arm.startswith("eagle3") else DraftConfig(init=s.draft),
+        features=str(Path(folder) / "features") if arm.endswith("features") else "",
+        loop=LoopConfig(
+            steps=steps, batch_size=s.batch_size, micro_batch=s.batch_size, max_length=s.max_length,
+            lr=1e-5, warmup=0, log_every=1, eval_every=0, save_every=steps,
+        ),
+    )  # fmt: skip
+
+
+def run_our_trainer(settings: distill.DistillConfig, s: CompareTrainersConfig) -> dict[str, float]:
+    """Runs this project's loop as train/distill.py does. Returns `StepTimer.results`, and with features the tokens per
+    second of their pass and of `s.epochs` epochs together with it."""
+    accelerator = distill.init_accelerator(settings)
+    settings, parts = distill.load_components(settings, accelerator)
+    begun = time.perf_counter()
+    distill.fill_feature_store(accelerator, parts, Console(stderr=True))
+    pass_seconds = time.perf_counter() - begun
+    training = distill.build_training(settings, accelerator, parts)
+    tokens_read: list[int] = []
+
+    def select_batch(step: int) -> Sequence[SampleRow]:
+        rows = training.select_batch(step)
+        tokens_read.append(sum(len(row["input_ids"]) for row in rows))
+        return rows
+
+    clock = StepTimer(accelerator.device, s.warm, s.steps)
+    clock.start()
+    train(
+        replace(training, select_batch=select_batch), settings.loop,
+        TrainingState(parts.target.fingerprint), Path(settings.out),
+        StepTimerTracker(clock), dict, progress_bars(disable=True),
+    )  # fmt: skip
+    found = clock.results(tokens_read)
+    if settings.features:
+        pass_tokens = sum(len(parts.rows[i]["input_ids"]) for i in range(len(parts.rows)))
+        found["pass_tokens_per_second"] = pass_tokens / pass_seconds
+        seconds = 1 / found["tokens_per_second"] + pass_seconds / pass_tokens / s.epochs
+        found["with_pass_tokens_per_second"] = 1 / seconds
+    return found
+
+
+def run_arm(s: CompareTrainersConfig, arm: str) -> dict[str, float]:
+    """One run of a trainer in this process."""
     with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
-        settings = distill.DistillConfig(
-            target=s.target, data=s.data, draft=DraftConfig(init=s.draft), loop=loop,
-            on_policy=on_policy_config, features=features, target_dtype=s.dtype, out=folder,
-        )  # fmt: skip
-        accelerator = distill.init_accelerator(settings)
-        settings, parts = distill.load_components(settings, accelerator)
-        distill.fill_feature_store(accelerator, parts, Console(stderr=True))
-        training = distill.build_training(settings, accelerator, parts)
-        tokens_read: list[int] = []
-
-        def select_batch(step: int) -> Sequence[SampleRow]:
-            rows = training.select_batch(step)
-            tokens_read.append(sum(len(row["input_ids"]) for row in rows))
-            return rows
-
-        clock = StepTimer(accelerator.device, s.warm, s.steps)
-        clock.start()
-        state = TrainingState(parts.target.fingerprint)
-        train(
-            replace(training, select_batch=select_batch), loop, state, Path(folder),
-            StepTimerTracker(clock), dict, progress_bars(disable=True),
-        )  # fmt: skip
-        return clock.results(tokens_read)
+        settings = distill_settings(s, arm, folder)
+        if arm.startswith("ours") or arm in ("eagle3", "eagle3-features"):
+            return run_our_trainer(settings, s)
+        if arm != "eagle3-trainer":
+            return reference_trainers.train_reference(s, arm)
+        parts = distill.load_components(settings, distill.init_accelerator(settings))[1]
+        assert isinstance(parts.trainable, TrainableEagle)
+        return reference_trainers.train_reference(s, arm, parts.trainable.net)
 
 
 def run_in_subprocess(arm: str, s: CompareTrainersConfig) -> dict[str, float]:
@@ -151,20 +192,16 @@ def run_in_subprocess(arm: str, s: CompareTrainersConfig) -> dict[str, float]:
 def main(s: CompareTrainersConfig) -> None:
     if s.one:
         torch.manual_seed(0)
-        arm = s.arms[0]
         with contextlib.redirect_stdout(sys.stderr):
-            if arm.startswith("ours"):
-                features = s.features if arm == "ours-features" else ""
-                found = run_our_trainer(s, arm == "ours-on-policy", features)
-            else:
-                found = reference_trainers.train_reference(s, arm)
+            found = run_arm(s, s.arms[0])
         print(json.dumps(found))
         return
     if not s.arms:
         raise UserError("arms is empty: name at least one trainer")
     check_file(s.out)
     load_target(s.target, "cpu", s.dtype)  # UserError here rather than in every run
-    load_model(s.draft, "draft", "cpu", "float32")
+    if not all(arm.startswith("eagle3") for arm in s.arms):
+        load_model(s.draft, "draft", "cpu", "float32")
     mixture.load(s.data, s.max_length)
     console = Console(stderr=True)
     arms: list[str] = list(s.arms)
@@ -175,15 +212,19 @@ def main(s: CompareTrainersConfig) -> None:
     for turn in range(s.rounds):
         for name in arms if turn % 2 == 0 else reversed(arms):
             runs_of[name].append(run_in_subprocess(name, s))
-    table = Table("trainer", "tokens/s", "least to most", "s a step", "memory added, GB", "in all")
+    table = Table(
+        "trainer", "tokens/s", "least to most", "with the pass", "s a step", "memory added, GB", "in all"
+    )  # fmt: skip
     cells = {}
     for name, each in runs_of.items():
         columns = {key: sorted(one[key] for one in each) for key in each[0]}
         middle = {key: statistics.median(values) for key, values in columns.items()}
         speeds = columns["tokens_per_second"]
         cells[name] = {"median": middle, "runs": each}
+        with_pass = middle.get("with_pass_tokens_per_second")
         table.add_row(
             name, f"{middle['tokens_per_second']:,.0f}", f"{speeds[0]:,.0f} to {speeds[-1]:,.0f}",
+            "–" if with_pass is None else f"{with_pass:,.0f}",
             f"{middle['seconds_per_step']:.3f}", f"{middle['peak_bytes'] / 1e9:.2f}",
             f"{middle['peak_bytes_in_all'] / 1e9:.2f}",
         )  # fmt: skip

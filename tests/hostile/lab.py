@@ -86,7 +86,7 @@ BASE = {
     "--target $lab/target --init $lab/draft --tokens 40 --batch_size 2 --seeds '[0]' --max_new_tokens 4 --limit 1 "
     "--drafts $tmp/drafts --out $tmp/losses.json",
     "scripts/experiments/compare_trainers.py": "--target $lab/target --draft $lab/draft --data $lab/samples "
-    "--arms '[ours]' --rounds 1 --warm 1 --steps 1 --batch_size 2 --features $tmp/features --out $tmp/out.json",
+    "--arms '[ours]' --rounds 1 --warm 1 --steps 1 --batch_size 2 --out $tmp/out.json",
     "scripts/experiments/data_curve.py": "--distill.target $lab/target --distill.data $lab/samples "
     "--distill.draft.init $lab/draft --distill.loop.batch_size 2 --distill.loop.micro_batch 2 --sizes '[5, 20]' "
     "--seeds '[0]' --steps 1 --k 2 --tasks '[{name: code, limit: 2}]' --max_new_tokens 4 --out $out",

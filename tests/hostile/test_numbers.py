@@ -201,6 +201,9 @@ NUMBERS = {
         ("max_length", "0"),
         ("max_new_tokens", "0"),
         ("on_policy_every", "0"),
+        ("epochs", "0"),
+        ("eagle_vocab", "-1"),
+        ("eagle_steps", "0"),
     ],
     "scripts/experiments/data_curve.py": [
         ("sizes", "'[5]' '[0, 5]' '[5, 5]' '[5, 100000]' '[1, 2]'"),

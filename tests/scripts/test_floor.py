@@ -69,7 +69,7 @@ def test_the_command_measures_each_number_of_rows(capsys: pytest.CaptureFixture[
     assert [x["rows"] for x in facts["steps"]] == [1, 3, 17]
     assert set(facts["products"]) == {"linear", "packed", "int8"}
     for x in facts["steps"]:
-        assert min(x["roofline"], x["product"], x["engine"]) > 0
+        assert min(x["roofline"], x["product"], x["engine"], x["first_request_s"]) > 0
         assert x["of_product"] == pytest.approx(x["product"] / x["engine"])
     work = {x["work"]: x for x in facts["batches"]}
     assert {name: x["tokens"] for name, x in work.items()} == {

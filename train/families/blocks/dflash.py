@@ -37,14 +37,9 @@ from train.families.head_init import (
     random_init,
     with_saved_sizes,
 )
-from train.families.heads.eagle import (
-    DEFAULT_VOCAB,
-    TrainableEagle,
-    eagle_shape,
-    hidden_state_rms,
-    valid_slot_indices,
-    vocabulary_facts,
-)
+from train.families.heads.eagle import TrainableEagle, valid_slot_indices
+from train.families.heads.eagle_init import DEFAULT_VOCAB, hidden_state_rms, vocabulary_facts
+from train.families.heads.eagle_sizes import eagle_shape
 from train.families.model_sizes import DraftShape
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput

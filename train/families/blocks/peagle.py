@@ -19,7 +19,8 @@ from train.families.blocks.block_loss import BlockLoss
 from train.families.blocks.mask_token import choose_mask_token
 from train.families.blocks.slots import BlockMask, BlockSlots, Retention, draw_depths
 from train.families.config import DraftConfig
-from train.families.heads.eagle import Eagle3, TrainableEagle, init_eagle3, vocabulary_facts
+from train.families.heads.eagle import Eagle3, TrainableEagle
+from train.families.heads.eagle_init import init_eagle3, vocabulary_facts
 from train.families.model_sizes import DraftShape
 from train.teacher.live import TeacherOutput
 

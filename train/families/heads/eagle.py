@@ -1,7 +1,6 @@
-"""EAGLE-1 and EAGLE-3 heads in training: weights, losses, training-time test, sizes (Li et al. 2024, 2025)."""
+"""EAGLE-1 and EAGLE-3 heads in training: losses and training-time test (Li et al. 2024, 2025)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from decode.checkpoints import layouts
-from decode.common.errors import UserError
-from decode.drafts import eagle
 from decode.drafts.base import Draft
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
-from decode.model.hidden_states import HiddenStateSpec, LMHead, check_taps
-from decode.model.loading import Target
+from decode.model.hidden_states import HiddenStateSpec, check_taps
 from decode.model.masking.blocks import recomputed, run_now
-from train.data import batching, vocab_mapping
+from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.families.alignment import Alignment
 from train.families.base import (
@@ -28,29 +24,20 @@ from train.families.base import (
     model_dtype,
 )
 from train.families.config import DraftConfig
-from train.families.head_init import (
-    Config,
-    check_against_saved,
-    check_widths,
-    load_saved_config,
-    random_init,
-    with_saved_sizes,
-)
+from train.families.head_init import Config, with_saved_sizes
 from train.families.head_loss import LossWeights, SupervisedRows, loss_and_metrics, step_weights
-from train.families.heads.ttt_attention import BLOCK, TestTimeAttention
-from train.families.model_sizes import (
-    DraftShape,
-    ModelShape,
-    StepWorkload,
-    count_parameters,
-    layer_activation_bytes,
+from train.families.heads.eagle_init import (
+    DEFAULT_VOCAB,
+    init_eagle1,
+    init_eagle3,
+    vocabulary_facts,
 )
+from train.families.heads.eagle_sizes import eagle_shape
+from train.families.heads.ttt_attention import TestTimeAttention
+from train.families.model_sizes import DraftShape, count_parameters
 from train.losses import divergences
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
-
-DEFAULT_VOCAB = 32_000
-"""Size of an EAGLE-3 draft's vocabulary where draft.vocab does not say it: that of its authors."""
 
 
 class Eagle1(FamilyTrainer):
@@ -104,72 +91,6 @@ class Eagle3(FamilyTrainer):
             bytes_per_hidden=33, target_states=4, target_state_copies=3,
             recompute=s.activation_checkpointing,
         )  # fmt: skip
-
-
-KEPT_KEYS, KEPT_INPUTS = 14, 8
-"""Bytes per token and hidden size, in bf16, that are kept of the keys and of each pass when both are recomputed."""
-
-
-@dataclass(frozen=True)
-class EagleShape(DraftShape):
-    """Sizes of an EAGLE head in training."""
-
-    bytes_per_hidden: int = 4
-    """Bytes per token and hidden size that autograd keeps of the keys of every token, in bf16."""
-    recompute: bool = False
-    """Of the keys and of each pass only the inputs are kept (draft.activation_checkpointing)."""
-
-    def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
-        tokens = load.micro_batch * load.max_tokens
-        slots = load.micro_batch * load.max_supervised_tokens
-        block = min(load.max_supervised_tokens, BLOCK)
-        scores = 8 * self.heads * load.max_tokens  # of one slot with all keys
-        # Blocks of slots are computed again in backward, so one exists at a time, with its gradients.
-        kept = 2 if load.max_supervised_tokens > BLOCK else self.passes_per_slot
-        keys = tokens * self.bytes_per_hidden * self.hidden
-        layer = slots * self.passes_per_slot * layer_activation_bytes(self)
-        if self.recompute:
-            kept = 2
-            keys = tokens * KEPT_KEYS * self.hidden
-            inputs = slots * self.passes_per_slot * KEPT_INPUTS * self.hidden
-            layer = inputs + slots * layer_activation_bytes(self)  # one pass at a time
-        return scale * (keys + layer + load.micro_batch * kept * scores * block)
-
-    def attention_flops(self, load: StepWorkload) -> float:
-        passes = load.supervised_tokens * self.passes_per_slot
-        return passes * 16 * load.tokens * self.attention
-
-
-def eagle_shape(
-    net: Any,
-    config: Config,
-    vocab: int,
-    passes: int,
-    parameters_beside_layers: int,
-    **fields: Any,
-) -> EagleShape:
-    """Sizes of `net`, whose slots are run `passes` times; `vocab` is the draft's own vocabulary.
-
-    `net` has the layers `layers`, and `fc`, which fuses the target's states.
-    """
-    attention = [layer.self_attn for layer in net.layers]
-    keys_values = sum(count_parameters(a.k_proj) + count_parameters(a.v_proj) for a in attention)
-    return EagleShape(
-        parameters=count_parameters(net),
-        # Every token gives keys and values; supervised slots compute theirs again in the layers.
-        body_parameters=count_parameters(net.fc) + keys_values,
-        layers=len(attention),
-        hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"],
-        attention=config["num_attention_heads"] * config["head_dim"],
-        heads=config["num_attention_heads"],
-        kv_width=0,
-        vocab=vocab,
-        trained=sum(p.numel() for p in net.parameters() if p.requires_grad),
-        parameters_per_pass=count_parameters(net.layers) + parameters_beside_layers,
-        passes_per_slot=passes,
-        **fields,
-    )
 
 
 class EagleTrainer(nn.Module):
@@ -296,76 +217,3 @@ def valid_slot_indices(valid: Tensor) -> Tensor:
     """
     count = max(1, int(valid.sum(1).max()))
     return (~valid).long().argsort(dim=1, stable=True)[:, :count]
-
-
-def vocabulary_facts(ids: Tensor | None, counts: Tensor) -> dict[str, Any]:
-    """What draftsmith.json records of a reduced vocabulary `ids` [Vd]; {} for the whole one (None)."""
-    return {} if ids is None else {"vocabulary": vocab_mapping.describe(ids.cpu(), counts)}
-
-
-def init_eagle1(s: DraftConfig, target: Target, device: str) -> tuple[EagleModel, Config]:
-    """(net, its config.json)."""
-    check_widths(target)
-    if s.init:
-        config = load_saved_config(s, "eagle1")
-        return eagle.load(s.init, target, device, "float32").net, config
-    config = layouts.eagle1_config(target.decoder.config, target.decoder.vocab_size)
-    return random_init(Eagle1Model(llama_config(config), LMHead(target.decoder.model))).to(
-        device
-    ), config
-
-
-def init_eagle3(
-    context: FamilyContext, counts: Tensor, mask_token: int | None = None
-) -> tuple[EagleModel, Config]:
-    """(net, its config.json). A new one drafts the most frequent tokens of `counts`, with the target's LM head rows.
-
-    With a `mask_token` it is P-EAGLE.
-    """
-    s, target, device = context.config.draft, context.target, context.device
-    check_widths(target)
-    depth, vocab = target.decoder.config.num_hidden_layers, target.decoder.vocab_size
-    if s.taps != sorted(set(s.taps)):
-        raise UserError(f"draft.taps {s.taps}: name layers in rising order, each once")
-    if s.init:
-        config = load_saved_config(s, s.family)
-        size, taps = config["draft_vocab_size"], list(layouts.aux_layers(config, depth))
-        check_against_saved(
-            s,
-            vocab=0 if size == vocab else size,
-            width=config["hidden_size"],
-            taps=taps,
-            norms=layouts.saved_norms(config),
-            mask_token=config.get("mask_token_id"),
-        )
-        return eagle.load_net(s.init, target, device, "float32")[0], config
-    layers = tuple(s.taps) or layouts.default_aux_layers(depth)
-    ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
-    size = vocab if ids is None else len(ids)
-    config = layouts.eagle3_config(target.decoder.config, vocab, size, layers, s.width, s.norms)
-    if mask_token is not None:
-        config = layouts.peagle_config(config, mask_token)
-    net = random_init(Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids))
-    start = target.decoder.model.get_output_embeddings().weight.detach().cpu()
-    with torch.no_grad():
-        if net.fc_norm is None and net.input_norm is None:
-            size_of_states = hidden_state_rms(context, net.taps)
-            net.fc.weight /= size_of_states
-            if mask_token is not None:
-                net.mask_hidden.mul_(size_of_states)
-        if start.shape[1] == config["hidden_size"]:
-            net.lm_head.weight.copy_(start if ids is None else start[ids])
-    return net.to(device), config
-
-
-def hidden_state_rms(context: FamilyContext, taps: HiddenStateSpec) -> float:
-    """Root mean square of the tapped hidden states over the first samples.
-
-    Hidden states inside a target are large, 10 and more, and grow with depth. A new layer that adds numbers of size 1
-    to them changes little and learns slowly, so the fused states are scaled to size 1.
-    """
-    samples = [context.rows[i] for i in range(min(4, len(context.rows)))]
-    batch = batching.collate(samples, pad_id=0).to(context.target.decoder.device)
-    features = context.running_teacher(taps).get_output(batch).features.float()
-    supervised = batch.loss_mask[..., None].expand_as(features)
-    return float(features[supervised].square().mean().sqrt())

@@ -41,7 +41,7 @@ from train.families.head_init import (
     with_saved_sizes,
 )
 from train.families.head_loss import loss_and_metrics
-from train.families.heads.eagle import DEFAULT_VOCAB, vocabulary_facts
+from train.families.heads.eagle_init import DEFAULT_VOCAB, vocabulary_facts
 from train.families.model_sizes import (
     DraftShape,
     ModelShape,

@@ -26,7 +26,8 @@ from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft, mo
 from train.families.config import DraftConfig
 from train.families.head_init import Config, check_widths, load_saved_config
 from train.families.head_loss import SupervisedRows
-from train.families.heads.eagle import EagleShape, EagleTrainer, TrainableEagle
+from train.families.heads.eagle import EagleTrainer, TrainableEagle
+from train.families.heads.eagle_sizes import EagleShape
 from train.families.model_sizes import DraftShape, target_shape
 
 

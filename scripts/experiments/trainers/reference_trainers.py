@@ -1,4 +1,4 @@
-"""Widely used trainers on batches in this project's order: transformers' Trainer with a KL loss, TRL's GKDTrainer."""
+"""Widely used trainers on batches in this project's order: transformers' Trainer, and TRL's GKDTrainer."""
 
 import tempfile
 from collections.abc import Sequence
@@ -6,15 +6,20 @@ from typing import Any
 
 import torch
 
+from decode.drafts.eagle_model import Eagle3Model
 from decode.model.loading import load_model, load_tokenizer
-from scripts.experiments.step_timer import StepTimer
+from scripts.experiments.trainers.plain_eagle3 import PlainEagle3, plain_loss
+from scripts.experiments.trainers.step_timer import StepTimer
 from train.data import mixture
 from train.data.batching import supervised_positions
 from train.data.sample_store import SampleRow
 
 
-def train_reference(s: Any, kind: str) -> dict[str, float]:
-    """Runs trainer, gkd or gkd-on-policy; `s` is the CompareTrainersConfig. Returns `StepTimer.results`."""
+def train_reference(s: Any, kind: str, net: Eagle3Model | None = None) -> dict[str, float]:
+    """Runs trainer, gkd, gkd-on-policy or eagle3-trainer, which trains `net`. Returns `StepTimer.results`.
+
+    `s` is the CompareTrainersConfig.
+    """
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -25,7 +30,11 @@ def train_reference(s: Any, kind: str) -> dict[str, float]:
         row for step in range(s.warm + s.steps) for row in rows.global_batch(s.batch_size, 0, step)
     ]
     teacher = load_model(s.target, "target", str(device), s.dtype)
-    student = load_model(s.draft, "draft", str(device), "float32")
+    student: torch.nn.Module = (
+        load_model(s.draft, "draft", str(device), "float32")
+        if net is None
+        else PlainEagle3(net, teacher, s.eagle_steps)
+    )
     clock = StepTimer(device, s.warm, s.steps)
     tokens_read: list[int] = []
 
@@ -44,7 +53,7 @@ def train_reference(s: Any, kind: str) -> dict[str, float]:
             "save_strategy": "no", "logging_strategy": "no", "report_to": "none",
             "remove_unused_columns": False, "disable_tqdm": True, "seed": 0,
         }  # fmt: skip
-        if kind == "trainer":
+        if not kind.startswith("gkd"):
             base: Any = Trainer
             arguments: Any = TrainingArguments(**common)
             more: dict[str, Any] = {}
@@ -70,9 +79,9 @@ def train_reference(s: Any, kind: str) -> dict[str, float]:
                 self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
             ) -> Any:
                 tokens_read.append(int(inputs["attention_mask"].sum()))
-                if kind != "trainer":
+                if kind.startswith("gkd"):
                     return super().compute_loss(model, inputs, *args, **kwargs)
-                return kl_loss(model, teacher, inputs)
+                return kl_loss(model, teacher, inputs) if net is None else plain_loss(model, inputs)
 
         trainer = OrderedTrainer(
             model=student, args=arguments, data_collator=collate,
