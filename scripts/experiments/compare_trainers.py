@@ -85,6 +85,8 @@ class CompareTrainersConfig:
     """Longer samples are cut to this many tokens."""
     max_new_tokens: Count = 64
     """On policy: tokens of a continuation at most."""
+    pack: bool = False
+    """This project's trainers: rows packed into lines (--loop.pack of train/distill.py) instead of padded."""
     epochs: Count = 3
     """With features: epochs of training for which their pass is made."""
     eagle_vocab: CountOrZero = 8192
@@ -127,7 +129,7 @@ def distill_settings(s: CompareTrainersConfig, arm: str, folder: str) -> distill
         features=str(Path(folder) / "features") if arm.endswith("features") else "",
         loop=LoopConfig(
             steps=steps, batch_size=s.batch_size, micro_batch=s.batch_size, max_length=s.max_length,
-            lr=1e-5, warmup=0, log_every=1, eval_every=0, save_every=steps,
+            lr=1e-5, warmup=0, log_every=1, eval_every=0, save_every=steps, pack=s.pack,
         ),
     )  # fmt: skip
 
