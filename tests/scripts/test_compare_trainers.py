@@ -82,7 +82,7 @@ def test_the_plain_loss_of_eagle3_is_that_of_our_trainer(world: worlds.World, vo
     inputs = reference_trainers.pad_rows(rows)
     loss = plain_eagle3.plain_loss(plain, inputs) * inputs["input_ids"].numel()
     loss.backward()
-    assert float(loss) == pytest.approx(float(sums["loss"]), rel=1e-4)
+    assert loss.item() == pytest.approx(sums["loss"].item(), rel=1e-4)
     assert want.keys() >= {"fc.weight", "layers.0.self_attn.k_proj.weight"}
     for name, grad in want.items():
         torch.testing.assert_close(
