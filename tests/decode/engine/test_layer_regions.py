@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch._dynamo.utils import compilation_time_metrics
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 
@@ -73,6 +75,8 @@ def test_one_region_for_each_kind_of_layer(family: str, saved: list[int]) -> Non
 @pytest.mark.parametrize("family", slow_except(list(ARCHITECTURES), ["llama", "qwen3"]))
 def test_every_family_says_the_same_through_regions(family: str, saved: list[int]) -> None:
     """Catches a trace of one layer that runs for another one with which it does not agree."""
+    if family == "phi3+longrope" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("older versions of transformers branch on the largest position")
     model = tiny_model(family)
     assert 1 <= compiled_layers(model, saved) <= model.config.num_hidden_layers
 
