@@ -62,9 +62,8 @@ def test_the_plain_loss_of_eagle3_is_that_of_our_trainer(world: worlds.World, vo
     Ours runs supervised slots alone, in chunks, on logits computed once a row.
     """
     rows = rows_of(20, 9, 15)
-    rows[0]["loss_spans"] = [
-        [3, 11]
-    ]  # the plain mask does not know where one reply ends and the next begins
+    # The plain mask does not know where one reply ends and the next begins.
+    rows[0]["loss_spans"] = [[3, 11]]
     own = load_target(str(world.target), "cpu")
     draft = DraftConfig(family="eagle3", vocab=vocab, steps=3)
     settings = DistillConfig(draft=draft, loss="soft_ce")
@@ -84,10 +83,9 @@ def test_the_plain_loss_of_eagle3_is_that_of_our_trainer(world: worlds.World, vo
     loss.backward()
     assert loss.item() == pytest.approx(sums["loss"].item(), rel=1e-4)
     assert want.keys() >= {"fc.weight", "layers.0.self_attn.k_proj.weight"}
+    parameters = dict(ours.net.named_parameters())
     for name, grad in want.items():
-        torch.testing.assert_close(
-            dict(ours.net.named_parameters())[name].grad, grad, rtol=1e-3, atol=1e-4
-        )
+        torch.testing.assert_close(parameters[name].grad, grad, rtol=1e-3, atol=1e-4)
 
 
 def test_prompts_for_generation_end_where_the_answer_begins() -> None:

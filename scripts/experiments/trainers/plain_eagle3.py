@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from decode.drafts.eagle_model import Eagle3Model
+from train.losses import divergences
 
 DECAY = 0.8
 """Weight of each step relative to the one before."""
@@ -59,10 +60,7 @@ class PlainEagle3(nn.Module):
             states = torch.cat([out.hidden_states[layer] for layer in net.taps.layers], -1)
             states = states.to(net.fc.weight.dtype)
             logits = shifted(out.logits, 1)
-            known = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
-            if net.ids is not None:
-                known.zero_()[net.ids] = True
-            counted = known[logits.argmax(-1)]
+            counted = divergences.argmax_in_vocabulary(logits, net.ids)
             p = (logits if net.ids is None else logits[..., net.ids]).float().softmax(-1)
         embedding = target.get_input_embeddings().weight.detach().to(states.dtype)
         position = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
