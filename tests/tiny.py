@@ -4,6 +4,8 @@ import copy
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from decode.model.loading import Target
@@ -79,6 +81,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
 }
 """Settings by model type; what follows a + tells variants of one type apart."""
+GPTJ: dict[str, Any] = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 48, "rotary_dim": 8}
+GPTJ |= {"vocab_size": VOCAB, "n_positions": 64}
+if Version(transformers.__version__) >= Version("5.24"):  # computed attention by themselves before
+    ARCHITECTURES |= {"gptj": GPTJ, "codegen": GPTJ}
 
 FEW = ["llama", "gemma3_text", "gpt_oss", "gpt2"]
 """For tests of what does not depend on the architecture: plain, windows, sinks with experts, learned positions."""

@@ -4,7 +4,9 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
@@ -214,6 +216,8 @@ def vision_model(kind: str, seed: int = 0, std: float = 0.25, **text: Any) -> An
             for name, value in model.named_parameters():
                 if "norm" not in name and "ln" not in name:
                     torch.nn.init.normal_(value, std=std)
+    if kind == "llama4" and transformers.__version__ == "5.24.0":
+        pytest.skip("this version of transformers cannot run its own llama4")
     return model.eval()
 
 

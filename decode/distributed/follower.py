@@ -12,7 +12,7 @@ from decode.common.errors import UserError
 from decode.distributed import tensor_parallel
 from decode.distributed.tensor_parallel import LeaderGoneError
 from decode.model import attention
-from decode.model.compatibility import use_grouped_experts
+from decode.model.compatibility import cache_name, use_grouped_experts
 from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.layer_stack import decoder_config
 
@@ -25,6 +25,7 @@ class FollowedModel:
     def __init__(self, model: Any):
         self.model, self.config = model.eval(), decoder_config(model)
         self.device: torch.device = model.device
+        self.cache_name = cache_name(model.base_model)
         self.caches: dict[int, Any] = {}
 
     def prepare(self) -> None:
@@ -55,7 +56,7 @@ class FollowedModel:
             context = attention.packed_documents(documents.to(self.device))
         args, kwargs = to_device((args, kwargs), self.device)
         with context:
-            self.model.base_model(*args, **kwargs, past_key_values=cache)
+            self.model.base_model(*args, **kwargs, **{self.cache_name: cache})
 
     def slot_cache(
         self,

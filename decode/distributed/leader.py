@@ -20,6 +20,7 @@ from decode.distributed.follower import LoadModel, follow, to_device
 from decode.distributed.tensor_parallel import send
 from decode.model import attention
 from decode.model.attention import DocumentMask
+from decode.model.compatibility import cache_name
 from decode.model.kv_cache import StaticKVCache
 from decode.model.layer_stack import decoder_config
 from decode.model.runner import ModelRunner
@@ -59,6 +60,7 @@ class PassSender:
     def __init__(self, model: Any, number: int):
         """`number` is what the followers know the model by."""
         self.number, self.layers, self.config = number, model.base_model, decoder_config(model)
+        self.cache_name = cache_name(self.layers)
         self.caches: weakref.WeakKeyDictionary[Cache, int] = weakref.WeakKeyDictionary()
         self.made = 0  # caches so far
         self.layers.register_forward_pre_hook(self.send_pass, with_kwargs=True)
@@ -83,7 +85,7 @@ class PassSender:
                 "the processes compute whole passes together: choose another draft or placement"
             )
         inputs = dict(kwargs)
-        cache: Cache | None = inputs.pop("past_key_values", None)
+        cache: Cache | None = inputs.pop(self.cache_name, None)
         if cache is None and inputs.get("use_cache") is not False:
             cache = DynamicCache(
                 config=self.config
@@ -105,7 +107,7 @@ class PassSender:
                 documents,
             )
         )
-        return args, {**inputs, "past_key_values": cache}
+        return args, {**inputs, self.cache_name: cache}
 
 
 class LeadingRunner(ModelRunner):

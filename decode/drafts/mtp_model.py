@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from decode.common.errors import UserError
+from decode.model.compatibility import cache_name
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import layer_stack, renumber_layers, with_layers
 from decode.model.recurrent.hybrid_cache import has_recurrent_layers
@@ -41,6 +42,7 @@ class MtpModel(nn.Module):
         self.enorm, self.hnorm = copy.deepcopy(decoder.norm), copy.deepcopy(decoder.norm)
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.decoder = decoder
+        self.cache_name = cache_name(decoder)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -64,7 +66,7 @@ class MtpModel(nn.Module):
         """
         pairs = self.fc(torch.cat([self.enorm(embeds), self.hnorm(state)], -1))
         out: torch.Tensor = self.decoder(
-            inputs_embeds=pairs, position_ids=position, past_key_values=cache, use_cache=True
+            inputs_embeds=pairs, position_ids=position, use_cache=True, **{self.cache_name: cache}
         ).last_hidden_state
         return out
 

@@ -23,6 +23,8 @@ LONGEST = 1 << 16
 """The context of models whose positions are relative and have no end."""
 TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """By dtype: share of the range of the logits by which two ways to compute them may differ in a trial; else 0.1."""
+CACHE_NAMES = "cache", "past_key_values", "cache_params"
+"""What the cache is called in transformers from 5.24 on, before it, and there by Mamba alone."""
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """Chunks (llama4) are full attention up to the end of the first, where `context_length` ends."""
 
@@ -121,9 +123,9 @@ def _attention_reason(model: Any, config: Any) -> str | None:
 
 
 def cache_name(model: Any) -> str:
-    """The name of the cache among the arguments of a forward and in its output: Mamba has one of its own."""
+    """The name of the cache among the arguments of a forward and in its output; "cache" where it takes none (RWKV)."""
     takes = inspect.signature(model.forward).parameters
-    return "past_key_values" if "past_key_values" in takes else "cache_params"
+    return next((name for name in CACHE_NAMES if name in takes), "cache")
 
 
 def context_length(config: Any) -> int:

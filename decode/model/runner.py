@@ -13,6 +13,7 @@ from transformers.utils import logging
 from decode.common.errors import UserError
 from decode.model import attention
 from decode.model.compatibility import (
+    cache_name,
     check_supported,
     check_trial_pass,
     context_length,
@@ -55,6 +56,7 @@ class ModelRunner:
 
     def __init__(self, model: Any, vocab_size: int | None = None, ids: torch.Tensor | None = None):
         self.model = model.eval()
+        self.cache_name = cache_name(model)
         self.prepare_model()
         columns: int = model.get_output_embeddings().weight.shape[0]
         self.ids = None if ids is None else ids.to(model.device)
@@ -233,7 +235,7 @@ class ModelRunner:
 
     def model_arguments(self, position: torch.Tensor) -> dict[str, Any]:
         """How the model's forward takes the positions [B, T] and the cache."""
-        return {"position_ids": position, "past_key_values": self.cache}
+        return {"position_ids": position, self.cache_name: self.cache}
 
     def widen_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[..., V] from the model's own logits: -inf for tokens that it does not have, without surplus columns."""

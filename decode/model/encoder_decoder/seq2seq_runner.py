@@ -59,8 +59,8 @@ class Seq2SeqRunner(ModelRunner):
             input_ids=tokens.clamp_max(self.embedding_rows - 1),
             attention_mask=(width < length[:, None]).long(),
             decoder_input_ids=torch.full_like(length, self.start)[:, None],
-            past_key_values=EncoderDecoderCache(own, cross),
             use_cache=True,
+            **{self.cache_name: EncoderDecoderCache(own, cross)},
         ).logits
         self.encoded.write(row, length, cross)
         self.cache.write_rows(row, own)
@@ -137,8 +137,8 @@ class Seq2SeqRunner(ModelRunner):
                 attention_mask=mask,
                 # 4 dimensions: transformers adds no causal mask, which `bias` brings
                 decoder_attention_mask=mask.new_zeros(1, 1, 1, 1),
-                past_key_values=cache,
                 use_cache=True,
+                **{self.cache_name: cache},
             ).logits
         return self.widen_logits(logits)
 

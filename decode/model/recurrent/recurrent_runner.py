@@ -8,7 +8,6 @@ import torch
 from decode.common.errors import UserError, first_line
 from decode.model import attention
 from decode.model.compatibility import (
-    cache_name,
     check_recurrent,
     check_trial_pass,
     logits_agree,
@@ -157,11 +156,10 @@ class RecurrentRunner(ModelRunner):
             self.model.set_attn_implementation(attention.ATTENTION_NAME)
         use_grouped_experts(self.model)
         unclamp_time_steps(self.model)
-        self.cache_name = cache_name(self.model)
         self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
 
     def model_arguments(self, position: torch.Tensor) -> dict[str, Any]:
-        """As in ModelRunner; Mamba's forward takes no positions and has another name for the cache."""
+        """As in ModelRunner; Mamba's forward takes no positions."""
         positions = {"position_ids": position} if self.takes_positions else {}
         return {self.cache_name: self.cache, **positions}
 

@@ -109,8 +109,8 @@ class VisionRunner(ModelRunner):
                 logits = self.model(
                     input_ids=tokens,
                     attention_mask=torch.ones_like(tokens),
-                    past_key_values=computed,
                     use_cache=True,
+                    **{self.cache_name: computed},
                     **self._on_device(images),
                 ).logits
         except Exception as error:  # whatever the code of a model raises

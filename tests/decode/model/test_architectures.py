@@ -26,6 +26,7 @@ from tests.tiny import (
     COMMON,
     FEW,
     GATED,
+    GPTJ,
     GROUPED,
     SLIDING,
     noisy,
@@ -136,8 +137,8 @@ def test_every_layer_calls_our_attention(arch: str) -> None:
 def test_a_model_that_goes_around_our_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches attention of a model's own that no property tells: planted, by leaving out the check of properties."""
     monkeypatch.setattr(runner, "check_supported", lambda model: None)
-    with pytest.raises(UserError, match="codegen .* attention by itself .* in 3 of its 3 layers"):
-        ModelRunner(hf_model("codegen", **GPTJ))
+    with pytest.raises(UserError, match="xglm .* attention by itself .* in 3 of its 3 layers"):
+        ModelRunner(hf_model("xglm", **REFUSED["xglm"][0]))
 
 
 def test_a_mask_of_the_models_own_is_refused() -> None:
@@ -174,8 +175,6 @@ def decode_some(model: Any) -> list[list[int]]:
 
 # ---- refusals ----
 
-GPTJ = {"vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 8}
-GPTJ |= {"n_positions": 64, "n_inner": 48}
 HEADS = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 97}
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 OUTSIDE, RECURRENT = "attention by itself", "recurrent layers"
@@ -184,8 +183,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 3, "vocab_size": 97}, OUTSIDE),
     "falcon+alibi": (HEADS | {"alibi": True}, OUTSIDE),
     "falcon": (HEADS | {"alibi": False}, OUTSIDE),
-    "gptj": (GPTJ, OUTSIDE),
-    "codegen": (GPTJ, OUTSIDE),
     "gpt_neo": (
         {"hidden_size": 32, "num_heads": 4, "num_layers": 2, "vocab_size": 97}
         | {"attention_types": [[["global", "local"], 1]]},
@@ -207,6 +204,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": (GATED | {"is_decoder": False}, "attends to later tokens"),
     "roberta": (GATED | {"is_decoder": True}, "positions from its padding id"),
 }
+REFUSED |= {arch: (GPTJ, OUTSIDE) for arch in ("gptj", "codegen") if arch not in ARCHITECTURES}
 
 
 def hf_model(arch: str, **settings: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from decode.model.compatibility import cache_name
 from eval.metrics import roofline
 from eval.metrics.roofline import GPU_SPECS, ModelSize
 from tests.tiny import tiny_model
@@ -51,7 +52,7 @@ def test_sizes_are_the_model_s(arch: str, tmp_path: Path) -> None:
     unique = {p.data_ptr(): p.numel() for p in model.parameters()}
     assert found.parameters == sum(unique.values())
     assert found.experts == (arch == "qwen3_moe")
-    cache = model(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
+    cache = model(torch.tensor([[1, 2, 3]]), use_cache=True)[cache_name(model)]
     kept = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     assert 3 * found.kv_values == kept
 

@@ -17,6 +17,7 @@ from decode.drafts.self_speculation.sublayers import MLP_NAMES, SkipSet, from_bi
 from decode.drafts.self_speculation.swift import STATE_FILE, SwiftDraft, open_search
 from decode.drafts.self_speculation.swift_search import SearchState, SkipSearch, SwiftConfig
 from decode.engine.engine import decode
+from decode.model.compatibility import cache_name
 from decode.model.kv_cache import StaticKVCache
 from decode.model.layer_stack import layer_stack
 from decode.model.loading import Target
@@ -74,9 +75,9 @@ def plain_laws(model: Any, text: list[int], drafted: list[int]) -> Tensor:
     """[n + 1, V]: logits after each of the n drafted tokens by transformers' own model and cache: whole for the text
     but its last token, then with the outputs of skipped sub-layers set to zero."""
     own = reference(model)
-    cache = None
+    key, cache = cache_name(own), None
     if len(text) > 1:
-        cache = own(torch.tensor([text[:-1]]), use_cache=True).past_key_values
+        cache = own(torch.tensor([text[:-1]]), use_cache=True)[key]
     skipped, handles = from_bits(BITS), []
 
     def nothing(module: Any, args: Any, out: Any) -> Any:
@@ -89,8 +90,8 @@ def plain_laws(model: Any, text: list[int], drafted: list[int]) -> Tensor:
                 handles.append(part.register_forward_hook(nothing))
     laws = []
     for token in [text[-1], *drafted]:
-        out = own(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = own(torch.tensor([[token]]), use_cache=True, **{key: cache})
+        cache = out[key]
         laws.append(out.logits[0, -1])
     return torch.stack(laws)
 
