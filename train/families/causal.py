@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,7 +43,7 @@ from train.families.model_sizes import (
     meta_model,
     model_shape,
 )
-from train.losses import divergences
+from train.losses import chunked_sums, divergences
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput, compute_hidden_states
 
@@ -104,7 +103,6 @@ KEPT_INPUT, KEPT_BESIDE = 4, 14
 class CausalShape(DraftShape):
     """Sizes of a language model in training: every token passes all its layers."""
 
-    recomputes_logits: ClassVar[bool] = False
     saved_in_float32: ClassVar[bool] = True
     recompute: bool = False
     """Of each layer only the input is kept (draft.activation_checkpointing)."""
@@ -191,15 +189,15 @@ class CausalTrainer(nn.Module):
             batch.loss_mask
         ]  # [N, H]
         ids = self.ids
-        size = divergences.max_chunk_rows(self.lm.get_output_embeddings().weight.shape[0])
-        project = output_projection(self.lm, ids)
+        size = chunked_sums.max_chunk_rows(self.lm.get_output_embeddings().weight.shape[0])
+        project, selected = output_projection(self.lm, ids)
 
-        def sums(teacher: Tensor, states: Tensor) -> dict[str, Tensor]:
+        def sums(teacher: Tensor, states: Tensor, *selected: Tensor) -> dict[str, Tensor]:
             p_logits = self.head(teacher)
             likeliest = p_logits.argmax(-1)
             target = self.criterion.target_distribution(p_logits, ids)
             del p_logits  # as wide as the vocabulary
-            q_logits = self.finish(project(states))
+            q_logits = self.finish(project(states, *selected))
             loss = self.criterion.position_losses(target, q_logits).sum()
             with torch.no_grad():
                 overlap = divergences.acceptance.of(
@@ -210,20 +208,19 @@ class CausalTrainer(nn.Module):
             return {"loss": loss, "overlap": overlap.sum(), "top1": agree.sum().float()}
 
         inputs = [output.head_inputs[batch.loss_mask], states]
-        return divergences.sums_in_chunks(sums, inputs, size)
+        return chunked_sums.sums_in_chunks(sums, inputs, size, selected)
 
 
-def output_projection(lm: Any, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The function from final hidden states [N, H] to the LM head's output for the tokens `ids` [Vd]; None: for all.
+def output_projection(lm: Any, ids: Tensor | None) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """(function, selected): function(states [N, H], *selected) is the LM head's output for the tokens `ids` [Vd]; None:
+    for all, and nothing is selected.
 
-    The rows are selected once, here: selecting them in each piece of a batch would give each a gradient of all rows.
+    The rows are selected once, here: selecting them in each chunk of a batch would give each a gradient of all rows.
     """
-    head: Callable[[Tensor], Tensor] = lm.get_output_embeddings()
+    head: Any = lm.get_output_embeddings()
     if ids is None:
-        return head
-    linear: Any = head
-    bias = None if linear.bias is None else linear.bias.index_select(0, ids)
-    return partial(F.linear, weight=linear.weight.index_select(0, ids), bias=bias)
+        return head, []
+    return F.linear, [x.index_select(0, ids) for x in (head.weight, head.bias) if x is not None]
 
 
 def init_vocabulary(context: FamilyContext) -> tuple[Tensor | None, dict[str, Any]]:

@@ -74,8 +74,6 @@ class DraftShape(ModelShape):
     trains_target: bool = False
     """The target's weights are trained too: it runs twice, gets gradients, and is saved beside the draft."""
 
-    recomputes_logits: ClassVar[bool] = True
-    """Backward always computes the logits again; False: only where they were made in more than one piece."""
     saved_in_float32: ClassVar[bool] = False
     """The draft is saved as fp32; False: in the target's precision."""
 

@@ -12,12 +12,11 @@ acceptance (acceptance, tv, lk_*) use p unchanged, as decoding does.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 # Log-probabilities below this are 0 in fp32 anyway; without the floor, -inf - -inf would give NaN.
 LOG_PROB_FLOOR = -1e4
@@ -231,39 +230,6 @@ def dpace(confidence: Tensor, valid: Tensor, a: float = 0.5) -> Tensor:
     step = ((1 - a) * confidence.detach().to(_compute_dtype(confidence)) + a).where(valid, 1.0)
     prefix = step.cumprod(-1) * valid
     return prefix.flip(-1).cumsum(-1).flip(-1) * valid
-
-
-def max_chunk_rows(vocab_size: int, budget_bytes: int = 2**28) -> int:
-    """How many rows an fp32 tensor [rows, V] may have to fit into `budget_bytes`, at least 1.
-
-    Logits, loss and backward together hold up to 10 of them at once: about 2 GiB by default.
-    """
-    return max(1, budget_bytes // (4 * vocab_size))
-
-
-def sums_in_chunks(
-    function: Callable[..., dict[str, Tensor]], tensors: Sequence[Tensor], rows: int
-) -> dict[str, Tensor]:
-    """The scalars of `function(*tensors)`, added up over chunks of at most `rows` rows.
-
-    For sums over rows it gives the values and gradients of one call, including gradients of parameters that
-    `function` closes over, but keeps no chunk's logits: backward computes them again. That recomputation stops after
-    the last value that the loss needs, so metrics at the end of `function`, under no_grad, are computed once. With 0
-    rows `function` runs once on empty tensors, so that its zero loss still depends on every parameter and no rank of a
-    distributed run waits for gradients.
-    """
-    if len(tensors[0]) <= rows:  # one chunk: nothing needs to be recomputed
-        return function(*tensors)
-    total: dict[str, Tensor] = {}
-    # split, not slices: its backward is one concatenation, not a full-size gradient for every chunk.
-    for chunk in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
-        part: dict[str, Any] = (
-            checkpoint(function, *chunk, use_reentrant=False)
-            if torch.is_grad_enabled()
-            else function(*chunk)
-        )
-        total = {name: total[name] + part[name] if total else part[name] for name in part}
-    return total
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:

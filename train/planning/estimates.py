@@ -70,9 +70,7 @@ class FlopsCounter:
         load = step_workload(rows, replace(s.loop, batch_size=len(rows)), 1)
         live = not s.features
         labels = live or s.features_top == 0
-        teacher, own = resources.step_flops_parts(
-            target, draft, load, recomputed=False, live=live, labels=labels
-        )
+        teacher, own = resources.step_flops_parts(target, draft, load, live=live, labels=labels)
         new_rows = [] if self.on_policy is None else self.on_policy.take_new_rows()
         flops = {s.target_dtype: teacher}
         for dtype, count in (

@@ -14,7 +14,7 @@ from decode.model.runner import PREFILL_CHUNK
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.model_sizes import DraftShape, ModelShape, StepWorkload
-from train.losses.divergences import max_chunk_rows
+from train.losses.chunked_sums import max_chunk_rows
 from train.trainer.on_policy import OnPolicyConfig
 
 
@@ -64,7 +64,7 @@ def disk_breakdown(
 
 
 def total_step_flops(target: ModelShape, draft: DraftShape, load: StepWorkload) -> float:
-    """Floating-point operations of one step with the live target, over all processes, recomputation included."""
+    """Floating-point operations of one step with the live target, over all processes."""
     return sum(step_flops_parts(target, draft, load))
 
 
@@ -72,26 +72,22 @@ def step_flops_parts(
     target: ModelShape,
     draft: DraftShape,
     load: StepWorkload,
-    recomputed: bool = True,
     live: bool = True,
     labels: bool = True,
 ) -> tuple[float, float]:
     """Operations of one step over all processes: (of the target's layers, of its LM head and the draft).
 
-    `recomputed`: counts what backward computes a second time, which matters for time but not for MFU. `live`: the
-    target runs; False: its hidden states come from disk. `labels`: its LM head runs; False: its distributions come
-    from disk.
+    `live`: the target runs; False: its hidden states come from disk. `labels`: its LM head runs; False: its
+    distributions come from disk.
     """
     # A target that is trained runs twice and takes gradients of states, though not of its weights.
     passes = 3 if draft.trains_target else 1
     teacher = live * passes * load.tokens * forward_flops_per_token(target, load.tokens)
-    in_pieces = load.micro_batch * load.supervised_tokens > max_chunk_rows(target.vocab)
-    twice = 2 if recomputed and (in_pieces or draft.recomputes_logits) else 1
     # Forward and the gradients of states pass every weight, the gradients of weights only what is trained.
     body = draft.body_parameters
     flops = load.tokens * (4 * body + 2 * min(body, draft.trained))
-    flops += labels * load.supervised_tokens * twice * 2 * target.vocab * target.hidden
-    head = (2 * twice + (2 if draft.head_is_frozen else 4)) * draft.vocab * draft.hidden
+    flops += labels * load.supervised_tokens * 2 * target.vocab * target.hidden
+    head = (4 if draft.head_is_frozen else 6) * draft.vocab * draft.hidden
     passed = 6 * draft.parameters_per_pass + head
     flops += load.supervised_tokens * draft.passes_per_slot * passed
     flops += draft.attention_flops(load)

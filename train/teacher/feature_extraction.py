@@ -19,7 +19,7 @@ from decode.common.progress import ProgressBars, progress_bars
 from eval.reporting.formatting import format_bytes
 from train.data import batching
 from train.data.sample_store import SampleRow
-from train.losses import divergences
+from train.losses import chunked_sums
 from train.teacher.feature_codec import (
     FINAL_STATES,
     FeatureSchema,
@@ -124,7 +124,7 @@ def extract_features(
         for kind in kinds:
             if kind.supervised:
                 for piece in output.head_inputs[batch.loss_mask].split(
-                    divergences.max_chunk_rows(vocab)
+                    chunked_sums.max_chunk_rows(vocab)
                 ):
                     pieces[kind.name].append(pack_distribution(live.head(piece), top))
             else:

@@ -15,8 +15,9 @@ from tests.train.losses.test_loss_memory import Live
 from train.data import batching
 from train.data.batching import Batch
 from train.families.causal import CausalTrainer
-from train.losses import divergences
-from train.losses.divergences import acceptance, forward_kl, max_chunk_rows
+from train.losses import chunked_sums
+from train.losses.chunked_sums import max_chunk_rows
+from train.losses.divergences import acceptance, forward_kl
 from train.losses.objective import Criterion, DivergenceConfig
 from train.teacher.live import LiveTeacher, TeacherOutput
 
@@ -73,7 +74,7 @@ def test_in_chunks_it_is_the_same(arch: str, tied: bool, monkeypatch: pytest.Mon
     )
     batch = batching.collate(SAMPLES, 0)
     plain = learned(trainer, teacher, batch)
-    monkeypatch.setattr(divergences, "max_chunk_rows", lambda vocab_size: 7)
+    monkeypatch.setattr(chunked_sums, "max_chunk_rows", lambda vocab_size: 7)
     assert_same(learned(trainer, teacher, batch), plain)
 
 
@@ -100,7 +101,7 @@ def test_the_logits_of_all_positions_never_exist(
     model = tiny_model("llama", vocab_size=size, num_hidden_layers=1, hidden_size=8, head_dim=2)
     if chunked:
         assert max_chunk_rows(size, 4 * size * rows) == rows
-        monkeypatch.setattr(divergences, "max_chunk_rows", lambda vocab_size: rows)
+        monkeypatch.setattr(chunked_sums, "max_chunk_rows", lambda vocab_size: rows)
     lm = noisy(model, 0.05)
     lm.set_attn_implementation(attention.ATTENTION_NAME)
     target = tiny_target(model).decoder.model

@@ -48,7 +48,7 @@ from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
 from train.families.heads import eagle, medusa, ttt_attention
 from train.families.registry import family_trainer
-from train.losses import divergences
+from train.losses import chunked_sums, divergences
 from train.trainer.loop import window_means
 
 STEPS, TAPS = 4, [0, 1, 2]
@@ -280,7 +280,7 @@ def test_dpace_weighs_the_steps_of_a_slot(family: str, monkeypatch: pytest.Monke
     """Catches products over the steps of a target row, which are of different slots; confidence in another token
     than the one that followed, or in a number of the draft's own; and pieces that are put together wrong.
     """
-    monkeypatch.setattr(divergences, "max_chunk_rows", lambda vocab_size: 5)
+    monkeypatch.setattr(chunked_sums, "max_chunk_rows", lambda vocab_size: 5)
     assert dpace_error(family) < 1e-4
 
 
@@ -522,7 +522,7 @@ def test_in_chunks_it_is_the_same(
     trainee = trainee_of(family, own)
     batch = collate(*SAMPLES[:4])
     plain = learned(trainee, batch)
-    monkeypatch.setattr(divergences, "max_chunk_rows", lambda vocab_size: 7)
+    monkeypatch.setattr(chunked_sums, "max_chunk_rows", lambda vocab_size: 7)
     monkeypatch.setattr(ttt_attention, "BLOCK", 5)
     assert_same(learned(trainee, batch), plain)
 

@@ -34,7 +34,7 @@ from train.families.config import DraftConfig
 from train.families.registry import family_trainer
 from train.hub import publish
 from train.hub.upload import HubLabels
-from train.losses import divergences
+from train.losses import chunked_sums
 from train.losses.objective import Criterion, DivergenceConfig
 from train.teacher.live import LiveTeacher
 
@@ -101,7 +101,7 @@ def test_in_chunks_it_is_the_same(tied: bool, monkeypatch: pytest.MonkeyPatch) -
     )
     batch = batching.collate(SAMPLES, 0)
     plain = learned(trainer, teacher, batch)
-    monkeypatch.setattr(divergences, "max_chunk_rows", lambda vocab_size: 7)
+    monkeypatch.setattr(chunked_sums, "max_chunk_rows", lambda vocab_size: 7)
     assert_same(learned(trainer, teacher, batch), plain)
 
 

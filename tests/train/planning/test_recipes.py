@@ -1,7 +1,10 @@
 """Every recipe of configs/distill, run on its real architecture with its family's chats, only smaller."""
 
+import itertools
 import json
 import re
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -43,7 +46,8 @@ from train.families.config import DraftConfig
 from train.families.heads.ttt_attention import BLOCK
 from train.families.model_sizes import DraftShape, ModelShape, StepWorkload
 from train.families.registry import family_trainer, trained_families
-from train.losses import divergences
+from train.losses import chunked_sums
+from train.losses.chunked_sums import ChunkGradients
 from train.planning import resources
 from train.planning.resources import format_bytes
 from train.sampling.rows import make_row
@@ -600,7 +604,7 @@ def test_activations_are_what_autograd_keeps(
     family: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches coefficients that no longer describe the code: within a quarter of what is kept under bf16."""
-    monkeypatch.setattr(divergences, "max_chunk_rows", lambda vocab: 16)  # logits come in pieces
+    monkeypatch.setattr(chunked_sums, "max_chunk_rows", lambda vocab: 16)  # logits come in pieces
     config = AutoConfig.for_model(
         "llama", **{**SMALL, "hidden_size": 128, "head_dim": 32, "intermediate_size": 448},
         vocab_size=256,
@@ -618,7 +622,7 @@ def test_recomputed_activations_are_what_autograd_keeps(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches coefficients of activation checkpointing that no longer describe the code: what a longer text adds."""
-    monkeypatch.setattr(divergences, "max_chunk_rows", lambda vocab: 16)
+    monkeypatch.setattr(chunked_sums, "max_chunk_rows", lambda vocab: 16)
     config = AutoConfig.for_model(
         "llama", **{**SMALL, "hidden_size": 128, "head_dim": 32, "intermediate_size": 448},
         vocab_size=256,
@@ -635,25 +639,49 @@ def test_recomputed_activations_are_what_autograd_keeps(
     assert kept[1] - kept[0] == pytest.approx(wanted[1] - wanted[0], rel=0.25)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that autograd has saved, for as long as it is."""
+
+    tensor: torch.Tensor
+
+
 def kept_bytes(
     family: str, config: Any, length: int, **settings: Any
 ) -> tuple[int, ModelShape, DraftShape]:
-    """Bytes of all tensors but parameters that one forward under bf16 autocast keeps for its backward."""
+    """Bytes of all tensors but parameters that one forward under bf16 autocast holds at its end, for its backward or to
+    compute the loss from."""
     row = full_row(length)
     target, trainee, draft = made(family, config, row, **settings)
     parameters = [*trainee.model.parameters(), *target.decoder.model.parameters()]
     own = {p.untyped_storage().data_ptr() for p in parameters}
-    seen: dict[int, torch.Tensor] = {}
+    saved: list[weakref.ref[Kept]] = []
+    held: list[torch.Tensor] = []
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        seen[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
+    class Recorded(ChunkGradients):
+        def __init__(self, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]):
+            super().__init__(tensors, shared)
+            held.extend(tensors)
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = trainee.loss(Cast(trainee.model), batching.collate([row], 0))
+        def attach(self, loss: torch.Tensor) -> torch.Tensor:
+            held.extend(itertools.chain(*self.pieces))
+            return super().attach(loss)
+
+    def keep(tensor: torch.Tensor) -> Kept:
+        kept = Kept(tensor)
+        saved.append(weakref.ref(kept))
+        return kept
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked_sums, "ChunkGradients", Recorded)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
+            result = trainee.loss(Cast(trainee.model), batching.collate([row], 0))
+    # What a chunk has saved is gone; what it was computed from and the gradients of that are there.
+    held += [kept.tensor for ref in saved if (kept := ref()) is not None]
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    count = sum(size for at, size in sizes.items() if at not in own)
     del result
-    count = sum(x.untyped_storage().nbytes() for at, x in seen.items() if at not in own)
-    # Weights cast to bf16 have a line of their own. Heads project, and Medusa does all else, in pieces that come again.
+    # Weights cast to bf16 have a line of their own. Heads project, and Medusa does all else, in chunks.
     head = draft.vocab * draft.hidden
     casts = {"medusa": 0, "layerskip": 0, "eagle1": draft.trained}.get(family, draft.trained - head)
     if family == "causal":  # the logits of its every row

@@ -1,13 +1,13 @@
 """The loss of a block draft's slots: each is compared with the target's distribution of the token it predicts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from train.families.head_loss import METRIC_ROWS, LossWeights, label_probability
-from train.losses import divergences
+from train.losses import chunked_sums, divergences
 from train.losses.objective import Criterion
 
 
@@ -19,18 +19,20 @@ class BlockLoss:
         criterion: Criterion,
         weights: LossWeights,
         head: Callable[[Tensor], Tensor],
-        project: Callable[[Tensor, Tensor], Tensor],
+        project: Callable[..., Tensor],
         ids: Tensor | None,
         depths: int,
         vocab: int,
         confidence: Callable[[Tensor, Tensor], Tensor] | None = None,
+        shared: Sequence[Tensor] = (),
     ):
         """`head` maps the teacher's rows to the target's logits; `project` maps states and the tokens before those that
-        they predict to logits of the tokens `ids`, and `confidence` to that of being accepted."""
+        they predict to logits of the tokens `ids`, and `confidence` to that of being accepted. `shared` are
+        further arguments of `project`, computed from parameters."""
         self.criterion, self.weights, self.head, self.project = criterion, weights, head, project
         self.ids, self.depths = ids, depths
-        self.confidence = confidence
-        self.size = divergences.max_chunk_rows(vocab)
+        self.confidence, self.shared = confidence, shared
+        self.size = chunked_sums.max_chunk_rows(vocab)
 
     def __call__(
         self,
@@ -48,7 +50,7 @@ class BlockLoss:
         """
         weight = self.slot_weights(states, label, block, depth, previous)
         inputs = [teacher, states, weight, depth, previous]
-        return divergences.sums_in_chunks(self._chunk_sums, inputs, self.size)
+        return chunked_sums.sums_in_chunks(self._chunk_sums, inputs, self.size, self.shared)
 
     @torch.no_grad()
     def slot_weights(
@@ -60,7 +62,7 @@ class BlockLoss:
         pieces = zip(*(x.split(self.size) for x in (states, previous, label)), strict=True)
         probability = torch.cat(
             [
-                label_probability(self.project(some, before), wanted, self.ids)
+                label_probability(self.project(some, before, *self.shared), wanted, self.ids)
                 for some, before, wanted in pieces
             ]
         )
@@ -72,9 +74,15 @@ class BlockLoss:
         return divergences.dpace(confidence, there)[block, depth]
 
     def _chunk_sums(
-        self, teacher: Tensor, states: Tensor, weight: Tensor, depth: Tensor, previous: Tensor
+        self,
+        teacher: Tensor,
+        states: Tensor,
+        weight: Tensor,
+        depth: Tensor,
+        previous: Tensor,
+        *shared: Tensor,
     ) -> dict[str, Tensor]:
-        p_logits, q_logits = self.head(teacher), self.project(states, previous)
+        p_logits, q_logits = self.head(teacher), self.project(states, previous, *shared)
         target = self.criterion.target_distribution(p_logits, self.ids)
         found = {"loss": (weight * self.criterion.position_losses(target, q_logits)).sum()}
         if self.confidence is not None:

@@ -98,11 +98,6 @@ class PardTrainer(nn.Module):
         self.register_buffer("ids", ids, persistent=False)
         self.criterion, self.weights, self.head = context.criterion(), context.config.weights, head
 
-    def projection(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """The function from final hidden states [N, H] to logits [N, Vd]; the tokens before do not matter."""
-        project = output_projection(self.lm, self.ids)
-        return lambda states, previous: self.finish(project(states))
-
     def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
         depths = draw_depths(batch, self.block, self.retention)
         slots = BlockSlots(batch, depths, self.block)
@@ -116,8 +111,15 @@ class PardTrainer(nn.Module):
         ids = batch.input_ids
         teacher, label, previous = output.head_inputs[line, row], ids[line, row + 1], ids[line, row]
         vocab = self.lm.get_output_embeddings().weight.shape[0]
-        project = self.projection()
+        project, selected = output_projection(self.lm, self.ids)
         loss = BlockLoss(
-            self.criterion, self.weights, self.head, project, self.ids, self.block, vocab
+            self.criterion,
+            self.weights,
+            self.head,
+            lambda states, previous, *rows: self.finish(project(states, *rows)),
+            self.ids,
+            self.block,
+            vocab,
+            shared=selected,
         )
         return loss(teacher, states[line, column], label, block, depth, previous)

@@ -35,7 +35,7 @@ from train.families.heads.eagle_init import (
 from train.families.heads.eagle_sizes import eagle_shape
 from train.families.heads.ttt_attention import TestTimeAttention
 from train.families.model_sizes import DraftShape, count_parameters
-from train.losses import divergences
+from train.losses import chunked_sums, divergences
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
 
@@ -123,7 +123,7 @@ class EagleTrainer(nn.Module):
         places = self.alignment(batch.input_ids, batch.loss_mask, self.steps, batch.documents)
         rows = SupervisedRows(places, self.steps)
         states = self.step_states(batch, output.features, places, rows)
-        ids, size = self.net.ids, divergences.max_chunk_rows(len(self.embedding))
+        ids, size = self.net.ids, chunked_sums.max_chunk_rows(len(self.embedding))
 
         def step_logits(states: Tensor) -> list[Tensor]:
             return [self.net.logits(states[:, j]) for j in range(self.steps)]
@@ -145,7 +145,7 @@ class EagleTrainer(nn.Module):
         label = output.features if isinstance(self.net, Eagle1Model) else output.features[..., :0]
         weight = step_weights(self.weights, rows, step_logits, states, ids, size)
         inputs = [rows.take(output.head_inputs), states, rows.valid, weight, rows.take(label)]
-        return divergences.sums_in_chunks(chunk_loss, inputs, size)
+        return chunked_sums.sums_in_chunks(chunk_loss, inputs, size)
 
     def step_states(
         self, batch: Batch, features: Tensor, places: Alignment, rows: SupervisedRows

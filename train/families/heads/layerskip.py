@@ -49,7 +49,7 @@ from train.families.model_sizes import (
     count_parameters,
     meta_model,
 )
-from train.losses import divergences
+from train.losses import chunked_sums
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
 
@@ -100,7 +100,7 @@ class ExitShape(DraftShape):
     """Sizes of an exit adapter in training."""
 
     def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
-        """The states that the adapter and the LM head read; all else is computed again in backward."""
+        """The states that the adapter and the LM head read; what is computed from them is not kept."""
         return load.micro_batch * load.max_supervised_tokens * target.hidden * 4
 
 
@@ -152,8 +152,8 @@ class ExitTrainer(nn.Module):
                 self.criterion, self.head(teacher), logits, every, every.float(), self.net.ids
             )
 
-        size = divergences.max_chunk_rows(self.net.config["vocab_size"])
-        return divergences.sums_in_chunks(sums, inputs, size)
+        size = chunked_sums.max_chunk_rows(self.net.config["vocab_size"])
+        return chunked_sums.sums_in_chunks(sums, inputs, size)
 
     def logits(self, states: Tensor) -> Tensor:
         """[N, Vd] from the target's states [N, H] entering the exit's layer."""

@@ -37,7 +37,7 @@ from train.families.model_sizes import (
     meta_model,
     target_activation_bytes,
 )
-from train.losses import divergences
+from train.losses import chunked_sums
 from train.losses.objective import Criterion
 
 
@@ -162,8 +162,8 @@ class LayerSkip2Trainer(nn.Module):
             found = loss_and_metrics(self.criterion, head(original), logits, valid, weight, None)
             return {exit_metric(name, exits): value for name, value in found.items()}
 
-        size = divergences.max_chunk_rows(head.linear.weight.shape[0])
-        return divergences.sums_in_chunks(sums, [original, states], size)
+        size = chunked_sums.max_chunk_rows(head.linear.weight.shape[0])
+        return chunked_sums.sums_in_chunks(sums, [original, states], size)
 
 
 def exit_metric(name: str, exits: list[int]) -> str:

@@ -31,7 +31,7 @@ from train.families.head_init import (
 )
 from train.families.head_loss import LossWeights, SupervisedRows, loss_and_metrics, step_weights
 from train.families.model_sizes import DraftShape, ModelShape, StepWorkload, count_parameters
-from train.losses import divergences
+from train.losses import chunked_sums
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
 
@@ -72,7 +72,7 @@ class MedusaShape(DraftShape):
     """Sizes of Medusa heads in training."""
 
     def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
-        """The states that heads read; what is computed from them is computed again in backward."""
+        """The states that heads read; what is computed from them is not kept."""
         slots = load.micro_batch * load.max_supervised_tokens
         return slots * target.hidden * (4 * self.passes_per_slot + 2)
 
@@ -122,7 +122,7 @@ class MedusaTrainer(nn.Module):
         slots = torch.stack(
             [rows.values_at_slots(features, j) for j in range(steps)], 1
         )  # [N, K, H]
-        size = divergences.max_chunk_rows(self.net.config["vocab_size"])
+        size = chunked_sums.max_chunk_rows(self.net.config["vocab_size"])
 
         def step_logits(slots: Tensor) -> list[Tensor]:
             return [self.net.logits(slots[:, j], j) for j in range(steps)]
@@ -135,7 +135,7 @@ class MedusaTrainer(nn.Module):
             )
 
         weight = step_weights(self.weights, rows, step_logits, slots, None, size)
-        return divergences.sums_in_chunks(
+        return chunked_sums.sums_in_chunks(
             sums, [rows.take(output.head_inputs), slots, rows.valid, weight], size
         )
 

@@ -26,7 +26,7 @@ from train.families.model_sizes import (
     meta_model,
     target_activation_bytes,
 )
-from train.losses import divergences
+from train.losses import chunked_sums, divergences
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
 
@@ -105,15 +105,15 @@ class Medusa2Trainer(nn.Module):
         with torch.no_grad(), self.lora_target.adapters_disabled():
             original = self.lora_target.states(batch)
         sums = self.heads(batch, TeacherOutput(new, new.detach()))
-        kl = self.kl_from_original(original[batch.loss_mask], new[batch.loss_mask])["kl"]
+        kl = self.kl_from_original(original[batch.loss_mask], new[batch.loss_mask])
         return {**sums, "loss": kl + self.heads_weight * sums["loss"], "kl": kl.detach()}
 
-    def kl_from_original(self, original: Tensor, new: Tensor) -> dict[str, Tensor]:
-        """{"kl": sum over rows} of final hidden states [N, H] of both targets."""
+    def kl_from_original(self, original: Tensor, new: Tensor) -> Tensor:
+        """The sum over rows of final hidden states [N, H] of both targets."""
         head = self.lora_target.head
 
         def chunk_loss(original: Tensor, new: Tensor) -> dict[str, Tensor]:
-            return {"kl": divergences.forward_kl(head(original), head(new)).sum()}
+            return {"loss": divergences.forward_kl(head(original), head(new)).sum()}
 
-        size = divergences.max_chunk_rows(self.heads.net.config["vocab_size"])
-        return divergences.sums_in_chunks(chunk_loss, [original, new], size)
+        size = chunked_sums.max_chunk_rows(self.heads.net.config["vocab_size"])
+        return chunked_sums.sums_in_chunks(chunk_loss, [original, new], size)["loss"]

@@ -15,6 +15,7 @@ from train.distill import DistillConfig
 from train.families.base import FamilyContext
 from train.families.blocks.block_loss import BlockLoss
 from train.families.blocks.slots import BlockMask, BlockSlots, Retention, draw_depths
+from train.families.causal import output_projection
 from train.families.config import DraftConfig
 from train.families.registry import family_trainer
 
@@ -48,6 +49,12 @@ def slot_states(trainee: Any, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> 
     return found
 
 
+def logits_of(model: Any, states: Tensor) -> Tensor:
+    """[N, Vd] that the PardTrainer `model` computes from final hidden states [N, H]."""
+    project, selected = output_projection(model.lm, model.ids)
+    return model.finish(project(states, *selected))
+
+
 def gap(trainee: Any, monkeypatch: pytest.MonkeyPatch, packed: bool) -> float:
     """Largest difference of a slot's logits from those of transformers' pass over text up to the anchor, and masks."""
     batch = (batching.pack if packed else batching.collate)(SAMPLES, 0)
@@ -65,7 +72,7 @@ def gap(trainee: Any, monkeypatch: pytest.MonkeyPatch, packed: bool) -> float:
             with torch.no_grad():
                 wanted = plain(text).logits[0, anchor:]
                 got = torch.stack([found[line, start + anchor, d] for d in range(deepest + 1)])
-                logits = trainee.model.projection()(got, text[0])
+                logits = logits_of(trainee.model, got)
             worst = max(worst, float((wanted - logits).abs().max()))
     return worst
 
@@ -185,7 +192,7 @@ def test_without_drops_every_depth_has_the_loss_of_its_rows(
     with torch.no_grad():
         for (line, anchor, d), state in found.items():
             log_p = trainee.teacher.head(p[line, anchor + d]).log_softmax(-1)
-            log_q = trainee.model.projection()(state, state).log_softmax(-1)
+            log_q = logits_of(trainee.model, state).log_softmax(-1)
             total += 0.8**d * float((log_p.exp() * (log_p - log_q)).sum())
     assert float(sums["loss"]) == pytest.approx(total, rel=1e-4)
     written = batch.loss_mask.sum()
