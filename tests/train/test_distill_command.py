@@ -234,12 +234,14 @@ def test_a_finished_run_is_left_as_it_is(
 def test_two_processes_equal_one(
     world: World, data: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """Bug: gradients are averaged over processes with unequal token counts, or one process ran and nobody noticed.
+    """Bug: gradients are averaged over processes with unequal token counts, those of losses in chunks are exchanged too
+    early or not at all, or one process ran and nobody noticed.
 
     AdamW hides a wrong scale of the gradient, so its norm is compared too.
     """
     out = tmp_path / "out"
-    done = worlds.run(COMMAND, *arguments(world, data, out), processes=2)
+    command = worlds.ROOT / COMMAND
+    done = worlds.run("tests/in_chunks.py", command, *arguments(world, data, out), processes=2)
     assert done.code == 0, done.err
     assert facts_of(out)["processes"] == 2
     assert facts_of(undisturbed)["processes"] == 1

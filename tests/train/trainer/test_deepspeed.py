@@ -30,7 +30,7 @@ __all__ = ["data", "world"]
 def under_zero2(world: World, data: Path, out: Path, *more: object) -> Done:
     command = worlds.ROOT / COMMAND
     return worlds.run(
-        "tests/zero2.py", command, *arguments(world, data, out), *RUN, *more,
+        "tests/zero2.py", worlds.ROOT / "tests/in_chunks.py", command, *arguments(world, data, out), *RUN, *more,
         processes=2, env={"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "false"},
     )  # fmt: skip
 

@@ -68,7 +68,10 @@ def data(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sharded(world: World, data: Path, out: Path, *more: object) -> Done:
     command = worlds.ROOT / COMMAND
-    return worlds.run(SHARDED, command, *arguments(world, data, out), *RUN, *more, processes=2)
+    chunks = worlds.ROOT / "tests/in_chunks.py"
+    return worlds.run(
+        SHARDED, chunks, command, *arguments(world, data, out), *RUN, *more, processes=2
+    )
 
 
 def trains_as_one(
