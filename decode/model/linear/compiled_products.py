@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch._inductor import config
+from torch._inductor.ir import ExternKernel
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
 
 HAS_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
@@ -55,6 +56,9 @@ def _(x: Any, blocks: Any) -> Any:
     """Inductor's own product, which reads each block once and in order. MKL is not timed against it: that takes longer
     than the rest of the compilation."""
     ops = torch.ops.aten
+    x = ExternKernel.require_contiguous(
+        x
+    )  # of rows that are not, as of the last token's, it has no product
     rows = lowerings[ops.expand](x, [blocks.get_size()[0], *x.get_size()])
     with config.patch(max_autotune=True, max_autotune_gemm_backends="CPP"):
         return lowerings[ops.bmm](rows, blocks)

@@ -36,7 +36,7 @@ def mark_regions(model: Any) -> None:
     for layer in layers:
         if "forward" in vars(layer):  # where hooks of a placement exchange the weights
             continue
-        layer.forward = partial(run_layer, layer)
+        layer.forward = partial(run_apart, layer)
         inside = Counter(map(id, tensors_of(layer)))
         own = all(everywhere[one] == count for one, count in inside.items())
         indices = {
@@ -66,8 +66,19 @@ def run_layer(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
+def run_apart(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`run_layer` for copies of the tensors in tuples: a region may not read two views of one tensor, as the sines and
+    cosines of GPT-J are."""
+    if not torch.compiler.is_compiling():
+        return type(layer).forward(layer, *args, **kwargs)
+    for name, value in kwargs.items():
+        if type(value) is tuple:
+            kwargs[name] = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in value)
+    return run_layer(layer, *args, **kwargs)
+
+
 def find_region(layer: Any, holder: str, *args: Any, **kwargs: Any) -> Any:
-    """`run_layer` that does not trace a layer that is like an earlier one. The module `holder` has the layer's index.
+    """`run_apart` that does not trace a layer that is like an earlier one. The module `holder` has the layer's index.
 
     All tensors that the layer reads beside its weights are arguments of the region, one by one.
     """
@@ -83,10 +94,10 @@ def find_region(layer: Any, holder: str, *args: Any, **kwargs: Any) -> Any:
         parts = list(value) if type(value) is tuple else [value]
         for part in parts:
             if not isinstance(part, LEAVES):
-                return run_layer(layer, *args, **kwargs)
+                return run_apart(layer, *args, **kwargs)
         flat += [name, "tuple" if type(value) is tuple else "one", len(parts), *parts]
     if cache is None or cache.slots.is_prefill:
-        return run_layer(layer, *args, **kwargs)
+        return run_apart(layer, *args, **kwargs)
     index = (getattr(layer, holder) if holder else layer).layer_idx
     kv, slots, layers = cache.kv_layers[index], cache.slots, len(cache.kv_layers)
     beside = attention.CONTEXT_BESIDE.slots is slots
