@@ -26,6 +26,7 @@ from decode.engine.active_request import (
 )
 from decode.engine.cuda_graph import AsyncHostCopy, CudaGraphRunner
 from decode.engine.forced_tokens import MAX_FORCED
+from decode.engine.host_memory import keep_freed_memory
 from decode.engine.records import DecodeRecord, RoundRecord, collect_outputs
 from decode.engine.round import (
     BatchState,
@@ -98,6 +99,8 @@ class SpeculativeEngine:
         self.captured_buffers: list[SlotMapping | torch.Tensor] = []
         self.last_read_time = 0.0  # when the results of the last round were read
         self.constraint: RowConstraints | None = None  # of the rows that are being decoded
+        if self.device.type == "cpu":
+            keep_freed_memory()
         find_rule(rule)
         check_ranges(sampling, "sampling.")
         if draft is not None:

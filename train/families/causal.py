@@ -203,8 +203,7 @@ class CausalTrainer(nn.Module):
                 overlap = divergences.acceptance.of(
                     divergences.pair_log_probs(target.log_probs, q_logits)
                 )
-                column = q_logits.argmax(-1)
-                agree = (column if ids is None else ids[column]) == likeliest
+                agree = divergences.drafted(q_logits, ids) == likeliest
             return {"loss": loss, "overlap": overlap.sum(), "top1": agree.sum().float()}
 
         inputs = [output.head_inputs[batch.loss_mask], states]

@@ -135,11 +135,12 @@ def loss_and_metrics(
         total = total + values.where(valid[:, j], 0.0).sum()
     some = slice(None, None, max(1, len(p_logits) // METRIC_ROWS))
     with torch.no_grad():
-        log_p = divergences.target_log_probs(p_logits[some], ids)
+        p_logits = p_logits[some]
+        log_p, likeliest = divergences.target_log_probs(p_logits, ids), p_logits.argmax(-1)
         for j, q_logits in enumerate(step_logits):
             counted, q_logits = valid[some, j], q_logits[some]
             overlap = divergences.acceptance.of(divergences.pair_log_probs(log_p, q_logits))
-            agree = divergences.top1(p_logits[some], q_logits, ids)
+            agree = divergences.drafted(q_logits, ids) == likeliest
             found[f"alpha_{j + 1}"] = overlap.where(counted, 0.0).sum()
             found[f"top1_{j + 1}"] = (agree & counted).sum().float()
             found[f"count_{j + 1}"] = counted.sum().float()

@@ -13,6 +13,7 @@ acceptance (acceptance, tv, lk_*) use p unchanged, as decoding does.
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,12 +26,34 @@ HASS_TOP_K = 10  # HASS's K
 LK_ETA = 3.0  # LK's eta
 
 
+@dataclass(frozen=True)
+class TargetLogProbs:
+    """The target's side of a comparison. What several comparisons need of it is computed once."""
+
+    p: Tensor  # [N, Vd] log p, renormalised on the draft's columns
+    mass: Tensor | None  # [N, 1] log of p's mass on these columns; None: the columns are all of V
+
+    @functools.cached_property
+    def probs(self) -> Tensor:
+        """[N, Vd] p."""
+        return self.p.exp()
+
+    @functools.cached_property
+    def negative_entropy(self) -> Tensor:
+        """[N] the sum of p log p."""
+        return _dot(self.probs, self.p)
+
+    @functools.cached_property
+    def not_renormalised(self) -> Tensor:
+        """[N, Vd] log of the target's own probabilities."""
+        return self.p if self.mass is None else self.p + self.mass
+
+
 class LogProbPair(NamedTuple):
     """Log-probabilities of target and draft on the draft's columns, shared by the loss and its metrics."""
 
-    p: Tensor  # [N, Vd] log p, renormalised on the draft's columns
+    target: TargetLogProbs
     q: Tensor  # [N, Vd] log q
-    mass: Tensor | None  # [N, 1] log of p's mass on these columns; None: the columns are all of V
 
 
 def log_probs(p_logits: Tensor, q_logits: Tensor, ids: Tensor | None = None) -> LogProbPair:
@@ -41,23 +64,22 @@ def log_probs(p_logits: Tensor, q_logits: Tensor, ids: Tensor | None = None) -> 
 @torch.no_grad()
 def target_log_probs(
     p_logits: Tensor, ids: Tensor | None = None, temperature: float = 1.0
-) -> tuple[Tensor, Tensor | None]:
-    """(LogProbPair.p, LogProbPair.mass), which several comparisons with the same p need only once."""
+) -> TargetLogProbs:
+    """The target's side of p_logits [N, V], for any number of comparisons."""
     p = _log_softmax(p_logits, temperature)
     if ids is None:
-        return p.clamp_(min=LOG_PROB_FLOOR), None
+        return TargetLogProbs(p.clamp_(min=LOG_PROB_FLOOR), None)
     p = p.index_select(-1, ids)
     # A row in which all ids have probability 0 gets p = 0 everywhere, not NaN.
     mass = p.logsumexp(-1, keepdim=True).clamp_(min=torch.finfo(p.dtype).min)
-    return p.sub_(mass).clamp_(min=LOG_PROB_FLOOR), mass
+    return TargetLogProbs(p.sub_(mass).clamp_(min=LOG_PROB_FLOOR), mass)
 
 
 def pair_log_probs(
-    target: tuple[Tensor, Tensor | None], q_logits: Tensor, temperature: float = 1.0
+    target: TargetLogProbs, q_logits: Tensor, temperature: float = 1.0
 ) -> LogProbPair:
-    """The LogProbPair of the result of `target_log_probs` and q_logits [N, Vd]."""
-    p, mass = target
-    return LogProbPair(p, _log_softmax(q_logits, temperature).clamp(min=LOG_PROB_FLOOR), mass)
+    """The LogProbPair of `target` and q_logits [N, Vd]."""
+    return LogProbPair(target, _log_softmax(q_logits, temperature).clamp(min=LOG_PROB_FLOOR))
 
 
 def bucket_tail(pair: LogProbPair, top_columns: Tensor) -> LogProbPair:
@@ -66,14 +88,15 @@ def bucket_tail(pair: LogProbPair, top_columns: Tensor) -> LogProbPair:
     The probabilities of single tokens in the tail are not used, so a stored teacher that keeps only the top tokens
     loses nothing. A divergence of the merged columns is at most that of all columns, and 0 wherever that is 0.
     """
-    if top_columns.shape[-1] == pair.p.shape[-1]:
+    if top_columns.shape[-1] == pair.q.shape[-1]:
         return pair
 
     def merge_tail(logs: Tensor) -> Tensor:
         rest = logs.scatter(-1, top_columns, -math.inf).logsumexp(-1, keepdim=True)
         return torch.cat([logs.gather(-1, top_columns), rest.clamp(min=LOG_PROB_FLOOR)], -1)
 
-    return LogProbPair(merge_tail(pair.p), merge_tail(pair.q), pair.mass)
+    target = TargetLogProbs(merge_tail(pair.target.p), pair.target.mass)
+    return LogProbPair(target, merge_tail(pair.q))
 
 
 class Divergence:
@@ -98,13 +121,13 @@ def forward_kl(pair: LogProbPair) -> Tensor:
 
     It makes q cover every token to which p gives probability. Its gradient with respect to q's logits is q - p.
     """
-    return (pair.p.exp() * (pair.p - pair.q)).sum(-1)
+    return pair.target.negative_entropy - _dot(pair.target.probs, pair.q)
 
 
 @Divergence
 def reverse_kl(pair: LogProbPair) -> Tensor:
     """KL(q || p) [N]: makes q concentrate on the modes of p."""
-    return (pair.q.exp() * (pair.q - pair.p)).sum(-1)
+    return (pair.q.exp() * (pair.q - pair.target.p)).sum(-1)
 
 
 @Divergence
@@ -113,9 +136,10 @@ def jsd(pair: LogProbPair, beta: float = 0.5) -> Tensor:
 
     0 < b < 1. Divided by b it tends to forward KL as b -> 0; divided by 1 - b to reverse KL as b -> 1.
     """
-    p, q, _ = pair
+    p, q = pair.target.p, pair.q
     mixture = torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))
-    forward, reverse = (p.exp() * (p - mixture)).sum(-1), (q.exp() * (q - mixture)).sum(-1)
+    forward = pair.target.negative_entropy - _dot(pair.target.probs, mixture)
+    reverse = (q.exp() * (q - mixture)).sum(-1)
     return beta * forward + (1 - beta) * reverse
 
 
@@ -125,7 +149,7 @@ def soft_ce(pair: LogProbPair) -> Tensor:
 
     EAGLE's loss. It has the same gradient as forward KL.
     """
-    return -(pair.p.exp() * pair.q).sum(-1)
+    return -_dot(pair.target.probs, pair.q)
 
 
 @Divergence
@@ -134,14 +158,14 @@ def top_k(pair: LogProbPair, count: int = HASS_TOP_K) -> Tensor:
 
     On its own it does not train the rest of q, and its minimum is not at q = p.
     """
-    p, best = pair.p.topk(min(count, pair.p.shape[-1]), dim=-1)
+    p, best = pair.target.p.topk(min(count, pair.q.shape[-1]), dim=-1)
     return -(p.exp() * pair.q.gather(-1, best)).sum(-1)
 
 
 @Divergence
 def hard_ce(pair: LogProbPair) -> Tensor:
     """-log q(argmax p) [N]: sufficient for greedy decoding; it ignores the rest of p."""
-    return -pair.q.gather(-1, pair.p.argmax(-1, keepdim=True)).squeeze(-1)
+    return -pair.q.gather(-1, pair.target.p.argmax(-1, keepdim=True)).squeeze(-1)
 
 
 @Divergence
@@ -150,8 +174,7 @@ def acceptance(pair: LogProbPair) -> Tensor:
 
     Leviathan et al., arXiv 2211.17192, corollary 3.6. At most p's mass on the draft's columns.
     """
-    p = pair.p if pair.mass is None else pair.p + pair.mass
-    return torch.minimum(p, pair.q).exp().sum(-1)
+    return torch.minimum(pair.target.not_renormalised, pair.q).exp().sum(-1)
 
 
 @Divergence
@@ -199,8 +222,13 @@ LOSSES: dict[str, Divergence] = {
 
 def top1(p_logits: Tensor, q_logits: Tensor, ids: Tensor | None = None) -> Tensor:
     """Whether argmax q = argmax p over the whole vocabulary [N] bool: acceptance at temperature 0."""
+    return drafted(q_logits, ids) == p_logits.argmax(-1)
+
+
+def drafted(q_logits: Tensor, ids: Tensor | None = None) -> Tensor:
+    """[N] the target's ids of the draft's likeliest tokens."""
     column = q_logits.argmax(-1)
-    return (column if ids is None else ids[column]) == p_logits.argmax(-1)
+    return column if ids is None else ids[column]
 
 
 def argmax_in_vocabulary(p_logits: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -230,6 +258,11 @@ def dpace(confidence: Tensor, valid: Tensor, a: float = 0.5) -> Tensor:
     step = ((1 - a) * confidence.detach().to(_compute_dtype(confidence)) + a).where(valid, 1.0)
     prefix = step.cumprod(-1) * valid
     return prefix.flip(-1).cumsum(-1).flip(-1) * valid
+
+
+def _dot(x: Tensor, y: Tensor) -> Tensor:
+    """[N] the products of the rows of x and y [N, V], without a tensor of that size."""
+    return torch.bmm(x[:, None], y[..., None])[:, 0, 0]
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:

@@ -11,6 +11,7 @@ from train.losses.divergences import (
     HASS_TOP_K,
     LOSSES,
     LogProbPair,
+    TargetLogProbs,
     bucket_tail,
     hard_ce,
     jsd,
@@ -43,13 +44,10 @@ class DivergenceConfig:
 
 
 class TargetDistribution(NamedTuple):
-    """The target's side of a comparison, computed once for several heads or steps of a draft.
+    """The target's side of a loss, computed once for several heads or steps of a draft."""
 
-    Both log-probabilities are (log p, log of its mass on the draft's columns), as `target_log_probs` returns them.
-    """
-
-    log_probs: tuple[Tensor, Tensor | None]  # at temperature 1
-    tempered_log_probs: tuple[Tensor, Tensor | None]  # at DivergenceConfig.temperature
+    log_probs: TargetLogProbs  # at temperature 1
+    tempered_log_probs: TargetLogProbs  # at DivergenceConfig.temperature
     top_columns: Tensor | None  # [N, K] columns compared one by one; None: all
 
 
@@ -70,7 +68,7 @@ class Criterion:
         plain = target_log_probs(p_logits, ids)
         temperature, top = self.config.temperature, self.config.top
         tempered = plain if temperature == 1 else target_log_probs(p_logits, ids, temperature)
-        top_columns = plain[0].topk(min(top, plain[0].shape[-1]), -1).indices if top else None
+        top_columns = plain.p.topk(min(top, plain.p.shape[-1]), -1).indices if top else None
         return TargetDistribution(plain, tempered, top_columns)
 
     def position_losses(self, target: TargetDistribution, q_logits: Tensor) -> Tensor:

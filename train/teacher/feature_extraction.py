@@ -16,6 +16,7 @@ from torch import Tensor
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.progress import ProgressBars, progress_bars
+from decode.engine.host_memory import keep_freed_memory
 from eval.reporting.formatting import format_bytes
 from train.data import batching
 from train.data.sample_store import SampleRow
@@ -60,6 +61,8 @@ def fill_missing_shards(
             f"(bf16 taps and final state: 8 H = {8 * live.hidden:,})"
         )
         check_disk_space(cache.folder, needed)
+        if live.model.device.type == "cpu":
+            keep_freed_memory()
         with cache.lock() if rank == 0 else contextlib.nullcontext():
             wait()  # no rank writes a shard before every rank has listed the missing ones
             with progress_bars(console, ("speed",), disable=rank != 0) as bars:

@@ -22,6 +22,7 @@ from decode.common.command import DeferredStop
 from decode.common.errors import UserError
 from decode.common.progress import ProgressBars, progress_bars
 from decode.common.ranges import Count, CountOrZero, LearningRate, above, at_least
+from decode.engine.host_memory import keep_freed_memory
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import TrainableDraft
@@ -163,6 +164,8 @@ def train(
     a weight is not finite (the last good checkpoint is kept) or when memory runs out.
     """
     accelerator = training.accelerator
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
     meter = ThroughputMeter(accelerator.device, accelerator.num_processes, training.step_flops)
     bar = progress.add_task(
         "distilling", total=s.steps, completed=state.step, loss="", alpha="", speed=""

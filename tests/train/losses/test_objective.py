@@ -149,7 +149,7 @@ def test_a_mix_is_the_weighted_sum(ids: Tensor | None) -> None:
     how = DivergenceConfig(temperature=2.0, top=7, mix={"tv": 0.3, "hard_ce": 0.1, "top_k": 2.0})
     mixed = value_of("forward_kl", p, q, ids, how)
     pair = log_probs(p / 2, q / 2, ids)
-    lumped = bucket_tail(pair, pair.p.topk(7).indices)
+    lumped = bucket_tail(pair, pair.target.p.topk(7).indices)
     hard, seven = LOSSES["hard_ce"](p, q, ids), LOSSES["top_k"].of(pair, 7)
     parts = forward_kl.of(lumped) + 0.3 * tv.of(lumped) + 0.1 * hard + 2.0 * seven
     torch.testing.assert_close(mixed, parts)
@@ -173,7 +173,7 @@ def test_acceptance_of_few_is_no_less() -> None:
     """Catches the mass outside the draft's vocabulary forgotten in the tail (pitfall 11)."""
     p, q = logits(0), logits(1)[:, : len(IDS)]
     pair = log_probs(p, q, IDS)
-    lumped = bucket_tail(pair, pair.p.topk(4).indices)
+    lumped = bucket_tail(pair, pair.target.p.topk(4).indices)
     mass = p.softmax(-1)[:, IDS].sum(-1)
     assert (acceptance.of(lumped) >= acceptance.of(pair) - 1e-6).all()
     assert (acceptance.of(lumped) <= mass + 1e-6).all()
