@@ -48,18 +48,15 @@ class ChunkGradients:
     def __init__(self, tensors: Sequence[Tensor], shared: Sequence[Tensor]):
         """Those of `tensors`, which come in chunks, of `shared`, and of parameters that the loss turns out to use."""
         grad = torch.is_grad_enabled()
-        self.split = [tensor for tensor in tensors if grad and tensor.requires_grad]
+        self.split = {i: x for i, x in enumerate(tensors) if grad and x.requires_grad}
         self.pieces: list[list[Tensor]] = [[] for _ in self.split]
-        self.split_at = [grad and tensor.requires_grad for tensor in tensors]
         self.shared = {x.detach().requires_grad_(grad and x.requires_grad): x for x in shared}
         self.sums: dict[Tensor, Tensor] = {}
 
     def differentiate(self, function: Callable[..., Sums], chunk: Sequence[Tensor]) -> Sums:
         """The values of the function for this chunk, detached, once the gradients of its "loss" are added to those
         here."""
-        inputs = [
-            x.requires_grad_() for x, wanted in zip(chunk, self.split_at, strict=True) if wanted
-        ]
+        inputs = [chunk[i].requires_grad_() for i in self.split]
         part = function(*chunk, *self.shared)
         if part["loss"].requires_grad:
             own = set(inputs)
@@ -71,9 +68,8 @@ class ChunkGradients:
             for pieces, gradient in zip(self.pieces, found, strict=False):
                 pieces.append(gradient)
             for leaf, gradient in zip(others, found[len(inputs) :], strict=True):
-                if (
-                    leaf not in self.sums
-                ):  # not the gradient itself: it may be another leaf's as well
+                # Not the first gradient itself: it may be that of another leaf as well.
+                if leaf not in self.sums:
                     self.sums[leaf] = torch.zeros_like(leaf)
                 self.sums[leaf] += gradient
         return {name: value.detach() for name, value in part.items()}
@@ -83,7 +79,7 @@ class ChunkGradients:
         if not any(self.pieces) and not self.sums:
             return loss
         gradients = [*map(torch.cat, self.pieces), *self.sums.values()]
-        sources = [*self.split, *(self.shared.get(leaf, leaf) for leaf in self.sums)]
+        sources = [*self.split.values(), *(self.shared.get(leaf, leaf) for leaf in self.sums)]
         attached: Tensor = _WithGradients.apply(loss, gradients, *sources)
         return attached
 

@@ -31,8 +31,9 @@ from train.teacher.feature_store import FeatureStore
 from train.teacher.live import LiveTeacher
 from train.teacher.served import ServedTeacher
 
-MICROBATCH_TOKENS = 2**12
-"""Tokens of a forward pass, padding included; a longer sample has a pass of its own."""
+MICROBATCH_TOKENS, CPU_MICROBATCH_TOKENS = 2**12, 2**10
+"""Tokens of a forward pass, padding included; a longer sample has a pass of its own. What a CPU computes from 1,024
+tokens stays in its caches: with SmolLM2 that is a sixth faster than 4,096."""
 
 
 def fill_missing_shards(
@@ -119,7 +120,8 @@ def extract_features(
     """{kind: tensors} computed by the live target, with the rows of these samples concatenated."""
     pieces: dict[str, list[dict[str, Tensor]]] = {kind.name: [] for kind in kinds}
     device, vocab = live.model.device, live.model.get_output_embeddings().weight.shape[0]
-    for group in microbatches(rows):
+    most = CPU_MICROBATCH_TOKENS if device.type == "cpu" else MICROBATCH_TOKENS
+    for group in microbatches(rows, most):
         batch = batching.collate(group, pad_id=0).to(device)
         output = live.get_output(batch)
         ends = torch.tensor([len(row["input_ids"]) for row in group], device=device)
@@ -137,11 +139,11 @@ def extract_features(
     return {name: concat_pieces(tensors) for name, tensors in pieces.items()}
 
 
-def microbatches(rows: Sequence[SampleRow]) -> Iterator[list[SampleRow]]:
-    """Consecutive `rows`, which are sorted by length, grouped into forward passes of at most MICROBATCH_TOKENS."""
+def microbatches(rows: Sequence[SampleRow], most: int) -> Iterator[list[SampleRow]]:
+    """Consecutive `rows`, which are sorted by length, grouped into forward passes of at most `most` tokens."""
     group: list[SampleRow] = []
     for row in rows:
-        if (len(group) + 1) * len(row["input_ids"]) > MICROBATCH_TOKENS and group:
+        if (len(group) + 1) * len(row["input_ids"]) > most and group:
             yield group
             group = []
         group.append(row)

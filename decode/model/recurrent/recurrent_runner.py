@@ -219,7 +219,7 @@ class RecurrentRunner(ModelRunner):
 def unclamp_time_steps(model: Any) -> None:
     """Lets Mamba-2 layers take time steps of any length in every pass.
 
-    transformers (5.17 to 5.23) clamps them in passes over several tokens and not in passes over one: plain decoding and
+    transformers (5.17 to 5.24) clamps them in passes over several tokens and not in passes over one: plain decoding and
     verification would be of two models.
     """
     for module in model.modules():
