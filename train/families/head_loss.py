@@ -135,8 +135,7 @@ def loss_and_metrics(
         total = total + values.where(valid[:, j], 0.0).sum()
     some = slice(None, None, max(1, len(p_logits) // METRIC_ROWS))
     with torch.no_grad():
-        p_logits = p_logits[some]
-        log_p, likeliest = divergences.target_log_probs(p_logits, ids), p_logits.argmax(-1)
+        log_p, likeliest = target.log_probs.rows(some), p_logits[some].argmax(-1)
         for j, q_logits in enumerate(step_logits):
             counted, q_logits = valid[some, j], q_logits[some]
             overlap = divergences.acceptance.of(divergences.pair_log_probs(log_p, q_logits))

@@ -33,6 +33,10 @@ class TargetLogProbs:
     p: Tensor  # [N, Vd] log p, renormalised on the draft's columns
     mass: Tensor | None  # [N, 1] log of p's mass on these columns; None: the columns are all of V
 
+    def rows(self, some: slice) -> "TargetLogProbs":
+        """The target's side of these rows alone."""
+        return TargetLogProbs(self.p[some], None if self.mass is None else self.mass[some])
+
     @functools.cached_property
     def probs(self) -> Tensor:
         """[N, Vd] p."""

@@ -56,9 +56,8 @@ def _(x: Any, blocks: Any) -> Any:
     """Inductor's own product, which reads each block once and in order. MKL is not timed against it: that takes longer
     than the rest of the compilation."""
     ops = torch.ops.aten
-    x = ExternKernel.require_contiguous(
-        x
-    )  # of rows that are not, as of the last token's, it has no product
+    # It has no product for rows that are not contiguous, as those of the last token alone are.
+    x = ExternKernel.require_contiguous(x)
     rows = lowerings[ops.expand](x, [blocks.get_size()[0], *x.get_size()])
     with config.patch(max_autotune=True, max_autotune_gemm_backends="CPP"):
         return lowerings[ops.bmm](rows, blocks)

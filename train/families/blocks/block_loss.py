@@ -96,7 +96,7 @@ class BlockLoss:
         some = slice(None, None, max(1, len(p_logits) // METRIC_ROWS))
         with torch.no_grad():
             p_logits, q_logits, depth = p_logits[some], q_logits[some], depth[some]
-            log_p = divergences.target_log_probs(p_logits, self.ids)
+            log_p = target.log_probs.rows(some)
             overlap = divergences.acceptance.of(divergences.pair_log_probs(log_p, q_logits))
             agree = divergences.top1(p_logits, q_logits, self.ids).float()
             for name, values in (
