@@ -17,7 +17,7 @@ from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.constraints.rows import RowConstraints
 from decode.model.hidden_states import HiddenStateSpec
-from decode.model.kv_cache import SlotMapping, TreeNodes
+from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.loading import Target, load_tokenizer, tokenizer_fingerprint
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import Sampler, SamplingParams
@@ -120,8 +120,12 @@ class Draft:
     def begin_batch(self, request: DraftContext) -> None:
         """Starts a batch with empty rows."""
 
-    def kv_slots(self) -> list[SlotMapping]:
-        """One object for each of its KV caches, a new object whenever the cache was allocated anew or enlarged."""
+    def can_grow(self) -> bool:
+        """Whether compiled code of this draft runs for any number of slots of its KV caches."""
+        return True
+
+    def kv_caches(self) -> list[StaticKVCache]:
+        """Its KV caches. The `slots` of one are a new object whenever it was allocated anew or enlarged."""
         return []
 
     def state_tensors(self) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from decode.drafts.base import Draft, DraftContext, Proposal, check_tokenizer, r
 from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens
 from decode.drafts.recurrent_draft import RecurrentDraft
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
-from decode.model.kv_cache import SlotMapping
+from decode.model.kv_cache import StaticKVCache
 from decode.model.loading import Target, load_model, load_tokenizer, tokenizer_fingerprint
 from decode.model.recurrent.recurrent_runner import RecurrentRunner
 from decode.model.runner import ModelRunner
@@ -38,8 +38,11 @@ class CausalDraft(Draft):
         self.unread = 0  # committed tokens at most that the KV cache lacks besides the usual ones
         self.decoder.allocate(request.rows, request.size)
 
-    def kv_slots(self) -> list[SlotMapping]:
-        return [self.decoder.cache.slots]
+    def can_grow(self) -> bool:
+        return self.decoder.can_grow
+
+    def kv_caches(self) -> list[StaticKVCache]:
+        return [self.decoder.cache]
 
     def prefill(
         self,

@@ -16,7 +16,7 @@ from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
 from decode.model.attention import attention_forward, forward_context
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, LMHead, check_taps
-from decode.model.kv_cache import SlotMapping, StaticKVCache, TreeNodes
+from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.linear.packed_linear import patch_linear_layers
 from decode.model.loading import DTYPES, Target
 from decode.model.runner import PREFILL_CHUNK
@@ -69,8 +69,8 @@ class CachedHead(Draft):
             self.kv_cache.reserve(size)
             self.allocated_shape = rows, size, count
 
-    def kv_slots(self) -> list[SlotMapping]:
-        return [self.kv_cache.slots]
+    def kv_caches(self) -> list[StaticKVCache]:
+        return [self.kv_cache]
 
     def state_tensors(self) -> list[torch.Tensor]:
         return [self.state_buffer.states]

@@ -5,7 +5,7 @@ import torch
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import decoder_step, draft_tokens
-from decode.model.kv_cache import SlotMapping
+from decode.model.kv_cache import StaticKVCache
 from decode.model.recurrent.hybrid_cache import States, copy_states, rows_of, set_rows
 from decode.model.recurrent.recurrent_runner import RecurrentRunner, group_by
 
@@ -31,8 +31,11 @@ class RecurrentDraft(Draft):
         self.kept: States = copy_states(self.decoder.cache.states())
         self.known = torch.zeros(request.rows, dtype=torch.long, device=self.decoder.device)
 
-    def kv_slots(self) -> list[SlotMapping]:
-        return [self.decoder.cache.slots]
+    def can_grow(self) -> bool:
+        return self.decoder.can_grow
+
+    def kv_caches(self) -> list[StaticKVCache]:
+        return [self.decoder.cache]
 
     def prefill(
         self,

@@ -10,7 +10,7 @@ import torch
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, TokenTree, pad_chain
 from decode.drafts.drafting import discard_draws
-from decode.model.kv_cache import SlotMapping, TreeNodes
+from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.verification.rules import NO_DRAFT
 
 
@@ -28,8 +28,11 @@ class DraftWrapper(Draft):
     def begin_batch(self, request: DraftContext) -> None:
         self.inner.begin_batch(request)
 
-    def kv_slots(self) -> list[SlotMapping]:
-        return self.inner.kv_slots()
+    def can_grow(self) -> bool:
+        return self.inner.can_grow()
+
+    def kv_caches(self) -> list[StaticKVCache]:
+        return self.inner.kv_caches()
 
     def state_tensors(self) -> list[torch.Tensor]:
         return self.inner.state_tensors()

@@ -36,7 +36,7 @@ from decode.engine.round import (
     run_round,
     synchronized_time,
 )
-from decode.model.kv_cache import SlotMapping
+from decode.model.kv_cache import SlotMapping, StaticKVCache
 from decode.model.linear.packed_linear import begin_request, pack_for_compiled_code
 from decode.model.loading import Target
 from decode.model.vision.vision_runner import ImageInputs
@@ -50,8 +50,7 @@ from decode.verification.sampling import (
 )
 
 BUCKET = 128
-"""Eager buffers hold a multiple of this many slots a row and grow with the rows; attention reads as many of them as the
-longest row needs."""
+"""KV buffers that grow with the rows hold a multiple of this many slots a row, as many as the longest row needs."""
 MODES = ("eager", "captured", "compiled", "graph")
 """Names for the `mode` of an engine."""
 COMPILED, CAPTURED = ("compiled", "graph"), ("captured", "graph")
@@ -89,6 +88,13 @@ class SpeculativeEngine:
         self.k, self.sampling, self.rule = k, sampling, rule
         self.device = target.decoder.device
         self.on_host = draft is not None and draft.on_host
+        # A graph holds the addresses of its buffers, and most compiled code is of a number of slots.
+        self.grows = mode == "eager" or (
+            mode == "compiled"
+            and self.device.type == "cpu"
+            and target.decoder.can_grow
+            and (draft is None or draft.can_grow())
+        )
         self.max_slots = 1 if draft is None else draft.max_slots(k)
         # a round is read while the next one runs
         self.lag = int(self.device.type == "cuda" and not self.on_host)
@@ -170,8 +176,10 @@ class SpeculativeEngine:
         self.constraint = None
         if matchers is not None:
             self.constraint = RowConstraints(rows, target.decoder.vocab_size, target.eos)
-        size = self.num_slots(begin, max_new_tokens)
-        state, config = self._prepare_batch(rows, size, choose, extra)
+        size = slots = self.num_slots(begin, max_new_tokens)
+        if self.grows:
+            slots = self.slots_of_prompts(prompts[:rows])
+        state, config = self._prepare_batch(rows, size, slots, choose, extra)
         lag = 0 if phases is not None or matchers is not None else self.lag
         queue = deque(ActiveRequest(i, len(p), limits[i]) for i, p in enumerate(prompts))
         requests: list[ActiveRequest | None] = [None] * rows
@@ -216,22 +224,29 @@ class SpeculativeEngine:
                 yield from records
 
     def num_slots(self, prompts: list[list[int]], max_new_tokens: int) -> int:
-        """Slots a row of the buffers that `speculate` begins with for these prompts, the first ones in mode eager.
+        """Tokens a row that `speculate` begins with room for with these prompts, the first ones in mode eager.
 
-        Eager buffers grow with the rows; others have room for the longest row from the start, because compiled code is
-        specific to rows and slots.
+        In other modes it is the longest row's limit, because compiled code is of one size.
         """
-        spare = (self.lag + 2) * self.max_slots + 2  # rows that are done still draft
-        longest = max(map(len, prompts))
         if self.mode == "eager":
-            return _round_up_to_bucket(longest + spare)
-        limit = min(longest + max_new_tokens, self.target.decoder.context)
-        return _round_up_to_power_of_two(limit + spare)
+            return self.slots_of_prompts(prompts)
+        limit = min(max(map(len, prompts)) + max_new_tokens, self.target.decoder.context)
+        return _round_up_to_power_of_two(limit + self.spare_slots())
 
+    def slots_of_prompts(self, prompts: list[list[int]]) -> int:
+        """Slots a row of KV buffers that grow, for these prompts and a round."""
+        return _round_up_to_bucket(max(map(len, prompts)) + self.spare_slots())
+
+    def spare_slots(self) -> int:
+        """Slots beyond a row's tokens that rounds may write: rows that are done still draft."""
+        return (self.lag + 2) * self.max_slots + 2
+
+    @torch.inference_mode()
     def _prepare_batch(
-        self, rows: int, size: int, choose: Sampler | None, extra: int
+        self, rows: int, size: int, slots: int, choose: Sampler | None, extra: int
     ) -> tuple[BatchState, StepConfig]:
-        """Empty rows. Buffers, random numbers and CUDA graph are used again if the shape is the same as before."""
+        """Empty rows with room for `size` tokens and KV buffers of `slots`. Buffers, random numbers and CUDA graph are
+        used again if the shape is the same as before."""
         if choose is not None or self.batch_shape != (rows, size):
             self.state = BatchState.empty(rows, size, self.device)
             self.rng = CounterRNG(torch.zeros(rows, dtype=torch.long, device=self.device))
@@ -240,18 +255,18 @@ class SpeculativeEngine:
             pack_for_compiled_code()
         self.batch_shape = None if choose is not None else (rows, size)
         self.state.clear()
-        self.target.decoder.allocate(rows, size)
+        self.target.decoder.allocate(rows, slots)
         self.target.decoder.capture_hidden_states(None if self.draft is None else self.draft.taps)
         context = DraftContext(
-            rows, size, self.longest, self.sampling, choose or self.rng,
+            rows, slots, self.longest, self.sampling, choose or self.rng,
             constraint=self.constraint, extra=extra,
         )  # fmt: skip
         constrained = None if self.constraint is None else context
         config = StepConfig(self.k, self.sampling, context.choose, self.rule, constrained)
         if self.draft is not None:
             self.draft.begin_batch(context)
-        for slots in self._kv_buffers():  # an eager engine of the same target may have hidden some
-            slots.show(size)
+        for cache in self._kv_caches():  # an eager engine of the same target may have hidden some
+            cache.slots.show(slots)
         return self.state, config
 
     @torch.inference_mode()
@@ -303,6 +318,9 @@ class SpeculativeEngine:
     ) -> AsyncHostCopy:
         """Runs a round, as a CUDA graph in modes that capture one, and starts the copy of its results to the host."""
         compiled = self.mode in COMPILED
+        if self.mode == "compiled" and self.grows:
+            for cache in self._kv_caches():
+                cache.mark_dynamic()
         run = partial(run_round, self.target, self.draft, state, config, compiled=compiled)
         if self.mode not in CAPTURED or phases is not None:
             return AsyncHostCopy(run(phases=phases))
@@ -313,7 +331,10 @@ class SpeculativeEngine:
         changed = [state.history, state.length, state.done, self.rng.draws]
         if self.draft is not None:
             changed += self.draft.state_tensors()
-        buffers: list[SlotMapping | torch.Tensor] = [*self._kv_buffers(), *changed]
+        buffers: list[SlotMapping | torch.Tensor] = [
+            *(cache.slots for cache in self._kv_caches()),
+            *changed,
+        ]
         if not same_objects(buffers, self.captured_buffers):  # graphs hold addresses
             self.graphs, self.captured_buffers = {}, buffers
         key = config.k, drafted
@@ -324,23 +345,24 @@ class SpeculativeEngine:
             self.graphs[key] = CudaGraphRunner(run, changed, keep_alive)
         return AsyncHostCopy(self.graphs[key]())
 
-    def _kv_buffers(self) -> list[SlotMapping]:
-        """One object for each KV cache of target and draft, a new one whenever the cache is new or enlarged."""
-        draft_slots = [] if self.draft is None else self.draft.kv_slots()
-        return [self.target.decoder.cache.slots, *draft_slots]
+    def _kv_caches(self) -> list[StaticKVCache]:
+        """The KV caches of target and draft."""
+        return [self.target.decoder.cache, *([] if self.draft is None else self.draft.kv_caches())]
 
+    @torch.inference_mode()
     def _provide_slots(self, state: BatchState, count: int) -> None:
         """Enlarges all buffers to `count` slots a row where they have fewer; eager forwards attend to no more."""
         size = _round_up_to_bucket(count)
         if size > state.history.shape[1]:
             self.batch_shape = (len(state.length), size)
-            self.target.decoder.reserve(size)
             state.reserve(size)
+        if size > self.target.decoder.shape[1]:
+            self.target.decoder.reserve(size)
             if self.draft is not None:
                 self.draft.reserve(size)
         if self.mode == "eager":
-            for slots in self._kv_buffers():
-                slots.show(size)
+            for cache in self._kv_caches():
+                cache.slots.show(size)
 
     def _collect_round(
         self, results: AsyncHostCopy, requests: list[ActiveRequest | None], start: float

@@ -58,6 +58,7 @@ class SlotMapping:
         self.all_rows = torch.arange(rows, device=device)
         self.every_slot = torch.arange(size, device=device)
         self.slot = self.every_slot  # [S] those that forwards attend to
+        self.is_dynamic = False  # compiled code is of any number of slots
         self.set_positions(torch.zeros(rows, dtype=torch.long, device=device), 1)
 
     def show(self, count: int) -> None:
@@ -267,6 +268,16 @@ class StaticKVCache(Cache):
         self.slots.set_positions(torch.zeros_like(row), width, row=row, is_prefill=True)
         for own, layer in filled:
             own.update(layer.keys, layer.values)
+
+    def mark_dynamic(self) -> None:
+        """Makes later compilations be of any number of slots, for buffers that grow."""
+        if not self.slots.is_dynamic:
+            self.slots.is_dynamic = True
+            torch._dynamo.maybe_mark_dynamic(self.slots.every_slot, 0)
+            for layer in self.kv_layers:
+                if layer.is_initialized:
+                    torch._dynamo.maybe_mark_dynamic(layer.keys, 2)
+                    torch._dynamo.maybe_mark_dynamic(layer.values, 2)
 
     def copy_row(self, row: int, size: int) -> "StaticKVCache":
         """A cache of one row of `size` slots with the contents of row `row`."""

@@ -35,6 +35,9 @@ logging.disable_progress_bar()  # transformers' bars, one per shard, hide the co
 
 PREFILL_CHUNK = 1024
 """Prompt tokens in one forward: a limit on the memory that long prompts need."""
+FORWARD_TOKENS = 32
+"""Tokens whose computation takes about as long on a CPU as what a forward costs whatever it computes: reading the
+weights and starting its operations."""
 
 
 class ModelRunner:
@@ -79,8 +82,8 @@ class ModelRunner:
         """[B, T, F] the captured hidden states of the last prefill or step."""
         self.try_model()
         patch_linear_layers(self.model)
-        if self.can_compile:
-            mark_regions(self.model)
+        self.can_grow = self.can_compile and mark_regions(self.model)
+        """One compiled step runs for any number of slots."""
 
     def prepare_model(self) -> None:
         """Makes the model run with our attention and caches. UserError if its properties do not allow that."""
@@ -139,8 +142,31 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Logits [b, V] of each row's last prompt token, for tokens [b, W] right-padded and length [b].
 
-        `row` [b] are the rows of the K/V buffers that are filled (None: all); the others stay as they are.
+        `row` [b] are the rows of the K/V buffers that are filled (None: all); the others stay as they are. On a CPU
+        prompts of similar length are computed together, the others apart, so that little of it is padding.
         """
+        groups = [list(range(len(tokens)))]
+        if self.device.type == "cpu":
+            groups = prefill_groups(length.tolist())
+        if len(groups) == 1:
+            return self._prefill_together(tokens, length, row)
+        row = self.cache.slots.all_rows if row is None else row
+        logits, features = [], []
+        for group in groups:
+            own = tokens[group, : int(length[group].max())]
+            logits.append(self._prefill_together(own, length[group], row[group]))
+            if self.hidden_state_hooks is not None:
+                padding = tokens.shape[1] - own.shape[1]
+                features.append(F.pad(self.features, (0, 0, 0, padding)))
+        place = torch.tensor([number for group in groups for number in group]).argsort()
+        if self.hidden_state_hooks is not None:
+            self.features = torch.cat(features)[place]
+        return torch.cat(logits)[place]
+
+    def _prefill_together(
+        self, tokens: torch.Tensor, length: torch.Tensor, row: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`prefill` in forwards of PREFILL_CHUNK positions of all rows."""
         rows, width = tokens.shape
         logits = torch.zeros(rows, self.vocab_size, device=self.device, dtype=self.model.dtype)
         all_rows = torch.arange(rows, device=self.device)
@@ -244,6 +270,23 @@ class ModelRunner:
         if self.missing_columns == 0:
             return logits
         return F.pad(logits, (0, self.missing_columns), value=float("-inf"))
+
+
+def prefill_groups(lengths: list[int]) -> list[list[int]]:
+    """The prompts of these `lengths`, by number, in groups that take the least time: each is padded to its longest
+    prompt, and costs FORWARD_TOKENS besides."""
+    order = sorted(range(len(lengths)), key=lambda number: lengths[number])
+    best = [(0, 0)]  # cost of the first n prompts in order, and where their last group begins
+    for end in range(1, len(order) + 1):
+        width = lengths[order[end - 1]]
+        best.append(
+            min((best[at][0] + (end - at) * width + FORWARD_TOKENS, at) for at in range(end))
+        )
+    groups, end = [], len(order)
+    while end > 0:
+        groups.append(order[best[end][1] : end])
+        end = best[end][1]
+    return groups
 
 
 def spread_logits(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:

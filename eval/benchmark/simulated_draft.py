@@ -11,7 +11,7 @@ import torch
 
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.engine.engine import decode
-from decode.model.kv_cache import SlotMapping
+from decode.model.kv_cache import StaticKVCache
 from decode.model.loading import Target
 from decode.verification.rules import NO_DRAFT
 
@@ -49,8 +49,11 @@ class SimulatedDraft(Draft):
         if self.cost is not None:
             self.cost.begin_batch(request)
 
-    def kv_slots(self) -> list[SlotMapping]:
-        return [] if self.cost is None else self.cost.kv_slots()
+    def can_grow(self) -> bool:
+        return self.cost is None or self.cost.can_grow()
+
+    def kv_caches(self) -> list[StaticKVCache]:
+        return [] if self.cost is None else self.cost.kv_caches()
 
     def prefill(
         self,

@@ -178,8 +178,8 @@ def begin(
     decoder.allocate(rows, size)
     decoder.capture_hidden_states(draft.taps)
     draft.begin_batch(DraftContext(rows, size, k, sampling, follower))
-    for slots in [decoder.cache.slots, *draft.kv_slots()]:
-        slots.show(size)
+    for cache in [decoder.cache, *draft.kv_caches()]:
+        cache.slots.show(size)
     row = torch.arange(rows, device=decoder.device)
     logits = decoder.prefill(history[:, :width], length, row)
     features = None if draft.taps is None else decoder.features

@@ -4,7 +4,7 @@ Products of few rows with one large weight take 0.8 to 0.95 of the time of those
 """
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -12,7 +12,17 @@ SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers in one module that read the same tensor in most models, in the order of their calls."""
 
 
-L = TypeVar("L", bound=torch.nn.Linear)
+class HasProduct(Protocol):
+    """A layer that can multiply for all that share its product."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] -> [..., N], the outputs of all layers one after the other."""
+
+
+L = TypeVar("L", bound=HasProduct)
 
 
 class FusedProduct(Generic[L]):
@@ -25,37 +35,15 @@ class FusedProduct(Generic[L]):
     def __init__(self, layers: Sequence[L]):
         self.layers = layers
         self.is_whole = True
-        self.packed: torch.Tensor | None = None
-        self.bias: torch.Tensor | None = None
-        self.sizes: list[int] = []
         self.held: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
-
-    def pack(self) -> torch.Tensor:
-        """All weights packed for oneDNN as one."""
-        weights = [layer.weight.detach() for layer in self.layers]
-        self.sizes = [len(weight) for weight in weights]
-        if any(layer.bias is not None for layer in self.layers):
-            biases = [
-                weight.new_zeros(len(weight)) if layer.bias is None else layer.bias.detach()
-                for layer, weight in zip(self.layers, weights, strict=True)
-            ]
-            self.bias = torch.cat(biases)
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights), None)
-        return self.packed
-
-    def drop(self) -> None:
-        """Forgets the packed weights, which have changed."""
-        self.packed = self.bias = None
 
     def output(self, place: int, x: torch.Tensor) -> torch.Tensor | None:
         """[..., N] the output of layer number `place` for x, or None if that layer has to multiply by itself."""
         if place == 0:
-            packed = self.pack() if self.packed is None else self.packed
-            out = torch.ops.mkldnn._linear_pointwise(x, packed, self.bias, "none", [], "")
-            self.held = x, out.split(self.sizes, -1)
+            sizes = [len(layer.weight) for layer in self.layers]
+            self.held = x, self.layers[0].product(x).split(sizes, -1)
         if self.held is None or self.held[0] is not x:
             self.is_whole, self.held = False, None
-            self.drop()
             return None
         part = self.held[1][place]
         if place == len(self.layers) - 1:

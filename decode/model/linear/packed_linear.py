@@ -1,6 +1,7 @@
 """Linear layers that multiply by copies of their weights while decoding runs on a CPU."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -64,8 +65,12 @@ class PackedLinear(torch.nn.Linear):
         """Takes the place of `linear`: shares its parameters, buffers and hooks."""
         torch.nn.Module.__init__(self)
         vars(self).update(vars(linear))
+        # Of the weights of all layers of `fused` while that is whole.
         self.packed: torch.Tensor | None = None
+        self.packed_bias: torch.Tensor | None = None
         self.blocks: torch.Tensor | None = None
+        self.start = 0
+        """The first of this layer's outputs in the product with its copies."""
         self.parts: torch.Tensor | None = None
         """[P, N / P, K] the fp32 weight as it is, in parts that threads share."""
         self.fused: FusedProduct[PackedLinear] | None = None
@@ -90,13 +95,20 @@ class PackedLinear(torch.nn.Linear):
             return super().forward(x)
         if self.parts is not None and x.numel() <= EAGER_ROWS * x.shape[-1]:
             return self._multiply_few_rows(x, self.parts)
+        if self.packed is None:
+            self.pack()
         if self.fused is not None and self.fused.is_whole:
             out = self.fused.output(self.place, x)
             if out is not None:
                 return out
-        if self.packed is None:
+            self.drop_copies()
             self.pack()
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return self.product(x)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] times the packed weights -> [..., N], with the outputs of all layers that share them."""
+        packed, bias = self.packed, self.packed_bias
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
     def can_pack(self) -> bool:
         """Whether oneDNN has products for the device and the dtype of the weight."""
@@ -109,11 +121,12 @@ class PackedLinear(torch.nn.Linear):
         if x.numel() == x.shape[-1] and self.weight.dtype == torch.float32:
             out = (x.reshape(1, -1) * self.weight).sum(-1).view(*x.shape[:-1], -1)
             return out if self.bias is None else out + self.bias
-        rows = x.reshape(-1, x.shape[-1])
-        if self.blocks is None or len(rows) > COMPILED_ROWS:
-            return torch.ops.draftsmith.packed_linear(x, self.packed, self.bias)
-        out = torch.ops.draftsmith.blocked_linear(rows, self.blocks).transpose(0, 1).flatten(1)
-        out = out[:, : len(self.weight)].view(*x.shape[:-1], -1)
+        end = self.start + len(self.weight)
+        if self.blocks is None or x.numel() > COMPILED_ROWS * x.shape[-1]:
+            out = torch.ops.draftsmith.packed_linear(x, self.packed, self.packed_bias)
+            return out[..., self.start : end]
+        out = torch.ops.draftsmith.blocked_linear(x, self.blocks).transpose(0, 1).flatten(1)
+        out = out[:, self.start : end].view(*x.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
 
     def _multiply_few_rows(self, x: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
@@ -132,8 +145,17 @@ class PackedLinear(torch.nn.Linear):
 
     def begin_request(self) -> None:
         """Drops copies of weights that have changed since: of this layer and of those that share its product."""
-        for layer in [self] if self.fused is None else self.fused.layers:
+        for layer in self.sharing():
             layer.drop_old_copies()
+
+    def sharing(self) -> "Sequence[PackedLinear]":
+        """This layer and those of its FusedProduct, in order."""
+        return [self] if self.fused is None else self.fused.layers
+
+    def drop_copies(self) -> None:
+        """Drops the copies of this layer's weight and of those that it shares a product with."""
+        for layer in self.sharing():
+            layer.packed = layer.packed_bias = layer.blocks = None
 
     def drop_old_copies(self) -> None:
         """Drops the copies if the weight is not the one that was copied: by its identity, its version, which counts
@@ -143,9 +165,7 @@ class PackedLinear(torch.nn.Linear):
         state = id(self.weight), weight.data_ptr(), version
         sample = weight.flatten()[:: max(1, weight.numel() // SAMPLED)].clone()
         if self.packed_from != state or not torch.equal(sample, self.sample):
-            self.packed = self.blocks = None
-            if self.fused is not None:
-                self.fused.drop()
+            self.drop_copies()
         self.packed_from, self.sample, self.checked = state, sample, REQUESTS.count
         self.packable, self.parts = self.can_pack(), None
         if self.packable and weight.dtype == torch.float32:
@@ -153,14 +173,30 @@ class PackedLinear(torch.nn.Linear):
             self.parts = weight.view(parts, -1, weight.shape[1])
 
     def pack(self) -> None:
-        """Makes the copies that are missing: for oneDNN, and in blocks where compiled code runs."""
-        weight = self.weight.detach()
+        """Makes the copies that are missing, for all layers of a whole `fused`: for oneDNN, and in blocks where
+        compiled code runs."""
+        whole = self.fused is not None and self.fused.is_whole
+        layers = self.sharing() if whole else [self]
+        weight = torch.cat([layer.weight.detach() for layer in layers])
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+            if any(layer.bias is not None for layer in layers):
+                biases = [
+                    layer.weight.new_zeros(len(layer.weight))
+                    if layer.bias is None
+                    else layer.bias.detach()
+                    for layer in layers
+                ]
+                self.packed_bias = torch.cat(biases)
         if self.has_blocks and self.blocks is None:
             outputs = block_outputs()
             padded = F.pad(weight, (0, 0, 0, -len(weight) % outputs))
             self.blocks = padded.unflatten(0, (-1, outputs)).transpose(1, 2).contiguous()
+        start = 0
+        for layer in layers:
+            layer.packed, layer.packed_bias = self.packed, self.packed_bias
+            layer.blocks, layer.start = self.blocks, start
+            start += len(layer.weight)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Another dtype or device, as `to` gives it, is seen at the next call."""
@@ -169,8 +205,8 @@ class PackedLinear(torch.nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies of the module pack for themselves."""
-        own = {"packed": None, "blocks": None, "parts": None, "fused": None, "checked": -1}
-        return vars(self) | own
+        copies = dict.fromkeys(("packed", "packed_bias", "blocks", "parts", "fused"))
+        return vars(self) | copies | {"start": 0, "checked": -1}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -23,16 +23,19 @@ NUMBERS: dict[Hashable, int] = {}
 """The number of each description that `number_region` has met."""
 
 
-def mark_regions(model: Any) -> None:
+def mark_regions(model: Any) -> bool:
     """Makes each decoder layer of `model` a region of compiled code: what is generated for one layer runs for all that
     are like it. Eager decoding and training do not see it.
 
-    Layers that read the K/V of other layers (gemma4) stay as they are: regions hand on nothing but their result.
+    Returns whether every layer is a region that need not be traced. Of others torch compares the traces, and takes none
+    for another's where a size is dynamic. Layers that read the K/V of other layers (gemma4) stay as they are: regions
+    hand on nothing but their result.
     """
     if decoder_config(model).to_dict().get("num_kv_shared_layers"):
-        return
+        return False
     everywhere = Counter(map(id, tensors_of(model)))
     layers: list[Any] = list(layer_stack(model))
+    skips = 0
     for layer in layers:
         if "forward" in vars(layer):  # where hooks of a placement exchange the weights
             continue
@@ -48,6 +51,8 @@ def mark_regions(model: Any) -> None:
         is_plain = len(set(indices.values())) == 1 and index_finds_kv(layer) and "." not in holder
         if CAN_SKIP_TRACES and own and is_plain and gives_one_tensor(type(layer).forward):
             layer.forward = partial(find_region, layer, holder)
+            skips += 1
+    return skips == len(layers)
 
 
 def tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -133,13 +138,20 @@ def rebuild_and_run(
 
 
 def region_key(layer: torch.nn.Module, index: int, *arguments: Any) -> int:
-    """The same number only for regions that run the same code on their arguments, in dynamo's trace."""
+    """The same number only for regions that run the same code on their arguments, in dynamo's trace.
+
+    K/V and slots are described without their shapes, which may be dynamic: all layers have the same number of slots,
+    and the rest of a layer's shapes follows from its weights.
+    """
+    layers, beside, keys, values, count, all_rows, row, slot, *_ = arguments
     seen: dict[torch.Tensor, int] = {}
     described: list[Any] = []
     for each in arguments:
         if isinstance(each, torch.Tensor):
             number = seen.setdefault(each, len(seen))
-            described.append((number, tuple(each.shape), each.stride(), each.dtype, each.device))
+            described.append((number, each.dtype, each.device))
+            if each is not keys and each is not values and each is not slot:
+                described += [tuple(each.shape), each.stride()]
         else:
             described.append(each)
     return number_region(layer, index, tuple(described))

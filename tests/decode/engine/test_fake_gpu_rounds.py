@@ -68,7 +68,8 @@ def run_on_fake_gpu(
         engine = SpeculativeEngine(
             target, draft, k=K, sampling=sampling, rule=rule, mode="captured"
         )
-        state, config = engine._prepare_batch(rows, engine.num_slots(prompts, 64), None, 0)
+        size = engine.num_slots(prompts, 64)
+        state, config = engine._prepare_batch(rows, size, size, None, 0)
         engine._prefill_prompts(state, prompts, new, list(range(rows)), None, None)
         for _ in range(ROUNDS):
             if draft is not None and draft.plans_rounds:

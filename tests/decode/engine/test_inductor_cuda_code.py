@@ -117,7 +117,7 @@ def generate_round(name: str, sampling: SamplingParams, rows: int = 1) -> Round:
         target = Target(runner, None, "llama", None, "fingerprint", frozenset({5}))
         draft = make_draft(name, target)
         engine = SpeculativeEngine(target, draft, k=K, sampling=sampling, mode="captured")
-        state, config = engine._prepare_batch(rows, SLOTS, None, 0)
+        state, config = engine._prepare_batch(rows, SLOTS, SLOTS, None, 0)
         requests = {row: ActiveRequest(row, 100, 1000) for row in range(rows)}
         seeds = list(range(rows))
         engine._prefill_prompts(state, [[1] * 100] * rows, requests, seeds, None, None)

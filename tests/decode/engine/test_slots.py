@@ -79,5 +79,5 @@ def test_an_engine_that_needs_every_slot_gets_them(attended: list[int]) -> None:
     list(engine.speculate(LONG + SHORT[:1], max_new_tokens=4))
     collect_outputs(SHORT[:2], engine.speculate(SHORT[:2], max_new_tokens=4))
     other = SpeculativeEngine(target)
-    other._prepare_batch(2, 512, None, 0)
+    other._prepare_batch(2, 512, 512, None, 0)
     assert len(target.decoder.cache.slots.slot) == 512

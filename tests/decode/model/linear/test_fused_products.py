@@ -1,10 +1,12 @@
 """Layers that read the same tensor are one product: the same outputs, never of other inputs or of old weights."""
 
 import copy
+import re
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 from decode.model.linear.packed_linear import (
     PackedLinear,
@@ -67,9 +69,31 @@ def test_outputs_are_those_of_the_layers(rows: int, dtype: torch.dtype) -> None:
     assert isinstance(layer, PackedLinear)
     alone = rows <= 2 and dtype == torch.float32
     assert layer.fused is not None
-    assert (layer.fused.packed is None) == alone
-    assert layer.packed is None
+    assert (layer.packed is None) == alone
+    copies = {id(module.get_submodule(name).packed) for name in NAMES}
+    assert len(copies) == 1, "one copy of the weights of all three"
     assert layer.fused.held is None, "inputs and outputs are kept no longer than they are needed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [ROWS, 70])
+def test_compiled_code_has_one_product_of_layers_that_share_it(
+    rows: int, dtype: torch.dtype
+) -> None:
+    """Catches a product for each of the layers, one that is shared by layers of different inputs, and outputs or
+    biases of another layer."""
+    usual, module = patched(dtype)
+    x, other = (torch.randn(1, rows, 24).to(dtype) for _ in range(2))
+    begin_request()
+    pack_for_compiled_code()
+    for inputs, products in (((x, x, x), 1), ((x, x, other), 2)):
+        torch._dynamo.reset()
+        with torch.inference_mode():
+            got, code = run_and_get_code(torch.compile(module), *inputs)
+            assert same(got, usual(*inputs), dtype)
+        calls = re.findall(r"linear_pointwise\S*\(|^ +cpp\w*blocked_linear\w*\(", code[0], re.M)
+        assert len(calls) == products, code[0]
 
 
 @pytest.mark.parametrize("other", [1, 2])
