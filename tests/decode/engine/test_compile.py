@@ -53,7 +53,7 @@ def make(name: str, target: Target) -> Draft | None:
         "dflash": test_dflash.draft_of("dflash", target),
         "dspark": test_dflash.draft_of("dspark", target, DynamicTree(2, 5)),
         "mtp": test_mtp.draft_of(target),
-        "layerskip": test_exit_adapter.draft_of(target, ids=test_exit_adapter.IDS),
+        "layerskip": test_exit_adapter.draft_of(target, ids=test_exit_adapter.IDS.clone()),
     }[name]
 
 
