@@ -6,7 +6,7 @@
 
 The engines (--engines), all at temperature 1 without top-k or top-p, on the same prompts with the same stop tokens:
   ours: the engine of train/sample.py, in which a row that is done takes the next prompt
-  ours-compiled: the same with --mode compiled; buffers have room for the longest prompt and answer from the start
+  ours-compiled: the same with --mode compiled
   generate: transformers' generate on padded batches of prompts that are sorted by length
   generate_batch: transformers' continuous batching
   vllm: vLLM's CPU build, compiled as it is by default; skipped where there is none. It runs without the libraries that

@@ -43,11 +43,12 @@ def pack_for_compiled_code() -> None:
     Compiled code takes the packed copies as they are, so this is called when a request begins.
     """
     with torch.inference_mode():
-        for layer in list(LAYERS):
-            if layer.can_pack():
-                layer.has_blocks = layer.weight.dtype == torch.float32 and HAS_VECTORS
-                layer.drop_old_copies()
-                layer.pack()
+        layers = [layer for layer in LAYERS if layer.can_pack()]
+        for layer in layers:
+            layer.has_blocks = layer.weight.dtype == torch.float32 and HAS_VECTORS
+            layer.drop_old_copies()  # those that others share, too
+        for layer in layers:
+            layer.pack()
 
 
 class PackedLinear(torch.nn.Linear):
@@ -55,10 +56,10 @@ class PackedLinear(torch.nn.Linear):
 
     `torch.nn.functional.linear` arranges the weight anew at every call, or multiplies few rows with one thread; packed
     once, products of 3 to 512 rows take 0.3 to 0.85 of its time (docs/log.md), and those of layers that read the same
-    tensor are one product (`FusedProduct`). Copies are made at the first call and again at the first call of a request
-    if the weight has changed. They are used in inference mode only, in which all decoding runs: training takes the
-    usual product, whether or not the model has decoded in between. Compiled code multiplies by copies of its own
-    (`pack_for_compiled_code`).
+    tensor are one product (`FusedProduct`), in compiled code as well. Copies are made at the first call and again at
+    the first call of a request if the weight has changed. They are used in inference mode only, in which all decoding
+    runs: training takes the usual product, whether or not the model has decoded in between. Compiled code multiplies by
+    copies of its own (`pack_for_compiled_code`).
     """
 
     def __init__(self, linear: torch.nn.Linear):
@@ -177,6 +178,8 @@ class PackedLinear(torch.nn.Linear):
         compiled code runs."""
         whole = self.fused is not None and self.fused.is_whole
         layers = self.sharing() if whole else [self]
+        if self.packed is not None and (self.blocks is not None or not self.has_blocks):
+            return
         weight = torch.cat([layer.weight.detach() for layer in layers])
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
