@@ -274,13 +274,14 @@ class ModelRunner:
 
 def prefill_groups(lengths: list[int]) -> list[list[int]]:
     """The prompts of these `lengths`, by number, in groups that take the least time: each is padded to its longest
-    prompt, and costs FORWARD_TOKENS besides."""
+    prompt, and costs FORWARD_TOKENS besides. Prompts of one length are in one group."""
     order = sorted(range(len(lengths)), key=lambda number: lengths[number])
-    best = [(0, 0)]  # cost of the first n prompts in order, and where their last group begins
-    for end in range(1, len(order) + 1):
+    ends = [n for n in range(1, len(order)) if lengths[order[n - 1]] < lengths[order[n]]]
+    best = {0: (0, 0)}  # cost of the first n prompts in order, and where their last group begins
+    for end in [*ends, len(order)]:
         width = lengths[order[end - 1]]
-        best.append(
-            min((best[at][0] + (end - at) * width + FORWARD_TOKENS, at) for at in range(end))
+        best[end] = min(
+            (cost + (end - at) * width + FORWARD_TOKENS, at) for at, (cost, _) in best.items()
         )
     groups, end = [], len(order)
     while end > 0:
