@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from decode.common.ranges import CountOrZero, Temperature, TopP
+from decode.verification.top_p import keep_top_p
 
 SUM_BLOCK = 256
 """Weights that `sample_inverse_cdf` adds up before it runs over the sums."""
-FIRST_FLOOR, LAST_FLOOR = 2.0**-8, 2.0**-40
-"""The probabilities from which, and down to which, `_likely` looks for the most probable tokens."""
 
 Sampler = Callable[[torch.Tensor], torch.Tensor]
 """weights [B, ..., n], non-negative and of any scale -> indices [B, ...] drawn in proportion to them."""
@@ -50,62 +49,7 @@ def warp(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
         scores = scores.masked_fill(scores < threshold, float("-inf"))
     probs = torch.softmax(scores, -1)
     del scores  # tensors as wide as a vocabulary are what a round needs memory for
-    if sampling.top_p < 1:
-        if reads_are_free(probs):
-            found = _sorted_nucleus(probs.reshape(-1, probs.shape[-1]), sampling.top_p)
-            ordered, index = (x.reshape(*probs.shape[:-1], x.shape[-1]) for x in found)
-            # It adds because fillers name token 0 again, with probability 0.
-            probs = torch.zeros_like(probs).scatter_add_(-1, index, ordered)
-        else:
-            ordered, index = probs.sort(dim=-1, descending=True, stable=True)
-            probs.scatter_(-1, index, _cut_nucleus(ordered, sampling.top_p))
-        probs.div_(probs.sum(-1, keepdim=True))
-    return probs
-
-
-def reads_are_free(tensor: torch.Tensor) -> bool:
-    """Whether the host may read `tensor` without waiting: in eager mode on a CPU."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _cut_nucleus(ordered: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Probabilities [..., n] in falling order, those from the first total of at least top_p on set to 0, in place."""
-    before = ordered.cumsum(-1).sub_(ordered)  # of all better tokens: the best one is always kept
-    return ordered.masked_fill_(before >= top_p, 0.0)
-
-
-def _sorted_nucleus(probs: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `_cut_nucleus` of the sorted probs [R, V] leaves [R, n], and its tokens: n is far smaller than V.
-
-    Sorting a vocabulary takes longer than a pass of a small model. It reads tensors on the host (`reads_are_free`).
-    """
-    likely = _likely(probs, top_p)
-    row, token = likely.nonzero(
-        as_tuple=True
-    )  # in the order of the tokens, which decides between equal ones
-    count = likely.sum(-1, dtype=torch.long)
-    place = torch.arange(len(row)) - (count.cumsum(0) - count)[row]
-    width = int(count.max()) if len(count) else 1
-    candidates, index = probs.new_zeros(len(probs), width), count.new_zeros(len(probs), width)
-    candidates[row, place], index[row, place] = probs[row, token], token
-    ordered, order = candidates.sort(dim=-1, descending=True, stable=True)
-    return _cut_nucleus(ordered, top_p), index.gather(-1, order)
-
-
-def _likely(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Bool [R, V]: all tokens of at least some probability, in each row enough to have top_p with room for rounding.
-
-    Every other token comes after a total of top_p, and so is outside the nucleus.
-    """
-    floor = torch.full_like(probs[:, :1], FIRST_FLOOR)
-    while True:
-        likely = probs >= floor
-        short = (probs * likely).sum(-1, keepdim=True) < top_p + 1e-5
-        short &= floor > 0
-        if not short.any():
-            return likely
-        lower = torch.where(floor > LAST_FLOOR, floor / 8, 0)
-        floor = torch.where(short, lower, floor)
+    return keep_top_p(probs, sampling.top_p) if sampling.top_p < 1 else probs
 
 
 def has_finite_logits(logits: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine.round import BatchState, StepConfig, read_results, run_round
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
-from decode.verification import sampling as samplings
+from decode.verification import top_p
 from decode.verification.registry import VERIFICATION_RULES
 from decode.verification.sampling import CounterRNG, SamplingParams
 from decode.verification.tree import DynamicTree
@@ -124,7 +124,7 @@ def seated(target: Target, draft: Draft | None, rules: StepConfig) -> BatchState
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains keep their empty columns and top-p sorts the whole vocabulary: only a CPU looks what can be left out."""
-    monkeypatch.setattr(samplings, "reads_are_free", lambda tensor: False)
+    monkeypatch.setattr(top_p, "reads_are_free", lambda tensor: False)
     monkeypatch.setattr(
         decode.engine.round, "drop_empty_columns", lambda proposal, compiled: proposal
     )

@@ -1,6 +1,7 @@
 """Warping against slow references, and random choices that follow their weights and nothing else."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -184,11 +185,27 @@ def test_top_p_of_a_large_vocabulary_sorts_what_matters(scale: float, top_p: flo
     ordered, index = probs.sort(dim=-1, descending=True, stable=True)
     ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
     kept = torch.zeros_like(probs).scatter(-1, index, ordered)
-    wanted = kept / kept.sum(-1, keepdim=True)
+    wanted = kept / ordered.cumsum(-1)[..., -1:]
     found = warp(logits, params)
     assert torch.equal(found, wanted)
     for row in range(5):
         assert torch.equal(warp(logits[row], params), found[row])
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9])
+def test_top_p_in_compiled_code_is_that_of_eager_code(top_p: float) -> None:
+    """Catches compiled code that sorts the vocabulary, and an operation that dynamo cannot trace."""
+    logits, params = torch.randn(3, 2, 5_000), SamplingParams(0.7, 0, top_p)
+    calls: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        calls.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    compiled = torch.compile(warp, fullgraph=True, dynamic=False, backend=backend)
+    assert torch.equal(compiled(logits, params), warp(logits, params))
+    assert any("top_p" in call for call in calls)
+    assert not any("sort" in call for call in calls)
 
 
 def test_dice_repeat_for_one_seed() -> None:
