@@ -318,9 +318,8 @@ class SpeculativeEngine:
     ) -> AsyncHostCopy:
         """Runs a round, as a CUDA graph in modes that capture one, and starts the copy of its results to the host."""
         compiled = self.mode in COMPILED
-        if self.mode == "compiled" and self.grows:
-            for cache in self._kv_caches():
-                cache.mark_dynamic()
+        if self.mode == "compiled" and self.device.type == "cpu":
+            self._mark_dynamic_slots()
         run = partial(run_round, self.target, self.draft, state, config, compiled=compiled)
         if self.mode not in CAPTURED or phases is not None:
             return AsyncHostCopy(run(phases=phases))
@@ -344,6 +343,16 @@ class SpeculativeEngine:
             keep_alive = [dict(vars(part)) for part in parts]
             self.graphs[key] = CudaGraphRunner(run, changed, keep_alive)
         return AsyncHostCopy(self.graphs[key]())
+
+    def _mark_dynamic_slots(self) -> None:
+        """Makes compiled code of any number of slots where it can be: also for engines that do not grow, so that all
+        engines of a target run one code."""
+        target, draft = self.target.decoder, self.draft
+        if target.can_grow:
+            target.cache.mark_dynamic()
+        if draft is not None and draft.can_grow():
+            for cache in draft.kv_caches():
+                cache.mark_dynamic()
 
     def _kv_caches(self) -> list[StaticKVCache]:
         """The KV caches of target and draft."""

@@ -89,7 +89,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_except(CASES, ["ngram-3-run"]))
+@pytest.mark.parametrize("case", slow_except(CASES, ["ngram-3-run", "causal-1-run"]))
 def test_nothing_is_compiled_while_a_clock_runs(
     case: str, context: TimingContext, graphs: list[int], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
