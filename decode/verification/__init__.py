@@ -1,6 +1,7 @@
 """Verification: which drafted tokens the target accepts, as pure functions of tensors.
 
-sampling   temperature, top-k and top-p, and random numbers that do not depend on the batch
+sampling   temperature and top-k, and random numbers that do not depend on the batch
+top_p      top-p (nucleus) sampling
 tree       shapes of token trees, and functions of their parents
 rules      the verification rules for chains and trees
 registry   the rules by name: `register_rule` adds one

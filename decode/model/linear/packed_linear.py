@@ -17,8 +17,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 EAGER_ROWS = 2
 """Rows up to which eager code multiplies fp32 numbers by the weight as it is."""
 COMPILED_ROWS = 6
-"""Rows up to which compiled code multiplies fp32 numbers by blocks of the weight (`block_outputs`): 24 rows take four times
-as long by them."""
+"""Rows up to which compiled code multiplies fp32 numbers by blocks of the weight (`block_outputs`).
+
+24 rows take four times as long by them."""
 SAMPLED = 64
 """Numbers of a weight that are compared with those that were packed, once a request."""
 
