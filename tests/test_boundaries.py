@@ -272,12 +272,12 @@ def write(root: Path, path: str, text: str) -> None:
             (root / folder / "__init__.py").write_text('"""A package."""\n')
 
 
-def test_a_thirteenth_file_is_found(tree: Path) -> None:
-    for number in range(11):
+def test_a_file_too_many_is_found(tree: Path) -> None:
+    for number in range(MAX_FILES - 1):
         write(tree, f"decode/model/part{number}.py", "")
     assert crowded_folders(tree) == []
     write(tree, "decode/model/page.j2", "")
-    assert crowded_folders(tree) == ["decode/model: 13 files"]
+    assert crowded_folders(tree) == [f"decode/model: {MAX_FILES + 1} files"]
 
 
 def test_a_second_class_of_one_name_is_found(tree: Path) -> None:

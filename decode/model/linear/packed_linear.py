@@ -14,6 +14,10 @@ from decode.model.linear.compiled_products import HAS_VECTORS, block_outputs
 from decode.model.linear.fused_products import SAME_INPUT, FusedProduct
 
 DTYPES = (torch.float32, torch.bfloat16)
+PACKED_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(
+    torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)
+"""Whether oneDNN has products of bf16 numbers here: on x86 those of AVX-512 or of AVX-NE-CONVERT."""
 EAGER_ROWS = 2
 """Rows up to which eager code multiplies fp32 numbers by the weight as it is."""
 COMPILED_ROWS = 6
@@ -115,7 +119,9 @@ class PackedLinear(torch.nn.Linear):
 
     def can_pack(self) -> bool:
         """Whether oneDNN has products for the device and the dtype of the weight."""
-        return self.weight.device.type == "cpu" and self.weight.dtype in DTYPES
+        dtype = self.weight.dtype
+        known = dtype == torch.float32 or (dtype == torch.bfloat16 and PACKED_BFLOAT16)
+        return known and self.weight.device.type == "cpu"
 
     def _compiled(self, x: torch.Tensor) -> torch.Tensor:
         """The same product as part of compiled code: the weight, packed or not, is an input of that code."""

@@ -67,7 +67,7 @@ def test_outputs_are_those_of_the_layers(rows: int, dtype: torch.dtype) -> None:
     assert fused_of(module) == [True] * 3
     layer = module.q_proj
     assert isinstance(layer, PackedLinear)
-    alone = rows <= 2 and dtype == torch.float32
+    alone = not layer.can_pack() or (rows <= 2 and dtype == torch.float32)
     assert layer.fused is not None
     assert (layer.packed is None) == alone
     copies = {id(module.get_submodule(name).packed) for name in NAMES}

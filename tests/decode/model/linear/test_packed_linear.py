@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from decode.model.linear import packed_linear
 from decode.model.linear.packed_linear import PackedLinear, begin_request, patch_linear_layers
 from decode.model.runner import ModelRunner
 from tests.tiny import tiny_model
@@ -31,7 +32,7 @@ def test_products_are_those_of_a_linear_layer(
     with torch.inference_mode():
         got = layer(x.to(dtype))
     few_rows = x.numel() <= 2 * 24 and dtype == torch.float32
-    assert (layer.packed is None) == few_rows
+    assert (layer.packed is None) == (few_rows or not layer.can_pack())
     assert got.is_contiguous()
     assert got.shape == (*shape, 12)
     assert got.dtype == dtype
@@ -39,6 +40,20 @@ def test_products_are_those_of_a_linear_layer(
         x, usual.weight.float(), None if usual.bias is None else usual.bias.float()
     )
     assert torch.allclose(got.float(), wanted, atol=1e-6 if dtype == torch.float32 else 0.03)
+
+
+def test_bf16_is_not_packed_where_the_cpu_has_no_products_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches an error of oneDNN in the first request of a bf16 model on a CPU with AVX2 alone."""
+    monkeypatch.setattr(packed_linear, "PACKED_BFLOAT16", False)
+    usual = torch.nn.Linear(24, 12, dtype=torch.bfloat16)
+    layer = PackedLinear(usual)
+    x = torch.randn(5, 24, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), usual(x))
+    packed_linear.pack_for_compiled_code()
+    assert layer.packed is None
 
 
 def _write(layer: torch.nn.Linear, new: torch.Tensor) -> None:
