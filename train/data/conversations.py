@@ -6,7 +6,7 @@ joined as ids, and what a chat template puts between them is found by rendering 
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -96,9 +96,7 @@ def conversation_without_replies(
             parts.append([])
         parts[-1].append(message)
     history: Messages = parts[0]
-    segments = [
-        encode_prompt(tokenizer, Prompt(prompt.id, prompt.source, None, history, prompt.sample))
-    ]
+    segments = [encode_prompt(tokenizer, replace(prompt, messages=history))]
     for part in parts[1:]:
         before_segment = render_chat(tokenizer, prompt, history, True) + PROBE_REPLY
         history = [*history, {"role": "assistant", "content": PROBE_REPLY}, *part]
@@ -154,8 +152,8 @@ def encoder_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Conversa
     """
     if prompt.text is None or prompt.answer is None:
         raise UserError(
-            f"prompt {prompt.id} of {prompt.source} has no answer, and an encoder-decoder learns pairs: take a source "
-            "of kind hub with `column` and `response`"
+            f"prompt {prompt.id} of {prompt.source} has no answer, and an encoder-decoder learns pairs: name the "
+            "columns of both (`column` and `response` of the source)"
         )
     answer = tokenizer(prompt.answer)["input_ids"]
     return Conversation([encode_prompt(tokenizer, prompt)], [answer])
@@ -192,7 +190,7 @@ def split_into_windows(
 def render_chat(tokenizer: Any, prompt: Prompt, messages: Messages, opened: bool) -> str:
     """The chat as text, with `opened` up to where the next reply begins. UserError if the template raises an error."""
     try:
-        return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=opened)
+        return apply_template(tokenizer, messages, tools=prompt.tools, add_generation_prompt=opened)
     except UserError as error:
         raise UserError(f"prompt {prompt.id} of {prompt.source}: {error}") from error
 

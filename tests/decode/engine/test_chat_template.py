@@ -39,7 +39,7 @@ def test_templates_that_fail(template: str) -> None:
         encode_prompt(tokenizer, "a")
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="chat template refuses its messages"):
-        apply_template(tokenizer, [{"role": "user", "content": "a"}], tokenize=False)
+        apply_template(tokenizer, [{"role": "user", "content": "a"}])
 
 
 PARTS = (
