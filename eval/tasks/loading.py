@@ -38,8 +38,8 @@ class Task:
     path."""
     path: str = ""
     """A .jsonl, .json, .parquet or .txt file, also .gz. Without a spec its rows hold `turns` (the user's messages, in
-    order), else `messages` (a chat, maybe as JSON), `prompt` or `text`, as training reads them, and maybe `tools`, `id`
-    and `domain`; the paragraphs of a .txt file are prompts. Empty: bundled, or the Hub data set of the spec."""
+    order), else `messages` (a chat, maybe as JSON), `prompt` and others, as training reads them, and maybe `tools`,
+    `id` and `domain`; the paragraphs of a .txt file are prompts. Empty: bundled, or the Hub data set of the spec."""
     kind: str = ""
     """Name of the spec to read the file by, where `name` is not one."""
     limit: CountOrZero = 0

@@ -28,15 +28,29 @@ class RowForm:
     """The column holds messages, never a text."""
     whole: bool = False
     """A text without an answer is no question: all of it can be learned."""
+    input: str = ""
+    """Column of a text that follows the prompt behind a blank line."""
 
 
 FORMS = (
     RowForm("messages", chat=True),
+    RowForm("conversations", chat=True),
+    RowForm("conversation", chat=True),
     RowForm("prompt", answers=("completion", "response", "output")),
+    RowForm("instruction", answers=("output", "response", "completion"), input="input"),
+    RowForm("question", answers=("answer", "response", "output")),
+    RowForm("query", answers=("response", "output")),
     RowForm("text", answers=("response",), whole=True),
 )
 """Of the columns that a row has and that are not empty, the first one here is its prompt."""
 TOOLS = "tools"
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
+"""{what `from` says in messages of `from` and `value`: the role}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +69,10 @@ class Row:
         """The prompt; of a chat all before its last reply. None for a chat in which nobody asks."""
         if isinstance(self.prompt, str):
             return self.prompt
-        last = [i for i, message in enumerate(self.prompt) if message["role"] != "assistant"][-1:]
-        return self.prompt[: last[0] + 1] if last else None
+        chat = [*self.prompt]
+        while chat and chat[-1]["role"] == "assistant":
+            chat.pop()
+        return chat or None
 
     def answered(self) -> Content | None:
         """The prompt with its answer, or a whole text; a chat ends with a reply. None if there is no answer."""
@@ -64,9 +80,10 @@ class Row:
             if self.answer is not None:
                 return self.prompt, self.answer
             return self.prompt if self.whole else None
-        chat = [*_as_chat(self.prompt, "user"), *_as_chat(self.answer or [], "assistant")]
-        last = [i for i, message in enumerate(chat) if message["role"] == "assistant"][-1:]
-        return chat[: last[0] + 1] if last else None
+        chat = _as_chat(self.prompt, "user") + _as_chat(self.answer or [], "assistant")
+        while chat and chat[-1]["role"] != "assistant":
+            chat.pop()
+        return chat if any(message["role"] != "assistant" for message in chat) else None
 
     def describe(self, fields: Mapping[str, Any]) -> str:
         """Such as "read as messages (columns messages, tools); not used: prompt, prompt_id"."""
@@ -95,23 +112,27 @@ def read_row(
             f"{where}: needs a column {names}, or the setting `column`; it has {', '.join(fields) or 'none'}"
         )
     for form in found:
-        prompt = _text_or_chat(fields[form.column], f"{where}: `{form.column}`")
+        prompt = _text_or_chat(fields[form.column], f"{where}: `{form.column}`", form.chat)
         if prompt is not None:
             break
     else:
         return None
-    if form.chat and isinstance(prompt, str):
-        raise UserError(
-            f"{where}: `{form.column}` is no list of messages, nor the JSON of one: correct it, or name the column of "
-            "the prompt (setting `column`)"
-        )
     columns, reply = [form.column], None
+    after = fields.get(form.input)
+    if isinstance(prompt, str) and isinstance(after, str) and after.strip():
+        prompt = f"{prompt}\n\n{after}"
+        columns.append(form.input)
     for name in ((answer,) if answer else form.answers) if answered else ():
         reply = _text_or_chat(fields.get(name), f"{where}: `{name}`")
         if reply is not None:
             columns.append(name)
             break
-    tools = read_tools(fields, where)
+    if reply is not None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        raise UserError(
+            f"{where}: `{form.column}` ends with a reply, and `{columns[-1]}` is another: drop one"
+        )
+    # The tools of a text that is learned as it stands are in it, if anywhere.
+    tools = None if answered and form.whole and reply is None else read_tools(fields, where)
     columns += [TOOLS] if tools else []
     return Row(prompt, reply, tools, form.whole, tuple(columns))
 
@@ -148,21 +169,38 @@ def _as_chat(said: str | Messages, role: str) -> Messages:
     return [{"role": role, "content": said}] if isinstance(said, str) else said
 
 
-def _text_or_chat(value: Any, what: str) -> str | Messages | None:
-    """The text, or the checked messages of a list or of its JSON; None if there is nothing."""
+def _text_or_chat(value: Any, what: str, chat: bool = False) -> str | Messages | None:
+    """The text, or the checked messages of a list or of its JSON; None if there is nothing.
+
+    UserError for anything else, and with `chat` for a text that is not the JSON of messages.
+    """
+    value = _parse_if(value, lambda v: _is_chat(v) or (chat and v in (None, [])), what)
     if value is None or value == [] or (isinstance(value, str) and value.strip() == ""):
         return None
-    value = _parse_if(value, _is_chat, what)
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
+    if isinstance(value, list):
+        return [_read_message(item, what) for item in value]
+    if chat and isinstance(value, str):
+        raise UserError(
+            f"{what} is no list of messages, nor the JSON of one: correct it, or name the column of the prompt "
+            "(setting `column`)"
+        )
+    if not isinstance(value, str):
         raise UserError(f"{what} must be text or a list of messages, not {value!r:.40}")
-    return [_read_message(item, what) for item in value]
+    return value
 
 
 def _read_message(item: Any, what: str) -> dict[str, Any]:
-    """The message without its empty fields. UserError unless it has a role, and a text or the calls of tools."""
+    """The message without its empty fields, its content as text.
+
+    UserError unless it has a role, and a text (or parts that are texts) or the calls of tools.
+    """
     message = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
+    speaker = str(message.get("from")).lower()
+    if "role" not in message and speaker in ROLES:
+        message = {"role": ROLES[speaker], "content": message.get("value")}
+    parts = message.get("content")
+    if isinstance(parts, list) and _are_texts(parts):
+        message["content"] = "\n".join(part["text"] for part in parts)
     if "tool_calls" in message:
         message["tool_calls"] = _parse_if(message["tool_calls"], _is_objects, what)
     said = isinstance(message.get("content"), str)
@@ -172,7 +210,9 @@ def _read_message(item: Any, what: str) -> dict[str, Any]:
         and message.get("role") == "assistant"
     )
     if not isinstance(message.get("role"), str) or not (said or calls):
-        raise UserError(f"{what}: every message needs `role` and `content` as text")
+        raise UserError(
+            f"{what}: every message needs `role` and `content` as text, not {item!r:.60}"
+        )
     return message
 
 
@@ -220,4 +260,18 @@ def _is_objects(value: Any) -> bool:
 
 
 def _is_chat(value: Any) -> bool:
-    return _is_objects(value) and len(value) > 0 and all("role" in item for item in value)
+    return _is_objects(value) and len(value) > 0 and all(map(_is_message, value))
+
+
+def _is_message(item: dict[str, Any]) -> bool:
+    said = "content" in item or "tool_calls" in item
+    return ("role" in item and said) or ("from" in item and "value" in item)
+
+
+def _are_texts(parts: list[Any]) -> bool:
+    return all(
+        isinstance(part, dict)
+        and part.get("type", "text") == "text"
+        and isinstance(part.get("text"), str)
+        for part in parts
+    )

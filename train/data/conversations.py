@@ -119,7 +119,7 @@ def conversation_with_replies(
     messages = prompt.messages
     if messages is None:
         question, answer = {"role": "user", "content": prompt.text}, prompt.answer or ""
-        if tokenizer.chat_template is None:
+        if tokenizer.chat_template is None and not prompt.tools:
             return _plain_text_conversation(tokenizer, prompt.text or "", answer)
         messages = [question, {"role": "assistant", "content": answer}]
     if tokenizer.chat_template is None:
@@ -129,7 +129,8 @@ def conversation_with_replies(
     text = render_chat(tokenizer, prompt, messages, False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    # A chat may begin with a greeting, which answers nobody: it is only read.
+    indices = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
     segments, replies, previous_end = [], [], _extra_bos_count(tokenizer, ids)
     for i in indices if turns == "all" else indices[-1:]:
         before = render_chat(tokenizer, prompt, messages[:i], True)

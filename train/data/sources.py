@@ -81,8 +81,9 @@ class PromptSource:
 
     path: str = ""
     """bundled: code, prose, arithmetic or all; file: .jsonl, or .txt with a blank line between prompts; hub: name of a
-    data set. A row is read as the first of these that it holds: `messages`, a chat or its JSON; `prompt`, a text or a
-    chat, and for origin text its answer, `completion`, `response` or `output`; `text`. `tools` may go with each."""
+    data set. A row is read as the first of these that it holds: messages, conversations, conversation (chats, maybe as
+    JSON); prompt, instruction with input, question, query (with their answers, for origin text); text. Its tools are
+    offered to the target."""
 
     split: str = "train"
     """hub: which split of the data set."""

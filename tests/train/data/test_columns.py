@@ -43,7 +43,7 @@ TEMPLATE = (
 END = frozenset({1})
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
@@ -73,6 +73,12 @@ WEATHER, TIME = (
 )
 TALK = [user("Hello to Ann."), reply("Hello Ann."), user("And to Bob?"), reply("Hello Bob.")]
 ASKED = TALK[:3]
+SHAREGPT = [
+    {"from": "human", "value": "Hello to Ann."},
+    {"from": "gpt", "value": "S.", "weight": 1},
+    {"from": "Human", "value": "Again?"},
+    {"from": "gpt", "value": "A."},
+]
 OSLO = [user("Oslo?"), call("weather", {"city": "Oslo"}, content=""), result("12"), reply("12 C")]
 
 
@@ -118,7 +124,16 @@ def read(path: Path, monkeypatch: pytest.MonkeyPatch, answered: bool = False) ->
 
 # ---- the prompt of a row: (row, the chat that it means, its tools) ----
 
-LIKE_A_LIST = ["[1, 2, 3]: sort them", "[1, 2, 3]", "[", '[{"a": 1}]', "[]", '["a", "b"]']
+LIKE_A_LIST = [
+    '[{"role": "admin", "id": 3}]: as CSV',
+    '[{"role": "admin", "id": 3}]',
+    "[1, 2, 3]: sort them",
+    "[1, 2, 3]",
+    "[",
+    '[{"a": 1}]',
+    "[]",
+    '["a", "b"]',
+]
 PROMPTS: list[tuple[dict[str, Any], list[dict[str, Any]], Any]] = [
     ({"prompt": "Hello to Ann.", "prompt_id": "a1", "messages": TALK}, ASKED, None),
     ({"prompt": "Something else.", "messages": TALK[:2]}, TALK[:1], None),
@@ -126,6 +141,8 @@ PROMPTS: list[tuple[dict[str, Any], list[dict[str, Any]], Any]] = [
     ({"prompt": [user("x")], "messages": [user("not x")]}, [user("not x")], None),
     ({"prompt": "Only this.", "messages": None}, [user("Only this.")], None),
     ({"prompt": "Only that.", "messages": []}, [user("Only that.")], None),
+    ({"prompt": "Only 2.", "messages": "[]"}, [user("Only 2.")], None),
+    ({"prompt": "Only 3.", "messages": "null"}, [user("Only 3.")], None),
     ({"prompt": "Only it.", "messages": "  "}, [user("Only it.")], None),
     ({"text": "whole text", "messages": [user("chat")]}, [user("chat")], None),
     ({"text": "whole", "prompt": "asked"}, [user("asked")], None),
@@ -138,6 +155,16 @@ PROMPTS: list[tuple[dict[str, Any], list[dict[str, Any]], Any]] = [
     ({"prompt": [{"role": "system", "content": "Be."}, user("TRL")], "completion": "yes"},
      [{"role": "system", "content": "Be."}, user("TRL")], None),
     *[({"prompt": text}, [user(text)], None) for text in LIKE_A_LIST],
+    ({"conversations": SHAREGPT}, ASKED[:1] + [reply("S."), user("Again?")], None),
+    ({"conversations": written(SHAREGPT[2:])}, [user("Again?")], None),
+    ({"conversation": [user("LMSYS?"), reply("Yes.")], "turn": 1}, [user("LMSYS?")], None),
+    ({"conversations": [user("Role?"), reply("Yes.")]}, [user("Role?")], None),
+    ({"messages": [user([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}])]},
+     [user("one\ntwo")], None),
+    ({"instruction": "Sort.", "input": "3 1", "output": "1 3"}, [user("Sort.\n\n3 1")], None),
+    ({"instruction": "Sing.", "input": "", "output": "La."}, [user("Sing.")], None),
+    ({"question": "2 + 2?", "answer": "4"}, [user("2 + 2?")], None),
+    ({"query": "Rain?", "answers": "[]", "tools": written([WEATHER])}, [user("Rain?")], [WEATHER]),
     ({"messages": OSLO, "tools": [WEATHER]}, OSLO[:3], [WEATHER]),
     ({"messages": OSLO, "tools": [WEATHER, TIME]}, OSLO[:3], [WEATHER, TIME]),
     ({"messages": OSLO, "tools": written([TIME])}, OSLO[:3], [TIME]),
@@ -270,6 +297,9 @@ ANSWERS: list[tuple[dict[str, Any], list[dict[str, Any]] | None, Any]] = [
     ({"prompt": "9?", "completion": "[9]"}, [user("9?"), reply("[9]")], None),
     ({"messages": [*TALK], "prompt": "Hello to Ann.", "response": "no"}, TALK, None),
     ({"messages": written(TALK[:2])}, TALK[:2], None),
+    ({"conversations": SHAREGPT[2:]}, [user("Again?"), reply("A.")], None),
+    ({"instruction": "Sort.", "input": "3 1", "output": "1 3"}, [user("Sort.\n\n3 1"), reply("1 3")], None),
+    ({"question": "2 + 2?", "answer": "4"}, [user("2 + 2?"), reply("4")], None),
     ({"messages": OSLO, "tools": [WEATHER]}, OSLO, [WEATHER]),
     ({"prompt": "Bergen?", "completion": "9 C", "tools": written([WEATHER])},
      [user("Bergen?"), reply("9 C")], [WEATHER]),
@@ -279,6 +309,7 @@ ANSWERS: list[tuple[dict[str, Any], list[dict[str, Any]] | None, Any]] = [
     ({"prompt": "blank", "completion": " \n"}, None, None),
     ({"prompt": "none", "response": None, "chosen": "x"}, None, None),
     ({"messages": [user("nobody answers")]}, None, None),
+    ({"messages": [reply("A greeting answers nobody."), user("?")]}, None, None),
     ({"prompt": [user("nobody either")]}, None, None),
     ({"prompt": "no reply", "completion": [user("me again")]}, None, None),
     ({"prompt": "text is not its answer", "text": "text is not its answer at all"}, None, None),
@@ -295,7 +326,8 @@ def test_answers_are_learned_and_questions_are_not(
     prompts = list(stream_prompts([PromptSource("file", str(path))], 0, log, True))
     answered = [(chat, tools) for _, chat, tools in ANSWERS if chat is not None]
     assert log.dropped == {UNANSWERED: len(ANSWERS) - len(answered)}
-    assert f"{path}:16" in log.lines()[-1]
+    first = next(i for i, (_, chat, _) in enumerate(ANSWERS, 1) if chat is None)
+    assert f"{path}:{first}:" in log.lines()[-1]
     for prompt, (chat, tools) in zip(prompts, answered, strict=True):
         for turns in ("all", "last"):
             script = conversation_with_replies(made, prompt, turns, END)
@@ -374,7 +406,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user("x"), {"role": "assistant", "content": None}, user("y")]}, "`role` and `content`"),
     ({"messages": [{"role": "user", "tool_calls": [{"name": "f"}]}]}, "`role` and `content`"),
     ({"messages": '[{"role": "user", "content": "\\ud800"}]'}, "surrogate"),
-    ({"question": "x", "b": 1}, "needs a column `messages`, .*; it has question, b"),
+    ({"ask": "x", "b": 1}, "needs a column `messages`, .*; it has ask, b"),
+    ({"conversations": [{"from": "narrator", "value": "x"}]}, "`role` and `content` .*narrator"),
+    ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, "`role` and `content`"),
+    ({"prompt": "x", "messages": written({"role": "user"})}, "`messages` is no list of messages"),
     ({"messages": [], "prompt": ""}, "`messages`, `prompt` are empty"),
 ]  # fmt: skip
 
@@ -430,8 +465,15 @@ def test_later_turns_keep_the_tools(target: Target, tmp_path: Path) -> None:
     assert items[1].prompt_ids == served(target.tokenizer, chat, [WEATHER])
 
 
-def test_tools_without_a_template_are_refused() -> None:
-    """Bug: a base model is asked without the tools that the row offers."""
+def test_tools_without_a_template_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a base model is asked, or learns an answer, without the tools that the row offers."""
+    rows = [{"prompt": "Oslo?", "output": "12", "tools": [WEATHER]}, {"text": "a", "tools": "any"}]
+    pair, whole = read(write(tmp_path / "rows.jsonl", rows), monkeypatch, True)
+    assert (whole.text, whole.tools) == ("a", None)
+    with pytest.raises(UserError, match=r"prompt .* of rows.jsonl: the prompt has tools"):
+        conversation_with_replies(byte_tokenizer(), pair, "last", END)
     prompt = make_prompt("test", "Oslo?", 0, [WEATHER])
     with pytest.raises(
         UserError, match="prompt .* of test: the prompt has tools, .*no chat template"

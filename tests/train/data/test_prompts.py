@@ -261,7 +261,7 @@ def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ("[" * 100_000, "own.jsonl:2 is nested deeper"),
         ("9" * 5000, "own.jsonl:2 has a number of over"),
         ("5", "own.jsonl:2: needs an object with"),
-        ('{"question": "x"}', "own.jsonl:2: needs a column `messages`, .*; it has question"),
+        ('{"ask": "x"}', "own.jsonl:2: needs a column `messages`, .*; it has ask"),
         ('{"prompt": " "}', "own.jsonl:2: `prompt` is empty"),
         ('{"prompt": 5}', "own.jsonl:2: `prompt` must be text or a list"),
         ('{"messages": [{"role": "user"}]}', "own.jsonl:2: `messages`: every message needs"),
