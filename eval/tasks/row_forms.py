@@ -142,22 +142,31 @@ def prompt_columns(fields: Mapping[str, Any]) -> list[str]:
     return [form.column for form in FORMS if form.column in fields]
 
 
-def drop_arrow_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+def drop_arrow_nulls(
+    fields: Mapping[str, Any], features: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """A row of an Arrow table (Parquet, `datasets`) without the null fields of the objects in its columns.
 
     All objects of a column have the fields of all: what a row did not say is null there, and cannot be told from a null
-    that it said. The row's own columns and the nulls of lists stay: Arrow adds none. (In JSON lines a null is what the
-    row said, and stays.)
+    that it said. The row's own columns and the nulls of lists stay: Arrow adds none. Nor does it where `features`, the
+    types of the columns in `datasets`, have JSON: that, as JSON lines, holds what the row said.
     """
-    return {column: _without_nulls(value) for column, value in fields.items()}
+    kinds = features or {}
+    return {column: _without_nulls(value, kinds.get(column)) for column, value in fields.items()}
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any, kind: Any) -> Any:
+    """`value` without null fields; `kind` is its type in `datasets`, None if that is not known."""
+    if type(kind).__name__ == "Json":  # without an import of `datasets`, which takes seconds
+        return value
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        inner = vars(kind).get("feature") if hasattr(kind, "__dict__") else None
+        return [_without_nulls(item, inner) for item in value]
     if not isinstance(value, dict):
         return value
-    return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    inner = kind if isinstance(kind, dict) else {}
+    said = {name: item for name, item in value.items() if item is not None}
+    return {name: _without_nulls(item, inner.get(name)) for name, item in said.items()}
 
 
 def message_text(message: Mapping[str, Any]) -> str:

@@ -258,7 +258,7 @@ def _read_hub(
         if source.limit is not None:
             rng.shuffle(order)  # type: ignore[arg-type]
         rows = ((index, data[index]) for index in order)
-    named = ((f"{name}, row {index}", drop_arrow_nulls(row)) for index, row in rows)
+    named = ((f"{name}, row {index}", drop_arrow_nulls(row, data.features)) for index, row in rows)
     return _read_rows(named, source.path, source, answered, log)
 
 

@@ -281,6 +281,36 @@ def test_a_stream_of_arrow_is_read_alike(
     assert encode_prompts(target.tokenizer, prompts) == asked
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_nulls_in_arrow_s_json_are_what_the_row_said(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    """Bug: `datasets` stores objects of different forms as JSON; its nulls are dropped too, or its texts not parsed."""
+    tools = [tool("f", city={"type": "string", "default": None})]
+    chats = [
+        [user("Said?"), call("f", {"city": "Oslo", "unit": None}, content=None), result("1")],
+        [user("Not?"), call("f", {"city": 3, "all": [1, None, "a"]}, content=""), result("2")],
+    ]
+    rows = [{"messages": chats[0], "tools": tools}, {"messages": chats[1], "tools": [TIME]}]
+    lines = write(tmp_path / "rows.jsonl", rows)
+    data = datasets.load_dataset(
+        "json", data_files=str(lines), split="train", streaming=streaming, cache_dir=str(tmp_path)
+    )
+    assert "Json" in str(data.features["messages"])
+    del chats[0][1]["content"]
+    wanted = [
+        served(target.tokenizer, chat, offered)
+        for chat, offered in zip(chats, (tools, [TIME]), strict=True)
+    ]
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list(list(data), features=data.features).to_parquet(str(path))
+    items = load_task_prompts(Task("own", str(path)), target)
+    assert [item.prompt_ids for item in items] == wanted
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: data)
+    prompts = read_prompts([PromptSource("hub", "some/data", streaming=streaming)], 0)
+    assert encode_prompts(target.tokenizer, prompts) == wanted
+
+
 # ---- the answer of a row: (row, the chat that is learned, what of it are labels; None: it has no answer) ----
 
 QA = [user("Say hello."), reply("Hello.")]
