@@ -109,7 +109,7 @@ def read_row(
     if not found:
         names = ", ".join(f"`{form.column}`" for form in FORMS)
         raise UserError(
-            f"{where}: needs a column {names}, or the setting `column`; it has {', '.join(fields) or 'none'}"
+            f"{where}: needs a column {names}, or a source whose `column` names it; it has {', '.join(fields) or 'none'}"
         )
     for form in found:
         prompt = _text_or_chat(fields[form.column], f"{where}: `{form.column}`", form.chat)
@@ -130,6 +130,10 @@ def read_row(
     if reply is not None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         raise UserError(
             f"{where}: `{form.column}` ends with a reply, and `{columns[-1]}` is another: drop one"
+        )
+    if isinstance(reply, list) and reply[0]["role"] in ("system", "user"):
+        raise UserError(
+            f"{where}: `{columns[-1]}` is a whole chat, not an answer: name it as `column` alone"
         )
     # The tools of a text that is learned as it stands are in it, if anywhere.
     tools = None if answered and form.whole and reply is None else read_tools(fields, where)
@@ -190,8 +194,8 @@ def _text_or_chat(value: Any, what: str, chat: bool = False) -> str | Messages |
         return [_read_message(item, what) for item in value]
     if chat and isinstance(value, str):
         raise UserError(
-            f"{what} is no list of messages, nor the JSON of one: correct it, or name the column of the prompt "
-            "(setting `column`)"
+            f"{what} is no list of messages, nor the JSON of one: correct it, or name another column "
+            "(`column` of the source)"
         )
     if not isinstance(value, str):
         raise UserError(f"{what} must be text or a list of messages, not {value!r:.40}")
@@ -203,12 +207,13 @@ def _read_message(item: Any, what: str) -> dict[str, Any]:
 
     UserError unless it has a role, and a text (or parts that are texts) or the calls of tools.
     """
+    item = _parse_if(item, _is_object, what)
     message = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
     speaker = str(message.get("from")).lower()
     if "role" not in message and speaker in ROLES:
         message = {"role": ROLES[speaker], "content": message.get("value")}
     parts = message.get("content")
-    if isinstance(parts, list) and _are_texts(parts):
+    if isinstance(parts, list) and parts and _are_texts(parts):
         message["content"] = "\n".join(part["text"] for part in parts)
     if "tool_calls" in message:
         message["tool_calls"] = _parse_if(message["tool_calls"], _is_objects, what)

@@ -58,10 +58,10 @@ class ReadLog:
     def lines(self) -> list[str]:
         """What to tell the user."""
         number = self.dropped[UNANSWERED]
-        rows = "row has" if number == 1 else "rows have"
-        skipped = (
-            f"{number} {rows} no answer and are skipped, such as {self.unanswered}: {ANSWER_ADVICE}"
+        rows = (
+            f"{number} row{'s' * (number > 1)} without an answer skipped, such as {self.unanswered}"
         )
+        skipped = f"{rows}: {ANSWER_ADVICE}"
         return [*self.forms.values(), *([skipped] if number else [])]
 
 

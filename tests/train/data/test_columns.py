@@ -155,6 +155,7 @@ PROMPTS: list[tuple[dict[str, Any], list[dict[str, Any]], Any]] = [
     ({"prompt": [{"role": "system", "content": "Be."}, user("TRL")], "completion": "yes"},
      [{"role": "system", "content": "Be."}, user("TRL")], None),
     *[({"prompt": text}, [user(text)], None) for text in LIKE_A_LIST],
+    ({"messages": [written(user("each")), written(reply("as JSON"))]}, [user("each")], None),
     ({"conversations": SHAREGPT}, ASKED[:1] + [reply("S."), user("Again?")], None),
     ({"conversations": written(SHAREGPT[2:])}, [user("Again?")], None),
     ({"conversation": [user("LMSYS?"), reply("Yes.")], "turn": 1}, [user("LMSYS?")], None),
@@ -341,7 +342,6 @@ ANSWERS: list[tuple[dict[str, Any], list[dict[str, Any]] | None, Any]] = [
     ({"messages": [user("nobody answers")]}, None, None),
     ({"messages": [reply("A greeting answers nobody."), user("?")]}, None, None),
     ({"prompt": [user("nobody either")]}, None, None),
-    ({"prompt": "no reply", "completion": [user("me again")]}, None, None),
     ({"prompt": "text is not its answer", "text": "text is not its answer at all"}, None, None),
 ]  # fmt: skip
 
@@ -457,6 +457,30 @@ def test_what_is_no_prompt_is_refused(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"prompt": "p", "answer": TALK},
+            "`answer` is a whole chat",
+        ),  # as preference data has them
+        (
+            {"messages": TALK, "answer": "again"},
+            "`messages` ends with a reply, and `answer` is another",
+        ),
+        ({"prompt": "p", "answer": 5}, "`answer` must be text or a list"),
+        ({"prompt": "p", "answer": {"text": "a"}}, "`answer` must be text or a list"),
+        ({"prompt": "p", "reply": "a"}, "no column 'answer'"),
+    ],
+)
+def test_what_is_no_answer_is_refused(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    """Bug: a question is learned twice in one chat, or a reply that follows a reply."""
+    path = write(tmp_path / "rows.jsonl", [row])
+    source = PromptSource("file", str(path), response="answer")
+    with pytest.raises(UserError, match=f"rows.jsonl:1: {said}"):
+        list(stream_prompts([source], 0, ReadLog(), True))
+
+
 def test_ids_tell_tools_apart_and_stay_as_they_were(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -554,7 +578,7 @@ def test_sampling_says_how_rows_were_read_and_counts_what_it_skips(
         "rows.jsonl: read as messages (columns messages, tools); not used: id, prompt" in done.err
     )
     assert "rows.jsonl: read as prompt and answer (columns prompt, completion)\n" in done.err
-    assert f"2 rows have no answer and are skipped, such as {path}:3" in done.err
+    assert f"2 rows without an answer skipped, such as {path}:3: " in done.err
     stored = {tuple(row["input_ids"]) for row in sample_store.read_shards(tmp_path / "text")}
     learned = [(OSLO, [WEATHER]), ([user("Bergen?"), reply("9 C")], None)]
     assert stored == {

@@ -234,7 +234,7 @@ def test_hub_takes_the_named_column(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"no column 'prompt'.*\['chat'\]"):
         read_prompts([PromptSource("hub", "some/data", column="prompt")], seed=0)
     with pytest.raises(
-        UserError, match=r"needs a column `messages`.*setting `column`; it has chat"
+        UserError, match=r"needs a column `messages`.*`column` names it; it has chat"
     ):
         read_prompts([PromptSource("hub", "some/data")], seed=0)
 
