@@ -109,7 +109,8 @@ def read_row(
     if not found:
         names = ", ".join(f"`{form.column}`" for form in FORMS)
         raise UserError(
-            f"{where}: needs a column {names}, or a source whose `column` names it; it has {', '.join(fields) or 'none'}"
+            f"{where}: needs a column {names}, or a source whose `column` names it; it has "
+            f"{', '.join(fields) or 'none'}"
         )
     for form in found:
         prompt = _text_or_chat(fields[form.column], f"{where}: `{form.column}`", form.chat)
