@@ -24,6 +24,7 @@ from decode.common.errors import UserError
 from decode.common.run_dir import check_file
 from train.data import mixture
 from train.data.prompt_pipeline import load_target_tokenizer
+from train.data.sources import ReadLog
 from train.doctor_checks import template as chat_template
 from train.doctor_checks.examination import (
     DoctorConfig,
@@ -59,13 +60,13 @@ def examine(s: DoctorConfig) -> tuple[dict[str, Examination], dict[str, str]]:
     """({title: what was found}, facts about the chat template)."""
     reader = load_target_tokenizer(s.target, s.revision)
     template = chat_template.probe(reader.tokenizer)
-    prompts, duplicates = read_sources(s) if s.sources else ([], 0)
+    prompts, log = read_sources(s) if s.sources else ([], ReadLog())
     parts = {}
     if s.data:
         by_id = {prompt.id: prompt for prompt in prompts}
         parts[DATA_TITLE] = examine_sets(s, reader, template, by_id)
     if s.sources:
-        parts[SOURCES_TITLE] = examine_prompts(s, reader, template, prompts, duplicates)
+        parts[SOURCES_TITLE] = examine_prompts(s, reader, template, prompts, log)
     return parts, {} if template is None else template.facts()
 
 

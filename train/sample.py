@@ -44,6 +44,7 @@ from train.data.prompt_pipeline import (
     load_prompts,
     load_target_tokenizer,
 )
+from train.data.sources import ReadLog
 from train.sampling import local_engine, server_engine
 from train.sampling.config import SampleConfig
 from train.sampling.rows import SKIPPED, ShardWriter
@@ -218,7 +219,8 @@ def write_answers(
     s: SampleConfig, state: PartialState, reader: TargetTokenizer, engine: Engine
 ) -> None:
     """Lets the engine answer the prompts that have no row in `out` yet, and writes the manifest."""
-    prompts, dropped = load_prompts(s, reader)
+    log = ReadLog()
+    prompts, dropped = load_prompts(s, reader, log)
     longest = reader.context - (s.origin == "target")  # an answer needs room for one token
     fitting = [prompt for prompt in prompts if 0 < prompt.tokens() <= longest]
     if len(fitting) == 0:
@@ -229,6 +231,8 @@ def write_answers(
         todo = unanswered_prompts(s, state, fitting)
         rank_prompts = todo[state.process_index :: state.num_processes]
         console = Console(stderr=True, quiet=not state.is_main_process)
+        for line in log.lines():
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(
             f"{len(prompts)} prompts ({dropped['dropped_as_evaluation']} dropped as evaluation prompts), "
             f"{len(todo)} to answer"

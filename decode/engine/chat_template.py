@@ -1,41 +1,51 @@
 """A prompt as token ids: with the tokenizer's chat template where it has one, else as plain text."""
 
+import contextlib
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from decode.common.errors import UserError, one_line
 from decode.common.files import check_characters
 
 Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]]
+"""What a chat may call: JSON schemas of functions."""
 
 
-def encode_prompt(tokenizer: Any, prompt: str | Messages) -> list[int]:
-    """Ids of the prompt, up to where the model's answer begins, with one BOS at most.
+def encode_prompt(tokenizer: Any, prompt: str | Messages, tools: Tools | None = None) -> list[int]:
+    """Ids of the prompt and the `tools` it offers, up to where the model's answer begins, with one BOS at most.
 
-    A plain text becomes one user message if the tokenizer has a chat template. UserError for messages when it has
-    none, for messages that the template refuses, and for a prompt without tokens or with half of a surrogate pair.
+    A plain text becomes one user message if the tokenizer has a chat template. UserError for messages or tools when it
+    has none, for messages that the template refuses, and for a prompt without tokens or with half of a surrogate pair.
     """
-    return encode_prompts(tokenizer, [prompt])[0]
+    return encode_prompts(tokenizer, [prompt], [tools])[0]
 
 
-def encode_prompts(tokenizer: Any, prompts: Sequence[str | Messages]) -> list[list[int]]:
+def encode_prompts(
+    tokenizer: Any, prompts: Sequence[str | Messages], tools: Sequence[Tools | None]
+) -> list[list[int]]:
     """`encode_prompt` of each, in one call of the tokenizer, which is faster. UserError if one of them has a fault."""
     if len(prompts) == 0:
         return []
-    for prompt in prompts:
-        check_characters(prompt, "the prompt")
+    for prompt, offered in zip(prompts, tools, strict=True):
+        check_characters([prompt, offered], "the prompt")
     if tokenizer.chat_template is None:
-        if not all(isinstance(prompt, str) for prompt in prompts):
+        if any(tools) or not all(isinstance(prompt, str) for prompt in prompts):
+            what = "has tools" if any(tools) else "is a chat"
             raise UserError(
-                "the prompt is a chat, but the target's tokenizer has no chat template: use an instruction-tuned "
+                f"the prompt {what}, but the target's tokenizer has no chat template: use an instruction-tuned "
                 "target or plain text prompts"
             )
         encoded = tokenizer(list(prompts))["input_ids"]
     else:
         chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
-        encoded = apply_template(
-            tokenizer, chats, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        texts = [
+            apply_template(tokenizer, chat, tools=offered, add_generation_prompt=True)
+            for chat, offered in zip(chats, tools, strict=True)
+        ]
+        encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [_with_one_bos(ids, tokenizer.bos_token_id) for ids in encoded]
 
 
@@ -48,15 +58,21 @@ def _with_one_bos(ids: list[int], bos: int | None) -> list[int]:
     return list(ids)
 
 
-def apply_template(tokenizer: Any, messages: Messages | list[Messages], **options: Any) -> Any:
-    """tokenizer.apply_chat_template(messages, **options). UserError when the template raises an error.
+def apply_template(tokenizer: Any, messages: Messages, **options: Any) -> str:
+    """tokenizer.apply_chat_template(messages, **options) as text. UserError when the template raises an error.
 
-    Templates of some vision-language models leave out a content that is a text; for them it becomes a list of one part.
+    What a message says is put as the template takes it. Templates of some vision-language models leave out a content
+    that is a text; for them it becomes a list of one part. Arguments of a tool call are an object for some templates
+    and its JSON for others: where a template would refuse the form that they have, or encode a JSON text once more, it
+    gets the other form. A tool call without content gets an empty one where the template needs it.
     """
     if not _shows_texts(tokenizer):
-        messages = _as_parts(messages)
+        messages = [_as_parts(message) for message in messages]
+    if any(message.get("tool_calls") for message in messages):
+        forms = _find_call_forms(tokenizer)
+        messages = [_fit_calls(message, forms) for message in messages]
     try:
-        return tokenizer.apply_chat_template(messages, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # the template is a program that came with the model
         raise UserError(
             f"the target's chat template refuses its messages ({one_line(error)}): change or remove it"
@@ -85,10 +101,74 @@ def _shows_texts(tokenizer: Any) -> bool:
     return SHOWS_TEXTS[template]
 
 
-def _as_parts(messages: Any) -> Any:
-    """The messages, or lists of messages, with each content that is a text as a list of one part."""
-    if isinstance(messages, list):
-        return [_as_parts(one) for one in messages]
-    if not isinstance(messages.get("content"), str):
-        return messages
-    return messages | {"content": [{"type": "text", "text": messages["content"]}]}
+def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with a content that is a text as a list of one part."""
+    if not isinstance(message.get("content"), str):
+        return message
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
+
+
+@dataclass(frozen=True)
+class CallForms:
+    """How a chat template takes the tool calls of a message, found by rendering each form."""
+
+    objects: bool
+    """It writes arguments that are objects."""
+    texts: bool
+    """It writes arguments that are JSON texts, and does not encode them again."""
+    content: bool
+    """It writes the calls of a message only if that has a content."""
+
+
+CALL_FORMS: dict[str, CallForms] = {}
+"""By chat template: what `_find_call_forms` has found."""
+PROBE_CALL, PROBE_ARGUMENT = "zq_call", "zq_argument"
+
+
+def _find_call_forms(tokenizer: Any) -> CallForms:
+    def shown(arguments: Any, **content: str) -> str:
+        function = {"name": PROBE_CALL, "arguments": arguments}
+        call = {"type": "function", "id": "call00001", "function": function}
+        asked = {"role": "user", "content": PROBE}
+        chat = [asked, {"role": "assistant", **content, "tool_calls": [call]}]
+        try:
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+        except Exception:  # the template is a program; what it refuses is told where it is asked to
+            return ""
+        return text if PROBE_CALL in text and PROBE_ARGUMENT in text else ""
+
+    template = str(tokenizer.chat_template)
+    if template not in CALL_FORMS:
+        given = {PROBE_ARGUMENT: "zv"}
+        written = json.dumps(given)
+        as_object, as_text = shown(given, content=""), shown(written, content="")
+        encoded_twice = json.dumps(written)[1:-1] in as_text
+        best = given if as_object else written
+        CALL_FORMS[template] = CallForms(
+            objects=bool(as_object),
+            texts=bool(as_text) and not encoded_twice,
+            content=not shown(best) and bool(shown(best, content="")),
+        )
+    return CALL_FORMS[template]
+
+
+def _fit_calls(message: dict[str, Any], forms: CallForms) -> dict[str, Any]:
+    """The message with its tool calls as the template takes them; what the template takes stays as it is."""
+    if not message.get("tool_calls"):
+        return message
+    empty = {"content": ""} if forms.content and message.get("content") is None else {}
+    return message | empty | {"tool_calls": [_fit_call(c, forms) for c in message["tool_calls"]]}
+
+
+def _fit_call(call: Any, forms: CallForms) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _fit_call(call["function"], forms)}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str) and forms.objects and not forms.texts:
+        with contextlib.suppress(ValueError, RecursionError):  # no JSON: as it is
+            return call | {"arguments": json.loads(arguments)}
+    if isinstance(arguments, dict | list) and forms.texts and not forms.objects:
+        return call | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+    return call

@@ -13,6 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from decode.common.errors import UserError, one_line
 from decode.common.files import parse_json, parse_jsonl, read_text, read_yaml
 from decode.model.names import check_name, load_error
+from eval.tasks.row_forms import drop_arrow_nulls
 
 ASSETS_DIR = Path(__file__).resolve().parents[2] / "assets"
 BUNDLED_PROMPTS_DIR = ASSETS_DIR / "prompts"
@@ -176,13 +177,20 @@ def _read_file(path: Path) -> Iterator[DatasetRow]:
         import pyarrow.parquet
 
         try:
-            rows = pyarrow.parquet.read_table(path).to_pylist()
+            table = pyarrow.parquet.read_table(path)
+            rows = table.to_pylist()
         except (OSError, pyarrow.ArrowException) as error:
             raise UserError(
                 f"{path} cannot be read as Parquet: download or save it again"
             ) from error
+        features = None
+        if "arrow.json" in str(table.schema):  # values of any form, stored as texts
+            import datasets
+
+            features = datasets.Features.from_arrow_schema(table.schema)
+            rows = map(features.decode_example, rows)
         for number, values in enumerate(rows, 1):
-            yield DatasetRow(values, f"{path}, row {number}")
+            yield DatasetRow(drop_arrow_nulls(values, features), f"{path}, row {number}")
         return
     if kind not in FILE_SUFFIXES:
         raise UserError(
@@ -216,7 +224,8 @@ def _read_hub_dataset(task: str, spec: DatasetSpec) -> Iterator[DatasetRow]:
     except UserError as error:
         raise UserError(f"task {task!r}: {error}, or give its file as `path`") from error
     for number, values in enumerate(rows):
-        yield DatasetRow(dict(values), f"{spec.hub}, row {number}")
+        fields = drop_arrow_nulls(values, rows.features)
+        yield DatasetRow(fields, f"{spec.hub}, row {number}")
 
 
 def load_hub_dataset(

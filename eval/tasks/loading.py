@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero
-from decode.engine.chat_template import Messages, encode_prompt
+from decode.engine.chat_template import Messages, Tools, encode_prompt
 from decode.model.loading import Target
 from eval.tasks.dataset_specs import (
     BUNDLED_PROMPTS_DIR,
+    CUSTOM_DATASET,
     DatasetRow,
     DatasetSpec,
     evaluate_expression,
@@ -24,6 +25,7 @@ from eval.tasks.dataset_specs import (
     render_template,
     row_domain,
 )
+from eval.tasks.row_forms import read_row, read_tools
 
 
 @dataclass
@@ -35,9 +37,9 @@ class Task:
     alpaca come from a local file or the Hub; spec-bench, speed-bench, speculator-benchmarks and any other name need a
     path."""
     path: str = ""
-    """A .jsonl, .json, .parquet or .txt file, also .gz. Without a spec its lines hold `prompt` (a text), `messages`
-    (a chat) or `turns` (the user's messages, in order), and maybe `id` and `domain`; the paragraphs of a .txt file are
-    prompts. Empty: bundled, or the Hub data set of the spec."""
+    """A .jsonl, .json, .parquet or .txt file, also .gz. Without a spec its rows hold `turns` (the user's messages, in
+    order), else `messages` (a chat, maybe as JSON), `prompt` and others, as training reads them, and maybe `tools`,
+    `id` and `domain`; the paragraphs of a .txt file are prompts. Empty: bundled, or the Hub data set of the spec."""
     kind: str = ""
     """Name of the spec to read the file by, where `name` is not one."""
     limit: CountOrZero = 0
@@ -65,6 +67,8 @@ class TaskPrompt:
     prefix: str = ""
     """Code that the answer continues."""
     messages: Messages = field(default_factory=list)
+    tools: Tools | None = None
+    """What the chat may call."""
     later_turns: tuple[str, ...] = ()
     """The user's messages after this turn."""
     error: str = ""
@@ -125,7 +129,7 @@ def _next_turn(
     reply = {"role": "assistant", "content": answer}
     messages = [*item.messages, reply, {"role": "user", "content": item.later_turns[0]}]
     base = item.id.removesuffix(f":{number - 1}")
-    ids = encode_prompt(target.tokenizer, messages)
+    ids = encode_prompt(target.tokenizer, messages, item.tools)
     error = _context_error(ids, target)
     if error and too_long[item.task] == "refuse":
         raise UserError(
@@ -145,19 +149,23 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
     turns = evaluate_expression(spec.turns, row) if spec.turns else None
     chat = target.tokenizer.chat_template is not None
     template = spec.chat_prompt if chat and spec.chat_prompt else spec.prompt
-    prompt: Any = turns if turns is not None else render_template(template, row)
-    if turns is None and spec.name == "own":
-        prompt = row.fields.get("prompt", row.fields.get("messages"))
-        if not prompt:
-            raise UserError(f"{row.location} has neither `prompt` nor `messages` nor `turns`")
-    if not isinstance(prompt, str | list) or (turns is not None and not _is_text_list(turns)):
-        raise UserError(f"{row.location}: a prompt must be text or a list of messages")
-    users_turns = list(turns or [])[: task.turns or None]
-    if turns is not None:  # one turn is a plain prompt: it needs no chat template
+    users_turns: list[str] = []
+    prompt: str | Messages
+    tools = None
+    if turns is not None:
+        if not _is_text_list(turns):
+            raise UserError(f"{row.location}: `turns` must be a list of the user's messages")
+        users_turns = turns[: task.turns or None]
+        # One turn is a plain prompt: it needs no chat template.
         first = users_turns[0]
         prompt = first if len(users_turns) == 1 else [{"role": "user", "content": first}]
+        tools = read_tools(row.fields, row.location)
+    elif spec is CUSTOM_DATASET:
+        prompt, tools = _read_own_row(row)
+    else:
+        prompt = render_template(template, row)
     try:
-        ids = encode_prompt(target.tokenizer, prompt)
+        ids = encode_prompt(target.tokenizer, prompt, tools)
     except UserError as error:
         hint = "; or set the task's `turns: 1`" if len(users_turns) > 1 else ""
         raise UserError(f"{row.location}: {error}{hint}") from error
@@ -166,7 +174,8 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         raise UserError(
             f"{row.location} {error_text}: shorten it, or set the task's `too_long: fail`"
         )
-    digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
+    hashed = json.dumps([prompt, tools] if tools else prompt)
+    digest = hashlib.sha256(hashed.encode()).hexdigest()[:16]
     own_id = evaluate_expression(spec.id, row)
     domain = row_domain(spec, row)
     metric, reference = spec.metric_for(domain), ""
@@ -183,9 +192,19 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         reference=reference,
         prefix=render_template(spec.prefix, row),
         messages=messages,
+        tools=tools,
         later_turns=tuple(users_turns[1:]),
         error=error_text,
     )
+
+
+def _read_own_row(row: DatasetRow) -> tuple[str | Messages, Tools | None]:
+    """(the prompt of a row of the user's file, its tools), as training reads them."""
+    found = read_row(row.fields, row.location, answered=False)
+    prompt = None if found is None else found.question()
+    if found is None or prompt is None:
+        raise UserError(f"{row.location} has no prompt: fill it or remove the row")
+    return prompt, found.tools
 
 
 def _is_text_list(turns: Any) -> bool:

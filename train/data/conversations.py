@@ -6,7 +6,7 @@ joined as ids, and what a chat template puts between them is found by rendering 
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -96,9 +96,7 @@ def conversation_without_replies(
             parts.append([])
         parts[-1].append(message)
     history: Messages = parts[0]
-    segments = [
-        encode_prompt(tokenizer, Prompt(prompt.id, prompt.source, None, history, prompt.sample))
-    ]
+    segments = [encode_prompt(tokenizer, replace(prompt, messages=history))]
     for part in parts[1:]:
         before_segment = render_chat(tokenizer, prompt, history, True) + PROBE_REPLY
         history = [*history, {"role": "assistant", "content": PROBE_REPLY}, *part]
@@ -121,7 +119,7 @@ def conversation_with_replies(
     messages = prompt.messages
     if messages is None:
         question, answer = {"role": "user", "content": prompt.text}, prompt.answer or ""
-        if tokenizer.chat_template is None:
+        if tokenizer.chat_template is None and not prompt.tools:
             return _plain_text_conversation(tokenizer, prompt.text or "", answer)
         messages = [question, {"role": "assistant", "content": answer}]
     if tokenizer.chat_template is None:
@@ -131,7 +129,8 @@ def conversation_with_replies(
     text = render_chat(tokenizer, prompt, messages, False)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    # A chat may begin with a greeting, which answers nobody: it is only read.
+    indices = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
     segments, replies, previous_end = [], [], _extra_bos_count(tokenizer, ids)
     for i in indices if turns == "all" else indices[-1:]:
         before = render_chat(tokenizer, prompt, messages[:i], True)
@@ -154,8 +153,8 @@ def encoder_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Conversa
     """
     if prompt.text is None or prompt.answer is None:
         raise UserError(
-            f"prompt {prompt.id} of {prompt.source} has no answer, and an encoder-decoder learns pairs: take a source "
-            "of kind hub with `column` and `response`"
+            f"prompt {prompt.id} of {prompt.source} has no answer, and an encoder-decoder learns pairs: name the "
+            "columns of both (`column` and `response` of the source)"
         )
     answer = tokenizer(prompt.answer)["input_ids"]
     return Conversation([encode_prompt(tokenizer, prompt)], [answer])
@@ -192,7 +191,7 @@ def split_into_windows(
 def render_chat(tokenizer: Any, prompt: Prompt, messages: Messages, opened: bool) -> str:
     """The chat as text, with `opened` up to where the next reply begins. UserError if the template raises an error."""
     try:
-        return apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=opened)
+        return apply_template(tokenizer, messages, tools=prompt.tools, add_generation_prompt=opened)
     except UserError as error:
         raise UserError(f"prompt {prompt.id} of {prompt.source}: {error}") from error
 

@@ -27,8 +27,8 @@ from decode.model.loading import (
 from train.data import conversations, prompts
 from train.data.conversations import Conversation
 from train.data.filters import EvaluationOverlap, FilterConfig, NearDuplicates, has_wrong_length
-from train.data.prompts import REPEATS, Prompt
-from train.data.sources import PromptSource
+from train.data.prompts import Prompt
+from train.data.sources import ANSWER_ADVICE, REPEATS, UNANSWERED, PromptSource, ReadLog
 
 OVERLAPS = "dropped_as_evaluation"
 WRONG_LENGTHS = "dropped_by_length"
@@ -117,14 +117,18 @@ def load_target_tokenizer(name: str, revision: str | None) -> TargetTokenizer:
 
 
 def load_prompts(
-    s: PromptConfig, reader: TargetTokenizer
+    s: PromptConfig, reader: TargetTokenizer, log: ReadLog | None = None
 ) -> tuple[list[TokenizedPrompt], dict[str, int]]:
     """(tokenised prompts, {reason: number of prompts dropped for it}). UserError if none is left.
 
+    `log` is told how the sources were read.
+
     Prompts pass all steps one after the other, and only the token ids of those that are kept stay in memory.
     """
-    dropped = Counter(dict.fromkeys((REPEATS, *FILTERS), 0))
-    read = prompts.stream_prompts(s.sources, s.seed, dropped, s.origin == "text")
+    log = ReadLog() if log is None else log
+    dropped = log.dropped
+    dropped.update(dict.fromkeys((REPEATS, *FILTERS), 0))
+    read = prompts.stream_prompts(s.sources, s.seed, log, s.origin == "text")
     tokenize = tokenize_texts if s.origin == "text" else tokenize_prompts
     evaluation = EvaluationOverlap(evaluation_texts(s.decontaminate))
     unlike = NearDuplicates(s.filters.near_duplicates)
@@ -139,6 +143,10 @@ def load_prompts(
         else:
             kept.append(TokenizedPrompt(prompt.id, prompt.source, packed))
     total = len(kept) + sum(dropped[name] for name in FILTERS)
+    if total == 0 and dropped[UNANSWERED]:
+        raise UserError(
+            f"none of {dropped[UNANSWERED]} rows has an answer, such as {log.unanswered}: {ANSWER_ADVICE}"
+        )
     if total == 0:
         raise UserError("the sources hold no prompts: add a source or raise a limit")
     if len(kept) == 0:

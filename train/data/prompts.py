@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import random
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,17 +19,18 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.common.errors import UserError
 from decode.engine import chat_template
+from decode.engine.chat_template import Tools
+from eval.tasks.row_forms import Content, message_text
 from train.data.sources import (
     BUNDLED_PROMPTS,
-    Content,
+    REPEATS,
+    Candidate,
     PromptSource,
+    ReadLog,
     check,
     read_jsonl,
     read_source,
 )
-
-REPEATS = "dropped_as_repeats"
-"""Name of the count of contents that had come earlier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class Prompt:
     """0 .. samples - 1: several answers may be generated for one content."""
     answer: str | None = None
     """The answer to `text`, for origin text if the source has one."""
+    tools: Tools | None = None
+    """What the chat may call."""
 
     @property
     def content_id(self) -> str:
@@ -69,19 +71,19 @@ def read_prompts_with_duplicates(
 
     With `answered` (origin text) prompts carry their answers, and files and modules come as whole texts.
     """
-    dropped = Counter[str]()
-    prompts = list(stream_prompts(sources, seed, dropped, answered, root))
-    return prompts, dropped[REPEATS]
+    log = ReadLog()
+    prompts = list(stream_prompts(sources, seed, log, answered, root))
+    return prompts, log.dropped[REPEATS]
 
 
 def stream_prompts(
     sources: list[PromptSource],
     seed: int,
-    dropped: Counter[str],
+    log: ReadLog,
     answered: bool = False,
     root: Path = BUNDLED_PROMPTS,
 ) -> Iterator[Prompt]:
-    """The prompts of `read_prompts_with_duplicates` one by one; contents that had come earlier count in `dropped`.
+    """The prompts of `read_prompts_with_duplicates` one by one; contents that had come earlier count in `log`.
 
     The samples of a content follow each other.
     """
@@ -90,9 +92,9 @@ def stream_prompts(
     seen: set[str] = set()
     for source in sources:
         rng = random.Random(f"{seed} {source.kind} {source.path} {source.split}")
-        contents = read_source(source, rng, root, answered)
+        candidates = read_source(source, rng, root, answered, log)
         taken = 0
-        for prompt in itertools.islice(_drop_duplicates(contents, seen, dropped), source.limit):
+        for prompt in itertools.islice(_drop_duplicates(candidates, seen, log), source.limit):
             taken += 1
             yield prompt
             for sample in range(1, source.samples):
@@ -111,13 +113,13 @@ def evaluation_texts(root: Path = BUNDLED_PROMPTS) -> list[str]:
 
 def read_prompt_texts(path: Path) -> list[str]:
     """The prompts of a jsonl file as plain text."""
-    return [prompt_text(make_prompt("", content, 0)) for content in read_jsonl(path, False)]
+    return [prompt_text(make_prompt("", found.content, 0)) for found in read_jsonl(path)]
 
 
 def prompt_text(prompt: Prompt) -> str:
     """The prompt's whole text, messages and answer included, for comparing prompts."""
     if prompt.messages is not None:
-        return "\n".join(message["content"] for message in prompt.messages)
+        return "\n".join(map(message_text, prompt.messages))
     return "\n".join(text for text in (prompt.text, prompt.answer) if text)
 
 
@@ -125,7 +127,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     """The token ids that the target continues, in its chat template. UserError names the prompt."""
     content = prompt.text if prompt.text is not None else prompt.messages
     try:
-        return chat_template.encode_prompt(tokenizer, content or "")
+        return chat_template.encode_prompt(tokenizer, content or "", prompt.tools)
     except UserError as error:
         raise UserError(f"prompt {prompt.id} of {prompt.source}: {error}") from error
 
@@ -135,35 +137,39 @@ def encode_prompts(
 ) -> list[list[int]]:
     """`encode_prompt` of each, many times faster for thousands of them."""
     contents = [prompt.text if prompt.text is not None else prompt.messages for prompt in prompts]
+    tools = [prompt.tools for prompt in prompts]
     try:
-        return chat_template.encode_prompts(tokenizer, [content or "" for content in contents])
+        return chat_template.encode_prompts(
+            tokenizer, [content or "" for content in contents], tools
+        )
     except UserError:
         return [encode_prompt(tokenizer, prompt) for prompt in prompts]  # names the prompt
 
 
 def _drop_duplicates(
-    candidates: Iterator[tuple[str, Content]], seen: set[str], dropped: Counter[str]
+    candidates: Iterator[Candidate], seen: set[str], log: ReadLog
 ) -> Iterator[Prompt]:
     """The first samples of candidates whose id is not in `seen`, to which it is added; the others are counted."""
-    for label, content in candidates:
-        prompt = make_prompt(label, content, 0)
+    for candidate in candidates:
+        prompt = make_prompt(candidate.label, candidate.content, 0, candidate.tools)
         if prompt.id in seen:
-            dropped[REPEATS] += 1
+            log.dropped[REPEATS] += 1
         else:
             seen.add(prompt.id)
             yield prompt
 
 
-def make_prompt(label: str, content: Content, sample: int) -> Prompt:
-    """The prompt of a content; its id is the content's hash and the sample's number."""
-    name = f"{_digest(content)}#{sample}"
+def make_prompt(label: str, content: Content, sample: int, tools: Tools | None = None) -> Prompt:
+    """The prompt of a content; its id is the hash of content and tools, and the sample's number."""
+    name = f"{_digest(content, tools)}#{sample}"
     if isinstance(content, list):
-        return Prompt(name, label, None, content, sample)
+        return Prompt(name, label, None, content, sample, tools=tools)
     text, answer = (content, None) if isinstance(content, str) else content
-    return Prompt(name, label, text, None, sample, answer)
+    return Prompt(name, label, text, None, sample, answer, tools)
 
 
-def _digest(content: Content) -> str:
-    """The first 16 hex digits of the SHA-256 of the content; chats and pairs are hashed as JSON with sorted keys."""
-    text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
+def _digest(content: Content, tools: Tools | None) -> str:
+    """The first 16 hex digits of the SHA-256 of a text, or of the JSON with sorted keys of anything else."""
+    hashed = {"content": content, "tools": tools} if tools else content
+    text = hashed if isinstance(hashed, str) else json.dumps(hashed, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

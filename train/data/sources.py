@@ -7,15 +7,18 @@ place of each line or row where they are shuffled.
 import itertools
 import random
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from decode.common.errors import UserError
 from decode.common.files import parse_json_lines, read_lines, read_text
 from decode.common.ranges import Count, at_least
+from decode.engine.chat_template import Tools
 from eval.tasks.dataset_specs import load_hub_dataset
+from eval.tasks.row_forms import Content, drop_arrow_nulls, prompt_columns, read_row
 from train.data import python_corpus
 
 BUNDLED_PROMPTS = Path(__file__).resolve().parents[2] / "assets" / "prompts"
@@ -25,8 +28,47 @@ SHUFFLE_BUFFER = (
     10_000  # rows of a streamed data set that are shuffled together, where a limit is set
 )
 
-Content = str | tuple[str, str] | list[dict[str, Any]]
-"""A text, a (prompt, answer) pair, or the messages of a chat."""
+REPEATS = "dropped_as_repeats"
+EMPTY = "dropped_as_empty"
+UNANSWERED = "dropped_without_answer"
+"""Names of the counts of rows that equal earlier ones, that hold nothing, and for origin text that have no answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a source holds at one place."""
+
+    label: str
+    """Name of the source, without the folder that it lies in, which stays private."""
+    content: Content
+    tools: Tools | None = None
+
+
+@dataclass
+class ReadLog:
+    """What happened to rows while sources were read."""
+
+    dropped: Counter[str] = field(default_factory=Counter)
+    """{name of the count: rows}."""
+    forms: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """{a source and the columns that were read: a line about it}."""
+    unanswered: str = ""
+    """Where the first row without an answer stands."""
+
+    def lines(self) -> list[str]:
+        """What to tell the user."""
+        number = self.dropped[UNANSWERED]
+        rows = (
+            f"{number} row{'s' * (number > 1)} without an answer skipped, such as {self.unanswered}"
+        )
+        skipped = f"{rows}: {ANSWER_ADVICE}"
+        return [*self.forms.values(), *([skipped] if number else [])]
+
+
+ANSWER_ADVICE = (
+    "origin text learns answers, and asks no one: name their column (`response` of the source), or a column of whole "
+    "texts (`column`)"
+)
 
 
 @dataclass
@@ -38,8 +80,10 @@ class PromptSource:
     data set of the Hugging Face Hub."""
 
     path: str = ""
-    """bundled: code, prose, arithmetic or all; file: .jsonl with `prompt` (for origin text also `response`), `text` or
-    `messages` on each line, or .txt with a blank line between prompts; hub: name of the data set."""
+    """bundled: code, prose, arithmetic or all; file: .jsonl, or .txt with a blank line between prompts; hub: name of a
+    data set. A row is read as the first of these that it holds: messages, conversations, conversation (chats, maybe as
+    JSON); prompt, instruction with input, question, query (with their answers, for origin text); text. Its tools are
+    offered to the target."""
 
     split: str = "train"
     """hub: which split of the data set."""
@@ -47,11 +91,11 @@ class PromptSource:
     config: str | None = None
     """hub: which configuration of the data set; null: its only one."""
 
-    column: str = "prompt"
-    """hub: column that holds the text, or the messages of a chat."""
+    column: str = ""
+    """hub and .jsonl: column that holds the text, or the messages of a chat; empty: as `path` says."""
 
     response: str = ""
-    """hub, for origin text: column that holds the answer to `column`."""
+    """hub and .jsonl, for origin text: column that holds the answer; empty: as `path` says."""
 
     streaming: bool = False
     """hub: read rows as they are downloaded, without storing them. A limit then chooses among nearby rows only."""
@@ -78,73 +122,75 @@ def check(source: PromptSource, answered: bool) -> None:
 
 
 def read_source(
-    source: PromptSource, rng: random.Random, root: Path, answered: bool
-) -> Iterator[tuple[str, Content]]:
-    """(label, content) of everything in `source`, shuffled where a limit will choose among it.
+    source: PromptSource, rng: random.Random, root: Path, answered: bool, log: ReadLog
+) -> Iterator[Candidate]:
+    """Everything in `source`, shuffled where a limit will choose among it. What is skipped is counted in `log`.
 
     With `answered` (origin text) answers are kept and files and modules come whole; without, the last message of a chat
     is the user's and texts come as excerpts or paragraphs.
     """
     if source.kind == "stdlib" and not answered:
         for excerpt in _stdlib_excerpts(rng, tries=20 * (source.limit or 0)):
-            yield "stdlib", excerpt
+            yield Candidate("stdlib", excerpt)
     elif source.kind == "hub":
-        yield from ((source.path, content) for content in _read_hub(source, rng, answered))
+        yield from _read_hub(source, rng, answered, log)
     elif source.kind == "file":
-        name = Path(source.path).name  # without its folder, which stays private
-        yield from ((name, content) for content in _read_file(source, rng, answered))
+        yield from _read_file(source, rng, answered, log)
     else:
         if source.kind == "stdlib":
             texts = [
                 *python_corpus.read_modules(False).values(),
                 *python_corpus.read_help_topics(False).values(),
             ]
-            labelled: list[tuple[str, Content]] = [("stdlib", text) for text in texts]
+            found = [Candidate("stdlib", text) for text in texts]
         else:
-            labelled = _read_bundled(source.path, root)
+            found = _read_bundled(source.path, root)
         if source.limit is not None:
-            rng.shuffle(labelled)
-        yield from labelled
+            rng.shuffle(found)
+        yield from found
 
 
-def _read_bundled(domain: str, root: Path) -> list[tuple[str, Content]]:
+def _read_bundled(domain: str, root: Path) -> list[Candidate]:
+    """The bundled prompts, which are texts to continue, not questions."""
     domains = DOMAINS if domain == "all" else (domain,)
     return [
-        (f"bundled/{name}", content)
+        replace(candidate, label=f"bundled/{name}")
         for name in domains
-        for content in read_jsonl(root / "train" / f"{name}.jsonl", False)
+        for candidate in read_jsonl(root / "train" / f"{name}.jsonl")
     ]
 
 
-def _read_file(source: PromptSource, rng: random.Random, answered: bool) -> Iterator[Content]:
-    """The contents of a .jsonl or .txt file, shuffled where a limit will choose among them. UserError for none."""
+def _read_file(
+    source: PromptSource, rng: random.Random, answered: bool, log: ReadLog
+) -> Iterator[Candidate]:
+    """What a .jsonl or .txt file holds, shuffled where a limit will choose among it. UserError for nothing."""
     path, shuffled = Path(source.path), source.limit is not None
-    contents: Iterable[Content]
     if path.suffix == ".jsonl":
-        contents = (
-            _read_shuffled_jsonl(path, rng, answered) if shuffled else read_jsonl(path, answered)
-        )
+        rows = _shuffled_rows(path, source, rng, answered) if shuffled else _json_rows(path)
+        found = _read_rows(rows, path.name, source, answered, log)
     elif path.suffix == ".txt":
-        contents = _read_whole_text(path) if answered else _read_paragraphs(path)
+        texts = _read_whole_text(path) if answered else _read_paragraphs(path)
         if shuffled:
-            contents = list(contents)
-            rng.shuffle(contents)
+            texts = list(texts)
+            rng.shuffle(texts)
+        found = (Candidate(path.name, text) for text in texts)
     else:
         raise UserError(f"prompt file {path}: must end in .jsonl or .txt")
+    skipped = log.dropped[UNANSWERED]
     empty = True
-    for content in contents:
+    for candidate in found:
         empty = False
-        yield content
-    if empty:
+        yield candidate
+    if empty and log.dropped[UNANSWERED] == skipped:
         raise UserError(f"prompt file {path}: has no prompts: add some or drop the source")
 
 
-def _read_whole_text(path: Path) -> list[Content]:
+def _read_whole_text(path: Path) -> list[str]:
     """The text of a file, if there is any."""
     return [text for text in [read_text(path)] if text.strip() != ""]
 
 
-def _read_paragraphs(path: Path) -> Iterator[Content]:
+def _read_paragraphs(path: Path) -> Iterator[str]:
     """What stands between blank lines; of two blank lines the second one belongs to the paragraph behind them."""
     lines: list[str] = []
     for line in itertools.chain(read_lines(path), ["\n"]):
@@ -157,41 +203,48 @@ def _read_paragraphs(path: Path) -> Iterator[Content]:
             lines.append(line)
 
 
-def read_jsonl(path: Path, answered: bool) -> Iterator[Content]:
-    """One content for each line that is not blank. UserError names path and line of a bad one."""
-    return _parse_contents(read_lines(path), path, answered)
+def read_jsonl(path: Path) -> Iterator[Candidate]:
+    """The prompt of each line that is not blank. UserError names path and line of a bad one."""
+    return _read_rows(_json_rows(path), path.name, PromptSource("file"), False, ReadLog())
 
 
-def _read_shuffled_jsonl(path: Path, rng: random.Random, answered: bool) -> Iterator[Content]:
-    """The contents of `read_jsonl` in random order; every line is checked before the first one is given."""
-    for _ in read_jsonl(path, answered):
+def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("path:line", row) of each line that is not blank. UserError for one that is no JSON object."""
+    return _parse_rows(read_lines(path), path)
+
+
+def _parse_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for where, row in parse_json_lines(lines, path):
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: needs an object with a column such as `prompt`")
+        yield where, row
+
+
+def _shuffled_rows(
+    path: Path, source: PromptSource, rng: random.Random, answered: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of `_json_rows` in random order; every row is checked before the first one is given."""
+    for _ in _read_rows(_json_rows(path), path.name, source, answered, ReadLog()):
         pass
-    starts, end = array("q"), 0
+    starts, numbers, end = array("q"), array("q"), 0
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
             if line.decode().strip("\ufeff").strip() != "":
                 starts.append(end)
+                numbers.append(number)
             end += len(line)
-        rng.shuffle(starts)  # type: ignore[arg-type]
-        for start in starts:
-            file.seek(start)
-            yield from _parse_contents([file.readline().decode("utf-8-sig")], path, answered)
+        order = array("q", range(len(starts)))
+        rng.shuffle(order)  # type: ignore[arg-type]
+        for i in order:
+            file.seek(starts[i])
+            for _, row in _parse_rows([file.readline().decode("utf-8-sig")], path):
+                yield f"{path}:{numbers[i]}", row
 
 
-def _parse_contents(lines: Iterable[str], path: Path, answered: bool) -> Iterator[Content]:
-    for where, record in parse_json_lines(lines, path):
-        known = ("prompt", "text", "messages")
-        keys = [key for key in known if isinstance(record, dict) and key in record]
-        if len(keys) == 0:
-            raise UserError(f"{where}: needs an object with `prompt`, `text` or `messages`")
-        content = _content(record[keys[0]], where, record.get("response"), answered)
-        if content is None:
-            raise UserError(f"{where}: `{keys[0]}` is empty: fill it or remove the line")
-        yield content
-
-
-def _read_hub(source: PromptSource, rng: random.Random, answered: bool) -> Iterator[Content]:
-    """The contents of one column of a Hub data set; rows without content are skipped."""
+def _read_hub(
+    source: PromptSource, rng: random.Random, answered: bool, log: ReadLog
+) -> Iterator[Candidate]:
+    """The rows of a Hub data set."""
     name = f"hub data set {source.path!r}"
     data = load_hub_dataset(source.path, source.config, source.split, streaming=source.streaming)
     rows: Iterable[tuple[int, Any]]
@@ -205,44 +258,38 @@ def _read_hub(source: PromptSource, rng: random.Random, answered: bool) -> Itera
         if source.limit is not None:
             rng.shuffle(order)  # type: ignore[arg-type]
         rows = ((index, data[index]) for index in order)
-    for index, row in rows:
-        for column in (source.column, source.response):
-            if column and column not in row:
-                raise UserError(f"{name}: no column {column!r}: choose among {list(row)}")
-        answer = row[source.response] if source.response else None
-        content = _content(row[source.column], f"{name}, row {index}", answer, answered)
-        if content is not None:
-            yield content
+    named = ((f"{name}, row {index}", drop_arrow_nulls(row, data.features)) for index, row in rows)
+    return _read_rows(named, source.path, source, answered, log)
 
 
-def _content(value: Any, where: str, answer: Any, answered: bool) -> Content | None:
-    """A checked text, (prompt, answer) pair or chat; None if `value` is empty.
+def _read_rows(
+    rows: Iterable[tuple[str, dict[str, Any]]],
+    label: str,
+    source: PromptSource,
+    answered: bool,
+    log: ReadLog,
+) -> Iterator[Candidate]:
+    """The prompts of rows, with `answered` only of those that have an answer; `log` counts the others.
 
-    Chats end with a message of the user, or with an answer where `answered` is True.
+    A row without any content is an error in a file, and skipped in a set of the Hub.
     """
-    if value is None or (isinstance(value, str) and value.strip() == ""):
-        return None
-    if isinstance(value, str):
-        if not answered or answer is None:
-            return value
-        if not isinstance(answer, str) or answer.strip() == "":
-            raise UserError(f"{where}: the response must be text, not {answer!r:.40}")
-        return value, answer
-    if not isinstance(value, list):
-        raise UserError(f"{where}: a prompt must be text or a list of messages, not {value!r:.40}")
-    messages = [_message(item, where) for item in value]
-    # Without `answered` the target generates the last reply; with it, messages after the last reply are useless.
-    while len(messages) > 0 and (messages[-1]["role"] == "assistant") != answered:
-        messages.pop()
-    return messages or None
-
-
-def _message(item: Any, where: str) -> dict[str, Any]:
-    """The message without the empty fields that Arrow adds; UserError unless role and content are text."""
-    message = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
-    if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-        raise UserError(f"{where}: every message needs `role` and `content` as text")
-    return message
+    for where, fields in rows:
+        row = read_row(fields, where, answered, source.column, source.response)
+        content = None if row is None else row.answered() if answered else row.question()
+        if content is not None and row is not None:
+            if (label, *row.columns) not in log.forms:
+                log.forms[label, *row.columns] = f"{label}: {row.describe(fields)}"
+            yield Candidate(label, content, row.tools)
+        elif answered and row is not None:
+            log.dropped[UNANSWERED] += 1
+            log.unanswered = log.unanswered or where
+        elif source.kind == "file":
+            columns = [source.column] if source.column else prompt_columns(fields)
+            verb = "is" if len(columns) == 1 else "are"
+            names = ", ".join(f"`{column}`" for column in columns)
+            raise UserError(f"{where}: {names} {verb} empty: fill it or remove the line")
+        else:
+            log.dropped[EMPTY] += 1
 
 
 def _stdlib_excerpts(rng: random.Random, tries: int) -> Iterator[str]:

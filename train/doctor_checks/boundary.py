@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from decode.common.errors import UserError
-from decode.engine.chat_template import Messages, encode_prompt
+from decode.engine.chat_template import Messages, Tools, encode_prompt
 from train.data.prompts import Prompt
 from train.doctor_checks.findings import DataFinding, Defect, cost_or_note, percent, stop_or_cost
 from train.doctor_checks.seen_rows import SeenRow, decode
@@ -73,7 +73,7 @@ class BoundaryCheck:
         """Tokens by which a mask that begins at `start` begins too late (negative: too early); None if unknown."""
         prompt = self.prompts.get(row.row["id"])
         if prompt is not None and start == row.spans[0][0]:
-            golden = golden_ids(self.tokenizer, prompt.messages or prompt.text or "")
+            golden = golden_ids(self.tokenizer, prompt.messages or prompt.text or "", prompt.tools)
             near = abs(start - len(golden)) <= FARTHEST
             if near and golden and row.ids[: len(golden)] == golden:
                 return start - len(golden)
@@ -103,24 +103,28 @@ class BoundaryCheck:
         self.compared += 1
         prompt = self.prompts.get(row.row["id"])
         before: str | Messages | None = messages_before(row, 0)
+        tools = None
         if prompt is not None and len(row.spans) == 1:
-            before = prompt.messages or prompt.text
+            before, tools = prompt.messages or prompt.text, prompt.tools
         if before is None:
             if self.template is not None:
                 self.unread.add(row)
             return
         given = row.ids[: row.spans[0][0]]
-        if golden_ids(self.tokenizer, before) != given and not self._is_switched(before, given):
+        same = golden_ids(self.tokenizer, before, tools) == given
+        if not same and not self._is_switched(before, tools, given):
             self.other_prompt.add(row)
 
-    def _is_switched(self, before: str | Messages, given: list[int]) -> bool:
+    def _is_switched(self, before: str | Messages, tools: Tools | None, given: list[int]) -> bool:
         """Whether the template gives these tokens with enable_thinking true or false."""
         if self.template is None or not self.template.has_thinking_switch:
             return False
         messages = [user(before)] if isinstance(before, str) else before
         text = decode(self.tokenizer, given)
         modes = (True, False)
-        return text in [render(self.tokenizer, messages, True, enable_thinking=on) for on in modes]
+        return text in [
+            render(self.tokenizer, messages, True, tools=tools, enable_thinking=on) for on in modes
+        ]
 
     def _check_rendering(self, row: SeenRow) -> None:
         """Counts a row whose whole chat, rendered by the template, is another text."""
@@ -251,10 +255,10 @@ def opening_offset(template: ChatTemplate, ids: list[int], start: int) -> int | 
     return None
 
 
-def golden_ids(tokenizer: Any, prompt: str | Messages) -> list[int]:
+def golden_ids(tokenizer: Any, prompt: str | Messages, tools: Tools | None) -> list[int]:
     """The tokens that the target continues; none if its template refuses the prompt."""
     try:
-        return encode_prompt(tokenizer, prompt)
+        return encode_prompt(tokenizer, prompt, tools)
     except UserError:
         return []
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eval.tasks.row_forms import message_text
 from train.data.conversations import TurnSelection
 from train.data.prompts import Prompt
 from train.doctor_checks.findings import DataFinding, Defect, cost_or_note, percent
@@ -116,22 +117,25 @@ def source_findings(
     prompts: Sequence[tuple[SeenRow, Prompt]], template: ChatTemplate | None, turns: TurnSelection
 ) -> tuple[dict[str, Any], list[DataFinding]]:
     """(counts, findings) of prompts before sampling: what of their messages the template would lose."""
-    system, calls, results, several, thoughts = (Defect() for _ in range(5))
+    system, tools, calls, results, several, thoughts = (Defect() for _ in range(6))
     for row, prompt in prompts:
         messages = prompt.messages or []
         replies = [m for m in messages if m["role"] == "assistant"]
         holds = {
             "system": any(m["role"] == "system" for m in messages),
+            "tools": prompt.tools is not None,
             "calls": any(m.get("tool_calls") for m in messages),
             "results": any(m["role"] == "tool" for m in messages),
             "several": len(replies) > 0,
-            "thoughts": any(_thoughts(m["content"]) for m in replies),
+            "thoughts": any(_thoughts(message_text(m)) for m in replies),
         }
-        for name, defect in zip(holds, (system, calls, results, several, thoughts), strict=True):
+        counted = (system, tools, calls, results, several, thoughts)
+        for name, defect in zip(holds, counted, strict=True):
             if holds[name]:
                 defect.add(row)
     facts = {
         "with a system message": system.rows,
+        "with tools": tools.rows,
         "with tool calls": calls.rows,
         "with tool results": results.rows,
         "chats of several turns": several.rows,
@@ -142,6 +146,7 @@ def source_findings(
     total = len(prompts)
     found = [
         _lost("system messages", system, template.system, total),
+        _lost("tools", tools, template.tools, total),
         _lost("tool calls", calls, template.tool_calls, total),
         _lost("tool results", results, template.tool_results, total),
     ]

@@ -17,8 +17,8 @@ from train.data.conversations import TurnSelection
 from train.data.manifest import load_set
 from train.data.mixture import DataSpec
 from train.data.prompt_pipeline import TargetTokenizer, evaluation_texts
-from train.data.prompts import Prompt, encode_prompt, read_prompts_with_duplicates
-from train.data.sources import PromptSource
+from train.data.prompts import Prompt, encode_prompt, stream_prompts
+from train.data.sources import REPEATS, PromptSource, ReadLog
 from train.doctor_checks.answers import AnswerCheck
 from train.doctor_checks.boundary import BoundaryCheck
 from train.doctor_checks.chat_features import FeatureCheck, source_findings, template_findings
@@ -172,9 +172,9 @@ def read_rows(
 
 def examine_prompts(
     s: DoctorConfig, reader: TargetTokenizer, template: ChatTemplate | None, prompts: list[Prompt],
-    duplicates: int,
+    log: ReadLog,
 ) -> Examination:  # fmt: skip
-    """Checks prompts before sampling; `duplicates` equal ones were left out when they were read."""
+    """Checks prompts before sampling; `log` says how they were read, and how many equal ones were left out."""
     overlap, mix = build_overlap(s), MixCheck()
     refused, too_long = Defect(), Defect()
     seen: list[tuple[SeenRow, Prompt]] = []
@@ -207,6 +207,7 @@ def examine_prompts(
             "and are not sampled", "filters.max_prompt, or shorter prompts",
         ),
     ]  # fmt: skip
+    duplicates = log.dropped[REPEATS]
     if duplicates:
         read = total + duplicates
         found.append(
@@ -220,16 +221,18 @@ def examine_prompts(
     found += template_findings(reader.tokenizer, template, reader.eos)
     findings = by_severity([finding for finding in found if finding.rows > 0])
     first = [row for row, _ in seen[: s.show]]
-    facts = {"prompts": f"{total:,}", **counts, **mix.facts()}
+    forms = {"read": "; ".join(log.lines())} if log.forms else {}
+    facts = {"prompts": f"{total:,}", **forms, **counts, **mix.facts()}
     return Examination(total, 0, facts, findings, choose_shown(s, findings, first))
 
 
-def read_sources(s: DoctorConfig) -> tuple[list[Prompt], int]:
-    """(the prompts of `sources`, equal ones left out). UserError if there are none."""
-    prompts, duplicates = read_prompts_with_duplicates(s.sources, s.seed)
+def read_sources(s: DoctorConfig) -> tuple[list[Prompt], ReadLog]:
+    """(the prompts of `sources`, equal ones left out; how they were read). UserError if there are none."""
+    log = ReadLog()
+    prompts = list(stream_prompts(s.sources, s.seed, log))
     if len(prompts) == 0:
         raise UserError("the sources hold no prompts: add a source or raise a limit")
-    return prompts, duplicates
+    return prompts, log
 
 
 def build_overlap(s: DoctorConfig) -> OverlapCheck:

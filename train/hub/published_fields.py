@@ -108,7 +108,7 @@ MANIFEST = {
     "seed": number,
     "counts": numbers(
         "asked answered failed answers_too_short dropped_as_repeats dropped_as_evaluation dropped_by_length "
-        "dropped_as_near_duplicates skipped skipped_round_trip skipped_end"
+        "dropped_as_near_duplicates dropped_as_empty dropped_without_answer skipped skipped_round_trip skipped_end"
     ),
     "git_sha": digest,
     "versions": VERSIONS,

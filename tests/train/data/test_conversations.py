@@ -129,6 +129,18 @@ def test_a_prompt_with_its_answer() -> None:
         conversation_with_replies(plain, chat("q", "a"), "all", EOS)
 
 
+def test_a_greeting_is_read_and_not_learned() -> None:
+    """Bug: a chat that begins with the assistant is refused, because nothing stands before its first reply."""
+    made = tokenizer(CHATML)
+    roles = ("assistant", "user", "assistant")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, "abc", strict=True)]
+    for turns in ("all", "last"):
+        script = conversation_with_replies(made, make_prompt("test", messages, 0), turns, EOS)
+        whole, learned = text_of(made, script)
+        assert learned == ["c<1>"]
+        assert whole == "<2>assistant\na<1>\n<2>user\nb<1>\n<2>assistant\nc<1>"
+
+
 def test_what_lies_between_the_target_s_replies() -> None:
     """Bug: the target's second prompt holds the data set's reply, lacks the end of the first, or has it twice."""
     made = tokenizer(CHATML)

@@ -195,10 +195,15 @@ def test_the_command_trains_on_a_mixture(tmp_path: Path) -> None:
     """Bug: the command reads the first folder only, or goes on after a kill with other rows than it would have had."""
     world = worlds.build(tmp_path / "world", prompts=12)
     samples, texts, out = tmp_path / "samples", tmp_path / "texts", tmp_path / "out"
-    sources = json.dumps([{"kind": "file", "path": str(world.prompts)}])
-    sampling = ["--target", world.target, "--sources", sources, "--max_new_tokens", 8]
-    assert worlds.call("train/sample.py", *sampling, "--out", samples).code == 0
-    assert worlds.call("train/sample.py", *sampling, "--out", texts, "--origin", "text").code == 0
+    whole = tmp_path / "texts.jsonl"
+    whole.write_text(world.prompts.read_text().replace('"prompt"', '"text"'))
+    for path, where, origin in ((world.prompts, samples, "target"), (whole, texts, "text")):
+        sources = json.dumps([{"kind": "file", "path": str(path)}])
+        done = worlds.call(
+            "train/sample.py", "--target", world.target, "--sources", sources,
+            "--max_new_tokens", 8, "--out", where, "--origin", origin,
+        )  # fmt: skip
+        assert done.code == 0, done.err
     data = json.dumps([{"path": str(samples), "weight": 3}, {"path": str(texts)}])
     command = [
         "--target", world.target, "--draft.init", world.draft, "--data", data, "--out", out,

@@ -232,6 +232,10 @@ def test_hub_takes_the_named_column(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = read_prompts([PromptSource("hub", "some/data", column="chat")], seed=0)
     assert [prompt.messages for prompt in prompts] == [[{"role": "user", "content": "hi"}]]
     with pytest.raises(UserError, match=r"no column 'prompt'.*\['chat'\]"):
+        read_prompts([PromptSource("hub", "some/data", column="prompt")], seed=0)
+    with pytest.raises(
+        UserError, match=r"needs a column `messages`.*`column` names it; it has chat"
+    ):
         read_prompts([PromptSource("hub", "some/data")], seed=0)
 
 
@@ -257,10 +261,10 @@ def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ("[" * 100_000, "own.jsonl:2 is nested deeper"),
         ("9" * 5000, "own.jsonl:2 has a number of over"),
         ("5", "own.jsonl:2: needs an object with"),
-        ('{"question": "x"}', "own.jsonl:2: needs an object with"),
+        ('{"ask": "x"}', "own.jsonl:2: needs a column `messages`, .*; it has ask"),
         ('{"prompt": " "}', "own.jsonl:2: `prompt` is empty"),
-        ('{"prompt": 5}', "own.jsonl:2: a prompt must be text or a list"),
-        ('{"messages": [{"role": "user"}]}', "own.jsonl:2: every message needs"),
+        ('{"prompt": 5}', "own.jsonl:2: `prompt` must be text or a list"),
+        ('{"messages": [{"role": "user"}]}', "own.jsonl:2: `messages`: every message needs"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
@@ -390,16 +394,17 @@ def test_a_chat_that_the_template_refuses_is_named() -> None:
     ("record", "asked", "learned"),
     [
         ({"prompt": "q", "response": "a"}, ("q", None, None), ("q", "a", None)),
-        ({"prompt": "q"}, ("q", None, None), ("q", None, None)),
+        ({"prompt": "q"}, ("q", None, None), None),
         ({"text": "t", "response": None}, ("t", None, None), ("t", None, None)),
         ({"messages": "ua"}, (None, None, "u"), (None, None, "ua")),
         ({"messages": "uauu"}, (None, None, "uauu"), (None, None, "ua")),
     ],
 )
 def test_answers_are_taken_along_where_they_are_wanted(
-    tmp_path: Path, record: dict, asked: tuple, learned: tuple
+    tmp_path: Path, record: dict, asked: tuple, learned: tuple | None
 ) -> None:
-    """Bug: reference answers are lost when they are to be learned, or shown to the target that is to answer."""
+    """Bug: reference answers are lost when they are to be learned, or shown to the target that is to answer, or a
+    question without an answer is learned."""
 
     def talk(turns: str | None) -> list[dict] | None:
         roles = {"u": "user", "a": "assistant"}
@@ -407,9 +412,10 @@ def test_answers_are_taken_along_where_they_are_wanted(
 
     record = {key: talk(value) if key == "messages" else value for key, value in record.items()}
     source = PromptSource("file", str(write_jsonl(tmp_path / "own.jsonl", [record])))
-    for answered, (text, answer, turns) in ((False, asked), (True, learned)):
-        [prompt], _ = read_prompts_with_duplicates([source], 0, answered)
-        assert (prompt.text, prompt.answer, prompt.messages) == (text, answer, talk(turns))
+    for answered, wanted in ((False, asked), (True, learned)):
+        prompts, _ = read_prompts_with_duplicates([source], 0, answered)
+        found = [(prompt.text, prompt.answer, prompt.messages) for prompt in prompts]
+        assert found == ([] if wanted is None else [(*wanted[:2], talk(wanted[2]))])
 
 
 def test_texts_come_whole_where_they_are_learned(tmp_path: Path) -> None:

@@ -1,0 +1,292 @@
+"""What a row of a data set means, decided from its columns by one table, for training and evaluation alike.
+
+A row is a chat, a prompt with or without its answer, or a whole text, and may offer tools.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from decode.common.errors import UserError
+from decode.common.files import parse_json
+from decode.engine.chat_template import Messages, Tools
+
+Content = str | tuple[str, str] | Messages
+"""A text, a (prompt, answer) pair, or the messages of a chat."""
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """One way in which data sets write a prompt."""
+
+    column: str
+    """Where the prompt stands: a text, a list of messages, or such a list as JSON."""
+    answers: tuple[str, ...] = ()
+    """Columns that may hold its answer; the first one that is not empty does."""
+    chat: bool = False
+    """The column holds messages, never a text."""
+    whole: bool = False
+    """A text without an answer is no question: all of it can be learned."""
+    input: str = ""
+    """Column of a text that follows the prompt behind a blank line."""
+
+
+FORMS = (
+    RowForm("messages", chat=True),
+    RowForm("conversations", chat=True),
+    RowForm("conversation", chat=True),
+    RowForm("prompt", answers=("completion", "response", "output")),
+    RowForm("instruction", answers=("output", "response", "completion"), input="input"),
+    RowForm("question", answers=("answer", "response", "output")),
+    RowForm("query", answers=("response", "output")),
+    RowForm("text", answers=("response",), whole=True),
+)
+"""Of the columns that a row has and that are not empty, the first one here is its prompt."""
+TOOLS = "tools"
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+}
+"""{what `from` says in messages of `from` and `value`: the role}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a row means."""
+
+    prompt: str | Messages
+    answer: str | Messages | None = None
+    tools: Tools | None = None
+    whole: bool = False
+    """`prompt` is a text that can be learned as a whole."""
+    columns: tuple[str, ...] = ()
+    """Those that were read."""
+
+    def question(self) -> str | Messages | None:
+        """The prompt; of a chat all before its last reply. None for a chat in which nobody asks."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        chat = [*self.prompt]
+        while chat and chat[-1]["role"] == "assistant":
+            chat.pop()
+        return chat or None
+
+    def answered(self) -> Content | None:
+        """The prompt with its answer, or a whole text; a chat ends with a reply. None if there is no answer."""
+        if isinstance(self.prompt, str) and not isinstance(self.answer, list):
+            if self.answer is not None:
+                return self.prompt, self.answer
+            return self.prompt if self.whole else None
+        chat = _as_chat(self.prompt, "user") + _as_chat(self.answer or [], "assistant")
+        while chat and chat[-1]["role"] != "assistant":
+            chat.pop()
+        return chat if any(message["role"] != "assistant" for message in chat) else None
+
+    def describe(self, fields: Mapping[str, Any]) -> str:
+        """Such as "read as messages (columns messages, tools); not used: prompt, prompt_id"."""
+        kind = "prompt and answer" if self.answer is not None else self.columns[0]
+        line = f"read as {kind} (columns {', '.join(self.columns)})"
+        others = [name for name, v in fields.items() if name not in self.columns and v is not None]
+        return f"{line}; not used: {', '.join(others)}" if others else line
+
+
+def read_row(
+    fields: Mapping[str, Any], where: str, answered: bool, column: str = "", answer: str = ""
+) -> Row | None:
+    """What the row means; None if it has columns for a prompt and they are empty. Answers are read if `answered`.
+
+    `column` and `answer` name the columns of the prompt and of its answer; empty: found by FORMS. UserError, which says
+    `where` the row stands, for columns that are none of these and for values that are no prompt.
+    """
+    for name in (column, answer):
+        if name and name not in fields:
+            raise UserError(f"{where}: no column {name!r}: choose among {list(fields)}")
+    own = [form for form in FORMS if form.column == column] or [RowForm(column, whole=True)]
+    found = own if column else [form for form in FORMS if form.column in fields]
+    if not found:
+        names = ", ".join(f"`{form.column}`" for form in FORMS)
+        raise UserError(
+            f"{where}: needs a column {names}, or a source whose `column` names it; it has "
+            f"{', '.join(fields) or 'none'}"
+        )
+    for form in found:
+        prompt = _text_or_chat(fields[form.column], f"{where}: `{form.column}`", form.chat)
+        if prompt is not None:
+            break
+    else:
+        return None
+    columns, reply = [form.column], None
+    after = fields.get(form.input)
+    if isinstance(prompt, str) and isinstance(after, str) and after.strip():
+        prompt = f"{prompt}\n\n{after}"
+        columns.append(form.input)
+    for name in ((answer,) if answer else form.answers) if answered else ():
+        reply = _text_or_chat(fields.get(name), f"{where}: `{name}`")
+        if reply is not None:
+            columns.append(name)
+            break
+    if reply is not None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        raise UserError(
+            f"{where}: `{form.column}` ends with a reply, and `{columns[-1]}` is another: drop one"
+        )
+    if isinstance(reply, list) and reply[0]["role"] in ("system", "user"):
+        raise UserError(
+            f"{where}: `{columns[-1]}` is a whole chat, not an answer: name it as `column` alone"
+        )
+    # The tools of a text that is learned as it stands are in it, if anywhere.
+    tools = None if answered and form.whole and reply is None else read_tools(fields, where)
+    columns += [TOOLS] if tools else []
+    return Row(prompt, reply, tools, form.whole, tuple(columns))
+
+
+def prompt_columns(fields: Mapping[str, Any]) -> list[str]:
+    """The columns of a row that FORMS has for a prompt."""
+    return [form.column for form in FORMS if form.column in fields]
+
+
+def drop_arrow_nulls(
+    fields: Mapping[str, Any], features: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """A row of an Arrow table (Parquet, `datasets`) without the null fields of the objects in its columns.
+
+    All objects of a column have the fields of all: what a row did not say is null there, and cannot be told from a null
+    that it said. The row's own columns and the nulls of lists stay: Arrow adds none. Nor does it where `features`, the
+    types of the columns in `datasets`, have JSON: that, as JSON lines, holds what the row said.
+    """
+    kinds = features or {}
+    return {column: _without_nulls(value, kinds.get(column)) for column, value in fields.items()}
+
+
+def _without_nulls(value: Any, kind: Any) -> Any:
+    """`value` without null fields; `kind` is its type in `datasets`, None if that is not known."""
+    if type(kind).__name__ == "Json":  # without an import of `datasets`, which takes seconds
+        return value
+    if isinstance(value, list):
+        inner = vars(kind).get("feature") if hasattr(kind, "__dict__") else None
+        return [_without_nulls(item, inner) for item in value]
+    if not isinstance(value, dict):
+        return value
+    inner = kind if isinstance(kind, dict) else {}
+    said = {name: item for name, item in value.items() if item is not None}
+    return {name: _without_nulls(item, inner.get(name)) for name, item in said.items()}
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """A message's content; "" if it only calls tools."""
+    return message.get("content") or ""
+
+
+def _as_chat(said: str | Messages, role: str) -> Messages:
+    return [{"role": role, "content": said}] if isinstance(said, str) else said
+
+
+def _text_or_chat(value: Any, what: str, chat: bool = False) -> str | Messages | None:
+    """The text, or the checked messages of a list or of its JSON; None if there is nothing.
+
+    UserError for anything else, and with `chat` for a text that is not the JSON of messages.
+    """
+    value = _parse_if(value, lambda v: _is_chat(v) or (chat and v in (None, [])), what)
+    if value is None or value == [] or (isinstance(value, str) and value.strip() == ""):
+        return None
+    if isinstance(value, list):
+        return [_read_message(item, what) for item in value]
+    if chat and isinstance(value, str):
+        raise UserError(
+            f"{what} is no list of messages, nor the JSON of one: correct it, or name another column "
+            "(`column` of the source)"
+        )
+    if not isinstance(value, str):
+        raise UserError(f"{what} must be text or a list of messages, not {value!r:.40}")
+    return value
+
+
+def _read_message(item: Any, what: str) -> dict[str, Any]:
+    """The message without its empty fields, its content as text.
+
+    UserError unless it has a role, and a text (or parts that are texts) or the calls of tools.
+    """
+    item = _parse_if(item, _is_object, what)
+    message = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
+    speaker = str(message.get("from")).lower()
+    if "role" not in message and speaker in ROLES:
+        message = {"role": ROLES[speaker], "content": message.get("value")}
+    parts = message.get("content")
+    if isinstance(parts, list) and parts and _are_texts(parts):
+        message["content"] = "\n".join(part["text"] for part in parts)
+    if "tool_calls" in message:
+        message["tool_calls"] = _parse_if(message["tool_calls"], _is_objects, what)
+    said = isinstance(message.get("content"), str)
+    calls = (
+        "content" not in message
+        and message.get("tool_calls")
+        and message.get("role") == "assistant"
+    )
+    if not isinstance(message.get("role"), str) or not (said or calls):
+        raise UserError(
+            f"{what}: every message needs `role` and `content` as text, not {item!r:.60}"
+        )
+    return message
+
+
+def read_tools(fields: Mapping[str, Any], where: str) -> Tools | None:
+    """The schemas in the row's column `tools`, a list or its JSON; None for none. UserError for anything else."""
+    value, what = fields.get(TOOLS), f"{where}: `{TOOLS}`"
+    value = _parse_if(value, lambda parsed: parsed is None or isinstance(parsed, list), what)
+    if isinstance(value, list):
+        value = [_parse_if(tool, _is_object, what) for tool in value]
+    if not value or (isinstance(value, str) and value.strip() == ""):
+        return None
+    if not _is_objects(value):
+        raise UserError(
+            f"{what} must be a list of objects, not {value!r:.40}: correct or rename it"
+        )
+    return [_read_tool(tool, what) for tool in value]
+
+
+def _read_tool(tool: dict[str, Any], what: str) -> dict[str, Any]:
+    """The schema, with its parameters as an object where they are the JSON of one."""
+    if isinstance(tool.get("function"), dict):
+        return tool | {"function": _read_tool(tool["function"], what)}
+    if not isinstance(tool.get("parameters"), str):
+        return tool
+    return tool | {"parameters": _parse_if(tool["parameters"], _is_object, what)}
+
+
+def _parse_if(value: Any, fits: Callable[[Any], bool], what: str) -> Any:
+    """The value that a text is the JSON of, if that one `fits`; else `value` itself."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return parse_json(value, what, "correct it") if fits(parsed) else value
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _is_chat(value: Any) -> bool:
+    return _is_objects(value) and len(value) > 0 and all(map(_is_message, value))
+
+
+def _is_message(item: dict[str, Any]) -> bool:
+    said = "content" in item or "tool_calls" in item
+    return ("role" in item and said) or ("from" in item and "value" in item)
+
+
+def _are_texts(parts: list[Any]) -> bool:
+    return all(
+        isinstance(part, dict)
+        and part.get("type", "text") == "text"
+        and isinstance(part.get("text"), str)
+        for part in parts
+    )
