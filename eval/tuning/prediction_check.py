@@ -13,9 +13,9 @@ from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import TimingContext, decode_batch
+from eval.benchmark.turns import rounds_only
 from eval.tasks.loading import TaskPrompt
 from eval.tuning.selection import cross_validated_predictions
-from eval.tuning.sweep import rounds_only
 
 
 def check_predictions(
