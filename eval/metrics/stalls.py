@@ -124,7 +124,7 @@ def _without_outliers(seconds: Array, work: Array, rest: Array) -> Array:
     np.log(np.divide(seconds, work, out=x, where=usable), out=x, where=usable)
     turn, method = np.zeros((len(x), 1)), _median(x, 0)
     for _ in range(SWEEPS):
-        turn = _median(x - method, 1, "lower")  # of two passes, the one that did not stall
+        turn = _median(x - method, 1, lower=True)  # of two passes, the one that did not stall
         method = _median(x - turn, 0)
     noise = _median(np.abs(x - method - _median(x - method, 1)), 0)
     deviation = 1.4826 * noise * np.sqrt(passes / (passes - 1))
@@ -134,9 +134,14 @@ def _without_outliers(seconds: Array, work: Array, rest: Array) -> Array:
     return np.where(stalled, expected, seconds)
 
 
-def _median(values: Array, axis: int, which: str = "midpoint") -> Array:
-    """Over the values that are there, with the axis kept; 0 where there is none."""
-    there = np.isfinite(values).any(axis, keepdims=True)
-    filled = np.where(there, values, 0.0)
-    found: Array = np.nanpercentile(filled, 50, axis, keepdims=True, method=which)  # type: ignore[call-overload]
-    return found
+def _median(values: Array, axis: int, *, lower: bool = False) -> Array:
+    """Over the values that are there, with the axis kept; 0 where there is none. `lower`: of two in the middle."""
+    ordered = np.sort(values, axis)  # NaN comes last
+    count = np.isfinite(values).sum(axis, keepdims=True)
+    low = np.take_along_axis(ordered, np.maximum(count - 1, 0) // 2, axis)
+    high = (
+        low
+        if lower
+        else np.take_along_axis(ordered, np.minimum(count // 2, np.maximum(count - 1, 0)), axis)
+    )
+    return np.where(count > 0, (low + high) / 2, 0.0)

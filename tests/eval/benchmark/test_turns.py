@@ -115,7 +115,7 @@ def run(
 
 def use(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def warm_up(self: timing.InterleavedTimer, _: Any) -> dict[str, str]:
-        self.engines = dict.fromkeys(self.methods)  # type: ignore[arg-type]
+        self.engines = dict.fromkeys(self.methods)  # type: ignore[assignment]
         return {}
 
     monkeypatch.setattr(timing.InterleavedTimer, "warm_up", warm_up)
@@ -161,7 +161,7 @@ STALLS: dict[str, tuple[Stall, bool]] = {
 def test_a_stall_turns_no_speedup(
     name: str, rows: int, repeats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: two seconds in one of 24 requests turn 1.34 × into 1.01 ×. The turn is repeated; so where no repeat is left."""
+    """Bug: two seconds in one of 24 requests turn 1.34 × into 1.01 ×. With repeats and without."""
     monkeypatch.setattr(turns, "MOST_REPEATS", repeats)
     stall, prefill = STALLS[name]
     clean = figures(run(Machine(), monkeypatch, Journal(tmp_path / "a", {}), rows=rows))
@@ -302,8 +302,8 @@ def test_long_prompts_and_answers_do_not_stall(
 def test_what_a_method_does_itself_is_no_stall(
     share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a method that works for two seconds on every sixth prompt, or on every one, looks faster than it is. Its seconds
-    stay where it does so again in the repeat, or in most turns."""
+    """Bug: a method that works for two seconds on every sixth prompt, or on every one, looks faster than it is. What it
+    does again in the repeat, or in most turns, stays."""
     machine = Machine(lambda name, number, _: 2.0 * (name == "draft" and number % share == 0))
     found = run(machine, monkeypatch, Journal(tmp_path / "a", {}))
     assert found.repeated_turns == (4 if share == 6 else 0)
@@ -402,7 +402,7 @@ def test_seconds_alone_tell_a_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return [replace(x, seconds=x.seconds + extra) for x in records]
 
     clean = run(Machine(), monkeypatch, Journal(tmp_path / "a", {}))
-    machine.decode = stalled  # type: ignore[method-assign]
+    monkeypatch.setattr(machine, "decode", stalled)
     found = run(machine, monkeypatch, Journal(tmp_path / "b", {}))
     assert_unmoved(figures(found), figures(clean))
     own, before = (x.records[DRAFT][9] for x in (found, clean))
