@@ -70,7 +70,6 @@ def sweep_cells(stage: SweepStage, result: TimingResult, seed: int) -> list[dict
                     "speedup": None if measured is None else measured.speedup,
                     "ci": None if measured is None else measured.ci,
                     "speedup_of_sums": None if measured is None else measured.of_sums,
-                    "repeated_turns": result.repeated_turns,
                     "tokens_per_second": None if rate is None else stage.batch_size * rate,
                     "round_ms": {key: latency[key] for key in ("mean", "p50", "p95", "variance")},
                     "token_ms": latency["token"],

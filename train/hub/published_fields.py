@@ -353,7 +353,7 @@ TUNED = {
     "tasks": [name],
     "drafts": Names(digest),
     **PROVENANCE,
-    **numbers("seed bandwidth"),
+    **numbers("seed bandwidth repeated_turns"),
     "chosen": [{**CELL, "rule": word, "held_out": number, "guide": NUMBERS}],
     "predictions": {
         "cells": [
@@ -371,8 +371,8 @@ TUNED = {
     "cells": [
         {
             **CELL,
-            **numbers("tokens_per_second repeated_turns"),
             "stage": word,
+            "tokens_per_second": number,
             "round_ms": SPREAD,
             "token_ms": SPREAD,
         }
