@@ -219,6 +219,7 @@ def _add_entries(
                 result.records[PLAIN_DECODING], quality, filter_failures(failures, group, domains),
                 verdict, phases if group == PromptGroup() else None, mirror, prediction, work.target.eos,
             )  # fmt: skip
+            entry["repeated_turns"] = result.repeated_turns
             report["domains" if group.domain else "methods"].append(entry)
 
 

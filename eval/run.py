@@ -59,6 +59,7 @@ def format_output_line(method: str, temperature: float, record: DecodeRecord) ->
             "rounds": record.rounds,
             "finish_reason": record.finish_reason,
             "seconds": record.seconds,
+            "measured_seconds": record.measured_seconds,
         }
     )
 

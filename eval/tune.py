@@ -106,6 +106,7 @@ def tune(
         "bandwidth": journal.get_or_measure(
             ["bandwidth"], lambda: measure_bandwidth(context.target.decoder.device)
         ),
+        "repeated_turns": sum(result.repeated_turns for _, result in done),
         "chosen": select_fastest_settings(done, s.seed),
         "predictions": summarize_predictions(predictions),
         "trees": trees,
@@ -222,6 +223,7 @@ def render_markdown(tuned: dict[str, Any]) -> str:
         table_markdown(tuned_table(tuned)),
         "Held out: chosen on one half of the prompts, measured on the other. Median error of predictions from other "
         f"prompts at other draft lengths: {error} (n = {predictions['counted']} that were measured closely enough).",
+        f"Turns that were repeated, since a setting stalled in them: {tuned['repeated_turns']}.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -50,6 +50,8 @@ class DecodeRecord:
     """Prompts that were decoded together."""
     forced: list[int] = field(default_factory=list)
     """Accepted forced tokens of each round; empty if there were none in any."""
+    measured_seconds: float = 0.0
+    """As `seconds`, with what the machine stalled: evaluation takes that off all other fields."""
 
     def __post_init__(self) -> None:
         self.rounds = [(drafted, accepted) for drafted, accepted in self.rounds]  # JSON has lists

@@ -1,7 +1,8 @@
 """Decodes the prompts of tasks with several methods and times them.
 
 - config: the settings of eval/run.py. methods: a draft at one setting, built from the settings.
-- timing: the loop that times methods in turn. untimed_passes: acceptance, phases and GPU utilisation.
+- timing: the loop that times methods in turn. turns: what was measured of a turn, and which are repeated.
+- untimed_passes: acceptance, phases and GPU utilisation.
 - journal: finished measurements on disk. multi_turn: prompts whose history holds the target's answers.
 - simulated_draft: a draft with a configured acceptance.
 - baselines: other engines on the same prompts; transformers_engine; vllm_client, and vllm_worker in vLLM's environment.

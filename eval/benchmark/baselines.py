@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import transformers
 
 from decode.common.errors import UserError
@@ -27,9 +26,9 @@ from decode.verification.sampling import SamplingParams
 from eval.benchmark import vllm_client
 from eval.benchmark.config import EvalConfig, requested_engines
 from eval.benchmark.journal import Journal
-from eval.benchmark.methods import Method
-from eval.benchmark.timing import EngineAnswer
+from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.transformers_engine import TransformersEngine
+from eval.benchmark.turns import Attempt, EngineAnswer, Turn, steady_turns
 from eval.metrics.bootstrap import paired_ratio_interval
 from eval.metrics.common import ALL_TASKS, MS_PER_SECOND, ratio_or_none
 from eval.tasks.loading import TaskPrompt
@@ -102,6 +101,10 @@ def compare_engines(
                     key = ["engine", engine, method.name if method else "", temperature]
                     run = partial(_run_vllm, s, target, method, items, sampling)
                     by_label[engine_label(engine, method)] = journal.get_or_measure(key, run)
+        by_label |= _without_stalls(
+            items, ours if s.batch_size == 1 else {},
+            {label: own for label, own in by_label.items() if label not in answers[temperature]},
+        )  # fmt: skip
         for engine in requested_engines(s):
             for method in _supported_methods(engine, methods, s):
                 base = None
@@ -113,6 +116,21 @@ def compare_engines(
                     base, ours,
                 )  # fmt: skip
     return entries
+
+
+def _without_stalls(
+    items: Sequence[TaskPrompt],
+    ours: Mapping[tuple[str, str], DecodeRecord],
+    answers: Mapping[str, Sequence[EngineAnswer]],
+) -> dict[str, Sequence[EngineAnswer]]:
+    """Answers that were not timed in turn, with the seconds of stalls taken off; `ours` say which prompts are slow."""
+    turns = []
+    for i, item in enumerate(items):
+        plain = ours.get((item.task, item.id))
+        records = {} if plain is None else {PLAIN_DECODING.label: [plain]}
+        turns.append(Turn([Attempt(records, {}, {x: [own[i]] for x, own in answers.items()})]))
+    steady = steady_turns(turns, of_rounds=False)
+    return {x: [turn.attempt.answers[x][0] for turn in steady] for x in answers}
 
 
 def _supported_methods(
@@ -194,16 +212,14 @@ def _engine_entries(
         rounds = [answers[i]["rounds"] for i in done]
         seconds, tokens = sum(x for x, _ in own), sum(n for _, n in own)
         prefilled = 0 if engine in DRAFT_BEFORE_PREFILL else len(done)
-        beside = [(r.seconds, r.output_tokens) for r in plain]
-        pairs = list(zip(beside, own, strict=True)) if s.batch_size == 1 else []
-        undrafted = [
-            (_seconds_and_tokens(base[i]), _seconds_and_tokens(answers[i]))
-            for i in done
-            if base and "error" not in base[i]
-        ]
+        compared = done if s.batch_size == 1 else []
+        undrafted = [i for i in done if base and "error" not in base[i]]
         same = [answers[i]["ids"] == r.output_ids for i, r in zip(done, plain, strict=True)]
-        speedup, interval = _paired_speedup(pairs, s.seed)
-        gain, gain_interval = _paired_speedup(undrafted, s.seed)
+        beside = [_as_answer(ours[items[i].task, items[i].id]) for i in compared]
+        speedup, interval, of_sums = _paired_speedup(beside, [answers[i] for i in compared], s.seed)
+        gain, gain_interval, gain_of_sums = _paired_speedup(
+            [(base or [])[i] for i in undrafted], [answers[i] for i in undrafted], s.seed
+        )
         rate = ratio_or_none(seconds, tokens)
         entries.append(
             {
@@ -221,8 +237,11 @@ def _engine_entries(
                 "ms_per_token": None if rate is None else MS_PER_SECOND * rate,
                 "speedup": speedup,  # against our plain decoding, batch 1 as well
                 "speedup_ci": interval,
+                "speedup_of_sums": of_sums,  # by the clock, with what the machine stalled
                 "gain": gain,  # against the same engine without a draft
                 "gain_ci": gain_interval,
+                "gain_of_sums": gain_of_sums,
+                "stalled": sum(_is_corrected(answers[i]) for i in done),
                 "same_as_ours": sum(same) if temperature == 0 else None,
                 "failed": [
                     {"task": items[i].task, "id": items[i].id, "error": answers[i]["error"]}
@@ -240,15 +259,26 @@ def _seconds_and_tokens(answer: EngineAnswer) -> tuple[float, int]:
     return answer["seconds"], len(answer["ids"])
 
 
+def _is_corrected(answer: EngineAnswer) -> bool:
+    return bool(answer.get("measured_seconds", 0.0) > answer["seconds"])
+
+
+def _as_answer(record: DecodeRecord) -> EngineAnswer:
+    measured = record.measured_seconds or record.seconds
+    return {"ids": record.output_ids, "seconds": record.seconds, "measured_seconds": measured}
+
+
 def _paired_speedup(
-    pairs: Sequence[tuple[tuple[float, int], tuple[float, int]]], seed: int
-) -> tuple[float | None, tuple[float, float] | None]:
-    """(slow seconds per token ÷ fast ones, its paired interval) of pairs of (seconds, tokens), one for each prompt."""
-    slow, slow_tokens, fast, fast_tokens = np.array([[*a, *b] for a, b in pairs]).reshape(-1, 4).T
-    slow_rate, rate = (
-        ratio_or_none(slow.sum(), slow_tokens.sum()),
-        ratio_or_none(fast.sum(), fast_tokens.sum()),
+    slow: Sequence[EngineAnswer], fast: Sequence[EngineAnswer], seed: int
+) -> tuple[float | None, tuple[float, float] | None, float | None]:
+    """(slow seconds per token ÷ fast ones of the same prompts, its paired interval, the same by the clock)."""
+    tokens = [[len(answer["ids"]) for answer in side] for side in (slow, fast)]
+    steady = [[answer["seconds"] for answer in side] for side in (slow, fast)]
+    clock = [[a.get("measured_seconds", a["seconds"]) for a in side] for side in (slow, fast)]
+    if min(map(sum, tokens)) == 0 or sum(steady[1]) == 0:
+        return None, None, None
+    speedup, of_sums = (
+        sum(x[0]) / sum(tokens[0]) / (sum(x[1]) / sum(tokens[1])) for x in (steady, clock)
     )
-    if slow_rate is None or not rate:
-        return None, None
-    return slow_rate / rate, paired_ratio_interval(slow, slow_tokens, fast, fast_tokens, seed)
+    interval = paired_ratio_interval(steady[0], tokens[0], steady[1], tokens[1], seed)
+    return speedup, interval, of_sums

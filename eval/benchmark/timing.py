@@ -7,11 +7,13 @@ eval/tune.py rounds alone (eval/tuning/sweep.py); both use the loop of Interleav
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 
+from decode.common import damage
 from decode.common.errors import UserError, first_line
 from decode.constraints.matcher import Matcher
 from decode.engine.engine import SpeculativeEngine, row_seeds
@@ -22,6 +24,7 @@ from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.journal import Journal
 from eval.benchmark.methods import PLAIN_DECODING, Method
+from eval.benchmark.turns import Attempt, EngineAnswer, Turn, repeat_stalled_turns
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import collect_until_stop
 
@@ -71,10 +74,6 @@ class FailedPrompt:
     error: str
 
 
-EngineAnswer = dict[str, Any]
-"""One prompt decoded by another engine, as JSON holds it: {ids, seconds, …}, or {error}."""
-
-
 @dataclass
 class TimingResult:
     """Records and failures of each method; together they are all prompts, for every method."""
@@ -85,6 +84,8 @@ class TimingResult:
     """Of other engines by label: one for each prompt, in their order."""
     refused: dict[Method, str] = field(default_factory=dict)
     """Methods that cannot run at their setting, and why; they have no records."""
+    repeated_turns: int = 0
+    """Turns that were measured again, since a method had stalled in them."""
 
 
 def time_methods(
@@ -111,10 +112,13 @@ def time_methods(
 class InterleavedTimer:
     """Decodes batches by plain decoding and several methods in turn; finished batches are kept in the journal.
 
-    `plain_twice`: plain decoding runs before and after the methods of each batch. Otherwise it runs once, and every
-    other batch reverses the order. `tolerant`: an error is recorded as a failure of the batch's prompts and the run
-    goes on, but a batch with a failure is not kept, so that the same command tries it again. Otherwise errors are
-    raised, and a method that raises UserError when it is warmed up is left out as refused.
+    When all are done, turns in which a method stalled are repeated, and what is left of stalls is taken off the seconds
+    of the records (eval/benchmark/turns.py).
+
+    `plain_twice`: plain decoding runs before and after the methods of each batch. Otherwise it runs once, every other
+    batch reverses the order, and records are those of `rounds_only`. `tolerant`: an error is recorded as a failure of
+    the batch's prompts and the run goes on, but a batch with a failure is not kept, so that the same command tries it
+    again. Otherwise errors are raised, and a method that raises UserError when it is warmed up is left out as refused.
 
     Rows are seeded by their index among all prompts, whatever the batch size. Engines are built and warmed up if a
     batch is not in the journal: on every shape of those batches, so that nothing is compiled while a clock runs.
@@ -154,21 +158,37 @@ class InterleavedTimer:
         result.records = {m: [] for m in methods}
         result.failures = {m: [] for m in methods}
         result.answers = {label: [] for label in self.others}
-        first = 0
+        turns: list[Turn] = []
+        starts = list(accumulate(map(len, batches), initial=0))
         for number, batch in enumerate(batches):
             kept = journal.get(keys[number])
             if kept is None:
-                kept = self._time_batch(result, methods, batch, first, number)
-                if kept is not None:
-                    journal.put(keys[number], kept)
+                attempt, failed = self._decode_in_turn(methods, batch, starts[number], number)
+                turns.append(Turn([attempt], complete=not failed))
+                for method, error in failed.items():
+                    result.failures[method] += [FailedPrompt(x.task, x.id, error) for x in batch]
+                if not failed:
+                    journal.put(keys[number], turns[-1].to_json())
             else:
-                for method in methods:
-                    values = kept["records"][method.label]
-                    result.records[method] += [DecodeRecord(**value) for value in values]
-                for label in self.others:
-                    result.answers[label] += kept["answers"][label]
-            first += len(batch)
+                turns.append(Turn.from_json(kept))
             progress()
+
+        def repeat(number: int) -> None:
+            if not self.engines:
+                self.warm_up(batches)
+            batch, turn = batches[number], turns[number]
+            attempt, failed = self._decode_in_turn(methods, batch, starts[number], number)
+            if not turn.add_repeat(attempt):
+                what = next(iter(failed.values()), "other tokens than before")
+                damage.warn(f"the repeat of a turn that stalled gave {what}: it is left out")
+            journal.put(keys[number], turn.to_json())
+
+        for turn in repeat_stalled_turns(turns, repeat, of_rounds=not self.plain_twice):
+            for method in methods:
+                result.records[method] += turn.attempt.records.get(method.label, [])
+            for label in self.others:
+                result.answers[label] += turn.attempt.answers[label]
+        result.repeated_turns = sum(turn.repeats > 0 for turn in turns)
         return result
 
     def warm_up(self, batches: Sequence[Sequence[TaskPrompt]]) -> dict[str, str]:
@@ -192,52 +212,37 @@ class InterleavedTimer:
             answer(batches[0][0])
         return refused
 
-    def _time_batch(
-        self,
-        result: TimingResult,
-        methods: Sequence[Method],
-        batch: Sequence[TaskPrompt],
-        first: int,
-        number: int,
-    ) -> dict[str, Any] | None:
-        """Adds the batch to `result` and returns it for the journal; None if anything failed.
+    def _decode_in_turn(
+        self, methods: Sequence[Method], batch: Sequence[TaskPrompt], first: int, number: int
+    ) -> tuple[Attempt, dict[Method, str]]:
+        """(what was measured, {method: in one line what went wrong}).
 
         A failure of plain decoding is one of all methods, since nothing can be compared then.
         """
-        timed, answers = self._decode_in_turn(methods, batch, first, number)
-        for label, own in answers.items():
-            result.answers[label] += own
-        baseline = timed[PLAIN_DECODING]
-        complete = True
-        for method in methods:
-            outcome = timed[method]
-            if not isinstance(outcome, str) and isinstance(baseline, str):
-                outcome = f"plain decoding failed: {baseline}"
-            if isinstance(outcome, str):
-                complete = False
-                self.engines[method] = self.context.build_engine(method, self.sampling)
-                failed = [FailedPrompt(item.task, item.id, outcome) for item in batch]
-                result.failures[method] += failed
-            else:
-                result.records[method] += outcome
-        if not complete:
-            return None
-        records = {m.label: [asdict(record) for record in timed[m]] for m in methods}  # type: ignore[arg-type]
-        return {"records": records, "answers": answers}
-
-    def _decode_in_turn(
-        self, methods: Sequence[Method], batch: Sequence[TaskPrompt], first: int, number: int
-    ) -> tuple[dict[Method, list[DecodeRecord] | str], dict[str, list[EngineAnswer]]]:
-        """({method: records, or in one line what went wrong}, {label: answers of the other engines})."""
         tokens = self.context.max_new_tokens
-        if not self.plain_twice:
-            order = methods if number % 2 == 0 else methods[::-1]
-            return {m: self._decode(m, batch, first, tokens) for m in order}, {}
-        timed = {m: self._decode(m, batch, first, tokens) for m in methods}
-        answers = {label: [answer(item) for item in batch] for label, answer in self.others.items()}
-        again = self._decode(PLAIN_DECODING, batch, first, tokens)
-        timed[PLAIN_DECODING] = _average_seconds(timed[PLAIN_DECODING], again)
-        return timed, answers
+        order = methods if self.plain_twice or number % 2 == 0 else methods[::-1]
+        passes = {m: self._decode(m, batch, first, tokens) for m in order}
+        answers: dict[str, list[EngineAnswer]] = {}
+        again: dict[Method, list[DecodeRecord] | str] = {}
+        if self.plain_twice:
+            answers = {label: [f(item) for item in batch] for label, f in self.others.items()}
+            again = {PLAIN_DECODING: self._decode(PLAIN_DECODING, batch, first, tokens)}
+        failed = {
+            m: own
+            for own_passes in (again, passes)
+            for m, own in own_passes.items()
+            if isinstance(own, str)
+        }
+        if PLAIN_DECODING in failed:
+            error = f"plain decoding failed: {failed[PLAIN_DECODING]}"
+            failed = dict.fromkeys(methods, error) | failed
+        for method in failed:
+            self.engines[method] = self.context.build_engine(method, self.sampling)
+        records, second = (
+            {m.label: x for m, x in own.items() if not isinstance(x, str) and m not in failed}
+            for own in (passes, again)
+        )
+        return Attempt(records, second, answers), failed
 
     def _decode(
         self, method: Method, batch: Sequence[TaskPrompt], first: int, max_new_tokens: int
@@ -289,19 +294,6 @@ def decode_batch(
     synchronize(engine.device)
     share = (time.perf_counter() - start) / len(batch)
     return [replace(record, seconds=share, rows=len(batch)) for record in records]
-
-
-def _average_seconds(
-    before: list[DecodeRecord] | str, after: list[DecodeRecord] | str
-) -> list[DecodeRecord] | str:
-    """The first pass with the mean seconds of both; the first error if there is one."""
-    if isinstance(before, str):
-        return before
-    if isinstance(after, str):
-        return after
-    return [
-        replace(a, seconds=(a.seconds + b.seconds) / 2) for a, b in zip(before, after, strict=True)
-    ]
 
 
 def synchronize(device: torch.device) -> None:

@@ -14,7 +14,8 @@ from decode.model.loading import Target, load_model
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig
 from eval.benchmark.methods import Method
-from eval.benchmark.timing import EngineAnswer, synchronize
+from eval.benchmark.timing import synchronize
+from eval.benchmark.turns import EngineAnswer
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import length_at_stop, trim_at_stop
 

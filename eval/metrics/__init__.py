@@ -2,6 +2,7 @@
 
 - common: what all metrics share. acceptance: τ, α by position, speed-up. latency: of rounds and tokens.
 - bootstrap: 95 % intervals over prompts. permutation_test: whether two engines accept alike.
+- stalls: what a pass takes without a stall of the machine.
 - speculation_profile: a report's acceptance in the fields that NVIDIA Model-Optimizer proposes.
 - ks_test: Kolmogorov-Smirnov tests with their power.
 - speedup_model: predicts the speed-up of other draft lengths. speedup_prediction: that of whole requests.

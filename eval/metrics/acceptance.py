@@ -9,6 +9,7 @@ grammar forced are in τ alone: they cannot be rejected, so they say nothing abo
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,18 @@ def speedup(records: Sequence[DecodeRecord], plain_records: Sequence[DecodeRecor
     return None if slow is None or fast is None else ratio_or_none(slow, fast)
 
 
+def speedup_of_sums(
+    records: Sequence[DecodeRecord], plain_records: Sequence[DecodeRecord]
+) -> float | None:
+    """`speedup` by the clock, with what the machine stalled."""
+    return speedup(*(list(map(as_measured, own)) for own in (records, plain_records)))
+
+
+def as_measured(record: DecodeRecord) -> DecodeRecord:
+    """The record with the clock's seconds of the request; of no use for its rounds."""
+    return replace(record, seconds=record.measured_seconds or record.seconds)
+
+
 def match_prompts(
     records: Sequence[DecodeRecord], others: Sequence[DecodeRecord]
 ) -> list[DecodeRecord]:
@@ -169,7 +182,8 @@ def summarize(
     computed are None, never NaN. `counts` holds the sums of the ratios: tau = emitted ÷ rounds, α_i =
     accepted_by_position ÷ rounds_by_position (rounds that reached i). `mean_accept_length` is 1 + accepted ÷ rounds:
     τ without trimming at the end of an answer and without forced tokens; its `per_request` is the mean of the prompts'
-    own. `plain_records` are plain decoding of (at least) the same prompts; without them there is no speed-up.
+    own. `plain_records` are plain decoding of (at least) the same prompts; without them there is no speed-up. `stalled`
+    are prompts of whose seconds a stall was taken off (eval/metrics/stalls.py); `speedup_of_sums` is with all stalls.
     """
     reached, taken = reached_by_position(records, k), accepted_by_position(records, k)
     tokens = [s.output_tokens for s in records]
@@ -220,6 +234,10 @@ def summarize(
         "ms_per_token": ms_per_token(records),
         "speedup": None if plain_records is None else speedup(records, plain_records),
         "speedup_ci": None if plain_records is None else _speedup_ci(records, plain_records, seed),
+        "speedup_of_sums": None
+        if plain_records is None
+        else speedup_of_sums(records, plain_records),
+        "stalled": sum(s.measured_seconds > s.seconds for s in records),
     }
 
 

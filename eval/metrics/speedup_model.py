@@ -125,6 +125,8 @@ class MeasuredSpeedup:
 
     speedup: float
     ci: tuple[float, float] | None
+    of_sums: float
+    """The same by the clock, with what the machine stalled."""
 
     @property
     def is_precise(self) -> bool:
@@ -158,7 +160,11 @@ def round_speedup_with_interval(
         return None
     slow, fast = ([x.seconds for x in side] for side in (plain, records))
     tokens = acceptance.emitted_tokens(plain), acceptance.emitted_tokens(records)
-    return MeasuredSpeedup(speedup, paired_ratio_interval(slow, tokens[0], fast, tokens[1], seed))
+    interval = paired_ratio_interval(slow, tokens[0], fast, tokens[1], seed)
+    of_sums = pooled_round_speedup(
+        *(list(map(acceptance.as_measured, side)) for side in (plain, records))
+    )
+    return MeasuredSpeedup(speedup, interval, speedup if of_sums is None else of_sums)
 
 
 def prediction_record(k: int, predicted: float, measured: MeasuredSpeedup) -> dict[str, object]:

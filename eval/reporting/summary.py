@@ -26,6 +26,7 @@ def summary_lines(report: Report) -> list[str]:
         distribution_verdict(report),
         *assisted_generation_lines(report),
         failed_prompts_line(report),
+        stalls_line(report),
         simulated_methods_line(report),
         missing_predictions_line(report),
     ]
@@ -182,6 +183,22 @@ def draft_step_cost(report: Report, name: str, temperature: float) -> float | No
         return None
     target_step_ms = sum(timed["plain"]["phase_ms"].values())
     return ratio_or_none(timed[name]["phase_ms"]["draft"] / timed[name]["k"], target_step_ms)
+
+
+def stalls_line(report: Report) -> str:
+    """How many turns were repeated and how many stalls taken off; empty if none were, and for older reports."""
+    pooled = [m for m in report["methods"] if m["task"] == ALL_TASKS]
+    repeated = {(m["temperature"], m["batch_size"]): m.get("repeated_turns", 0) for m in pooled}
+    stalled = sum(m.get("stalled", 0) for m in pooled)
+    engines = sum(
+        e.get("stalled", 0) for e in report.get("engines") or [] if e["task"] == ALL_TASKS
+    )
+    parts = [
+        (sum(repeated.values()), "turns in which a method stalled were repeated for all methods"),
+        (stalled + engines, "answers had a stall taken off their seconds"),
+    ]
+    found = "; ".join(f"{count} {what}" for count, what in parts if count > 0)
+    return f"Stalls of the machine: {found}." if found else ""
 
 
 def simulated_methods_line(report: Report) -> str:

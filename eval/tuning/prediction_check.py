@@ -9,13 +9,12 @@ from rich.table import Table
 
 from decode.drafts.base import Draft
 from decode.engine.engine import row_seeds
-from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import TimingContext, decode_batch
+from eval.benchmark.turns import Attempt, Turn, steady_turns
 from eval.tasks.loading import TaskPrompt
 from eval.tuning.selection import cross_validated_predictions
-from eval.tuning.sweep import rounds_only
 
 
 def check_predictions(
@@ -31,13 +30,17 @@ def check_predictions(
     engines = {
         k: context.build_engine(setting, context.sampling(0.0)) for k, setting in settings.items()
     }
-    records: dict[int, list[DecodeRecord]] = {k: [] for k in settings}
+    turns = []
     without_domain = [replace(item, domain="") for item in items]  # records are grouped by task
     for index, item in enumerate(without_domain):
-        for k, setting in settings.items():
-            seeds = row_seeds(0, index + 1)[index:]
-            timed = decode_batch(engines[k], setting, [item], seeds, max_new_tokens)
-            records[k] += [rounds_only(record) for record in timed]
+        seeds = row_seeds(0, index + 1)[index:]
+        timed = {
+            str(k): decode_batch(engines[k], setting, [item], seeds, max_new_tokens)
+            for k, setting in settings.items()
+        }
+        turns.append(Turn([Attempt(timed, {})]))
+    steady = steady_turns(turns, of_rounds=True)
+    records = {k: [x for turn in steady for x in turn.attempt.records[str(k)]] for k in settings}
     rows = []
     for name in ["all", *dict.fromkeys(record.task for record in records[0])]:
         of_task = {k: [x for x in each if name in ("all", x.task)] for k, each in records.items()}

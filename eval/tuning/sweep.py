@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from decode.engine.records import DecodeRecord, RoundRecord
+from decode.engine.records import RoundRecord
 from decode.verification.tree import StaticTree, tree_from_paths
 from eval.benchmark.journal import Journal
 from eval.benchmark.methods import Method
@@ -43,29 +43,11 @@ def run_sweep(
 ) -> TimingResult:
     """Every setting of the stage on every full batch of prompts; settings that a draft cannot do are `refused`.
 
-    Records are those of `rounds_only`.
+    Records are those of `rounds_only` (eval/benchmark/turns.py).
     """
     sampling = context.sampling(stage.temperature)
     timer = InterleavedTimer(context, stage.settings, sampling, plain_twice=False, tolerant=False)
-    batches = full_batches(context, stage.batch_size)
-    result = timer.run(batches, journal, stage.key(), progress)
-    for setting, records in result.records.items():
-        result.records[setting] = [rounds_only(record) for record in records]
-    return result
-
-
-def rounds_only(record: DecodeRecord) -> DecodeRecord:
-    """The record under its domain's name, with the seconds of its own rounds as `seconds`.
-
-    Prefill is the same for every setting. A row of a batch that has ended early does not wait for the others: a server
-    would fill its place.
-    """
-    return replace(
-        record,
-        task=record.domain or record.task,
-        id=f"{record.task}/{record.id}",
-        seconds=sum(record.round_seconds),
-    )
+    return timer.run(full_batches(context, stage.batch_size), journal, stage.key(), progress)
 
 
 def comb_tree(levels: int, width: int) -> StaticTree:

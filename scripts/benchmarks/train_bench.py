@@ -13,6 +13,7 @@ that fails for lack of memory is listed without numbers. The last line is JSON.
 import itertools
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -202,10 +203,14 @@ def measure_cell(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     batch = collate(rows, pad_id=0).to(device)
     train_step(trainee, batch, optimizer)
-    plain = StepProfiler(target.decoder.device)
-    with plain.section("step"):
-        for _ in range(s.steps):
-            train_step(trainee, batch, optimizer)
+    clock = StepProfiler(target.decoder.device)
+    times = [clock.now()]
+    for _ in range(s.steps):
+        train_step(trainee, batch, optimizer)
+        times.append(clock.now())
+    seconds = statistics.median(
+        end - start for start, end in itertools.pairwise(times)
+    )  # one may stall
     shares = StepProfiler(target.decoder.device)
     shares.attach("target", [target.decoder.model])
     shares.attach("draft", [m for m in trainee.model.modules() if m is not trainee.model])
@@ -227,8 +232,8 @@ def measure_cell(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any]:
         "family": family,
         "size": size,
         "trained_parameters": sum(p.numel() for p in trained),
-        "tokens_per_second": s.steps * tokens / plain.seconds["step"],
-        "seconds_per_step": plain.seconds["step"] / s.steps,
+        "tokens_per_second": tokens / seconds,
+        "seconds_per_step": seconds,
         "peak_bytes": peak,
         "shares": {
             "target": forward["target"] / total,

@@ -206,7 +206,7 @@ ENTRY = {
     "domain": name,
     **numbers(
         "k top_k top_p tau alpha acceptance_rate mean_output_tokens tokens_per_second ms_per_token speedup "
-        "predicted_speedup tokens_after_eos"
+        "predicted_speedup tokens_after_eos speedup_of_sums stalled repeated_turns"
     ),
     **lists(
         "tau_ci alpha_ci alpha_by_position acceptance_rate_ci unconditional_by_position histogram "
@@ -249,6 +249,7 @@ ENGINE = {
     **GROUP,
     "in_turn": flag,
     **numbers("k output_tokens tau tokens_per_second ms_per_token speedup gain same_as_ours"),
+    **numbers("speedup_of_sums gain_of_sums stalled"),
     **lists("speedup_ci gain_ci"),
     "failed": FAILED,
     "transformers": version,
@@ -343,7 +344,7 @@ CELL = {
     "setting": setting,
     "tree": TREE,
     **GROUP,
-    **numbers("k layers tau alpha speedup"),
+    **numbers("k layers tau alpha speedup speedup_of_sums"),
     "ci": NUMBERS,
 }
 TUNED = {
@@ -352,7 +353,7 @@ TUNED = {
     "tasks": [name],
     "drafts": Names(digest),
     **PROVENANCE,
-    **numbers("seed bandwidth"),
+    **numbers("seed bandwidth repeated_turns"),
     "chosen": [{**CELL, "rule": word, "held_out": number, "guide": NUMBERS}],
     "predictions": {
         "cells": [
@@ -368,7 +369,13 @@ TUNED = {
     },
     "trees": [{"method": name, "setting": setting, **numbers("temperature predicted_tau tau")}],
     "cells": [
-        {**CELL, "stage": word, "tokens_per_second": number, "round_ms": SPREAD, "token_ms": SPREAD}
+        {
+            **CELL,
+            "stage": word,
+            "tokens_per_second": number,
+            "round_ms": SPREAD,
+            "token_ms": SPREAD,
+        }
     ],
 }
 """tuned.json of eval/tune.py."""

@@ -266,6 +266,20 @@ def test_slow_drafts_are_not_praised(report: dict[str, Any]) -> None:
     assert summary.fastest_method_line(report).startswith("No method is clearly faster")
 
 
+def test_stalls_are_said(report: dict[str, Any]) -> None:
+    """Catches turns counted once for each method, prompts once for each task, and a line where nothing stalled."""
+    assert summary.stalls_line(report) == ""
+    for m in report["methods"]:
+        m |= {"repeated_turns": 2, "stalled": 1 if m["name"] == "eagle3" else 0}
+    temperatures = {m["temperature"] for m in report["methods"] if m["task"] == "all"}
+    pooled = [m for m in report["methods"] if (m["name"], m["task"]) == ("eagle3", "all")]
+    assert summary.stalls_line(report) == (
+        f"Stalls of the machine: {2 * len(temperatures)} turns in which a method stalled were repeated for all "
+        f"methods; {len(pooled)} answers had a stall taken off their seconds."
+    )
+    assert summary.stalls_line(report) in render.render_markdown(report)
+
+
 def test_empty_report_renders(report: dict[str, Any]) -> None:
     """Catches a crash, or a warning from a figure without data, when every method failed."""
     report |= {"methods": [], "comparisons": [], "target": None}
