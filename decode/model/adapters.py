@@ -57,8 +57,10 @@ PREFIX = "base_model.model."
 class Adapter:
     """The files of an adapter, in a folder of this disk."""
 
+    what: str
+    """Its role ("target", "draft") in messages."""
     name: str
-    """As the user gave it, behind its role: "target 'folder'"."""
+    """As the user gave it."""
     folder: Path
     config: dict[str, Any]
     base: str
@@ -73,7 +75,9 @@ class Adapter:
 
     def refusal(self, reason: str) -> UserError:
         """The error for an adapter that cannot be merged; `reason` says why and what to do."""
-        return UserError(f"{self.name} is an adapter ({self.kind}) of base {self.base!r}{reason}")
+        return UserError(
+            f"{self.what} {self.name!r} is an adapter ({self.kind}) of base {self.base!r}{reason}"
+        )
 
 
 def find_adapter(name: str, what: str, revision: str | None = None) -> Adapter | None:
@@ -87,9 +91,7 @@ def find_adapter(name: str, what: str, revision: str | None = None) -> Adapter |
         return None
     folder, files = listed
     if any(WHOLE_WEIGHTS.fullmatch(file) for file in files):
-        damage.warn_once(
-            f"{what} {name!r} holds whole weights: the adapter files beside them are ignored"
-        )
+        damage.warn_once(f"{name!r} holds whole weights: the adapter files beside them are ignored")
         return None
     if WEIGHTS_FILE not in files:
         pickle = "adapter_model.bin" in files
@@ -108,7 +110,7 @@ def find_adapter(name: str, what: str, revision: str | None = None) -> Adapter |
         base = str((folder / base).resolve())
     asked = config.get("revision")
     adapter = Adapter(
-        f"{what} {name!r}", folder, config, base, asked if asked and not is_local(base) else None
+        what, name, folder, config, base, asked if asked and not is_local(base) else None
     )
     if config.get("task_type") in OTHER_TASKS:
         raise adapter.refusal(f" for {config['task_type']}, which writes no text: take another")
@@ -177,11 +179,11 @@ def merged_folder(
                     _make(adapter, base_folder, config, load_base(), made)
         except OSError as error:
             raise UserError(
-                f"{adapter.name} cannot be merged into {made} ({error.strerror or one_line(error)}): free its disk, "
-                "or set HF_HOME to a folder elsewhere"
+                f"{adapter.what} {adapter.name!r} cannot be merged into {made} "
+                f"({error.strerror or one_line(error)}): free its disk, or set HF_HOME to a folder elsewhere"
             ) from error
     damage.warn_once(
-        f"{adapter.name} is an adapter ({adapter.kind}) of {adapter.base!r}: both are used, merged in {made}"
+        f"{adapter.name!r} is an adapter ({adapter.kind}) of {adapter.base!r}: both are used, merged in {made}"
     )
     return made
 
@@ -214,7 +216,9 @@ def merge(adapter: Adapter, base: Any) -> Any:
     import peft  # heavy, and needed only here
 
     if adapter.config.get("layer_replication"):
-        raise adapter.refusal(" that repeats layers: merge it with peft, and give the merged folder")
+        raise adapter.refusal(
+            " that repeats layers: merge it with peft, and give the merged folder"
+        )
     with safe_open(adapter.folder / WEIGHTS_FILE, "pt") as tensors:
         stored = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     tied = tied_heads.are_tied(base)
@@ -222,7 +226,9 @@ def merge(adapter: Adapter, base: Any) -> Any:
         with warnings.catch_warnings():  # what matters in them is tested here
             warnings.simplefilter("ignore")
             _take_stored_embedding(adapter, base, stored)
-            if tied:  # peft changes matrices in place, and would change the one by the other's adapter
+            if (
+                tied
+            ):  # peft changes matrices in place, and would change the one by the other's adapter
                 head = base.get_output_embeddings()
                 head.weight = torch.nn.Parameter(head.weight.detach().clone())
             matrices = [

@@ -131,17 +131,30 @@ def adapter_folder(
 
 
 def load_config(name: str, what: str, revision: str | None = None) -> Any:
-    """The config of a model in a folder or on the Hub. UserError when it cannot be read or makes no sense."""
+    """The config of a model in a folder or on the Hub, which says of embedding and LM head what the tensors do.
+
+    UserError when it cannot be read or makes no sense.
+    """
     return _read_config(name, what, revision, model_folder(name, what, revision))
 
 
+def head_is_misstated(name: str, what: str, revision: str | None = None) -> bool:
+    """Whether the file config.json says another thing of embedding and LM head than the tensors.
+
+    Engines that follow the file compute other logits than this project.
+    """
+    stated = stated_config(name, what, revision)
+    tied = stored_tied(stated, model_folder(name, what, revision))
+    return tied is not None and tied != tied_heads.flag(stated)
+
+
+def stated_config(name: str, what: str, revision: str | None = None) -> Any:
+    """The config as its file states it, as `load_config` otherwise."""
+    return _stated_config(name, what, revision, model_folder(name, what, revision))
+
+
 def _read_config(name: str, what: str, revision: str | None, folder: str) -> Any:
-    try:
-        with _quietly():
-            config = AutoConfig.from_pretrained(folder, revision=revision, **NO_CODE)
-    except Exception as error:  # transformers raises a dozen kinds
-        raise _load_error(name, what, folder, ("config.json",), error) from error
-    check_sizes(config, f"{what} {name!r}")
+    config = _stated_config(name, what, revision, folder)
     tied = stored_tied(config, folder)
     if tied is not None:
         if tied and not tied_heads.flag(config):
@@ -150,6 +163,16 @@ def _read_config(name: str, what: str, revision: str | None, folder: str) -> Any
                 "hold only the embedding, which is taken for both"
             )
         tied_heads.set_flag(config, tied)
+    return config
+
+
+def _stated_config(name: str, what: str, revision: str | None, folder: str) -> Any:
+    try:
+        with _quietly():
+            config = AutoConfig.from_pretrained(folder, revision=revision, **NO_CODE)
+    except Exception as error:  # transformers raises a dozen kinds
+        raise _load_error(name, what, folder, ("config.json",), error) from error
+    check_sizes(config, f"{what} {name!r}")
     return config
 
 

@@ -44,7 +44,8 @@ def set_flag(config: Any, tied: bool) -> None:
 
 
 def stored_tied(folder: Path, pairs: Mapping[str, str] | None) -> bool | None:
-    """Whether the safetensors of a folder hold one matrix for head and embedding; None if that cannot be told.
+    """Whether the safetensors of a folder hold one matrix for head and embedding; None if that cannot be told, and for
+    two that are equal, which may be one or be trained apart.
 
     `pairs` is transformers' `_tied_weights_keys` of the model's class: {name of the head: name of the embedding}.
     """
@@ -53,7 +54,7 @@ def stored_tied(folder: Path, pairs: Mapping[str, str] | None) -> bool | None:
         return None
     files = [file for file in folder.glob("*.safetensors") if not file.name.startswith("adapter_")]
     try:
-        places = {}
+        places: dict[str, Path] = {}
         for file in sorted(files):
             with safe_open(file, "pt") as tensors:
                 places |= dict.fromkeys(tensors.keys(), file)
@@ -67,7 +68,7 @@ def stored_tied(folder: Path, pairs: Mapping[str, str] | None) -> bool | None:
         states = [
             (places[name], name, places[name].stat().st_mtime_ns) for name in (head, embedding)
         ]
-        return _equal(*states)
+        return None if _equal(*states) else False
     except (OSError, SafetensorError):  # loading them will tell
         return None
 
