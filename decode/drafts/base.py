@@ -240,6 +240,16 @@ def read_metadata(path: str) -> dict[str, Any]:
 def draft_sha256(path: str) -> str | None:
     """Checksum of the weights' files, draft_vocab.json if there is one, and config.json; None for a draft that is not a
     local folder. That of an adapter is of the folder with its base merged."""
+    digest = hashlib.sha256()
+    files = hashed_files(path)
+    for file in files:
+        with file.open("rb") as content:
+            hashlib.file_digest(content, lambda: digest)
+    return digest.hexdigest() if files else None
+
+
+def hashed_files(path: str) -> list[Path]:
+    """The files that `draft_sha256` reads, in their order; [] for a draft that is not a local folder."""
     folder = Path(path)
     if (folder / ADAPTER_FILE).is_file():
         folder = Path(adapter_folder(path, "draft") or path)
@@ -247,13 +257,9 @@ def draft_sha256(path: str) -> str | None:
     options = ([folder / "model.safetensors"], shards, [folder / "medusa_lm_head.safetensors"])
     weights = next((files for files in options if files and files[0].is_file()), [])
     if not weights or not (folder / "config.json").is_file():
-        return None
+        return []
     vocab = [file for file in [folder / VOCAB_FILE] if file.is_file()]
-    digest = hashlib.sha256()
-    for file in [*weights, *vocab, folder / "config.json"]:
-        with file.open("rb") as content:
-            hashlib.file_digest(content, lambda: digest)
-    return digest.hexdigest()
+    return [*weights, *vocab, folder / "config.json"]
 
 
 def is_altered(path: str, sha256: str | None) -> bool:
