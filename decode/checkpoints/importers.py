@@ -20,6 +20,7 @@ from decode.checkpoints import layouts
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
+from decode.model.loading import adapter_folder
 from decode.model.names import check_name, load_error
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -71,11 +72,16 @@ class DraftCheckpoint:
 
 
 def resolve_folder(name: str) -> str:
-    """`name` if it is a local path; for a repository on the Hub, the folder that its known files are downloaded to.
+    """`name` if it is a local path; for a repository on the Hub, the folder that its known files are downloaded to; for
+    an adapter the folder with its base merged.
 
     UserError when they cannot be downloaded.
     """
-    if check_name(name, "draft") or name.endswith(".gguf"):
+    local = check_name(name, "draft")
+    merged = adapter_folder(name, "draft")
+    if merged is not None:
+        return merged
+    if local or name.endswith(".gguf"):
         return name
     try:
         folder = snapshot_download(name, allow_patterns=list(DOWNLOAD_PATTERNS))

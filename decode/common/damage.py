@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ def sha256(path: Path) -> str:
 def warn(message: str) -> None:
     """Prints one line on stderr about something that does not stop the command."""
     sys.stderr.write(f"warning: {message}\n")
+
+
+@cache
+def warn_once(message: str) -> None:
+    """`warn`, but once for each message: commands load a model several times."""
+    warn(message)
 
 
 def free_name(path: Path) -> Path:

@@ -16,9 +16,10 @@ from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.constraints.rows import RowConstraints
+from decode.model.adapters import CONFIG_FILE as ADAPTER_FILE
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
-from decode.model.loading import Target, load_tokenizer, tokenizer_fingerprint
+from decode.model.loading import Target, adapter_folder, load_tokenizer, tokenizer_fingerprint
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import Sampler, SamplingParams
 from decode.verification.tree import TreeShape, max_slots
@@ -238,19 +239,27 @@ def read_metadata(path: str) -> dict[str, Any]:
 
 def draft_sha256(path: str) -> str | None:
     """Checksum of the weights' files, draft_vocab.json if there is one, and config.json; None for a draft that is not a
-    local folder."""
+    local folder. That of an adapter is of the folder with its base merged."""
+    digest = hashlib.sha256()
+    files = hashed_files(path)
+    for file in files:
+        with file.open("rb") as content:
+            hashlib.file_digest(content, lambda: digest)
+    return digest.hexdigest() if files else None
+
+
+def hashed_files(path: str) -> list[Path]:
+    """The files that `draft_sha256` reads, in their order; [] for a draft that is not a local folder."""
     folder = Path(path)
+    if (folder / ADAPTER_FILE).is_file():
+        folder = Path(adapter_folder(path, "draft") or path)
     shards = sorted(folder.glob("model-*-of-*.safetensors"))
     options = ([folder / "model.safetensors"], shards, [folder / "medusa_lm_head.safetensors"])
     weights = next((files for files in options if files and files[0].is_file()), [])
     if not weights or not (folder / "config.json").is_file():
-        return None
+        return []
     vocab = [file for file in [folder / VOCAB_FILE] if file.is_file()]
-    digest = hashlib.sha256()
-    for file in [*weights, *vocab, folder / "config.json"]:
-        with file.open("rb") as content:
-            hashlib.file_digest(content, lambda: digest)
-    return digest.hexdigest()
+    return [*weights, *vocab, folder / "config.json"]
 
 
 def is_altered(path: str, sha256: str | None) -> bool:

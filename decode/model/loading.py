@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -22,19 +23,24 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
+from decode.model import tied_heads
+from decode.model.adapters import find_adapter, merged_folder
 from decode.model.config_checks import check_sizes
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.gguf_files import gguf_folder
 from decode.model.linear.int8_weights import quantize_linear_layers
-from decode.model.names import check_name, load_error
+from decode.model.names import check_name, is_local, load_error
 from decode.model.quantized.checkpoints import quantized_folder
 from decode.model.runner import ModelRunner
 from decode.model.vision.vision_runner import is_vision_language
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Where it is not set, transformers asks on the terminal whether code from the model's folder shall run."""
+NO_ADAPTER = {"subfolder": "no-adapter"}
+"""Where transformers looks for an adapter: elsewhere than beside the weights, to which it would add it silently."""
 NUMBER_TYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -78,11 +84,15 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def model_folder(name: str, what: str, revision: str | None = None) -> str:
-    """What transformers loads: `name` itself, or the cached folder of the GGUF or quantised checkpoint that it means.
+    """What transformers loads: `name` itself, or the cached folder of the GGUF, quantised checkpoint or adapter that it
+    means.
 
     `what` is its role ("target", "draft") in the UserError for what is not there or is no model.
     """
     local = check_name(name, what, revision=revision)
+    merged = adapter_folder(name, what, revision)
+    if merged is not None:
+        return merged
     name = gguf_folder(name, revision) or quantized_folder(name, revision) or name
     if local and not Path(name).is_dir():
         raise UserError(f"{what} {name!r} is a file: name the folder that holds config.json")
@@ -91,12 +101,72 @@ def model_folder(name: str, what: str, revision: str | None = None) -> str:
     return name
 
 
+def adapter_folder(
+    name: str, what: str, revision: str | None = None, above: Sequence[str] = ()
+) -> str | None:
+    """The cached folder with the adapter `name` and its base merged; None for what is no adapter.
+
+    `above` are the adapters whose base this one is. UserError for a base that is not there, and for one that the
+    adapter does not fit.
+    """
+    adapter = find_adapter(name, what, revision)
+    if adapter is None:
+        return None
+    place = str(adapter.folder.resolve())
+    if place in above:
+        raise adapter.refusal(": adapters that are each other's base, name the model behind them")
+    base, role = adapter.base, f"base of adapter {name!r},"
+    try:
+        local = is_local(base)
+        merged = adapter_folder(base, role, adapter.revision, [*above, place]) if local else None
+        folder = merged or model_folder(base, role, adapter.revision)
+        config = _read_config(base, role, adapter.revision, folder)
+    except UserError as error:
+        raise adapter.refusal(
+            f", which cannot be read ({error}): get it, or write its folder or Hub name into base_model_name_or_path "
+            "of adapter_config.json"
+        ) from error
+    load_base = partial(load_model, merged or base, role, "cpu", "float32", adapter.revision)
+    return str(merged_folder(adapter, folder, config, load_base))
+
+
 def load_config(name: str, what: str, revision: str | None = None) -> Any:
-    """The config of a model in a folder or on the Hub. UserError when it cannot be read or makes no sense."""
+    """The config of a model in a folder or on the Hub, which says of embedding and LM head what the tensors do.
+
+    UserError when it cannot be read or makes no sense.
+    """
     return _read_config(name, what, revision, model_folder(name, what, revision))
 
 
+def head_is_misstated(name: str, what: str, revision: str | None = None) -> bool:
+    """Whether the file config.json says another thing of embedding and LM head than the tensors.
+
+    Engines that follow the file compute other logits than this project.
+    """
+    stated = stated_config(name, what, revision)
+    tied = stored_tied(stated, model_folder(name, what, revision))
+    return tied is not None and tied != tied_heads.flag(stated)
+
+
+def stated_config(name: str, what: str, revision: str | None = None) -> Any:
+    """The config as its file states it, as `load_config` otherwise."""
+    return _stated_config(name, what, revision, model_folder(name, what, revision))
+
+
 def _read_config(name: str, what: str, revision: str | None, folder: str) -> Any:
+    config = _stated_config(name, what, revision, folder)
+    tied = stored_tied(config, folder)
+    if tied is not None:
+        if tied and not tied_heads.flag(config):
+            damage.warn_once(
+                f"{what} {name!r}: its config.json says that LM head and embedding are two matrices, and its files "
+                "hold only the embedding, which is taken for both"
+            )
+        tied_heads.set_flag(config, tied)
+    return config
+
+
+def _stated_config(name: str, what: str, revision: str | None, folder: str) -> Any:
     try:
         with _quietly():
             config = AutoConfig.from_pretrained(folder, revision=revision, **NO_CODE)
@@ -104,6 +174,24 @@ def _read_config(name: str, what: str, revision: str | None, folder: str) -> Any
         raise _load_error(name, what, folder, ("config.json",), error) from error
     check_sizes(config, f"{what} {name!r}")
     return config
+
+
+def stored_tied(config: Any, folder: str) -> bool | None:
+    """Whether the weights of a decoder hold one matrix for embedding and LM head; None where that cannot be told.
+
+    That of a repository on the Hub can be told once its files are in the Hub's cache.
+    """
+    if config.is_encoder_decoder:
+        return None
+    try:
+        pairs = auto_class(config)._model_mapping[type(config)]._tied_weights_keys
+    except (KeyError, AttributeError):  # no model of this kind, or several: loading it will tell
+        return None
+    if not Path(folder).is_dir():
+        commit = vars(config).get("_commit_hash")
+        cached = try_to_load_from_cache(folder, "config.json", revision=commit)
+        folder = str(Path(cached).parent) if isinstance(cached, str) else folder
+    return tied_heads.stored_tied(Path(folder), pairs)
 
 
 def load_model(
@@ -135,6 +223,7 @@ def load_model(
                 "dtype": number_type,
                 "revision": revision,
                 "use_safetensors": True,
+                "adapter_kwargs": NO_ADAPTER,
                 **NO_CODE,
             }
             if place is None:
@@ -163,6 +252,7 @@ def load_model(
         )
     if place is None:
         model = model.to(device)
+    tied_heads.follow_tensors(model)
     check_finite(model, f"{what} {name!r}", dtype)
     if dtype.startswith("int8"):
         quantize_linear_layers(model)

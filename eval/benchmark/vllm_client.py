@@ -17,6 +17,7 @@ from decode.common.errors import UserError
 from decode.drafts.registry import find_family, saved_families
 from decode.engine.engine import row_seeds
 from decode.model.gguf_files import gguf_folder
+from decode.model.loading import adapter_folder, head_is_misstated
 from decode.verification.sampling import SamplingParams
 
 WORKER_SCRIPT = Path(__file__).with_name("vllm_worker.py")
@@ -87,7 +88,7 @@ def build_job(
     """
     seeds = [1 + row for row in row_seeds(seed, draws * len(prompts))]  # 0 is the engine's seed
     return {
-        "target": model_path(target),
+        "target": language_model_path(target),
         "dtype": dtype,
         "speculative": speculative,
         "prompts": [list(prompt) for prompt in prompts],
@@ -136,6 +137,16 @@ def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, 
 
 
 def model_path(name: str, revision: str | None = None) -> str:
-    """An absolute path, since vLLM runs in another folder: the cached one of a GGUF. A Hub name as it is."""
-    folder = gguf_folder(name, revision) or name
+    """An absolute path, since vLLM runs in another folder: the cached one of a GGUF or adapter. A Hub name as it is."""
+    folder = adapter_folder(name, "model", revision) or gguf_folder(name, revision) or name
     return str(Path(folder).resolve()) if Path(folder).exists() else folder
+
+
+def language_model_path(name: str, revision: str | None = None) -> str:
+    """`model_path` of a whole model. UserError for one whose LM head vLLM would take for its embedding, or lack."""
+    path = model_path(name, revision)
+    if (Path(path) / "config.json").is_file() and head_is_misstated(path, "model"):
+        raise UserError(
+            f"{name!r}: vLLM follows tie_word_embeddings of config.json, and its tensors contradict it: correct it"
+        )
+    return path

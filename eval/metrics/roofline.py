@@ -78,7 +78,7 @@ def read_model_size(folder: str | Path) -> ModelSize | None:
     """Size of a model folder with safetensors; None for anything else: a Hub name, a draft without weights, and
     damaged files."""
     path = Path(folder)
-    files = sorted(path.glob("*.safetensors"))
+    files = sorted(set(path.glob("*.safetensors")) - set(path.glob("adapter_*")))
     if not (path / "config.json").is_file() or not files:
         return None
     try:

@@ -142,6 +142,18 @@ def setting_title(temperature: float, batch_size: int) -> str:
     return f"temperature {temperature:g}, batch {batch_size}"
 
 
+def entry_setting(m: ReportEntry) -> str:
+    """The setting that an entry was measured in, as text, with the limits of its sampling."""
+    limits = [f"top-{key} {m[f'top_{key}']:g}" for key in ("k", "p") if m.get(f"top_{key}")]
+    sampled = limits if m["temperature"] > 0 else []
+    return ", ".join([setting_title(m["temperature"], m["batch_size"]), *sampled])
+
+
+def pooled_entries(entries: Sequence[ReportEntry]) -> list[ReportEntry]:
+    """Those of all tasks together; where a report has none, each task's own."""
+    return [m for m in entries if m["task"] == ALL_TASKS] or list(entries)
+
+
 def unique_names(names: Sequence[str]) -> list[str]:
     """Each name once, in order of first appearance, the pooled task "all" first."""
     return sorted(dict.fromkeys(names), key=lambda name: name != ALL_TASKS)

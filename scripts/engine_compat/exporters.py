@@ -15,11 +15,15 @@ from decode.checkpoints.importers import DraftCheckpoint, Tensors
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE, check_tokenizer, draft_sha256
 from decode.drafts.causal import load_ids
+from decode.model.adapters import TOKENIZER_FILES
 from decode.model.loading import (
+    adapter_folder,
+    head_is_misstated,
     load_config,
     load_model,
     load_target,
     load_tokenizer,
+    model_folder,
     tokenizer_fingerprint,
 )
 from train.families.causal import resize_vocabulary
@@ -149,14 +153,6 @@ def to_medusa_legacy(checkpoint: DraftCheckpoint, target: str) -> ExportedFiles:
 
 
 MODEL_FILES = ("config.json", "generation_config.json")
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 
 
 def export_hf(path: str, name: str, out: Path) -> None:
@@ -167,14 +163,14 @@ def export_hf(path: str, name: str, out: Path) -> None:
     """
     if not name or not Path(name).is_dir():
         raise UserError("hf copies the target's tokenizer files: give --target, a local folder")
-    target = load_target(name, "cpu")
+    target, path = load_target(name, "cpu"), adapter_folder(path, "draft") or path
     check_tokenizer(path, tokenizer_fingerprint(load_tokenizer(path)), target)
     model = load_model(path, "draft", "cpu", _config_dtype(path))
     size, wanted = model.get_output_embeddings().weight.shape[0], target.decoder.vocab_size
     ids = load_ids(path, min(size, wanted))
     out.mkdir(parents=True, exist_ok=True)
     draft_vocab.save_ids(out, ids)
-    if size == wanted and Path(path).is_dir():
+    if size == wanted and Path(path).is_dir() and not head_is_misstated(path, "draft"):
         names = [*MODEL_FILES, *(file.name for file in Path(path).glob("model*.safetensors*"))]
         for file in (Path(path) / name for name in names):
             if file.is_file():
@@ -183,7 +179,7 @@ def export_hf(path: str, name: str, out: Path) -> None:
         resize_vocabulary(model, wanted)
         model.save_pretrained(out, safe_serialization=True)
     for pattern in TOKENIZER_FILES:
-        for file in Path(name).glob(pattern):
+        for file in Path(model_folder(name, "target")).glob(pattern):
             shutil.copyfile(file, out / file.name)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode.checkpoints.draft_vocab import VOCAB_FILE
 from eval.forecasting.pages import tau_by_task
 from eval.reporting import plots
 from eval.reporting.formatting import (
@@ -138,7 +137,7 @@ def card_images(own: Sequence[ReportEntry], k: int) -> list[CardImage]:
             found.append(
                 CardImage(
                     f"acceptance-{name}",
-                    "Acceptance by position",
+                    f"Acceptance by position, {chain[0]['name']}, K = {shown}",
                     plots.recolor(svg),
                     marker_legend(tasks),
                 )
@@ -146,9 +145,12 @@ def card_images(own: Sequence[ReportEntry], k: int) -> list[CardImage]:
         timed = [m for m in entries if m["speedup"] is not None]
         if len(timed) > 0:
             points = {
-                (m["name"], m["task"]): plots.Point(0, m["speedup"], m["speedup_ci"]) for m in timed
+                (f"{m['name']}, K {m['k']}", m["task"]): plots.Point(
+                    0, m["speedup"], m["speedup_ci"]
+                )
+                for m in timed
             }
-            rows = unique_names([m["name"] for m in timed])
+            rows = unique_names([name for name, _ in points])
             width = plots.axis_limits(points.values(), 1.0)
             svg = plots.dot_plot(
                 points, rows, tasks, title, "× plain decoding (dashed)", width, 1.0
@@ -188,14 +190,14 @@ def slowdown_lines(own: Sequence[ReportEntry]) -> list[str]:
     lines = []
     for setting, entries in group_by_setting(own):
         sure = [m for m in entries if m["speedup_ci"] is not None and m["speedup_ci"][1] < 1]
-        for name in unique_names([m["name"] for m in sure]):
+        for name, k in dict.fromkeys((m["name"], m["k"]) for m in sure):
             cases = ", ".join(
                 f"{m['task']} {format_number(m['speedup'], 2, '×')}"
                 for m in sure
-                if m["name"] == name
+                if (m["name"], m["k"]) == (name, k)
             )
             lines.append(
-                f"Slower than plain decoding as {name}, {setting_title(*setting)}: {cases}."
+                f"Slower than plain decoding as {name}, K = {k}, {setting_title(*setting)}: {cases}."
             )
     return lines
 
@@ -265,12 +267,13 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> list[list[str]]:
 
 
 def provenance_table(
-    draft: Mapping[str, Any], report: Mapping[str, Any] | None, tuned: Mapping[str, Any] | None
+    draft: Mapping[str, Any],
+    hashed: Sequence[str],
+    report: Mapping[str, Any] | None,
+    tuned: Mapping[str, Any] | None,
 ) -> Table:
-    """Checksum of the weights, and commits, versions and hardware of training, report and tuning."""
-    reduced = draft["family"] == "causal" and draft.get("vocabulary") is not None
-    files = ["model.safetensors", *([VOCAB_FILE] if reduced else []), "config.json"]
-    rows = [[f"draft_sha256 ({' + '.join(files)})", draft["draft_sha256"]]]
+    """Checksum of the `hashed` files, and commits, versions and hardware of training, report and tuning."""
+    rows = [[f"draft_sha256 ({' + '.join(hashed)})", draft["draft_sha256"]]]
     rows.append(["trained by commit", format_value(draft.get("git") or NOT_RECORDED)])
     rows.append(["trained with", format_value(draft.get("versions") or NOT_RECORDED)])
     if report is None:

@@ -8,8 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
+from eval.metrics.common import ALL_TASKS
 from eval.reporting.formatting import format_value, format_with_interval
-from eval.reporting.report_data import ReportEntry, draft_entries, setting_title
+from eval.reporting.report_data import (
+    ReportEntry,
+    draft_entries,
+    entry_setting,
+    pooled_entries,
+    unique_names,
+)
 from eval.reporting.summary import assisted_generation_lines, lossless_verdict
 from eval.scaling.data_curve import doubling_lines
 from eval.tuning.selection import fastest_chains
@@ -39,6 +46,8 @@ class CardInputs:
     """Those of data_curve.json of scripts/experiments/data_curve.py."""
     forecast: Mapping[str, Any] | None = None
     """Those of forecast.json of eval/forecast.py."""
+    hashed: Sequence[str] = ("model.safetensors", "config.json")
+    """The files that `draft_sha256` is the checksum of."""
 
     @property
     def own_entries(self) -> list[ReportEntry]:
@@ -55,31 +64,37 @@ class CardInputs:
 def summary(facts: CardInputs, job: ServedDraft) -> str:
     """What the draft is, and the size of its training data."""
     revision = f" at revision {job.revision}" if job.revision else ""
-    counts = [made.get("counts", {}).get("answered") for _, made in dataset_manifests(facts.draft)]
+    sets = [made for _, made in dataset_manifests(facts.draft)]
+    counts = [made.get("counts", {}).get("answered") for made in sets]
     known = len(counts) > 0 and None not in counts
     answers = " + ".join(f"{count:,}" for count in counts) if known else NOT_RECORDED
+    # train/sample.py records how it sampled, and nothing for texts that it was given.
+    kinds = {
+        "texts that it did not write" if made.get("sampling") == {} else "answers of that target"
+        for made in sets
+    }
+    data = " and ".join(sorted(kinds)) or "answers of that target"
     description = family_trainer(job.family).description
     return (
-        f"A draft for `{job.target}`{revision}: {description} that proposes tokens which the "
-        "target verifies in one forward pass. Distilled on answers of that target (number of answers: "
-        f"{answers}). Use it with no other target."
+        f"A draft for `{job.target}`{revision}: {description} that proposes tokens which the target verifies in one "
+        f"forward pass. Distilled on {data} (number of answers: {answers}). Use it with no other target."
     )
 
 
 def headlines(facts: CardInputs) -> list[str]:
-    """Losslessness, and the speed-up of each method and setting over all tasks."""
+    """Losslessness, and the speed-up of each method and setting over all tasks, or by task where none is of all."""
     if facts.report is None:
         return ["Losslessness: not measured, no report was given.", "Speed-up: not measured."]
     lines = [lossless_verdict({**facts.report, "methods": facts.own_entries})]
-    timed = [m for m in facts.own_entries if m["task"] == "all" and m["speedup"] is not None]
+    timed = pooled_entries([m for m in facts.own_entries if m["speedup"] is not None])
     if len(timed) == 0:
         return [*lines, "Speed-up: not measured."]
     where = format_value(facts.report.get("hardware", {}).get("device"))
     for m in sorted(timed, key=lambda m: (m["temperature"], m["batch_size"], -m["speedup"])):
         lines.append(
             f"{format_with_interval(m['speedup'], m['speedup_ci'], 2, '×')} the speed of plain decoding "
-            f"({m['name']}, K = {m['k']}, {setting_title(m['temperature'], m['batch_size'])}, "
-            f"n = {m['prompts']}, {where}, {m['mode']}, {m['dtype']})."
+            f"({m['name']}, K = {m['k']}, {'' if m['task'] == ALL_TASKS else m['task'] + ', '}{entry_setting(m)}, "
+            f"n = {m['prompts']}, {where}, {m['mode']}, {m['dtype']}{', lossy' * m['lossy']})."
         )
     return lines
 
@@ -89,7 +104,8 @@ def engine_lines(facts: CardInputs, configs: Sequence[EngineServingConfig]) -> l
     lines = []
     for config in configs:
         if len(config.files) == 0:
-            lines.append(f"**{config.engine}**: cannot serve it, {config.note}.")
+            verdict = "not exported by this tool yet" if config.unexported else "cannot serve it"
+            lines.append(f"**{config.engine}**: {verdict}, {config.note}.")
             continue
         names = ", ".join(f"`serving/{name}`" for name in config.files)
         status = serving_status(facts, config.engine)
@@ -129,7 +145,7 @@ def unmeasured_note(facts: CardInputs) -> str:
     )
     return (
         f"Not measured on tasks. At the end of training, on {check.get('prompts', NOT_RECORDED)} prompts of the "
-        f"training domains, greedy, K = {check.get('k', NOT_RECORDED)}, too few for an interval: {values}."
+        f"training domains, temperature 1, K = {check.get('k', NOT_RECORDED)}, too few for an interval: {values}."
     )
 
 
@@ -140,11 +156,13 @@ def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[
         f"For `{job.target}` alone, and its tokenizer {tokenizer}: another target accepts almost none of its tokens."
     ]
     if facts.report is not None:
-        tasks = ", ".join(facts.report.get("tasks", [])) or "the tasks above"
+        tasks = unique_names([m["task"] for m in facts.own_entries])
+        named = ", ".join(name for name in tasks if name != ALL_TASKS) or "the tasks above"
+        lines.append(f"Acceptance was measured on {named}; on other text it differs.")
+    if any(m["speedup"] is not None for m in facts.own_entries):
+        device = format_value((facts.report or {}).get("hardware", {}).get("device"))
         lines.append(
-            f"Acceptance was measured on {tasks}; on other text it differs. Speed-ups are of draftsmith's engine on "
-            f"{format_value(facts.report.get('hardware', {}).get('device'))}; on other hardware or in another engine "
-            "they differ."
+            f"Speed-ups are of draftsmith's engine on {device}; on other hardware or in another engine they differ."
         )
     lines += slowdown_lines(facts.own_entries)
     if facts.config.get("max_position_embeddings"):
@@ -187,7 +205,9 @@ def tuning_note(facts: CardInputs) -> str:
     tuned = facts.tuned or {}
     tasks = ", ".join(tuned.get("tasks", [])) or NOT_RECORDED
     device = format_value(tuned.get("hardware", {}).get("device", NOT_RECORDED))
-    return f"Tuned on {device}, prompts of {tasks}."
+    batches = sorted({chain["batch_size"] for chain in facts.tuned_chains})
+    batch = f", batch {batches[0]}" if batches else ""
+    return f"Tuned on {device}{batch}, prompts of {tasks}."
 
 
 def data_curve_note(facts: CardInputs) -> str:

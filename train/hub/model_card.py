@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from eval.reporting.formatting import Table, escape_markdown
 from eval.reporting.render import DEFINITIONS
-from eval.reporting.report_data import setting_title
+from eval.reporting.report_data import entry_setting, pooled_entries
 from train.families.registry import family_trainer
 from train.hub import card_text
 from train.hub.card_tables import (
@@ -67,7 +67,7 @@ def render(
         "data": data_table(facts.draft),
         "data_curve": card_text.data_curve_note(facts),
         "limits": card_text.limitations(facts, job, labels),
-        "provenance": provenance_table(facts.draft, facts.report, facts.tuned),
+        "provenance": provenance_table(facts.draft, facts.hashed, facts.report, facts.tuned),
         "definitions": [f"**{word}**: {DEFINITIONS[word]}" for word in DEFINED_TERMS],
         "sources": card_text.source_files(facts),
     }
@@ -114,13 +114,14 @@ def metadata(
             task_type="text-generation",
             task_name="speculative decoding",
             dataset_type="draftsmith",
-            dataset_name=f"{m['task']}, {setting_title(m['temperature'], m['batch_size'])}",
+            dataset_name=(where := f"{m['task']}, {entry_setting(m)}"),
+            # Results of one configuration are listed under the name of the first.
+            dataset_config=where,
             metric_type=metric,
-            metric_name=f"{label}, {m['name']}, K {m['k']}",
+            metric_name=", ".join([label, m["name"], f"K {m['k']}", *(["lossy"] * m["lossy"])]),
             metric_value=m[metric],
         )
-        for m in facts.own_entries
-        if m["task"] == "all"
+        for m in pooled_entries(facts.own_entries)
         for metric, label in (("tau", "τ"), ("alpha", "α"), ("speedup", "speed-up"))
         if m[metric] is not None
     ]

@@ -19,7 +19,13 @@ from decode.common.errors import UserError
 from decode.common.files import read_json, read_json_object
 from decode.common.run_dir import RUN_FILE, replace_folder
 from decode.common.secret_patterns import redact
-from decode.drafts.base import METADATA_FILE, MODEL_FILES, check_saved_tokenizer, draft_sha256
+from decode.drafts.base import (
+    METADATA_FILE,
+    MODEL_FILES,
+    check_saved_tokenizer,
+    draft_sha256,
+    hashed_files,
+)
 from decode.drafts.registry import saved_families
 from eval.metrics.speculation_profile import speculation_profile
 from eval.reporting.report_data import draft_entries
@@ -50,6 +56,12 @@ from train.hub.upload import (
 SAVED_NAME = re.compile(r"(?!model.*safetensors$)[\w.]+|model(?:-\d{5}-of-\d{5})?\.safetensors")
 """A model's shards are numbered; a name with anything else in it is not published."""
 
+IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
+QUOTED = re.compile(r"`([\w.-][\w./-]*)`")
+IN_FOLDER = re.compile(r"(?<![\w./-])(?:\./)?(serving/[\w.-]+(?:/[\w.-]+)*)")
+CITED_SUFFIXES = (".json", ".safetensors", ".yaml", ".yml", ".svg", ".sh", ".py", ".pbtxt")
+"""How a card and its serving files name what lies in their folder."""
+
 OWNED_FILES = (
     *MODEL_FILES,
     *(f"target/{name}" for name in MODEL_FILES),
@@ -74,7 +86,8 @@ def build_draft_folder(
     data_curve: Mapping[str, Any] | None = None,
     forecast: Mapping[str, Any] | None = None,
 ) -> PublishFolder:
-    """Writes `out` and replaces an earlier one. UserError if report, referee's result or `tuned` are of other weights.
+    """Writes `out` and replaces an earlier one. UserError if report, referee's result or `tuned` are of other weights,
+    and for a card that cites a file which the folder lacks.
 
     `checks` is {engine: findings of its rules} of each engine that was checked, `tuned` is tuned.json of eval/tune.py,
     `data_curve` is data_curve.json of scripts/experiments/data_curve.py, `forecast` forecast.json of eval/forecast.py.
@@ -107,6 +120,7 @@ def build_draft_folder(
         redaction.select(tuned, TUNED, "tuned.json", known),
         redaction.select(data_curve, DATA_CURVE, "data_curve.json", known),
         redaction.select(forecast, FORECAST, "forecast.json", known),
+        [file.name for file in hashed_files(str(draft))],
     )
     k, source = serving_configs.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
     layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
@@ -136,6 +150,7 @@ def build_draft_folder(
         for image in (*card_images(inputs.own_entries, k), *data_curve_images(inputs.data_curve)):
             _write(staging / "images" / image.name, image.svg)
         model_card.render(inputs, job, source, configs, labels).save(staging / "README.md")
+        check_cited_files(staging)
         redaction.check_folder(staging, known)
     return PublishFolder(out, "model", left_out)
 
@@ -289,6 +304,21 @@ def check_output_folder(out: Path, source: Path) -> None:
     if out.exists() and not ours and any(out.iterdir()):
         raise UserError(f"{out} contains other files: name another folder with --out")
     run_dir.check_no_foreign_file(out, OWNED_FILES, "scripts/publish.py")
+
+
+def check_cited_files(folder: Path) -> None:
+    """UserError if the card or a serving file names a file or folder that is not in `folder`."""
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    texts = [card, *(f.read_text() for f in sorted((folder / "serving").rglob("*")) if f.is_file())]
+    cited = [name for name in IMAGE.findall(card) if "://" not in name]
+    cited += [name for name in QUOTED.findall(card) if name.endswith(("/", *CITED_SUFFIXES))]
+    cited += [name.rstrip(".,;") for text in texts for name in IN_FOLDER.findall(text)]
+    absent = [name for name in dict.fromkeys(cited) if not (folder / name).exists()]
+    if absent:
+        raise UserError(
+            f"the card cites {', '.join(absent)}, which the folder to publish lacks: restore what the draft's folder "
+            "should hold, or publish with the version that wrote it"
+        )
 
 
 def _published_in_full(facts: Mapping[str, Any]) -> set[str]:

@@ -24,6 +24,9 @@ NO_EMBEDDING_CAPTURE = (
     "it names layers by their output and so cannot capture the embedding, which this draft reads"
 )
 
+LLAMACPP_HEADS = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "dspark": "draft-dspark"}
+"""Families of heads that llama.cpp reads from GGUF files, which are not written here, by its --spec-type."""
+
 
 @dataclass(frozen=True)
 class ServedDraft:
@@ -53,6 +56,8 @@ class EngineServingConfig:
     note: str
     """Which versions, what to know; or why not."""
     files: Mapping[str, str]
+    unexported: bool = False
+    """Without files: the engine itself drafts with such a draft, and this project does not write its files."""
 
 
 def build_serving_configs(job: ServedDraft) -> list[EngineServingConfig]:
@@ -145,8 +150,14 @@ def trtllm_config(job: ServedDraft) -> EngineServingConfig:
 
 def llamacpp_config(job: ServedDraft) -> EngineServingConfig:
     """Commands that write draft and target as GGUF files, and one of llama-server."""
+    if job.family in LLAMACPP_HEADS:
+        note = (
+            f"which drafts with such heads (--spec-type {LLAMACPP_HEADS[job.family]}, of November 2026) for targets "
+            "whose hidden states it hands out: Llama, Qwen 3 and gpt-oss are among them, Qwen 2 is not"
+        )
+        return EngineServingConfig("llama.cpp", note, {}, unexported=True)
     if not job.engines.llamacpp:
-        return EngineServingConfig("llama.cpp", job.unsupported("llama.cpp as exported here"), {})
+        return EngineServingConfig("llama.cpp", job.unsupported("llama.cpp"), {})
     export = ["python", "scripts/export.py"]
     conversions = [
         [*export, job.repo, "--format", "gguf", "--target", job.target, "--out", "gguf/draft"],

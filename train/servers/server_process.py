@@ -14,7 +14,7 @@ from typing import TextIO
 
 from decode.common.command import end_with_parent
 from decode.common.errors import UserError
-from eval.benchmark.vllm_client import find_interpreter, model_path
+from eval.benchmark.vllm_client import find_interpreter, language_model_path
 
 GUARD = Path(__file__).with_name("server_guard.py")
 LOG_TAIL = 1500
@@ -93,7 +93,7 @@ def vllm_command(
 
     `python` is as for `find_interpreter`. UserError if there is no such interpreter.
     """
-    model = model_path(target, revision)
+    model = language_model_path(target, revision)
     at = ["--revision", revision] if revision and not Path(model).exists() else []
     return [
         *(find_interpreter(python), "-m", "vllm.entrypoints.openai.api_server"),

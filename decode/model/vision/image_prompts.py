@@ -10,7 +10,8 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from decode.common.errors import UserError, first_line
-from decode.model.names import check_name, load_error
+from decode.model.loading import model_folder
+from decode.model.names import load_error
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,11 @@ class ImagePrompt:
 
 def load_processor(name: str, revision: str | None = None) -> Any:
     """The processor in a model's folder or on the Hub. UserError when it cannot be loaded, or has no chat template."""
-    check_name(name, "target", revision=revision)
+    folder = model_folder(name, "target", revision)
     try:
-        processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=False)
+        processor = AutoProcessor.from_pretrained(
+            folder, revision=revision, trust_remote_code=False
+        )
     except Exception as error:  # any of a dozen kinds, from HTTP to a package that is missing
         reason = load_error(name, "model", error)
         raise UserError(f"the processor of target {name!r} cannot be loaded: {reason}") from error

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.errors import UserError
 from decode.drafts.base import read_metadata
-from decode.model.loading import load_config, load_tokenizer, tokenizer_fingerprint
+from decode.model.loading import load_tokenizer, stated_config, tokenizer_fingerprint
 from scripts.engine_compat.rules.checkpoint import SILENT, DraftFiles, Rule, has_file
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -20,7 +20,7 @@ def expected_shapes(d: DraftFiles) -> dict[str, tuple[int, ...]]:
     UserError if transformers makes no model of the config.
     """
     try:
-        config = load_config(d.path, "draft")
+        config = stated_config(d.path, "draft")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, KeyError, OSError) as error:

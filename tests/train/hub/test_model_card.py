@@ -14,6 +14,7 @@ from decode.checkpoints.layouts import read_config
 from decode.common.files import read_json
 from tests import drafts
 from train.hub import model_card, serving_configs
+from train.hub.card_tables import card_images
 from train.hub.card_text import CardInputs
 from train.hub.upload import HubLabels
 
@@ -197,7 +198,9 @@ def test_slow_is_called_slow(tmp_path: Path) -> None:
     slow = known.own_entries[-1]
     slow.update(speedup=0.71, speedup_ci=[0.62, 0.82])
     text = rendered(known)
-    assert "Slower than plain decoding as eagle3, temperature 0, batch 1: prose 0.71×." in text
+    assert (
+        "Slower than plain decoding as eagle3, K = 4, temperature 0, batch 1: prose 0.71×." in text
+    )
 
 
 def test_names_cannot_change_the_page(tmp_path: Path) -> None:
@@ -227,3 +230,181 @@ def test_several_sampled_sets_are_all_told(tmp_path: Path) -> None:
     assert "number of answers: 2,100 + 71" in text
     assert "| two (weight 1) counts.answered | 71 |" in text
     assert "without a chat template" not in text
+
+
+def indexed(text: str) -> dict[str, dict[str, float]]:
+    """{name of the setting: {metric's name: value}} as the Hub reads a card's front matter."""
+    (model,) = yaml.safe_load(text.split("---")[1])["model-index"]
+    names = [result["dataset"]["name"] for result in model["results"]]
+    assert len(set(names)) == len(names)
+    return {
+        result["dataset"]["name"]: {m["name"]: m["value"] for m in result["metrics"]}
+        for result in model["results"]
+    }
+
+
+def measured(tmp_path: Path, *changes: dict[str, Any], plain: bool = True) -> CardInputs:
+    """What a card is made from, with an entry for each of `changes`, whose figures all differ."""
+    known = facts(tmp_path / "d")
+    assert known.report is not None
+    sha = known.draft["draft_sha256"]
+    own = []
+    for number, change in enumerate(changes):
+        figures = {
+            "tau": 2.0 + number / 8,
+            "alpha": 0.5 + number / 64,
+            "speedup": 1.25 + number / 16,
+            "speedup_ci": [1.0 + number / 16, 1.5 + number / 16],
+        }
+        fields = {"name": "eagle3", "task": "all", **figures, **change}
+        own.append(drafts.entry(sha, **fields))
+    others = [drafts.entry(None, "plain", speedup=1.0, alpha=None)] if plain else []
+    return replace(known, report={**known.report, "methods": [*others, *own]})
+
+
+def figures(number: int, name: str = "eagle3", k: int = 4) -> dict[str, float]:
+    """Those that `measured` gives the entry of this number."""
+    values = (2.0 + number / 8, 0.5 + number / 64, 1.25 + number / 16)
+    labels = ("τ", "α", "speed-up")
+    return {f"{label}, {name}, K {k}": v for label, v in zip(labels, values, strict=True)}
+
+
+INDEX_CASES: dict[str, tuple[list[dict[str, Any]], dict[str, dict[str, float]]]] = {
+    "only T = 0": ([{}], {"all, temperature 0, batch 1": figures(0)}),
+    "only T = 1": ([{"temperature": 1.0}], {"all, temperature 1, batch 1": figures(0)}),
+    "three temperatures": (
+        [{"temperature": 1.0}, {}, {"temperature": 0.7}],
+        {
+            "all, temperature 1, batch 1": figures(0),
+            "all, temperature 0, batch 1": figures(1),
+            "all, temperature 0.7, batch 1": figures(2),
+        },
+    ),
+    "batches": (
+        [{}, {"batch_size": 8}, {"temperature": 1.0, "batch_size": 8}],
+        {
+            "all, temperature 0, batch 1": figures(0),
+            "all, temperature 0, batch 8": figures(1),
+            "all, temperature 1, batch 8": figures(2),
+        },
+    ),
+    "tasks, pooled": (
+        [{"task": "code"}, {"task": "all"}, {"task": "prose"}],
+        {"all, temperature 0, batch 1": figures(1)},
+    ),
+    "tasks, not pooled": (
+        [{"task": "code"}, {"task": "prose", "temperature": 1.0}],
+        {"code, temperature 0, batch 1": figures(0), "prose, temperature 1, batch 1": figures(1)},
+    ),
+    "a method at one temperature only": (
+        [{}, {"temperature": 1.0}, {"name": "eagle3-tree", "tree": [2, 1], "temperature": 1.0}],
+        {
+            "all, temperature 0, batch 1": figures(0),
+            "all, temperature 1, batch 1": figures(1) | figures(2, "eagle3-tree"),
+        },
+    ),
+    "two K": (
+        [{"k": 2}, {"k": 6}, {"k": 6, "temperature": 1.0}],
+        {
+            "all, temperature 0, batch 1": figures(0, k=2) | figures(1, k=6),
+            "all, temperature 1, batch 1": figures(2, k=6),
+        },
+    ),
+    "cut tails": (
+        [{"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.0}, {"top_k": 0, "top_p": 1.0}],
+        {
+            "all, temperature 1, batch 1, top-p 0.9": figures(0),
+            "all, temperature 1, batch 1": figures(1),
+            "all, temperature 0, batch 1": figures(2),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INDEX_CASES)
+def test_each_setting_has_its_own_figures_under_its_own_name(case: str, tmp_path: Path) -> None:
+    """Catches figures of one temperature, batch size, task or K under the name of another, and lost ones."""
+    entries, wanted = INDEX_CASES[case]
+    known = measured(tmp_path, *entries)
+    text = rendered(known)
+    assert indexed(text) == wanted
+    for result in ModelCard(text).data.eval_results:  # and as huggingface_hub reads them back
+        assert wanted[result.dataset_name][result.metric_name] == result.metric_value
+    # The sentences above say the same.
+    for number, m in enumerate(known.own_entries):
+        if m["task"] != "all":
+            continue
+        low, high = 1.0 + number / 16, 1.5 + number / 16
+        line = f"{m['speedup']:.2f}× [{low:.2f}, {high:.2f}] the speed of plain decoding ({m['name']}, K = {m['k']}, "
+        assert f"{line}temperature {m['temperature']:g}, batch {m['batch_size']}" in text
+
+
+def test_what_was_not_timed_has_no_speed(tmp_path: Path) -> None:
+    """Catches a speed-up of none, or sentences about speed where none was measured."""
+    untimed = {"speedup": None, "speedup_ci": None, "mode": "compiled", "dtype": "bfloat16"}
+    known = measured(tmp_path, untimed, {"temperature": 1.0} | untimed)
+    text = rendered(known)
+    assert {name for found in indexed(text).values() for name in found} == {
+        "τ, eagle3, K 4",
+        "α, eagle3, K 4",
+    }
+    assert "Speed-up: not measured." in text
+    assert "Speed-ups are of draftsmith's engine" not in text
+
+
+def test_sentences_follow_the_entries(tmp_path: Path) -> None:
+    """Catches tasks of other methods, speed-ups called not measured though tasks have them, a lossy rule that is not
+    named, and two K of one method that share a row of the figure."""
+    known = measured(
+        tmp_path,
+        {"task": "code", "mode": "compiled", "dtype": "bfloat16"},
+        {"task": "code", "k": 7, "temperature": 1.0, "lossy": True},
+    )
+    text = rendered(known)
+    assert "Acceptance was measured on code; on other text it differs." in text
+    assert "Speed-up: not measured." not in text
+    assert (
+        "(eagle3, K = 4, code, temperature 0, batch 1, n = 37, AMD EPYC, compiled, bfloat16)"
+        in text
+    )
+    assert "temperature 1, batch 1, n = 37, AMD EPYC, eager, float32, lossy)" in text
+    assert indexed(text)["code, temperature 1, batch 1"].keys() == {
+        "τ, eagle3, K 7, lossy",
+        "α, eagle3, K 7, lossy",
+        "speed-up, eagle3, K 7, lossy",
+    }
+    both = measured(tmp_path / "two", {"k": 2}, {"k": 6})
+    (figure,) = (i for i in card_images(both.own_entries, 2) if i.name.startswith("speedup"))
+    assert all(f"eagle3, K {k}" in figure.svg for k in (2, 6))
+    (lines,) = (i for i in card_images(both.own_entries, 2) if i.name.startswith("acceptance"))
+    assert lines.caption == "Acceptance by position, eagle3, K = 2"
+
+
+def test_acceptance_in_training_is_that_of_sampling(tmp_path: Path) -> None:
+    """Catches the check of training, at temperature 1, under the name of greedy decoding."""
+    text = rendered(facts(tmp_path / "d", report=False))
+    assert "of the training domains, temperature 1, K = " in text
+    assert "greedy, K" not in text
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, None])
+def test_the_data_is_called_what_it_is(sampling: Any, tmp_path: Path) -> None:
+    """Catches texts of others that are called answers of the target."""
+    made = {"counts": {"answered": 71}} | ({} if sampling is None else {"sampling": sampling})
+    text = rendered(facts(tmp_path / "d", data_manifest=made))
+    kind = "texts that it did not write" if sampling == {} else "answers of that target"
+    assert f"Distilled on {kind} (number of answers: 71)" in text
+
+
+@pytest.mark.parametrize("family", ["eagle3", "dflash", "dspark", "medusa", "causal"])
+def test_what_llamacpp_can_do_is_not_denied(family: str, tmp_path: Path) -> None:
+    """Catches a card that says llama.cpp cannot serve heads that it reads by --spec-type."""
+    lines = rendered(facts(tmp_path / "d", family=family)).splitlines()
+    line = next(x for x in lines if x.startswith("- **llama.cpp**"))
+    if family in ("eagle3", "dflash", "dspark"):
+        assert "not exported by this tool yet" in line
+        assert f"--spec-type draft-{family}," in line
+        assert "cannot" not in line
+    else:
+        assert ("cannot serve it" in line) == (family == "medusa")
+        assert "not exported" not in line

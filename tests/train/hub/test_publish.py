@@ -192,7 +192,7 @@ def test_tuned_lengths_are_served(tmp_path: Path) -> None:
         assert {"tuned.json", "images/acceptance-t0-b1.svg"} <= files_of(out)
         cards.append((out / "README.md").read_text())
     assert "K = 3 drafted tokens a round: the fastest of [2, 3, 4, 5, 6]" in cards[0]
-    assert "Tuned on AMD EPYC, prompts of code@1, prose@1." in cards[0]
+    assert "Tuned on AMD EPYC, batch 1, prompts of code@1, prose@1." in cards[0]
     for row in ("| all | 0 | 3 | 31 |", "| code | 0 | 6 | 31 |", "| prose | 1 | 2 | 31 |"):
         assert row in cards[0]
     assert "By domain another K" not in cards[1]
@@ -311,6 +311,91 @@ def test_a_draft_may_be_lossy_by_choice(tmp_path: Path) -> None:
     typical = drafts.entry(sha, "typical", lossy=True, lossless=lossless)
     text = (made(tmp_path, folder, drafts.report(sha, typical)) / "README.md").read_text()
     assert "Lossy by choice: typical" in text
+
+
+CITED = (
+    "report.json",
+    "tuned.json",
+    "referee.json",
+    "forecast.json",
+    "images/speedup-t0-b1.svg",
+    "serving/vllm.sh",
+    "serving/trtllm.yml",
+    "serving/triton/draftsmith_eagle3/1/model.json",
+)
+
+
+@pytest.mark.parametrize("lost", [None, *CITED])
+def test_every_file_that_the_card_cites_is_there(
+    lost: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a card whose files are missing: it is refused, one line names the file, and nothing is written."""
+    folder = drafts.draft(tmp_path / "d")
+    sha = drafts.sha_of(folder)
+    write = publish._write
+
+    def lossy_write(path: Path, text: str) -> None:
+        if lost is None or not str(path).endswith(lost):
+            write(path, text)
+
+    monkeypatch.setattr(publish, "_write", lossy_write)
+
+    def build() -> Path:
+        return publish.build_draft_folder(
+            folder, drafts.report(sha), drafts.referee(sha), "me/x", HubLabels(), tmp_path / "out",
+            tuned=drafts.tuned(sha, {"all": 3, "code": 6}), forecast=drafts.forecast(sha),
+        ).path  # fmt: skip
+
+    if lost is None:
+        assert set(CITED) <= files_of(build())
+        return
+    with pytest.raises(UserError, match=lost) as raised:
+        build()
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_card_without_measurements_cites_none(tmp_path: Path) -> None:
+    """Catches a card that cites reports which nobody gave, and a checksum of files with other names."""
+    folder = drafts.draft(tmp_path / "d")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    facts = json.loads((folder / METADATA_FILE).read_text())
+    facts["draft_sha256"] = publish.draft_sha256(str(folder))
+    (folder / METADATA_FILE).write_text(json.dumps(facts))
+    text = (made(tmp_path, folder) / "README.md").read_text()
+    assert not any(name in text for name in CITED[:4])
+    assert "images/" not in text
+    assert "draft_sha256 (model-00001-of-00001.safetensors + config.json)" in text
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_reduced_vocabulary_is_published_with_its_ids(there: bool, tmp_path: Path) -> None:
+    """Catches a card that names draft_vocab.json, or a target trained along, where the folder has none."""
+    folder = drafts.draft(
+        tmp_path / "d",
+        family="causal",
+        vocabulary={"size": 64, "coverage": 0.97, "digest": "ab" * 8},
+    )
+    if there:
+        (folder / "draft_vocab.json").write_text("[1, 2]")
+        facts = json.loads((folder / METADATA_FILE).read_text())
+        facts["draft_sha256"] = publish.draft_sha256(str(folder))
+        (folder / METADATA_FILE).write_text(json.dumps(facts))
+        assert "draft_vocab.json" in files_of(made(tmp_path, folder))
+    else:
+        with pytest.raises(UserError, match="draft_vocab.json"):
+            made(tmp_path, folder)
+
+
+def test_a_target_trained_along_must_be_there(tmp_path: Path) -> None:
+    folder = drafts.draft(
+        tmp_path / "d",
+        "medusa",
+        target={"name": str(tmp_path / "d" / "target"), "revision": None},
+        original_target={"name": "org/target", "revision": None},
+    )
+    with pytest.raises(UserError, match="cites target/, "):
+        made(tmp_path, folder)
 
 
 def test_other_folders_are_never_overwritten(tmp_path: Path) -> None:
