@@ -7,12 +7,13 @@ checksum. Manifests of earlier versions only have the number of all rows.
 import dataclasses
 import json
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from decode.common import damage, files
 from decode.common.errors import UserError
+from decode.model.fingerprint import ModelFingerprint
 from train.data import sample_store
 from train.data.sample_store import SampleStore
 
@@ -44,11 +45,20 @@ class Manifest:
     encoder_decoder: bool = False
     """The target is one: what stands before a row's loss span is the encoder's input, what stands in it is the answer.
     The decoder's start token is not stored."""
+    fingerprints: list[dict[str, str]] = field(default_factory=list)
+    """The targets that answered, as the shards name them (`ModelFingerprint`): one, unless others were allowed; none
+    for texts as they stand and in a manifest of an earlier version."""
+
+    def targets(self) -> list[ModelFingerprint]:
+        """`fingerprints`, read."""
+        return [ModelFingerprint.from_json(one) for one in self.fingerprints]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes or replaces `<folder>/manifest.json`, with `shards` as they are in the folder now."""
+    """Writes or replaces `<folder>/manifest.json`, with shards and their targets as they are in the folder now."""
+    targets = [one.to_json() for one in sample_store.targets_in(folder) if one is not None]
     content = dataclasses.asdict(manifest) | {"shards": describe_shards(folder)}
+    content["fingerprints"] = targets
     files.write_atomically(folder / MANIFEST_FILE, json.dumps(content, indent=2) + "\n")
 
 

@@ -97,7 +97,8 @@ TREE = {**numbers("width nodes"), "paths": [NUMBERS]}
 HARDWARE = {"device": name, **numbers("gpus threads"), "machine": name}
 VERSIONS = dict.fromkeys(("python", "torch", "transformers", "accelerate", "datasets"), version)
 PROVENANCE = {"git": digest, "versions": VERSIONS, "hardware": HARDWARE}
-TARGET = {"name": place, "revision": revision, "tokenizer": digest}
+FINGERPRINT = {"weights": digest, "dtype": word, "revision": revision, "served_as": place}
+TARGET = {"name": place, "tokenizer": digest, **FINGERPRINT}
 SAMPLING = numbers("temperature top_k top_p")
 MANIFEST = {
     "target": place,
@@ -114,6 +115,7 @@ MANIFEST = {
     "versions": VERSIONS,
     "engine": word,
     "encoder_decoder": flag,
+    "fingerprints": [FINGERPRINT],
 }
 """manifest.json of a sampled set."""
 TRAINING = {
@@ -171,6 +173,7 @@ def draft_schema(facts: Mapping[str, Any]) -> dict[str, Any]:
         "training": training,
         **numbers("trained_steps samples processes"),
         "data_manifest": mixture,
+        "inputs": [{"target": FINGERPRINT, "data": [digest], "init": digest}],
         "measured_in_training": Names(number),
         "cost": numbers("wall_seconds tokens"),
         "vocabulary": {**numbers("size coverage"), "digest": digest},
@@ -193,6 +196,7 @@ ENTRY = {
     "draft": place,
     "draft_sha256": digest,
     "draft_altered": flag,
+    "trained_for": digest,
     "family": word,
     "prediction_missing": sentence,
     "tree": TREE,
@@ -265,6 +269,7 @@ MODEL_SIZE = {**numbers("parameters kv_values"), "experts": flag}
 REPORT = {
     "schema": number,
     "target": TARGET,
+    "earlier_targets": [FINGERPRINT],
     "tasks": [name],
     **PROVENANCE,
     **numbers("seed resumed gpu_utilisation"),
@@ -349,6 +354,7 @@ CELL = {
 TUNED = {
     "schema": number,
     "target": TARGET,
+    "earlier_targets": [FINGERPRINT],
     "tasks": [name],
     "drafts": Names(digest),
     **PROVENANCE,
@@ -404,6 +410,7 @@ DATA_CURVE = {
 FORECAST = {
     "schema": number,
     "target": TARGET,
+    "earlier_targets": [FINGERPRINT],
     "draft": {"name": place, "family": word, "sha256": digest},
     "tasks": [name],
     **numbers("max_new_tokens seed"),
