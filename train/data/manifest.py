@@ -6,8 +6,8 @@ checksum. Manifests of earlier versions only have the number of all rows.
 
 import dataclasses
 import json
-from collections.abc import Set
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Manifest:
     encoder_decoder: bool = False
     """The target is one: what stands before a row's loss span is the encoder's input, what stands in it is the answer.
     The decoder's start token is not stored."""
-    fingerprints: list[dict[str, str]] = field(default_factory=list)
+    fingerprints: Sequence[dict[str, str]] = ()
     """The targets that answered, as the shards name them (`ModelFingerprint`): one, unless others were allowed; none
     for texts as they stand and in a manifest of an earlier version."""
 
@@ -82,6 +82,8 @@ def read_manifest(folder: Path) -> Manifest:
         isinstance(listed, dict)
         and all(isinstance(entry, dict) and "sha256" in entry for entry in listed.values())
     )
+    named = manifest.fingerprints
+    whole &= isinstance(named, list | tuple) and all(isinstance(one, dict) for one in named)
     if not whole or not isinstance(manifest.counts, dict):
         raise UserError(f"{path} is damaged: delete it and run train/sample.py again")
     return manifest
