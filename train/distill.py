@@ -273,9 +273,9 @@ def load_components(
         s.placement, s.target, device, dtype, s.revision, with_layers=not s.states.url
     )
     check_encoder_decoder(s, target)
+    rows, dropped = load_rows(s, target)
     if accelerator.is_main_process:
         mixture.check_target(s.data, target, s.allow_changed)
-    rows, dropped = load_rows(s, target)
     s = replace(s, loop=s.loop.resolve_epochs(len(rows)))
     init = draft_sha256(s.draft.init) if s.draft.init else None
     inputs = checkpoint.TrainingInputs(target.fingerprint, target.identity, rows.digests, init)

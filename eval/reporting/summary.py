@@ -44,9 +44,13 @@ def other_targets_lines(report: Report) -> list[str]:
             f"Trained for another target than this one: {', '.join(unique_names(drafts))}."
         )
     earlier = report.get("earlier_targets") or []
-    if earlier:
-        names = ", ".join(one.get("weights", "unknown") for one in earlier)
-        lines.append(f"Some measurements are of another target, as allowed: weights {names}.")
+    named = [
+        f"weights {one['weights']} in {one.get('dtype')}" for one in earlier if "weights" in one
+    ]
+    if named:
+        lines.append(f"Some measurements are of another target, as allowed: {', '.join(named)}.")
+    if len(named) < len(earlier):
+        lines.append("Some measurements may be of another target: they do not name it.")
     return lines
 
 
