@@ -179,7 +179,7 @@ def test_texts_as_they_stand_are_of_no_target(world: World, tmp_path: Path) -> N
     tune(world.target)
     done = sample(world, out, "--origin", "text")
     assert done.code == 0, done.err
-    assert list(read_manifest(out).fingerprints) == []
+    assert read_manifest(out).fingerprints == []
 
 
 # ---- train/distill.py ----

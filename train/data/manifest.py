@@ -6,8 +6,8 @@ checksum. Manifests of earlier versions only have the number of all rows.
 
 import dataclasses
 import json
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Manifest:
     encoder_decoder: bool = False
     """The target is one: what stands before a row's loss span is the encoder's input, what stands in it is the answer.
     The decoder's start token is not stored."""
-    fingerprints: Sequence[dict[str, str]] = ()
+    fingerprints: list[dict[str, str]] = field(default_factory=list)
     """The targets that answered, as the shards name them (`ModelFingerprint`): one, unless others were allowed; none
     for texts as they stand and in a manifest of an earlier version."""
 
@@ -70,7 +70,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder} {state}, it has no {MANIFEST_FILE}: run train/sample.py with it")
     data = files.read_json(path)
     fields = dataclasses.fields(Manifest)
-    required = [f.name for f in fields if f.default is dataclasses.MISSING]
+    absent = dataclasses.MISSING
+    required = [f.name for f in fields if f.default is absent and f.default_factory is absent]
     missing = required if not isinstance(data, dict) else [n for n in required if n not in data]
     if missing:
         raise UserError(
@@ -83,7 +84,7 @@ def read_manifest(folder: Path) -> Manifest:
         and all(isinstance(entry, dict) and "sha256" in entry for entry in listed.values())
     )
     named = manifest.fingerprints
-    whole &= isinstance(named, list | tuple) and all(isinstance(one, dict) for one in named)
+    whole &= isinstance(named, list) and all(isinstance(one, dict) for one in named)
     if not whole or not isinstance(manifest.counts, dict):
         raise UserError(f"{path} is damaged: delete it and run train/sample.py again")
     return manifest

@@ -5,6 +5,7 @@ are read from disk when they are indexed, so a set may be larger than memory. tr
 a finished set has.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -33,7 +34,7 @@ SCHEMA = pa.schema(
     ]
 )
 
-TARGET_KEY = "draftsmith.target"
+TARGET_KEY = b"draftsmith.target"
 """Key of the metadata of a shard that says which target answered."""
 ROW_GROUP_SIZE = (
     64  # rows that are read together; reading one row costs as much as reading its group
@@ -138,8 +139,8 @@ def write_shard(
     path = folder / "shards" / f"{name}.parquet"
     if path.exists():
         raise FileExistsError(f"{path} holds samples: overwriting it would lose them")
-    known = None if target is None else {TARGET_KEY: json.dumps(target.to_json())}
-    table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata(known))
+    schema = SCHEMA.with_metadata(target_metadata(target))
+    table = pa.Table.from_pylist(rows, schema=schema)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=ROW_GROUP_SIZE, write_page_checksum=True)
     write_atomically(path, sink.getvalue().to_pybytes())
@@ -157,14 +158,25 @@ def targets_in(folder: Path) -> list[ModelFingerprint | None]:
     out."""
     found: list[ModelFingerprint | None] = []
     for path in shard_paths(folder):
-        try:
-            known = (_open(path).schema_arrow.metadata or {}).get(TARGET_KEY.encode())
-        except UserError:
-            continue
-        target = None if known is None else ModelFingerprint.from_json(json.loads(known))
-        if target not in found:
-            found.append(target)
+        with contextlib.suppress(UserError):
+            target = target_of(_open(path).schema_arrow)
+            if target not in found:
+                found.append(target)
     return found
+
+
+def target_metadata(target: ModelFingerprint | None) -> dict[bytes, bytes] | None:
+    """The metadata of a shard whose answers are this target's."""
+    return None if target is None else {TARGET_KEY: json.dumps(target.to_json()).encode()}
+
+
+def target_of(schema: pa.Schema) -> ModelFingerprint | None:
+    """The target that a shard's metadata name; None for none, and for damaged metadata."""
+    try:
+        known = json.loads((schema.metadata or {})[TARGET_KEY])
+    except (KeyError, ValueError):
+        return None
+    return ModelFingerprint.from_json(known) if isinstance(known, dict) else None
 
 
 def rows_digest(rows: Iterable[SampleRow]) -> str:

@@ -50,6 +50,14 @@ def place(value: Any, known: Collection[str]) -> str:
     return name(re.split(r"[/\\]", text.rstrip("/\\"))[-1], known)
 
 
+def served_name(value: Any, known: Collection[str]) -> str:
+    """A server's name for a model; of one that is no path and no Hub name only that there was one."""
+    try:
+        return place(value, known)
+    except WrongTypeError:
+        return withheld(value, known)
+
+
 def version(value: Any, known: Collection[str]) -> str:
     """The version of a library."""
     return match(r"\d{1,4}(?:[.+-]?[a-z0-9]{1,12}){0,8}", value, "a version")
@@ -97,7 +105,7 @@ TREE = {**numbers("width nodes"), "paths": [NUMBERS]}
 HARDWARE = {"device": name, **numbers("gpus threads"), "machine": name}
 VERSIONS = dict.fromkeys(("python", "torch", "transformers", "accelerate", "datasets"), version)
 PROVENANCE = {"git": digest, "versions": VERSIONS, "hardware": HARDWARE}
-FINGERPRINT = {"weights": digest, "dtype": word, "revision": revision, "served_as": place}
+FINGERPRINT = {"weights": digest, "dtype": word, "revision": revision, "served_as": served_name}
 TARGET = {"name": place, "tokenizer": digest, **FINGERPRINT}
 SAMPLING = numbers("temperature top_k top_p")
 MANIFEST = {

@@ -14,7 +14,7 @@ from decode.checkpoints.layouts import read_config
 from decode.common.files import read_json
 from tests import drafts
 from train.hub import model_card, serving_configs
-from train.hub.card_text import CardInputs
+from train.hub.card_text import CardInputs, other_targets
 from train.hub.upload import HubLabels
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -227,3 +227,32 @@ def test_several_sampled_sets_are_all_told(tmp_path: Path) -> None:
     assert "number of answers: 2,100 + 71" in text
     assert "| two (weight 1) counts.answered | 71 |" in text
     assert "without a chat template" not in text
+
+
+def test_figures_of_another_target_are_said_to_be(tmp_path: Path) -> None:
+    """Catches a card whose speed-ups were measured on other weights than the draft was trained for."""
+    known = facts(tmp_path / "d", tuned=True)
+    assert known.report is not None
+    assert known.tuned is not None
+    own, other = {"name": "t", "weights": "a" * 16}, {"name": "t", "weights": "b" * 16}
+    draft = {**known.draft, "target": own}
+    for report, tuned, files in (
+        (own, own, []),
+        ({"name": "t"}, own, []),
+        (other, own, ["report.json"]),
+        (other, other, ["report.json", "tuned.json"]),
+    ):
+        given = replace(
+            known,
+            draft=draft,
+            report={**known.report, "target": report},
+            tuned={**known.tuned, "target": tuned},
+        )
+        lines = other_targets(given)
+        assert [line.split()[0] for line in lines] == files
+        text = rendered(given)
+        for line in lines:
+            assert f"weights {'b' * 16}" in line
+            assert line in text
+        trained_too = replace(given, draft={**draft, "original_target": other})
+        assert other_targets(trained_too) == []
