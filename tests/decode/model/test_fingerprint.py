@@ -380,3 +380,19 @@ def test_what_differs_is_named(what: str) -> None:
     then, now, words = PAIRS[what]
     assert difference(then, now) == words
     assert ModelFingerprint.from_json({**then.to_json(), "later": 1}) == then
+
+
+def test_a_name_on_the_hub_is_what_its_cache_holds(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a name on the Hub and a copy of its files are two targets, or a revision is that of another one."""
+    repository, commits = tmp_path / "hub" / "models--me--t", ["1" * 40, "2" * 40]
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commits[1])
+    for commit in commits:
+        shutil.copytree(model_folder, repository / "snapshots" / commit)
+    tensors(noise)(repository / "snapshots" / commits[0])
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert weights_fingerprint("me/t") == weights_fingerprint(str(model_folder))
+    assert weights_fingerprint("me/t", commits[1]) == weights_fingerprint(str(model_folder))
+    assert weights_fingerprint("me/t", commits[0]) not in (None, weights_fingerprint("me/t"))
