@@ -262,6 +262,14 @@ class RunComponents:
     inputs: checkpoint.TrainingInputs
 
 
+def training_inputs(
+    s: DistillConfig, target: Target, rows: mixture.Mixture
+) -> checkpoint.TrainingInputs:
+    """What this training learns from, by content."""
+    init = draft_sha256(s.draft.init) if s.draft.init else None
+    return checkpoint.TrainingInputs(target.fingerprint, target.identity, rows.digests, init)
+
+
 def load_components(
     s: DistillConfig, accelerator: Accelerator
 ) -> tuple[DistillConfig, RunComponents]:
@@ -277,8 +285,7 @@ def load_components(
     if accelerator.is_main_process:
         mixture.check_target(s.data, target, s.allow_changed)
     s = replace(s, loop=s.loop.resolve_epochs(len(rows)))
-    init = draft_sha256(s.draft.init) if s.draft.init else None
-    inputs = checkpoint.TrainingInputs(target.fingerprint, target.identity, rows.digests, init)
+    inputs = training_inputs(s, target, rows)
     if not s.overwrite and accelerator.is_main_process:
         checkpoint.check_inputs(Path(s.out), inputs, s.allow_changed)
     acceptance_eval = AcceptanceEval(s.check, target, s.seed, rows)

@@ -270,8 +270,8 @@ def check_saved_draft(path: str) -> None:
 
 def trained_for(path: str) -> str | None:
     """The fingerprint of the weights that the draft in a folder was trained for; None where nobody wrote it down."""
-    recorded: str | None = read_metadata(path).get("target", {}).get("weights")
-    return recorded
+    target = read_metadata(path).get("target")
+    return target.get("weights") if isinstance(target, dict) else None
 
 
 def check_target_weights(path: str, target: Target) -> None:
