@@ -29,8 +29,8 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> World:
 def world(original: World, tmp_path: Path) -> World:
     """A copy of its own, to be altered."""
     folder = Path(shutil.copytree(original.target.parent, tmp_path / "world"))
-    models = (folder / name for name in ("target", "draft", "stranger", "prompts.jsonl"))
-    return World(*models, original.texts)
+    target, draft, stranger = (folder / name for name in ("target", "draft", "stranger"))
+    return World(target, draft, stranger, folder / "prompts.jsonl", original.texts)
 
 
 def other_weights(folder: Path) -> None:

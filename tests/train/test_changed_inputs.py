@@ -30,8 +30,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> World:
 def world(base: World, tmp_path: Path) -> World:
     """A copy of its own, to be altered."""
     folder = Path(shutil.copytree(base.target.parent, tmp_path / "world"))
-    models = (folder / name for name in ("target", "draft", "stranger", "prompts.jsonl"))
-    return World(*models, base.texts)
+    target, draft, stranger = (folder / name for name in ("target", "draft", "stranger"))
+    return World(target, draft, stranger, folder / "prompts.jsonl", base.texts)
 
 
 def tune(folder: Path, factor: float = 3.0, tensor: str = NORM) -> None:
