@@ -17,7 +17,7 @@ from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
 from eval.benchmark.config import EvalConfig
-from eval.benchmark.journal import Journal
+from eval.benchmark.journal import Journal, earlier_targets
 from eval.benchmark.methods import (
     PLAIN_DECODING,
     Method,
@@ -86,11 +86,8 @@ def evaluate(
     references = _reference_outputs(work) if 0.0 in s.temperatures else {}
     report: dict[str, Any] = {
         "schema": SCHEMA,
-        "target": {
-            "name": target.name,
-            "revision": target.revision,
-            "tokenizer": target.fingerprint,
-        },
+        "target": target.describe(),
+        "earlier_targets": earlier_targets(journal),
         "tasks": [loading.task_version(task) for task in s.tasks],
         **provenance.collect(),
         "seed": s.seed,

@@ -41,7 +41,7 @@ from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import pick_draft
 from decode.model.loading import Target, load_target
 from eval.benchmark import vllm_client
-from eval.benchmark.journal import Journal
+from eval.benchmark.journal import Journal, earlier_targets, open_journal
 from eval.forecasting import costs, schedule
 from eval.forecasting.chains import (
     LOOKUPS,
@@ -112,6 +112,9 @@ class ForecastConfig:
     seed: Seed = 0
     out: str = "outputs/forecast"
     """Folder for the result."""
+    allow_changed: bool = False
+    """Go on in `out` although the target (its weights or dtype) or a draft is another one than before. Right if you
+    know that both decode alike; forecast.json says that it has measurements of both."""
     overwrite: bool = False
     """Delete an earlier result in `out` and measure again."""
 
@@ -269,7 +272,8 @@ def forecast(
     )
     return {
         "schema": SCHEMA,
-        "target": {"name": target.name, "tokenizer": target.fingerprint},
+        "target": target.describe(),
+        "earlier_targets": earlier_targets(journal),
         "draft": {"name": s.draft, "family": draft.name, "sha256": draft_sha256(s.draft)},
         "tasks": [task_version(task) for task in s.tasks],
         "max_new_tokens": s.max_new_tokens,
@@ -292,7 +296,8 @@ def main(s: ForecastConfig) -> None:
     items = load_fitting_prompts(s.tasks, target)
     check_room(target, items, ChainSettings(max(s.k), 0.0, s.max_new_tokens, s.rows))
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, inputs):
-        journal = Journal(out / "journal.jsonl", provenance.hardware())
+        checksums = {s.draft: draft_sha256(s.draft)}
+        journal = open_journal(out, target.identity, checksums, s.allow_changed)
         result = forecast(s, target, draft, items, journal)
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
         files.write_atomically(out / "forecast.json", text + "\n")

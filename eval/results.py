@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from decode.drafts.base import draft_sha256, is_altered
+from decode.drafts.base import draft_sha256, is_altered, trained_for
 from decode.drafts.registry import DRAFT_FAMILIES, find_family
 from decode.engine.records import DecodeRecord
 from decode.verification.registry import find_rule
@@ -82,6 +82,7 @@ def method_entry(
         "quality": quality,
         "draft_sha256": sha256,
         "draft_altered": is_altered(path, sha256),
+        "trained_for": trained_for(path) if path else None,
         "mode": s.mode,
         "dtype": s.dtype,
         "draft_dtype": next((m.dtype for m in s.methods if m.name == method.name), "") or s.dtype,

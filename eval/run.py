@@ -31,7 +31,7 @@ from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, config
 from eval.benchmark.config import EvalConfig
 from eval.benchmark.journal import open_journal
-from eval.benchmark.methods import Method, build_methods, simulated_alpha
+from eval.benchmark.methods import Method, build_methods, draft_checksums, simulated_alpha
 from eval.checks.target_drift import check_original
 from eval.evaluate import evaluate
 from eval.reporting.render import terminal_table, write_report
@@ -115,7 +115,8 @@ def measure(s: EvalConfig) -> None:
         loading.load_task_prompts(task, target)
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, config.input_paths(s)):
         out = Path(s.out)
-        journal = open_journal(out, s.methods)
+        checksums = draft_checksums(s.methods)
+        journal = open_journal(out, target.identity, checksums, s.allow_changed)
         with progress_bars() as progress:
             report, lines = evaluate(s, target, journal, progress)
         outputs = out / "outputs.jsonl"

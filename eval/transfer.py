@@ -146,6 +146,7 @@ def compare_targets(s: TransferConfig, console: Console) -> list[dict[str, Any]]
             found = transfer.compare(a, b, s.keep, s.retrain)
             facts = {
                 "target": name,
+                "weights": target.identity.weights,
                 "dtype": dtype,
                 "temperature": temperature,
                 "prompts": len(shared),

@@ -32,7 +32,7 @@ from decode.common.progress import ProgressLog, progress_bars
 from decode.model.loading import load_target
 from eval.benchmark import config
 from eval.benchmark.config import TreeConfig
-from eval.benchmark.journal import Journal, open_journal
+from eval.benchmark.journal import Journal, earlier_targets, open_journal
 from eval.benchmark.methods import PLAIN_DECODING, Method, draft_checksums
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.metrics.acceptance import tau
@@ -98,7 +98,8 @@ def tune(
                 trees += compare_tree_lengths(stage, run(stage), expected)
     return {
         "schema": SCHEMA,
-        "target": {"name": context.target.name, "tokenizer": context.target.fingerprint},
+        "target": context.target.describe(),
+        "earlier_targets": earlier_targets(journal),
         "tasks": [loading.task_version(task) for task in s.tasks],
         "drafts": draft_checksums([m for m in s.methods if not m.lookup]),
         **provenance.collect(),
@@ -244,7 +245,8 @@ def main(s: TuneConfig) -> None:
     context = load_timing_context(s, target)
     console, out = Console(stderr=True), Path(s.out)
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, config.input_paths(to_eval_config(s))):
-        journal = open_journal(out, s.methods)
+        checksums = draft_checksums(s.methods)
+        journal = open_journal(out, target.identity, checksums, s.allow_changed)
         with progress_bars(console) as progress:
             tuned = tune(s, context, methods, journal, progress)
         files.write_atomically(

@@ -28,7 +28,13 @@ from decode.common.command import run_command, stop
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, Seed
 from decode.distributed.placement import PlacementConfig, load_target, run_placed
-from decode.drafts.base import METADATA_FILE, MODEL_FILES, check_request, check_saved_draft
+from decode.drafts.base import (
+    METADATA_FILE,
+    MODEL_FILES,
+    check_request,
+    check_saved_draft,
+    draft_sha256,
+)
 from decode.model import attention
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
@@ -121,6 +127,10 @@ class DistillConfig:
     """Folder of the draft and its checkpoints."""
     resume: bool = False
     """Continue in `out` although the settings differ (a run with equal settings resumes by itself)."""
+    allow_changed: bool = False
+    """Go on although the target (its weights or dtype), the sampled set, `draft.init` or stored features are others
+    than before, or the samples are another target's answers. Right if you know that the difference does not matter, as
+    after adding prompts to the set or for answers of a target that was fine-tuned a little since."""
     overwrite: bool = False
     """Delete what an earlier run left in `out`."""
     dry_run: bool = False
@@ -229,7 +239,7 @@ def build_draft(s: DistillConfig, target: Target, rows: mixture.Mixture) -> Trai
     """The draft in training. UserError, before any step, if training could not measure it with these settings."""
     folder = None
     if s.features and not s.dry_run:
-        folder = FeatureFolder(Path(s.features), s.features_top, s.loop.max_length)
+        folder = FeatureFolder(Path(s.features), s.features_top, s.loop.max_length, s.allow_changed)
     device = str(target.decoder.device)
     context = FamilyContext(s, target, rows, device, folder, rows.whole, s.states)
     trainable = family_trainer(s.draft.family).build(context)
@@ -249,6 +259,15 @@ class RunComponents:
     """Samples without supervised tokens."""
     trainable: TrainableDraft
     acceptance_eval: AcceptanceEval
+    inputs: checkpoint.TrainingInputs
+
+
+def training_inputs(
+    s: DistillConfig, target: Target, rows: mixture.Mixture
+) -> checkpoint.TrainingInputs:
+    """What this training learns from, by content."""
+    init = draft_sha256(s.draft.init) if s.draft.init else None
+    return checkpoint.TrainingInputs(target.fingerprint, target.identity, rows.digests, init)
 
 
 def load_components(
@@ -263,11 +282,15 @@ def load_components(
     )
     check_encoder_decoder(s, target)
     rows, dropped = load_rows(s, target)
+    if accelerator.is_main_process:
+        mixture.check_target(s.data, target, s.allow_changed)
     s = replace(s, loop=s.loop.resolve_epochs(len(rows)))
-    if not s.overwrite:
-        checkpoint.check_tokenizer(Path(s.out), target.fingerprint)
+    inputs = training_inputs(s, target, rows)
+    if not s.overwrite and accelerator.is_main_process:
+        checkpoint.check_inputs(Path(s.out), inputs, s.allow_changed)
     acceptance_eval = AcceptanceEval(s.check, target, s.seed, rows)
-    return s, RunComponents(target, rows, dropped, build_draft(s, target, rows), acceptance_eval)
+    draft = build_draft(s, target, rows)
+    return s, RunComponents(target, rows, dropped, draft, acceptance_eval, inputs)
 
 
 def build_training(s: DistillConfig, accelerator: Accelerator, parts: RunComponents) -> Training:
@@ -353,6 +376,7 @@ def distill(
     with collective.raise_on_all_ranks(accelerator):
         damage = partial(on_policy.find_damage, s)
         state = checkpoint.load_latest(accelerator, out, parts.target.fingerprint, damage)
+    state.note_inputs(parts.inputs)
     console.print(
         f"{samples} samples ({parts.dropped} dropped), {processes} process(es), {accelerator.device}, "
         f"precision {accelerator.mixed_precision}, from step {state.step}"

@@ -26,7 +26,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object, parse_flag_from_env
 from rich.console import Console
 
-from decode.common import provenance
+from decode.common import damage, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.progress import ProgressBars, progress_bars
@@ -35,7 +35,8 @@ from decode.drafts.base import check_request
 from decode.drafts.registry import pick_draft
 from decode.engine.active_request import check_draft_length
 from decode.engine.engine import SpeculativeEngine
-from decode.model.loading import load_config
+from decode.model.fingerprint import ModelFingerprint, difference
+from decode.model.loading import load_config, model_fingerprint, model_folder
 from eval.benchmark.vllm_client import find_interpreter
 from train.data import manifest, sample_store
 from train.data.prompt_pipeline import (
@@ -92,12 +93,28 @@ def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, i
     )
 
 
+def check_same_target(s: SampleConfig, reader: TargetTokenizer) -> None:
+    """UserError if answers in `out` are of another target than those that are to come, unless `allow_changed`."""
+    if reader.identity is None:
+        return
+    for then in sample_store.targets_in(Path(s.out)):
+        if then is None:
+            damage.warn(f"shards in {s.out} name no target: whether it was this one is not checked")
+        elif found := difference(then, reader.identity):
+            what = f"the answers in {s.out} are of another target ({found})"
+            run_dir.refuse_change(what, s.allow_changed)
+
+
 def unanswered_prompts(
-    s: SampleConfig, state: PartialState, prompts: Sequence[TokenizedPrompt]
+    s: SampleConfig,
+    state: PartialState,
+    reader: TargetTokenizer,
+    prompts: Sequence[TokenizedPrompt],
 ) -> list[TokenizedPrompt]:
     """The prompts that have no row in `out` yet. Every rank must call it."""
     with collective.raise_on_all_ranks(state):
         if state.is_main_process:
+            check_same_target(s, reader)
             sample_store.remove_partial(Path(s.out))
             manifest.set_damaged_aside(Path(s.out), {prompt.id for prompt in prompts})
     done = sample_store.done_ids(Path(s.out))
@@ -180,7 +197,8 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
         with collective.raise_on_all_ranks(state):
             server = replace(client.connect(s), own=s.engine == "vllm")
         reader = load_target_tokenizer(s.target, s.revision)
-        reader = replace(reader, context=min(reader.context, server.context or reader.context))
+        context = min(reader.context, server.context or reader.context)
+        reader = replace(reader, context=context, identity=served_identity(s, server.model))
         return reader, partial(server_engine.generate_answers, s, server, reader)
     device = str(state.device) if s.device == "auto" else s.device
     target = load_target(s.placement, s.target, device, s.dtype, s.revision)
@@ -191,6 +209,19 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
     engine = SpeculativeEngine(target, draft, k=s.k, sampling=s.sampling, mode=s.mode)
     write = partial(local_engine.generate_answers, s, engine)
     return TargetTokenizer.from_target(target), write
+
+
+def served_identity(s: SampleConfig, served_as: str) -> ModelFingerprint:
+    """Of the target behind a server: its weights are known only where the server was started for this run."""
+    if s.engine == "vllm":
+        folder = model_folder(s.target, "target", s.revision)
+        return model_fingerprint(folder, s.revision, f"vllm-{s.dtype}")
+    return ModelFingerprint(served_as=served_as)
+
+
+def served_name(reader: TargetTokenizer) -> str:
+    """The server's name for the target."""
+    return "" if reader.identity is None else str(reader.identity.served_as)
 
 
 def main(s: SampleConfig) -> None:
@@ -228,7 +259,7 @@ def write_answers(
             f"no prompt fits the context of {reader.name}, which holds {reader.context} tokens"
         )
     with collective.open_run(state, s.out, s, COMMAND, OWNED_FILES, input_paths(s)):
-        todo = unanswered_prompts(s, state, fitting)
+        todo = unanswered_prompts(s, state, reader, fitting)
         rank_prompts = todo[state.process_index :: state.num_processes]
         console = Console(stderr=True, quiet=not state.is_main_process)
         for line in log.lines():
@@ -253,6 +284,10 @@ def write_answers(
                 f"{counts['answered']} answered, {counts['failed']} failed ({number}too long for the context), "
                 f"{counts['answers_too_short']} with too short an answer: {s.out}"
             )
+            if s.engine == "openai":
+                console.print(
+                    f"which weights the server calls {served_name(reader)} is not known: the set names none"
+                )
             if s.served:
                 print(json.dumps({**counts, "too_long": too_long, "failures": failures}))
 

@@ -29,6 +29,7 @@ from decode.common.progress import progress_bars
 from decode.common.ranges import Count, Seed, at_least
 from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
+from decode.model.fingerprint import ModelFingerprint, difference
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from train.sampling.rows import reply_seed
@@ -65,6 +66,8 @@ class WritePromptsConfig:
     """Folder of prompts.jsonl, one chat a line."""
     resume: bool = False
     """Continue in `out` although the settings differ, such as a larger count."""
+    allow_changed: bool = False
+    """Go on in `out` although another target (other weights, another dtype) wrote the prompts that are there."""
     overwrite: bool = False
     """Replace what an earlier run left in `out`."""
 
@@ -152,7 +155,12 @@ def write_prompts(
             del written[record.prompt]
             number = todo[record.prompt]
             text = target.tokenizer.decode(ids, skip_special_tokens=True).strip()
-            entry = {"number": number, "finish_reason": record.finished, "text": text}
+            entry = {
+                "number": number,
+                "finish_reason": record.finished,
+                "text": text,
+                "target": target.identity.to_json(),
+            }
             file.write(json.dumps(entry) + "\n")
             file.flush()
             bars.update(bar, speed=f"{tokens / (time.perf_counter() - start):,.0f} tokens/s")
@@ -178,6 +186,17 @@ def whole_prompts(s: WritePromptsConfig, entries: Sequence[dict[str, Any]]) -> l
     return prompts
 
 
+def check_same_target(
+    s: WritePromptsConfig, target: Target, written: Sequence[dict[str, Any]]
+) -> None:
+    """UserError if another target wrote some of the prompts, unless `allow_changed`; earlier versions named none."""
+    for then in {json.dumps(entry.get("target", {})) for entry in written}:
+        found = difference(ModelFingerprint.from_json(json.loads(then)), target.identity)
+        if found:
+            what = f"another target wrote prompts in {s.out} ({found})"
+            run_dir.refuse_change(what, s.allow_changed)
+
+
 def main(s: WritePromptsConfig) -> None:
     if not s.systems:
         raise UserError("systems is empty: give a system message, or [''] for the template's own")
@@ -187,7 +206,9 @@ def main(s: WritePromptsConfig) -> None:
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, [s.target]):
         consequence = "they are written again"
         fields = {"number": int, "finish_reason": str, "text": str}
-        done = {entry["number"] for entry in read_log(out / LOG_FILE, fields, consequence)}
+        written = read_log(out / LOG_FILE, fields, consequence)
+        check_same_target(s, target, written)
+        done = {entry["number"] for entry in written}
         todo = [number for number in range(s.count) if number not in done]
         write_prompts(s, target, turns, todo, out / LOG_FILE)
         prompts = whole_prompts(s, read_log(out / LOG_FILE, fields, consequence))

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from decode.common import files, lock
+from decode.common import damage, files, lock
 from decode.common.cli import to_dict, to_yaml
 from decode.common.errors import UserError
 from decode.common.renamed_settings import rename_keys, renamed_settings
@@ -25,7 +25,7 @@ PREVIOUS_RUN = ".previous-run"
 MOVING = PREVIOUS_RUN + ".tmp"
 OWN_NAMES = (RUN_FILE, RUN_FILE + ".tmp", lock.LOCK_FILE, PREVIOUS_RUN, MOVING)
 HEADER = "# command: "
-CONTROL_SETTINGS = ("overwrite", "resume", "dry_run", "publish", "tracker")
+CONTROL_SETTINGS = ("overwrite", "resume", "allow_changed", "dry_run", "publish", "tracker")
 """Settings that say how a run starts and ends, and who logs it. They may differ between two starts of one run."""
 
 
@@ -93,6 +93,15 @@ def open_run(
                 error.add_note(f"the earlier run lies in {path / PREVIOUS_RUN}")
             raise
         shutil.rmtree(path / PREVIOUS_RUN, ignore_errors=True)
+
+
+def refuse_change(what: str, allowed: bool, advice: str = "") -> None:
+    """UserError for an input that is another one than before, where the result would be a mixture; with `allowed`, the
+    setting `allow_changed`, a warning. `advice` is what else may be done."""
+    if not allowed:
+        others = advice or "--overwrite true begins anew, --out names another folder"
+        raise UserError(f"{what}: --allow_changed true goes on all the same, {others}")
+    damage.warn(f"{what}: it goes on all the same, as --allow_changed says")
 
 
 @contextmanager

@@ -277,6 +277,28 @@ def check_saved_draft(path: str) -> None:
     check_saved_tokenizer(path)
 
 
+def trained_for(path: str) -> str | None:
+    """The fingerprint of the weights that the draft in a folder was trained for; None where nobody wrote it down."""
+    target = read_metadata(path).get("target")
+    return target.get("weights") if isinstance(target, dict) else None
+
+
+def check_target_weights(path: str, target: Target) -> None:
+    """A warning for a draft that was trained for another target. It decodes losslessly, and accepts less."""
+    then = trained_for(path)
+    if then is not None and target.identity.weights not in (None, then):
+        _warn_of_other_target(path, then, target.name, str(target.identity.weights))
+
+
+@functools.cache
+def _warn_of_other_target(path: str, then: str, name: str, now: str) -> None:
+    """Once for each target: commands load a draft several times."""
+    damage.warn(
+        f"draft {path!r} was trained for a target with weights {then}, and {name!r} has {now}: what it decodes is this "
+        "target's text, and fewer of its tokens may be accepted"
+    )
+
+
 def check_saved_tokenizer(path: str) -> None:
     """UserError if the tokenizer in a draft's folder is not the one that draftsmith.json names."""
     recorded = read_metadata(path).get("tokenizer_hash")

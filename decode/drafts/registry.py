@@ -15,7 +15,7 @@ from decode.checkpoints import importers
 from decode.common.errors import UserError
 from decode.drafts import causal, eagle, medusa, mtp
 from decode.drafts.adaptive.adaptive_draft import AdaptiveConfig, AdaptiveDraft
-from decode.drafts.base import Draft, check_saved_draft, read_metadata
+from decode.drafts.base import Draft, check_saved_draft, check_target_weights, read_metadata
 from decode.drafts.blocks import dflash, pard, peagle
 from decode.drafts.lookups.grammar import GrammarDraft
 from decode.drafts.lookups.ngram import NgramDraft
@@ -260,7 +260,8 @@ def load_draft(
 
     It loads drafts that were saved here and published ones in the layouts of decode/checkpoints/importers.py.
     UserError if the draft's tokenizer is not the target's or not the one it was trained for; warnings where heads do
-    not name their tokenizer and where the weights are not those that were trained (`check_saved_draft`).
+    not name their tokenizer, where the weights are not those that were trained (`check_saved_draft`) and where the
+    target is not the one that they were trained for.
     """
     target_device = target.decoder.device
     device = pick_device(device) if device else str(target_device)
@@ -271,6 +272,7 @@ def load_draft(
         family = find_family(path)
         assert family.load is not None
         draft = family.load(path, target, device, dtype)
+        check_target_weights(folder, target)
     except UserError as error:
         if path in str(error) or folder in str(error):
             raise

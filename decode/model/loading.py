@@ -30,6 +30,7 @@ from decode.model import tied_heads
 from decode.model.adapters import find_adapter, merged_folder
 from decode.model.config_checks import check_sizes
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
+from decode.model.fingerprint import ModelFingerprint, weights_fingerprint
 from decode.model.gguf_files import gguf_folder
 from decode.model.linear.int8_weights import quantize_linear_layers
 from decode.model.names import check_name, is_local, load_error
@@ -64,6 +65,19 @@ class Target:
     """That of its tokenizer (`tokenizer_fingerprint`)."""
     eos: frozenset[int]
     """Ids that end a text; empty when the model has none."""
+    dtype: str | None = None
+    """What is computed in: a key of DTYPES."""
+
+    @cached_property
+    def identity(self) -> ModelFingerprint:
+        """What it is, wherever its files lie; weights that came from no files are None."""
+        folder = self.decoder.model.config.name_or_path
+        return model_fingerprint(folder, self.revision, self.dtype)
+
+    def describe(self) -> dict[str, Any]:
+        """{name, revision, tokenizer, weights, dtype} as results record them."""
+        named = {"name": self.name, "revision": self.revision, "tokenizer": self.fingerprint}
+        return named | self.identity.to_json()
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -128,6 +142,16 @@ def adapter_folder(
         ) from error
     load_base = partial(load_model, merged or base, role, "cpu", "float32", adapter.revision)
     return str(merged_folder(adapter, folder, config, load_base))
+
+
+def model_fingerprint(
+    folder: str, revision: str | None = None, dtype: str | None = None
+) -> ModelFingerprint:
+    """What `folder`, as `model_folder` gives it, is when it computes in `dtype`. Weights of no folder ("") are None."""
+    with _quietly():
+        return ModelFingerprint(
+            weights_fingerprint(folder, revision) if folder else None, dtype, revision
+        )
 
 
 def load_config(name: str, what: str, revision: str | None = None) -> Any:
@@ -432,4 +456,5 @@ def load_target(
         revision=vars(model.config).get("_commit_hash") or revision,
         fingerprint=tokenizer_fingerprint(tokenizer),
         eos=_eos_ids(model, name),
+        dtype=dtype,
     )

@@ -160,6 +160,9 @@ class EvalConfig:
     seed: Seed = 0
     out: str = "outputs/eval"
     """Folder for the report. A run that was stopped goes on where it stopped."""
+    allow_changed: bool = False
+    """Go on in `out` although the target (its weights or dtype) or a draft is another one than before. Right if you
+    know that both decode alike; the report says that it has measurements of both."""
     overwrite: bool = False
     """Delete an earlier report in `out` and measure again."""
 

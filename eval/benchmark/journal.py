@@ -1,15 +1,16 @@
 """The journal of a run: every finished measurement, line by line on disk, so that a stopped run goes on."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from decode.common import damage, provenance
+from decode.common import damage, provenance, run_dir
 from decode.common.errors import UserError
-from eval.benchmark.config import MethodConfig
-from eval.benchmark.methods import draft_checksums
+from decode.model.fingerprint import ModelFingerprint, difference
 
+TARGETS, DRAFTS = ["target"], ["drafts"]
+"""Keys of what was measured: the targets, the last one that of now, and the checksums of drafts."""
 HEADER = ["machine", 2]
 """Key of the first line, whose value is the machine; the number is the version of the values' format."""
 
@@ -60,15 +61,32 @@ class Journal:
         return self.get(key)
 
 
-def open_journal(out: Path, methods: Sequence[MethodConfig]) -> Journal:
-    """The journal of the run in this folder. UserError if a draft was trained anew since it began."""
+def open_journal(
+    out: Path, target: ModelFingerprint, drafts: Mapping[str, str | None], allow_changed: bool
+) -> Journal:
+    """The journal of the run in this folder; `drafts` are the checksums of their weights by name.
+
+    UserError if target or drafts are others than when it began, unless `allow_changed`.
+    """
     journal = Journal(out / "journal.jsonl", provenance.hardware())
-    now = draft_checksums(methods)
-    then = journal.get_or_measure(["drafts"], lambda: now)
-    changed = [name for name in now if then.get(name) != now[name]]
+    targets = journal.get(TARGETS) or ([{}] if journal.num_resumed else [target.to_json()])
+    found = difference(ModelFingerprint.from_json(targets[-1]), target)
+    if found:
+        run_dir.refuse_change(f"{out} was measured with another target ({found})", allow_changed)
+    if target.to_json() not in targets:
+        targets = [*targets, target.to_json()]
+    then = journal.get(DRAFTS) or dict(drafts)
+    changed = [name for name in drafts if then.get(name) != drafts[name]]
     if changed:
-        raise UserError(
-            f"{out} was measured with other weights of {', '.join(changed)}: --overwrite true begins anew, --out "
-            "names another folder"
-        )
+        what = f"{out} was measured with other weights of {', '.join(changed)}"
+        run_dir.refuse_change(what, allow_changed)
+    for key, value in ((TARGETS, targets), (DRAFTS, dict(drafts))):
+        if journal.get(key) != value:
+            journal.put(key, value)
     return journal
+
+
+def earlier_targets(journal: Journal) -> list[dict[str, str]]:
+    """The other targets that measurements in it may be of, because `allow_changed` was set; {}: one without a name."""
+    targets: list[dict[str, str]] = journal.get(TARGETS) or []
+    return targets[:-1]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from eval.metrics.common import ALL_TASKS
@@ -50,6 +51,9 @@ def read_tuned(path: Path, report: Report | None = None) -> Tuned:
     targets = [values["target"] for values in both if isinstance(values["target"], dict)]
     if len({target["tokenizer"] for target in targets if "tokenizer" in target}) > 1:
         raise UserError(f"{path} is about another target: give that of the report's target")
+    weights = [target["weights"] for target in targets if "weights" in target]
+    if len(set(weights)) > 1:
+        damage.warn(f"{path} is of a target with weights {weights[0]}, the report of {weights[1]}")
     return tuned
 
 

@@ -28,9 +28,31 @@ def summary_lines(report: Report) -> list[str]:
         failed_prompts_line(report),
         stalls_line(report),
         simulated_methods_line(report),
+        *other_targets_lines(report),
         missing_predictions_line(report),
     ]
     return [line for line in lines if line]
+
+
+def other_targets_lines(report: Report) -> list[str]:
+    """Which drafts were trained for another target, and whether measurements of another one are in the report."""
+    target = report["target"]  # in older reports a name
+    weights = target.get("weights") if isinstance(target, dict) else None
+    drafts = [m["name"] for m in report["methods"] if m.get("trained_for") not in (None, weights)]
+    lines = []
+    if weights is not None and drafts:
+        lines.append(
+            f"Trained for another target than this one: {', '.join(unique_names(drafts))}."
+        )
+    earlier = report.get("earlier_targets") or []
+    named = [
+        f"weights {one['weights']} in {one.get('dtype')}" for one in earlier if "weights" in one
+    ]
+    if named:
+        lines.append(f"Some measurements are of another target, as allowed: {', '.join(named)}.")
+    if len(named) < len(earlier):
+        lines.append("Some measurements may be of another target: they do not name it.")
+    return lines
 
 
 def fastest_method_line(report: Report) -> str:

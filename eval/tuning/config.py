@@ -78,6 +78,9 @@ class TuneConfig:
     seed: Seed = 0
     out: str = "outputs/tune"
     """Folder for the results."""
+    allow_changed: bool = False
+    """Go on in `out` although the target (its weights or dtype) or a draft is another one than before. Right if you
+    know that both decode alike; tuned.json says that it has measurements of both."""
     overwrite: bool = False
     """Delete an earlier run of other settings in `out`."""
 

@@ -104,7 +104,7 @@ def answer_at_once(prompts: list[list[int]], **settings: Any) -> Iterator[RoundR
 
 def write_answers(s: SampleConfig, reader: TargetTokenizer, prompts: list[TokenizedPrompt]) -> None:
     """Answers the prompts as the local engine does, but for the model."""
-    target = SimpleNamespace(decoder=SimpleNamespace(context=reader.context))
+    target = SimpleNamespace(decoder=SimpleNamespace(context=reader.context), identity=None)
     engine = SimpleNamespace(target=target, speculate=answer_at_once)
     with progress_bars(disable=True) as bars:
         local_engine.generate_answers(s, cast(SpeculativeEngine, engine), prompts, bars)
@@ -126,7 +126,7 @@ def measure(s: PromptsBenchConfig, folder: Path) -> dict[str, Any]:
     )
     done = prompts[: int(DONE * len(prompts))]
     table.run("writing 90 % of the rows", partial(write_answers, settings, reader, done))
-    unanswered = partial(sample.unanswered_prompts, settings, state, prompts)
+    unanswered = partial(sample.unanswered_prompts, settings, state, reader, prompts)
     todo = table.run("finding what is missing", unanswered)
     table.run("writing the rest", partial(write_answers, settings, reader, todo))
     served = replace(settings, engine="openai")  # counts skipped replies as well

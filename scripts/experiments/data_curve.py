@@ -146,7 +146,7 @@ def check_and_plan(s: DataCurveConfig) -> CurvePlan:
         for seed in s.seeds
         for size, part in zip(sizes, nested_sets.nested_rows(tokens, sizes, seed), strict=True)
     ]  # fmt: skip
-    about = {"name": target.name, "revision": target.revision, "tokenizer": target.fingerprint}
+    about = target.describe()
     return CurvePlan(sorted(runs, key=lambda run: run.size), about)
 
 

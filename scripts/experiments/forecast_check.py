@@ -29,7 +29,7 @@ from decode.common.ranges import Count, DraftLength, Seed, Temperature
 from decode.drafts.base import Draft, draft_sha256
 from decode.model.loading import Target, load_target
 from eval.benchmark import vllm_client
-from eval.benchmark.journal import Journal
+from eval.benchmark.journal import Journal, open_journal
 from eval.forecast import ForecastConfig, load, measure_texts, speculative_config
 from eval.forecasting.chains import LOOKUPS
 from eval.forecasting.rounds import RULES, TextChains
@@ -62,6 +62,9 @@ class ForecastCheckConfig:
     """Interpreter with vLLM; empty: $VLLM_PYTHON or .venv-vllm/bin/python."""
     seed: Seed = 0
     out: str = "outputs/forecast_check"
+    allow_changed: bool = False
+    """Go on in `out` although the target (its weights or dtype) or a draft is another one than before. Right if you
+    know that both decode alike."""
     overwrite: bool = False
 
 
@@ -242,7 +245,7 @@ def run(
         cells += check_draft_cells(s, name, draft.name, texts, served)
     first = served[Served("", 0)]
     return {
-        "target": {"name": target.name, "tokenizer": target.fingerprint},
+        "target": target.describe(),
         "drafts": {name: draft_sha256(name) for name in s.drafts},
         "tasks": [task_version(task) for task in s.tasks],
         "prompts": len(compared),
@@ -267,7 +270,8 @@ def main(s: ForecastCheckConfig) -> None:
     target = replace(load_target(s.target, "cpu"), eos=frozenset())
     drafts = {name: load(forecast_config(s, name), target) for name in s.drafts}
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, inputs):
-        journal = Journal(out / "journal.jsonl", provenance.hardware())
+        checksums = {name: draft_sha256(name) for name in s.drafts}
+        journal = open_journal(out, target.identity, checksums, s.allow_changed)
         result = run(s, target, drafts, journal)
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
         files.write_atomically(out / "forecast_check.json", text + "\n")

@@ -134,7 +134,8 @@ def load_components(
             trained.net, trained.head, trained.embedding, trained.criterion, trained.weights, trained.steps
         )  # fmt: skip
     evaluation = AcceptanceEval(s.check, target, s.seed)
-    return s, RunComponents(target, rows, dropped, trainable, evaluation)
+    inputs = distill.training_inputs(s, target, rows)
+    return s, RunComponents(target, rows, dropped, trainable, evaluation, inputs)
 
 
 def train_draft(s: ReferenceEagle3Config, recipe: Recipe, seed: int, console: Console) -> str:

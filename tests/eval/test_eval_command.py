@@ -32,7 +32,7 @@ FIELDS = {
 }  # fmt: skip
 ADDED = {
     "domain", "finish", "tokens_after_eos", "failed", "quality", "simulated", "mean_output_tokens", "histogram",
-    "draft_altered", "draft_dtype", "lookup", "adaptive", "mirror", "family", "mean_accept_length",
+    "draft_altered", "trained_for", "draft_dtype", "lookup", "adaptive", "mirror", "family", "mean_accept_length",
     "unconditional_by_position_ci",
     "prefill", "decode",
 }  # fmt: skip

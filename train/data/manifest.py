@@ -7,12 +7,13 @@ checksum. Manifests of earlier versions only have the number of all rows.
 import dataclasses
 import json
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from decode.common import damage, files
 from decode.common.errors import UserError
+from decode.model.fingerprint import ModelFingerprint
 from train.data import sample_store
 from train.data.sample_store import SampleStore
 
@@ -44,11 +45,20 @@ class Manifest:
     encoder_decoder: bool = False
     """The target is one: what stands before a row's loss span is the encoder's input, what stands in it is the answer.
     The decoder's start token is not stored."""
+    fingerprints: list[dict[str, str]] = field(default_factory=list)
+    """The targets that answered, as the shards name them (`ModelFingerprint`): one, unless others were allowed; none
+    for texts as they stand and in a manifest of an earlier version."""
+
+    def targets(self) -> list[ModelFingerprint]:
+        """`fingerprints`, read."""
+        return [ModelFingerprint.from_json(one) for one in self.fingerprints]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes or replaces `<folder>/manifest.json`, with `shards` as they are in the folder now."""
+    """Writes or replaces `<folder>/manifest.json`, with shards and their targets as they are in the folder now."""
+    targets = [one.to_json() for one in sample_store.targets_in(folder) if one is not None]
     content = dataclasses.asdict(manifest) | {"shards": describe_shards(folder)}
+    content["fingerprints"] = targets
     files.write_atomically(folder / MANIFEST_FILE, json.dumps(content, indent=2) + "\n")
 
 
@@ -60,7 +70,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder} {state}, it has no {MANIFEST_FILE}: run train/sample.py with it")
     data = files.read_json(path)
     fields = dataclasses.fields(Manifest)
-    required = [f.name for f in fields if f.default is dataclasses.MISSING]
+    absent = dataclasses.MISSING
+    required = [f.name for f in fields if f.default is absent and f.default_factory is absent]
     missing = required if not isinstance(data, dict) else [n for n in required if n not in data]
     if missing:
         raise UserError(
@@ -72,6 +83,8 @@ def read_manifest(folder: Path) -> Manifest:
         isinstance(listed, dict)
         and all(isinstance(entry, dict) and "sha256" in entry for entry in listed.values())
     )
+    named = manifest.fingerprints
+    whole &= isinstance(named, list) and all(isinstance(one, dict) for one in named)
     if not whole or not isinstance(manifest.counts, dict):
         raise UserError(f"{path} is damaged: delete it and run train/sample.py again")
     return manifest

@@ -1,7 +1,7 @@
 """Several sampled sets mixed by weight; the rows of a step are a function of seed and step alone."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, overload
@@ -9,12 +9,14 @@ from typing import Annotated, Any, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from decode.common import files
+from decode.common import damage, files, run_dir
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, above
+from decode.model.fingerprint import difference
+from decode.model.loading import Target
 from train.data import batching
-from train.data.manifest import MANIFEST_FILE, load_set
-from train.data.sample_store import SampleRow, Subset
+from train.data.manifest import MANIFEST_FILE, load_set, read_manifest
+from train.data.sample_store import SampleRow, Subset, rows_digest
 
 
 @dataclass
@@ -77,6 +79,8 @@ class Mixture(Sequence[SampleRow]):
         self.sources = sources
         self.whole = whole or self
         """With all rows of the sets where these are limited: those whose features are stored."""
+        self.digests: list[str] = []
+        """`rows_digest` of each set as it is on disk."""
         self.shares = [Fraction(str(weight)) for weight in weights]
         self.offsets = np.cumsum([0, *map(len, sources)])  # index of each source's first row
 
@@ -123,6 +127,7 @@ def load(
     parts = mixture_parts(data)
     weights = [part.weight for part in parts]
     sources: list[Sequence[SampleRow]] = []
+    digests: list[str] = []
     dropped = 0
     for part in parts:
         manifest, stored = load_set(Path(part.path))
@@ -131,12 +136,14 @@ def load(
                 f"samples in {part.path} were made with tokenizer {manifest.tokenizer_hash} (target "
                 f"{manifest.target}), but {target} has {tokenizer}: sample this target"
             )
+        digests.append(rows_digest(stored))
         rows, rows_dropped = batching.truncate_rows(stored, max_length)
         if supervise == "all":
             rows = Subset(rows, range(len(rows)), batching.supervise_whole_row)
         sources.append(rows)
         dropped += rows_dropped
     whole = Mixture(sources, weights)
+    whole.digests = digests
     if not any(part.limit for part in parts):
         return whole, dropped
     limited = [
@@ -145,7 +152,24 @@ def load(
         )
         for part, rows in zip(parts, sources, strict=True)
     ]
-    return Mixture(limited, weights, whole), dropped
+    chosen = Mixture(limited, weights, whole)
+    chosen.digests = digests
+    return chosen, dropped
+
+
+def check_target(data: DataSpec, target: Target, allowed: bool) -> None:
+    """UserError for a set that a target with other weights answered, unless `allowed`; a warning for another dtype."""
+    now = target.identity
+    for part in mixture_parts(data):
+        for then in read_manifest(Path(part.path)).targets():
+            found = difference(replace(then, dtype=None), now)
+            if found:
+                what = f"samples in {part.path} are answers of another target than {target.name!r} ({found})"
+                run_dir.refuse_change(what, allowed, "or sample this target")
+            elif difference(then, now):
+                damage.warn(
+                    f"samples in {part.path} were answered in {then.dtype}, and the target teaches in {now.dtype}"
+                )
 
 
 def shuffled(count: int, seed: int) -> NDArray[np.int64]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from decode.common.errors import UserError
 from decode.model import compatibility
+from decode.model.fingerprint import ModelFingerprint
 from decode.model.loading import (
     Target,
     check_tokenizer_size,
@@ -63,6 +64,8 @@ class TargetTokenizer:
     eos: frozenset[int]
     encoder_decoder: bool = False
     """Prompts are read by an encoder, which ends them as the tokenizer does (T5: with EOS)."""
+    identity: ModelFingerprint | None = None
+    """Of the model that answers; None where nobody does."""
 
     @property
     def chat_template_hash(self) -> str | None:
@@ -81,6 +84,7 @@ class TargetTokenizer:
             target.decoder.context,
             target.eos,
             target.is_encoder_decoder,
+            target.identity,
         )
 
 

@@ -5,10 +5,12 @@ are read from disk when they are indexed, so a set may be larger than memory. tr
 a finished set has.
 """
 
+import contextlib
 import functools
 import hashlib
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict, cast, overload
 
@@ -19,6 +21,7 @@ import pyarrow.parquet as pq
 
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
+from decode.model.fingerprint import ModelFingerprint
 
 SCHEMA = pa.schema(
     [
@@ -31,6 +34,8 @@ SCHEMA = pa.schema(
     ]
 )
 
+TARGET_KEY = b"draftsmith.target"
+"""Key of the metadata of a shard that says which target answered."""
 ROW_GROUP_SIZE = (
     64  # rows that are read together; reading one row costs as much as reading its group
 )
@@ -124,25 +129,64 @@ class Subset(Sequence[SampleRow]):
         return self.transform(self.rows[int(self.indices[index])])
 
 
-def write_shard(folder: Path, rows: list[SampleRow], name: str) -> Path:
+def write_shard(
+    folder: Path, rows: list[SampleRow], name: str, target: ModelFingerprint | None = None
+) -> Path:
     """Writes the shard `<folder>/shards/<name>.parquet` atomically and returns its path.
 
-    FileExistsError if the shard exists: it is never replaced.
+    It knows the `target` that gave the answers. FileExistsError if the shard exists: it is never replaced.
     """
     path = folder / "shards" / f"{name}.parquet"
     if path.exists():
         raise FileExistsError(f"{path} holds samples: overwriting it would lose them")
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    schema = SCHEMA.with_metadata(target_metadata(target))
+    table = pa.Table.from_pylist(rows, schema=schema)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=ROW_GROUP_SIZE, write_page_checksum=True)
     write_atomically(path, sink.getvalue().to_pybytes())
     return path
 
 
-def add_shard(folder: Path, rows: list[SampleRow]) -> Path:
+def add_shard(folder: Path, rows: list[SampleRow], target: ModelFingerprint | None = None) -> Path:
     """Writes a shard whose name is a hash of its ids, so that processes and attempts cannot collide."""
     digest = hashlib.sha256(" ".join(row["id"] for row in rows).encode()).hexdigest()[:16]
-    return write_shard(folder, rows, digest)
+    return write_shard(folder, rows, digest, target)
+
+
+def targets_in(folder: Path) -> list[ModelFingerprint | None]:
+    """The targets that the shards' answers are of, each once; None for shards that name none. Damaged ones are left
+    out."""
+    found: list[ModelFingerprint | None] = []
+    for path in shard_paths(folder):
+        with contextlib.suppress(UserError):
+            target = target_of(_open(path).schema_arrow)
+            if target not in found:
+                found.append(target)
+    return found
+
+
+def target_metadata(target: ModelFingerprint | None) -> dict[bytes, bytes] | None:
+    """The metadata of a shard whose answers are this target's."""
+    return None if target is None else {TARGET_KEY: json.dumps(target.to_json()).encode()}
+
+
+def target_of(schema: pa.Schema) -> ModelFingerprint | None:
+    """The target that a shard's metadata name; None for none, and for damaged metadata."""
+    try:
+        known = json.loads((schema.metadata or {})[TARGET_KEY])
+    except (KeyError, ValueError):
+        return None
+    return ModelFingerprint.from_json(known) if isinstance(known, dict) else None
+
+
+def rows_digest(rows: Iterable[SampleRow]) -> str:
+    """16 hex digits of the rows' ids, tokens and loss spans, in whatever order and shards they are."""
+    total = 0
+    for row in rows:
+        sha = hashlib.sha256(f"{row['id']} {len(row['input_ids'])} {row['loss_spans']}".encode())
+        sha.update(np.ascontiguousarray(row["input_ids"], dtype=np.int32).data)
+        total += int.from_bytes(sha.digest()[:8], "little")
+    return f"{total % 2**64:016x}"
 
 
 def read_shards(folder: Path) -> SampleStore:

@@ -149,6 +149,21 @@ def unmeasured_note(facts: CardInputs) -> str:
     )
 
 
+def other_targets(facts: CardInputs) -> list[str]:
+    """A sentence for each file of measurements that is about another target than this draft's."""
+    own = [(facts.draft.get(key) or {}).get("weights") for key in ("target", "original_target")]
+    measured = {"report.json": facts.report, "tuned.json": facts.tuned}
+    measured |= {"data_curve.json": facts.data_curve, "forecast.json": facts.forecast}
+    sentences = []
+    for file, content in measured.items():
+        found = ((content or {}).get("target") or {}).get("weights")
+        if own[0] is not None and found not in (None, *own):
+            sentences.append(
+                f"{file} was measured on a target with weights {found}; the draft was trained for one with {own[0]}."
+            )
+    return sentences
+
+
 def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[str]:
     """The draft's limits, as far as the files contain them."""
     tokenizer = facts.draft.get("tokenizer_hash", NOT_RECORDED)
@@ -164,6 +179,7 @@ def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[
         lines.append(
             f"Speed-ups are of draftsmith's engine on {device}; on other hardware or in another engine they differ."
         )
+    lines += other_targets(facts)
     lines += slowdown_lines(facts.own_entries)
     if facts.config.get("max_position_embeddings"):
         lines.append(f"Texts up to {facts.config['max_position_embeddings']:,} tokens.")

@@ -15,6 +15,7 @@ from decode.common import files
 from decode.common.errors import UserError
 from decode.common.run_dir import RUN_FILE
 from decode.common.secret_patterns import find_secret, redact
+from decode.model.fingerprint import ModelFingerprint
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from eval.reporting.formatting import escape_markdown
 from train.data import sample_store
@@ -22,7 +23,7 @@ from train.data.manifest import MANIFEST_FILE, load_set
 from train.hub import redaction
 from train.hub.card_tables import flatten
 from train.hub.model_card import render_template
-from train.hub.published_fields import MANIFEST, place
+from train.hub.published_fields import FINGERPRINT, MANIFEST, place
 from train.hub.upload import HubLabels
 
 SIZE_CATEGORIES = (
@@ -101,9 +102,14 @@ def copy_shards(folder: Path, out: Path) -> None:
         sources = table.column("source").to_pylist()
         clean = [_published_source(source) for source in sources]
         fields = table.schema
+        target = sample_store.target_of(fields)
+        if target is not None:
+            known = redaction.select(target.to_json(), FINGERPRINT, "a shard's target")
+            target = ModelFingerprint.from_json(known)
+        metadata = sample_store.target_metadata(target)
         extra = (
             fields.names != sample_store.SCHEMA.names
-            or fields.metadata
+            or (fields.metadata or None) != metadata
             or any(f.metadata for f in fields)
         )
         if clean == sources and not extra:
@@ -114,7 +120,7 @@ def copy_shards(folder: Path, out: Path) -> None:
             pq.write_table(
                 table.select(sample_store.SCHEMA.names)
                 .cast(sample_store.SCHEMA)
-                .replace_schema_metadata(),
+                .replace_schema_metadata(metadata),
                 out / "shards" / path.name,
                 row_group_size=sample_store.ROW_GROUP_SIZE,
                 write_page_checksum=True,

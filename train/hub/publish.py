@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from decode.checkpoints import layouts
-from decode.common import run_dir
+from decode.common import damage, run_dir
 from decode.common.errors import UserError
 from decode.common.files import read_json, read_json_object
 from decode.common.run_dir import RUN_FILE, replace_folder
@@ -33,7 +33,7 @@ from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.families.registry import family_trainer
 from train.hub import dataset_card, model_card, redaction, serving_configs
 from train.hub.card_tables import card_images, data_curve_images
-from train.hub.card_text import CardInputs
+from train.hub.card_text import CardInputs, other_targets
 from train.hub.published_fields import (
     DATA_CURVE,
     FORECAST,
@@ -122,6 +122,8 @@ def build_draft_folder(
         redaction.select(forecast, FORECAST, "forecast.json", known),
         [file.name for file in hashed_files(str(draft))],
     )
+    for line in other_targets(inputs):
+        damage.warn(line)
     k, source = serving_configs.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
     layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
     job = serving_configs.ServedDraft(

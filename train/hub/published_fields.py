@@ -50,6 +50,14 @@ def place(value: Any, known: Collection[str]) -> str:
     return name(re.split(r"[/\\]", text.rstrip("/\\"))[-1], known)
 
 
+def served_name(value: Any, known: Collection[str]) -> str:
+    """A server's name for a model; of one that is no path and no Hub name only that there was one."""
+    try:
+        return place(value, known)
+    except WrongTypeError:
+        return withheld(value, known)
+
+
 def version(value: Any, known: Collection[str]) -> str:
     """The version of a library."""
     return match(r"\d{1,4}(?:[.+-]?[a-z0-9]{1,12}){0,8}", value, "a version")
@@ -97,7 +105,8 @@ TREE = {**numbers("width nodes"), "paths": [NUMBERS]}
 HARDWARE = {"device": name, **numbers("gpus threads"), "machine": name}
 VERSIONS = dict.fromkeys(("python", "torch", "transformers", "accelerate", "datasets"), version)
 PROVENANCE = {"git": digest, "versions": VERSIONS, "hardware": HARDWARE}
-TARGET = {"name": place, "revision": revision, "tokenizer": digest}
+FINGERPRINT = {"weights": digest, "dtype": word, "revision": revision, "served_as": served_name}
+TARGET = {"name": place, "tokenizer": digest, **FINGERPRINT}
 SAMPLING = numbers("temperature top_k top_p")
 MANIFEST = {
     "target": place,
@@ -114,6 +123,7 @@ MANIFEST = {
     "versions": VERSIONS,
     "engine": word,
     "encoder_decoder": flag,
+    "fingerprints": [FINGERPRINT],
 }
 """manifest.json of a sampled set."""
 TRAINING = {
@@ -171,6 +181,7 @@ def draft_schema(facts: Mapping[str, Any]) -> dict[str, Any]:
         "training": training,
         **numbers("trained_steps samples processes"),
         "data_manifest": mixture,
+        "inputs": [{"target": FINGERPRINT, "data": [digest], "init": digest}],
         "measured_in_training": Names(number),
         "cost": numbers("wall_seconds tokens"),
         "vocabulary": {**numbers("size coverage"), "digest": digest},
@@ -193,6 +204,7 @@ ENTRY = {
     "draft": place,
     "draft_sha256": digest,
     "draft_altered": flag,
+    "trained_for": digest,
     "family": word,
     "prediction_missing": sentence,
     "tree": TREE,
@@ -266,6 +278,7 @@ MODEL_SIZE = {**numbers("parameters kv_values"), "experts": flag}
 REPORT = {
     "schema": number,
     "target": TARGET,
+    "earlier_targets": [FINGERPRINT],
     "tasks": [name],
     **PROVENANCE,
     **numbers("seed resumed gpu_utilisation"),
@@ -350,6 +363,7 @@ CELL = {
 TUNED = {
     "schema": number,
     "target": TARGET,
+    "earlier_targets": [FINGERPRINT],
     "tasks": [name],
     "drafts": Names(digest),
     **PROVENANCE,
@@ -411,6 +425,7 @@ DATA_CURVE = {
 FORECAST = {
     "schema": number,
     "target": TARGET,
+    "earlier_targets": [FINGERPRINT],
     "draft": {"name": place, "family": word, "sha256": digest},
     "tasks": [name],
     **numbers("max_new_tokens seed"),

@@ -78,6 +78,9 @@ class SampleConfig:
     """Folder of the sampled set."""
     resume: bool = False
     """Resume in `out` although the settings differ. A run with the same settings resumes by itself."""
+    allow_changed: bool = False
+    """Go on in `out` although its answers are of another target: other weights, another dtype. Right if you know that
+    both write alike, such as the same weights stored with a rounding."""
     overwrite: bool = False
     """Delete what an earlier run left in `out`."""
 

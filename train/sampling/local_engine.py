@@ -30,7 +30,7 @@ def generate_answers(
     """
     bar = bars.add_task("answering", total=len(prompts), speed="")
     tokens, start = 0, time.perf_counter()
-    with ShardWriter(s) as writer:
+    with ShardWriter(s, engine.target.identity) as writer:
         for group in group_by_turns(prompts, GROUP_BATCHES * s.batch_size, s.shard_rows):
             waiting = [ConversationState(prompt) for prompt in group]
             while waiting:

@@ -5,6 +5,7 @@ import hashlib
 from pathlib import Path
 
 from decode.engine.records import DecodeRecord
+from decode.model.fingerprint import ModelFingerprint
 from train.data import sample_store
 from train.data.conversations import Conversation, join_turns, skip_repeated_turn_end
 from train.data.prompt_pipeline import TokenizedPrompt
@@ -68,8 +69,9 @@ class ShardWriter:
     As a context manager it writes the rest at the end, also when the command is stopped.
     """
 
-    def __init__(self, s: SampleConfig):
-        self.s = s
+    def __init__(self, s: SampleConfig, target: ModelFingerprint | None = None):
+        """`target` answers; None: texts as they stand are written."""
+        self.s, self.target = s, target
         self.rows: list[sample_store.SampleRow] = []
 
     def add(self, prompt: TokenizedPrompt, conversation: Conversation, finish_reason: str) -> None:
@@ -87,7 +89,7 @@ class ShardWriter:
         if self.rows:
             # the shard of these very ids is there if a signal came after it was written
             with contextlib.suppress(FileExistsError):
-                sample_store.add_shard(Path(self.s.out), self.rows)
+                sample_store.add_shard(Path(self.s.out), self.rows, self.target)
         self.rows = []
 
     def __enter__(self) -> "ShardWriter":

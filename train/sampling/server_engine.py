@@ -40,7 +40,7 @@ def generate_answers(
 
     UserError if the server is gone or refuses the key or the model. A signal ends it after finished rows are written.
     """
-    with DeferredStop() as signals, ShardWriter(s) as writer:
+    with DeferredStop() as signals, ShardWriter(s, reader.identity) as writer:
         sampling = ServerSampling(s, server, reader, writer, bars, len(prompts))
         asyncio.run(sampling.answer_all(prompts, signals))
     if signals.received:

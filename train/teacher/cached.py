@@ -12,11 +12,9 @@ A draft adds the kinds of features that are missing, so drafts of several famili
 defines the tensors of a row, feature_store.py the files, and feature_extraction.py the pass that writes them.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,7 +22,6 @@ from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.model.hidden_states import HiddenStateSpec
-from decode.model.layer_stack import is_whole, layer_stack_name
 from decode.model.loading import Target
 from train.data import batching
 from train.data.batching import Batch
@@ -51,6 +48,8 @@ class FeatureFolder:
     """Tokens stored of each distribution; 0: the final hidden state is stored, from which the LM head makes logits."""
     max_length: int
     """Tokens to which samples were cut."""
+    allow_changed: bool = False
+    """Use features of another target all the same."""
 
 
 class CachedTeacher:
@@ -81,15 +80,10 @@ class CachedTeacher:
             for kind in (self.states_schema, self.distribution_schema)
             if kind is not None
         }
-        key = {
-            "target": target.name,
-            "revision": target.revision,
-            "weights": weights_digest(target.decoder.model),
-            "dtype": str(target.decoder.model.dtype).removeprefix("torch."),
-            "tokenizer": target.fingerprint,
-            "max_length": folder.max_length,
-        }
-        self.cache = FeatureStore(folder.path, list(kinds.values()), rows, key)
+        key = {"tokenizer": target.fingerprint, "max_length": folder.max_length}
+        self.cache = FeatureStore(
+            folder.path, list(kinds.values()), rows, key, target.identity, folder.allow_changed
+        )
 
     def head(self, rows: Tensor) -> Tensor:
         """Logits [N, V] of rows [N, P] of `TeacherOutput.head_inputs`."""
@@ -185,19 +179,3 @@ def running_teacher(
     if states is not None and states.url:
         return ServedTeacher(target, taps, states)
     return LiveTeacher(target, taps)
-
-
-def weights_digest(model: Any) -> str:
-    """16 hex digits of a hash of every parameter's first 64 values, which change if the target is retrained.
-
-    Of a target whose layers are not whole in this process (decode/distributed) only the rest is read.
-    """
-    named = [*model.named_parameters(), *model.named_buffers()]
-    if not is_whole(model):
-        layers = f"{layer_stack_name(model)}."
-        named = [(name, value) for name, value in named if not name.startswith(layers)]
-    sha = hashlib.sha256()
-    for name, value in named:
-        sha.update(name.encode())
-        sha.update(value.detach().reshape(-1)[:64].double().cpu().numpy().data)
-    return sha.hexdigest()[:16]

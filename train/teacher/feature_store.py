@@ -20,9 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from decode.common import files, lock
+from decode.common import files, lock, run_dir
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
+from decode.model.fingerprint import ModelFingerprint, difference
 from train.data import batching
 from train.data.sample_store import SampleRow, remove_partial
 from train.teacher.feature_codec import FeatureSchema
@@ -71,11 +72,18 @@ class FeatureStore:
     """A folder of features for these samples in this order: where each sample is, and which shards exist."""
 
     def __init__(
-        self, folder: Path, kinds: Sequence[FeatureSchema], rows: Sequence[SampleRow], key: dict
+        self,
+        folder: Path,
+        kinds: Sequence[FeatureSchema],
+        rows: Sequence[SampleRow],
+        key: dict[str, Any],
+        target: ModelFingerprint | None = None,
+        allow_changed: bool = False,
     ):
-        """`key` identifies target and settings. UserError if the folder was made with another key or other samples, or
-        holds something else."""
+        """`key` identifies the settings. UserError if the folder was made with another key, other samples or, unless
+        `allow_changed`, another target, or holds something else."""
         self.folder, self.kinds, self.rows = folder, kinds, rows
+        self.target, self.allow_changed = target or ModelFingerprint(), allow_changed
         self.key = {
             "format": FORMAT_VERSION,
             **key,
@@ -132,8 +140,9 @@ class FeatureStore:
         with lock.hold(self.folder / lock.LOCK_FILE, f"the features in {self.folder}", wait):
             remove_partial(self.folder)
             for kind in self.kinds:
-                self._check_manifest(kind)
-                text = json.dumps({"kind": kind.name, **self.key}, indent=1) + "\n"
+                targets = self._check_manifest(kind)
+                content = {"kind": kind.name, **self.key, "targets": targets}
+                text = json.dumps(content, indent=1) + "\n"
                 write_atomically(self.folder / kind.name / "manifest.json", text)
             yield
 
@@ -212,10 +221,11 @@ class FeatureStore:
             "command makes it again"
         )
 
-    def _check_manifest(self, kind: FeatureSchema) -> None:
-        path = self.folder / kind.name / "manifest.json"
+    def _check_manifest(self, kind: FeatureSchema) -> list[dict[str, str]]:
+        """The targets whose features are there or are to come; {} is one that is not known."""
+        path, here = self.folder / kind.name / "manifest.json", self.target.to_json()
         if not (path.parent / "shards").exists():
-            return
+            return [here]
         try:
             manifest = files.read_json_object(path, "the manifest of features")
         except UserError as error:
@@ -233,6 +243,17 @@ class FeatureStore:
                 f"features in {path.parent} were made for something else ({'; '.join(differ)}): name another "
                 "folder with --features, or delete this one"
             )
+        # earlier versions named a revision and a dtype of torch, and a digest of a few weights
+        earlier = {"revision": manifest.get("revision"), "dtype": manifest.get("dtype")}
+        targets: list[dict[str, str]] = manifest.get("targets") or [earlier]
+        found = difference(ModelFingerprint.from_json(targets[-1]), self.target)
+        if found:
+            run_dir.refuse_change(
+                f"features in {path.parent} were made for another target ({found})",
+                self.allow_changed,
+                "--features names another folder",
+            )
+        return targets if here in targets else [*targets, here]
 
 
 def assign_shards(tokens: np.ndarray) -> list[np.ndarray]:

@@ -18,8 +18,9 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from decode.common import damage, files
+from decode.common import damage, files, run_dir
 from decode.common.errors import UserError
+from decode.model.fingerprint import ModelFingerprint, difference
 
 LATEST = "latest"
 CONTENTS = "contents.json"
@@ -48,6 +49,44 @@ class TrainingState:
     """Supervised tokens trained on so far."""
     seconds: float = 0.0
     """Wall-clock time of the steps so far, without measuring and saving between them."""
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    """`TrainingInputs` as JSON, those of now at the end; more than one if a change was allowed."""
+
+    def note_inputs(self, now: "TrainingInputs") -> None:
+        """Adds those of now, unless they are the last ones."""
+        if self.inputs[-1:] != [now.to_json()]:
+            self.inputs.append(now.to_json())
+
+
+@dataclass(frozen=True)
+class TrainingInputs:
+    """What a training learns from, by content: the same after a copy, another one after a replacement."""
+
+    tokenizer: str
+    """Fingerprint of the target's tokenizer."""
+    target: ModelFingerprint
+    data: list[str]
+    """`sample_store.rows_digest` of each sampled set."""
+    init: str | None
+    """Checksum of the draft that training began with; None: of no local folder."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Without the tokenizer, which a checkpoint names by itself."""
+        return {"target": self.target.to_json(), "data": self.data, "init": self.init}
+
+    def changes(self, then: dict[str, Any]) -> list[str]:
+        """How they differ from those of a checkpoint, which may lack some."""
+        target = difference(ModelFingerprint.from_json(then.get("target", {})), self.target)
+        found = [f"target: {target}"] if target else []
+        pairs = {
+            "samples": (then.get("data"), self.data),
+            "draft.init": (then.get("init"), self.init),
+        }
+        for name, (a, b) in pairs.items():
+            if a and b and a != b:
+                before, now = (" + ".join(x) if isinstance(x, list) else x[:16] for x in (a, b))
+                found.append(f"{name}: {before} then, {now} now")
+        return found
 
 
 def checkpoint_name(step: int) -> str:
@@ -115,20 +154,25 @@ def remove_partial(out: Path) -> None:
         shutil.rmtree(scratch)
 
 
-def check_tokenizer(out: Path, tokenizer: str) -> None:
-    """UserError if the newest checkpoint that can be read belongs to another tokenizer.
+def check_inputs(out: Path, now: TrainingInputs, allowed: bool) -> None:
+    """UserError if the newest checkpoint that can be read belongs to another tokenizer, or was trained on other inputs
+    and that is not `allowed`.
 
-    Its weights could have the right shapes and still stand for other tokens.
+    With another tokenizer its weights could have the right shapes and still stand for other tokens.
     """
     paths, _ = _candidates(out)
     read = ((path, _read_contents(path)) for path in paths)
     path, contents = next(((path, found) for path, found in read if found), (None, {}))
-    found = contents.get("tokenizer", tokenizer)
-    if found != tokenizer:
+    found = contents.get("tokenizer", now.tokenizer)
+    if found != now.tokenizer:
         raise UserError(
-            f"checkpoint {path} was trained for tokenizer {found}, but this target has {tokenizer}: "
+            f"checkpoint {path} was trained for tokenizer {found}, but this target has {now.tokenizer}: "
             "--overwrite true starts over, --out names another folder"
         )
+    changes = [change for then in contents.get("inputs", [])[-1:] for change in now.changes(then)]
+    if changes:
+        what = f"checkpoint {path} was trained on something else ({'; '.join(changes)})"
+        run_dir.refuse_change(what, allowed)
 
 
 def load_latest(

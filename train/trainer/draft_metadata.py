@@ -8,7 +8,7 @@ from decode.common import files, provenance, run_dir
 from decode.common.cli import to_dict
 from decode.drafts.base import METADATA_FILE, draft_sha256
 from decode.drafts.registry import DRAFT_FAMILIES
-from decode.model.loading import Target
+from decode.model.loading import Target, model_fingerprint
 from train.data import mixture
 from train.families.base import TrainableDraft
 from train.trainer.checkpoint import TrainingState
@@ -26,13 +26,14 @@ def build_metadata(
     """The content of draftsmith.json, without the checksum; `s` are the settings of train/distill.py."""
     return {
         "family": DRAFT_FAMILIES[s.draft.family].saved_name,
-        "target": {"name": target.name, "revision": target.revision},
+        "target": target.describe(),
         "tokenizer_hash": target.fingerprint,
         "training": to_dict(s),
         "trained_steps": state.measured_at if s.loop.keep_best else state.step,
         "samples": samples,
         "processes": processes,
         "data_manifest": mixture.data_manifests(s.data),
+        "inputs": state.inputs,
         "measured_in_training": state.measured,
         "cost": {"wall_seconds": round(state.seconds, 1), "tokens": state.learned},
         **trainable.metadata,
@@ -46,6 +47,11 @@ def save_draft(
     """Writes the draft's folder, draftsmith.json last, and gives the tracker its files as artifacts."""
     out = Path(s.out)
     trainable.save(out)
+    if (
+        "original_target" in metadata
+    ):  # the target was trained as well, and is saved beside the draft
+        weights = model_fingerprint(metadata["target"]["name"]).weights
+        metadata["target"] = {**metadata["target"], "weights": weights}
     metadata["draft_sha256"] = draft_sha256(s.out)
     files.write_atomically(out / METADATA_FILE, json.dumps(metadata, indent=1) + "\n")
     tracker.artifact("settings", "settings", [out / run_dir.RUN_FILE])

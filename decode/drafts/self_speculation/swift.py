@@ -23,6 +23,7 @@ from decode.drafts.base import (
     DraftContext,
     Proposal,
     check_target,
+    check_target_weights,
 )
 from decode.drafts.drafting import decoder_step, draft_tokens
 from decode.drafts.self_speculation.early_exit import check_device
@@ -122,7 +123,12 @@ class SwiftDraft(Draft):
         """Writes the search, from which `load` goes on, into a draft directory."""
         folder.mkdir(parents=True, exist_ok=True)
         self.search.save(folder / STATE_FILE)
-        facts = {"family": self.name, "tokenizer_hash": self.target.fingerprint}
+        target = self.target
+        facts = {
+            "family": self.name,
+            "target": target.describe(),
+            "tokenizer_hash": target.fingerprint,
+        }
         write_atomically(folder / METADATA_FILE, json.dumps(facts, indent=1) + "\n")
 
 
@@ -148,6 +154,7 @@ def open_search(target: Target, config: SwiftConfig, folder: str) -> SwiftDraft:
     search = SkipSearch(layers, config)
     if file.is_file():
         check_target(folder, target)
+        check_target_weights(folder, target)
         saved = load_search(file, layers)
         for what, old, new in (
             ("number of skipped sub-layers (ratio, min_layers)", saved.count, search.count),

@@ -15,7 +15,7 @@ from decode.common.files import read_json
 from tests import drafts
 from train.hub import model_card, serving_configs
 from train.hub.card_tables import card_images
-from train.hub.card_text import CardInputs
+from train.hub.card_text import CardInputs, other_targets
 from train.hub.upload import HubLabels
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -408,3 +408,32 @@ def test_what_llamacpp_can_do_is_not_denied(family: str, tmp_path: Path) -> None
     else:
         assert ("cannot serve it" in line) == (family == "medusa")
         assert "not exported" not in line
+
+
+def test_figures_of_another_target_are_said_to_be(tmp_path: Path) -> None:
+    """Catches a card whose speed-ups were measured on other weights than the draft was trained for."""
+    known = facts(tmp_path / "d", tuned=True)
+    assert known.report is not None
+    assert known.tuned is not None
+    own, other = {"name": "t", "weights": "a" * 16}, {"name": "t", "weights": "b" * 16}
+    draft = {**known.draft, "target": own}
+    for report, tuned, files in (
+        (own, own, []),
+        ({"name": "t"}, own, []),
+        (other, own, ["report.json"]),
+        (other, other, ["report.json", "tuned.json"]),
+    ):
+        given = replace(
+            known,
+            draft=draft,
+            report={**known.report, "target": report},
+            tuned={**known.tuned, "target": tuned},
+        )
+        lines = other_targets(given)
+        assert [line.split()[0] for line in lines] == files
+        text = rendered(given)
+        for line in lines:
+            assert f"weights {'b' * 16}" in line
+            assert line in text
+        trained_too = replace(given, draft={**draft, "original_target": other})
+        assert other_targets(trained_too) == []

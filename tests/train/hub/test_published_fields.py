@@ -15,11 +15,12 @@ from transformers import AutoTokenizer
 from decode.common.errors import UserError
 from decode.common.files import read_json
 from decode.drafts.base import METADATA_FILE
+from decode.model.fingerprint import ModelFingerprint
 from tests import curves, drafts
 from tests.planted_secrets import MARKED, SECRETS, secret_part
 from tests.worlds import ROOT
 from train.data import sample_store
-from train.data.manifest import Manifest, write_manifest
+from train.data.manifest import Manifest, read_manifest, write_manifest
 from train.distill import DistillConfig
 from train.hub import publish, published_fields, redaction, upload
 from train.hub.published_fields import (
@@ -56,6 +57,7 @@ LEFT_OUT = (
     "publish",
     "out",
     "resume",
+    "allow_changed",
     "overwrite",
     "dry_run",
 )
@@ -408,3 +410,27 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     (samples / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="give --target, the model that sampled it"):
         build(samples, tmp_path / "out")
+
+
+def test_published_shards_name_their_target(tmp_path: Path) -> None:
+    """Catches a set that forgets who answered when it is published, and a server's name that tells more than a name."""
+    samples = sampled(tmp_path / "s", {"0001#0": "plain text"})
+    path = samples / "shards" / "0001.parquet"
+    rows = list(sample_store.read_shards(samples))
+    manifest = read_manifest(samples)
+    for number, (target, expected) in enumerate(
+        (
+            (ModelFingerprint("0123456789abcdef", "int8"), ModelFingerprint("0123456789abcdef", "int8")),
+            (ModelFingerprint(served_as="org/model"), ModelFingerprint(served_as="org/model")),
+            (ModelFingerprint(served_as="/home/me/model"), ModelFingerprint(served_as="model")),
+            (ModelFingerprint(served_as="gemma:7b"), ModelFingerprint(served_as="not published")),
+        )
+    ):  # fmt: skip
+        path.unlink()
+        sample_store.write_shard(samples, rows, "0001", target)
+        write_manifest(samples, manifest)
+        out = build(samples, tmp_path / f"out{number}")
+        assert sample_store.targets_in(out) == [expected]
+        assert read_manifest(out).targets() == [expected]
+        copied = (out / "shards" / "0001.parquet").read_bytes()
+        assert (copied == path.read_bytes()) == (target == expected)

@@ -385,3 +385,24 @@ def test_what_is_no_such_server(world: World, server: StandIn, tmp_path: Path) -
     address = server.url.replace("/v1", "/v1/")  # a slash too many
     assert sample(world, server, tmp_path / "out", "--url", address).code == 0
     assert time.monotonic() - begun < 60
+
+
+def test_answers_of_another_served_model_are_refused(
+    world: World, server: StandIn, tmp_path: Path
+) -> None:
+    """Bug: a set is finished by whatever the address serves by now; or it claims to know the server's weights."""
+    out = tmp_path / "out"
+    done = sample(world, server, out)
+    assert done.code == 0, done.err
+    assert "which weights the server calls tiny is not known" in done.err
+    assert read_manifest(out).fingerprints == [{"served_as": "tiny"}]
+    shard_files(out)[0].unlink()
+    (out / "manifest.json").unlink()
+    before = contents(out)
+    server.model = {"id": "other"}
+    error = sample(world, server, out).error()
+    assert "served as tiny then, other now" in error
+    assert contents(out) == before
+    assert sample(world, server, out, "--allow_changed", "true").code == 0
+    told = read_manifest(out).fingerprints
+    assert sorted(one["served_as"] for one in told) == ["other", "tiny"]

@@ -19,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from decode.common.errors import UserError
+from decode.model.fingerprint import ModelFingerprint
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target, load_target
 from eval.reporting import formatting
@@ -411,11 +412,16 @@ def changed(rows: Sequence[SampleRow], at: int, **values: Any) -> list[SampleRow
     return fresh
 
 
+def known_as(target: Target, weights: str, dtype: str, **fields: Any) -> Target:
+    """The target as if its files had this fingerprint."""
+    fresh = dataclasses.replace(target, **fields)
+    vars(fresh)["identity"] = ModelFingerprint(weights, dtype, fresh.revision)
+    return fresh
+
+
 OTHERS: dict[str, Callable[[Target], tuple[Target, list[SampleRow], int]]] = {
-    "target": lambda t: (dataclasses.replace(t, name="other"), ROWS, 512),
-    "revision": lambda t: (dataclasses.replace(t, revision="abc"), ROWS, 512),
-    "weights": lambda t: (tiny_target(tiny_model("llama", seed=1)), ROWS, 512),
-    "dtype": lambda t: (tiny_target(t.decoder.model.bfloat16()), ROWS, 512),
+    "weights": lambda t: (known_as(t, "bb", "float32"), ROWS, 512),
+    "dtype": lambda t: (known_as(t, "aa", "bfloat16"), ROWS, 512),
     "tokenizer": lambda t: (dataclasses.replace(t, fingerprint="other"), ROWS, 512),
     "max_length": lambda t: (t, ROWS, 64),
     "samples": lambda t: (t, changed(ROWS, 3, input_ids=[1] * len(ROWS[3]["input_ids"])), 512),
@@ -429,12 +435,26 @@ OTHERS: dict[str, Callable[[Target], tuple[Target, list[SampleRow], int]]] = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_features_of_something_else_are_refused(tmp_path: Path, target: Target, what: str) -> None:
     """Bug: states of another target, tokenizer, data set or cut train a draft, silently and to nothing."""
+    target = known_as(target, "aa", "float32")
     stored(tmp_path, target, None)
     before = contents(tmp_path)
     other, rows, max_length = OTHERS[what](target)
     with pytest.raises(UserError, match=what.split()[0]) as refusal:
         CachedTeacher(other, None, rows, folder_of(tmp_path, max_length=max_length))
     assert str(tmp_path / "top-64") in str(refusal.value)
+    assert contents(tmp_path) == before
+
+
+def test_features_are_of_weights_and_not_of_a_name(tmp_path: Path, target: Target) -> None:
+    """Bug: a copied folder, or another commit of the same weights, has everything computed again."""
+    made = stored(tmp_path, known_as(target, "aa", "float32"), None)
+    before = contents(tmp_path)
+    for fields in ({"name": "copy"}, {"revision": "abc"}):
+        again = CachedTeacher(
+            known_as(target, "aa", "float32", **fields), None, ROWS, folder_of(tmp_path)
+        )
+        again.cache.check()
+        assert again.cache.key == made.cache.key
     assert contents(tmp_path) == before
 
 

@@ -102,7 +102,7 @@ class TrainableLayerSkip2(TrainableDraft):
         self.muon_parameters = ()
         self.metadata = {
             "target": {"name": context.config.out, "revision": None},
-            "original_target": {"name": target.name, "revision": target.revision},
+            "original_target": target.describe(),
         }
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

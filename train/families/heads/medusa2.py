@@ -75,7 +75,7 @@ class TrainableMedusa2(TrainableMedusa):
         self.low_lr_parameters = list(self.model.adapters)
         self.metadata = {
             "target": {"name": str(Path(config.out) / "target"), "revision": None},
-            "original_target": {"name": target.name, "revision": target.revision},
+            "original_target": target.describe(),
         }
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
