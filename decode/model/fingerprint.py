@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -96,13 +96,11 @@ def weights_fingerprint(name: str, revision: str | None = None) -> str | None:
             )
         )
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    parts = (config, config.get_text_config(decoder=True))  # some have the flag in one of them only
-    tied = [bool(vars(part).get("tie_word_embeddings")) for part in parts]
-    tensors = _source_digest(folder) or tensors_digest(folder, tied)
+    tensors = _source_digest(folder) or tensors_digest(folder)
     if tensors is None:
         return None
     # T5 scales the input of a head that its config calls tied.
-    scaled = config.is_encoder_decoder and tied[0]
+    scaled = config.is_encoder_decoder and bool(vars(config).get("tie_word_embeddings"))
     return _hash([tensors, scaled, arithmetic(config.to_dict(), type(config)().to_dict())])[:16]
 
 
@@ -123,11 +121,11 @@ def arithmetic(config: Mapping[str, Any], default: Mapping[str, Any]) -> dict[st
     return found
 
 
-def tensors_digest(folder: Path, tied: Sequence[bool]) -> str | None:
+def tensors_digest(folder: Path) -> str | None:
     """A hash of every tensor's name, shape and values; None if the folder has no safetensors.
 
-    A tied head counts as the embedding, stored or not. `tied` is what config.json says: it counts where a head is
-    stored that is not the embedding, because only there it changes what is computed.
+    A tied head counts as the embedding, stored or not. What config.json says of it does not count: the tensors decide
+    (decode/model/tied_heads.py).
     """
     files = weight_files(folder)
     if not files:
@@ -138,8 +136,7 @@ def tensors_digest(folder: Path, tied: Sequence[bool]) -> str | None:
     for name, digest in found.items():
         best[digest] = max(best.get(digest, 0), ranks[name])
     kept = {name: digest for name, digest in found.items() if ranks[name] == best[digest]}
-    own_head = any(ranks[name] < 2 for name in kept)
-    return _hash([sorted(kept.items()), tied if own_head else None])
+    return _hash(sorted(kept.items()))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -248,7 +248,8 @@ def test_a_tied_head_counts_once(tmp_path: Path) -> None:
     add("lm_head.weight", lambda x: x * 1.01)(apart)
     said_tied = Path(shutil.copytree(apart, tmp_path / "said_tied"))
     config(tie_word_embeddings=True)(said_tied)
-    assert len({weights_fingerprint(str(x)) for x in (tied, apart, said_tied)}) == 3
+    assert torch.equal(logits(said_tied), logits(apart))
+    assert len({weights_fingerprint(str(x)) for x in (tied, apart, said_tied)}) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -322,7 +323,7 @@ def test_it_is_the_same_on_every_machine_and_quick() -> None:
     began = time.process_time()
     found = weights_fingerprint(str(BUNDLED))
     assert time.process_time() - began < 5
-    assert found == "65490cec60a5d239"
+    assert found == "51e8bd207042343d"
 
 
 def test_a_large_file_is_read_once_for_each_state_of_it(
