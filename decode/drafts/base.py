@@ -15,6 +15,7 @@ from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
+from decode.common.in_use import claim
 from decode.constraints.rows import RowConstraints
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
@@ -205,6 +206,8 @@ class Draft:
 
 def check_request(draft: Draft, k: int, sampling: SamplingParams) -> None:
     """UserError if the draft cannot draft `k` tokens a round under `sampling`; it starts an empty batch to find out."""
+    for part in draft.parts():
+        claim(part, f"draft {part.name!r}")
     draft.begin_batch(DraftContext(1, 1, k, sampling, lambda p: p.argmax(-1)))
 
 

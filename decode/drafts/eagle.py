@@ -66,6 +66,7 @@ class CachedHead(Draft):
     def reserve(self, size: int) -> None:
         rows, allocated, count = self.allocated_shape
         if allocated < size:
+            self.allocated_shape = 0, 0, 0  # if this fails, not all layers are enlarged
             self.kv_cache.reserve(size)
             self.allocated_shape = rows, size, count
 

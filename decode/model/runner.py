@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers.utils import logging
 
 from decode.common.errors import UserError
+from decode.common.in_use import claim
 from decode.model import attention
 from decode.model.compatibility import (
     cache_name,
@@ -75,7 +76,6 @@ class ModelRunner:
         self.can_skip_logits = not self.config.to_dict().get("num_kv_shared_layers")
         self.shape = 0, 0  # rows and slots of the buffers; the cache is empty until `allocate`
         self.cache = self.make_cache(1, 1)
-        self.beside = False
         self.taps: HiddenStateSpec | None = None
         self.hidden_state_hooks: HiddenStateHooks | None = None
         self.features: torch.Tensor
@@ -107,8 +107,9 @@ class ModelRunner:
         """Provides K/V buffers for `rows` sequences of up to `size` tokens each; their contents are stale.
 
         Buffers of the same shape are used again: compiled code and captured graphs know them by their addresses.
-        UserError for a model that was loaded without its layers.
+        UserError for a model that was loaded without its layers, or that a generator uses which has not ended.
         """
+        claim(self, f"this {self.config.model_type} model")
         if self.model.config.get_text_config(decoder=True).num_hidden_layers == 0:
             raise UserError("this target was loaded without its layers, and cannot decode")
         if (rows, size) != self.shape:
@@ -124,15 +125,11 @@ class ModelRunner:
             self.hidden_state_hooks = None if taps is None else HiddenStateHooks(self.model, taps)
             self.taps = taps
 
-    def run_beside(self) -> None:
-        """Lets this model run in a thread of its own from now on, while a model that was not told so runs."""
-        self.beside = True
-        self.set_attention(attention.BESIDE_NAME)
-
     def reserve(self, size: int) -> None:
         """Enlarges the K/V buffers to `size` tokens per row and keeps their contents."""
         rows, held = self.shape
         if held < size:
+            self.shape = 0, 0  # if this fails, not all layers are enlarged
             self.cache.reserve(size)
             self.shape = rows, size
 
@@ -248,7 +245,7 @@ class ModelRunner:
     def _forward(self, tokens: torch.Tensor, last: int = 0) -> torch.Tensor:
         if self.vocab_size > self.embedding_rows:
             tokens = tokens.clamp_max(self.embedding_rows - 1)
-        with attention.forward_context(self.cache.slots, self.beside):
+        with attention.forward_context(self.cache.slots):
             logits = self.model(
                 input_ids=tokens,
                 use_cache=True,

@@ -92,7 +92,6 @@ class MirrorDraft(DraftWrapper):
         self.counts = OverlapCounts()
         """Since the last one that was put here; it is not set back by a batch."""
         self.thread = ThreadPoolExecutor(1)
-        inner.decoder.run_beside()
 
     def max_slots(self, k: int) -> int:
         """The window, all branches, and a chain behind them."""
