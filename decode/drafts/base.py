@@ -111,6 +111,10 @@ class Draft:
     """It acts in the middle of the target's pass (`during_verification`), which therefore is not compiled."""
     shape: TreeShape = None
     """Shape of its proposals, in families that support trees."""
+    target: Target | None = None
+    """The target whose hidden states, layers or embedding it reads: it drafts for no other. None: it reads text."""
+    tokenizer = ""
+    """Fingerprint of the tokenizer whose ids it drafts; empty: that of any target, or not known."""
     vocab_ids: torch.Tensor | None = None
     """[Vd] the target's ids of the tokens that it draws from, in the order of a Sampler's weights; None: all."""
 

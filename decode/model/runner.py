@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers.utils import logging
 
 from decode.common.errors import UserError
-from decode.common.in_use import claim
+from decode.common.in_use import RUNNING, claim
 from decode.model import attention
 from decode.model.compatibility import (
     cache_name,
@@ -29,7 +29,7 @@ from decode.model.layer_stack import (
     with_head_rows,
     with_layers,
 )
-from decode.model.linear.packed_linear import patch_linear_layers
+from decode.model.linear.packed_linear import begin_request, patch_linear_layers
 from decode.model.regions.layer_regions import mark_regions
 
 logging.disable_progress_bar()  # transformers' bars, one per shard, hide the command's own
@@ -82,6 +82,7 @@ class ModelRunner:
         """[B, T, F] the captured hidden states of the last prefill or step."""
         self.try_model()
         patch_linear_layers(self.model)
+        model.register_forward_pre_hook(check_plain_pass, with_kwargs=True)
         self.can_grow = self.can_compile and mark_regions(self.model)
         """One compiled step runs for any number of slots."""
 
@@ -267,6 +268,27 @@ class ModelRunner:
         if self.missing_columns == 0:
             return logits
         return F.pad(logits, (0, self.missing_columns), value=float("-inf"))
+
+
+def check_plain_pass(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook for passes that no runner makes, such as `target.decoder.model(ids)`: their weights may have changed since
+    the last request. UserError for a mask of padding in front of a text, which our attention would not see."""
+    if torch.compiler.is_dynamo_compiling() or RUNNING.request is not None:
+        return
+    if attention.current_forward().slots is not None:
+        return
+    begin_request()
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    if (
+        isinstance(mask, torch.Tensor)
+        and mask.ndim == 2
+        and model.config._attn_implementation == attention.ATTENTION_NAME
+        and bool((mask[:, 1:] > mask[:, :-1]).any())
+    ):
+        raise UserError(
+            "a model that decodes here has our attention, which reads no mask of padding: pad on the right, or load "
+            "the model again with transformers"
+        )
 
 
 def prefill_groups(lengths: list[int]) -> list[list[int]]:
