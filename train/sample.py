@@ -36,7 +36,12 @@ from decode.drafts.registry import pick_draft
 from decode.engine.active_request import check_draft_length
 from decode.engine.engine import SpeculativeEngine
 from decode.model.fingerprint import ModelFingerprint, difference
-from decode.model.loading import load_config, model_fingerprint, model_folder
+from decode.model.loading import (
+    load_config,
+    model_fingerprint,
+    model_folder,
+    unfollowed_settings,
+)
 from eval.benchmark.vllm_client import find_interpreter
 from train.data import manifest, sample_store
 from train.data.prompt_pipeline import (
@@ -246,10 +251,24 @@ def sample(s: SampleConfig) -> None:
         state.wait_for_everyone()  # the server ends with the main process's block
 
 
+def warn_of_unfollowed_settings(s: SampleConfig) -> None:
+    """One line on stderr about what the target's generation_config.json says otherwise than this run."""
+    followed = {**asdict(s.sampling), "max_new_tokens": s.max_new_tokens}
+    found = unfollowed_settings(s.target, s.revision, followed)
+    if found:
+        named = (f"{k} {v}" if isinstance(v, int | float | str) else k for k, v in found.items())
+        damage.warn(
+            f"{s.target}: answers do not follow what its generation_config.json asks for ({', '.join(named)}): "
+            "--sampling and --max_new_tokens alone say how they are drawn"
+        )
+
+
 def write_answers(
     s: SampleConfig, state: PartialState, reader: TargetTokenizer, engine: Engine
 ) -> None:
     """Lets the engine answer the prompts that have no row in `out` yet, and writes the manifest."""
+    if s.origin == "target" and state.is_main_process:
+        warn_of_unfollowed_settings(s)
     log = ReadLog()
     prompts, dropped = load_prompts(s, reader, log)
     longest = reader.context - (s.origin == "target")  # an answer needs room for one token

@@ -7,6 +7,7 @@
 - renamed_settings: old names of settings, read under their new names
 - run_dir: the output folder of a run: whose it is, and no file lost that is another's
 - lock: one process at a time writes into a folder
+- in_use: one request at a time decodes with a model or a draft
 - provenance: command line, commit, versions and hardware of a result
 - files: atomic writing; text, JSON and YAML read with one-line errors that name the file
 - damage: damaged files are moved aside, and what is intact in them is kept

@@ -92,7 +92,7 @@ class PassSender:
             )  # or the layers would make one without a number
         number = None if cache is None else self.cache_number(cache)
         slots = slot_arguments(cache) if isinstance(cache, StaticKVCache) else None
-        mask = attention.CONTEXT.mask
+        mask = attention.current_forward().mask
         documents = mask.numbers.cpu() if isinstance(mask, DocumentMask) else None
         alive = sorted(self.caches.values())
         send(

@@ -15,6 +15,7 @@ from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
+from decode.common.in_use import claim
 from decode.constraints.rows import RowConstraints
 from decode.model.adapters import CONFIG_FILE as ADAPTER_FILE
 from decode.model.hidden_states import HiddenStateSpec
@@ -111,6 +112,10 @@ class Draft:
     """It acts in the middle of the target's pass (`during_verification`), which therefore is not compiled."""
     shape: TreeShape = None
     """Shape of its proposals, in families that support trees."""
+    target: Target | None = None
+    """The target whose hidden states, layers or embedding it reads: it drafts for no other. None: it reads text."""
+    tokenizer = ""
+    """Fingerprint of the tokenizer whose ids it drafts; empty: that of any target, or not known."""
     vocab_ids: torch.Tensor | None = None
     """[Vd] the target's ids of the tokens that it draws from, in the order of a Sampler's weights; None: all."""
 
@@ -206,6 +211,8 @@ class Draft:
 
 def check_request(draft: Draft, k: int, sampling: SamplingParams) -> None:
     """UserError if the draft cannot draft `k` tokens a round under `sampling`; it starts an empty batch to find out."""
+    for part in draft.parts():
+        claim(part, f"draft {part.name!r}")
     draft.begin_batch(DraftContext(1, 1, k, sampling, lambda p: p.argmax(-1)))
 
 

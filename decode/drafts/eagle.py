@@ -29,7 +29,7 @@ class CachedHead(Draft):
     net: Any
 
     def __init__(self, net: Any, target: Target, name: str):
-        self.net, self.name, self.taps = net.eval(), name, net.taps
+        self.net, self.name, self.taps, self.target = net.eval(), name, net.taps, target
         patch_linear_layers(net)
         weight = net.fc.weight
         self.device, self.dtype = weight.device, weight.dtype
@@ -66,6 +66,7 @@ class CachedHead(Draft):
     def reserve(self, size: int) -> None:
         rows, allocated, count = self.allocated_shape
         if allocated < size:
+            self.allocated_shape = 0, 0, 0  # if this fails, not all layers are enlarged
             self.kv_cache.reserve(size)
             self.allocated_shape = rows, size, count
 

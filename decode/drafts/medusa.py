@@ -62,7 +62,7 @@ class MedusaDraft(Draft):
     """All heads read the target's hidden state before the last committed token; none sees what another drafted."""
 
     def __init__(self, net: MedusaModel, target: Target, name: str = "medusa"):
-        self.net, self.name, self.taps = net.eval(), name, net.taps
+        self.net, self.name, self.taps, self.target = net.eval(), name, net.taps, target
         patch_linear_layers(net)
         self.width = target.decoder.config.hidden_size
         self.allocated_rows = 0

@@ -277,7 +277,7 @@ def load_draft(
         if path in str(error) or folder in str(error):
             raise
         raise UserError(f"draft {path!r}: {error}") from error
-    draft.shape = shape
+    draft.shape, draft.tokenizer = shape, target.fingerprint
     draft_device = torch.device(device)
     if draft_device.type == target_device.type and draft_device.index in (
         None,

@@ -210,6 +210,9 @@ class TwoSourceDraft(DraftWrapper):
         q = torch.where(found[:, None, None], certain, drafted.q)
         return Proposal(tokens, q, finite=drafted.finite)
 
+    def parts(self) -> list[Draft]:
+        return [self, *self.lookup.parts(), *self.inner.parts()]
+
     def _discard_draws(self, length: torch.Tensor, k: int) -> None:
         """Draws as many random numbers as `inner` does for a chain of k tokens."""
         discard_draws(self.request, length, k)

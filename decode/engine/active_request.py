@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
+from decode.drafts.causal import CausalDraft
+from decode.drafts.recurrent_draft import RecurrentDraft
 from decode.model.loading import Target
 from decode.model.vision.vision_runner import ImageInputs
 
@@ -45,7 +47,18 @@ def check_draft_length(target: Target, k: int, name: str = "k") -> None:
 
 
 def check_draft_fits(target: Target, draft: Draft) -> None:
-    """UserError for a draft of trees, or one that acts in the target's pass, and a target that takes neither."""
+    """UserError for a draft that was made for another target, and for a draft of trees, or one that acts in the
+    target's pass, and a target that takes neither."""
+    for part in draft.parts():
+        own = part.target is None or part.target.decoder.model is target.decoder.model
+        if (
+            not own
+            or part.tokenizer not in ("", target.fingerprint)
+            or not _has_vocabulary(part, target)
+        ):
+            raise UserError(
+                f"draft {draft.name!r} was loaded for another target than {target.name!r}: load it again for this one"
+            )
     if target.decoder.takes_trees:
         return
     reason = None
@@ -57,6 +70,13 @@ def check_draft_fits(target: Target, draft: Draft) -> None:
         raise UserError(
             f"target {target.name!r} has recurrent layers, and draft {draft.name!r} {reason}"
         )
+
+
+def _has_vocabulary(draft: Draft, target: Target) -> bool:
+    """Whether a language model as draft gives as many logits as the target."""
+    if not isinstance(draft, CausalDraft | RecurrentDraft):
+        return True
+    return draft.decoder.vocab_size == target.decoder.vocab_size
 
 
 def check_prompts(prompts: list[list[int]], context: int, max_new_tokens: int) -> None:

@@ -53,7 +53,7 @@ def filter_guards(guards: Sequence[Any]) -> list[bool]:
     weights are inputs; models differ in their first layer, the number of layers and each layer's hooks, the taps.
     """
     return [
-        guard.name.endswith("CONTEXT.split_kv")
+        guard.name.endswith("SETTINGS.split_kv")
         if guard.is_global
         else UNCHECKED.search(guard.name) is None
         for guard in guards

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from decode.common.errors import UserError
+from decode.common.in_use import Request
 from decode.common.ranges import check_ranges
 from decode.constraints.matcher import Matcher
 from decode.constraints.rows import RowConstraints
@@ -151,9 +152,40 @@ class SpeculativeEngine:
         a row for each prompt). `matchers` gives each prompt the grammar of its answer, or None; they themselves are not
         moved. `images` gives each prompt of a vision-language target the inputs of its images, or None; drafts see
         their placeholder tokens. UserError for an empty prompt or one that leaves no room in the target's context, for
-        logits of target or draft that are NaN, for grammars in a mode other than eager or with a draft of trees, and
-        for images that the target does not read.
+        logits of target or draft that are NaN, for grammars in a mode other than eager or with a draft of trees, for
+        images that the target does not read, and for a target or draft that another generator uses: from its first
+        `next()` on, until it has ended, failed, been closed or been garbage-collected (decode/common/in_use.py).
         """
+        records = self._decode(
+            prompts, max_new_tokens, rows, seed, seeds, choose, phases, matchers, images
+        )
+        request = Request()
+        try:
+            request.claim(self.target.decoder, f"target {self.target.name!r}")
+            for part in [] if self.draft is None else self.draft.parts():
+                request.claim(part, f"draft {part.name!r}")
+            while True:
+                with request.round():
+                    record = next(records, None)
+                if record is None:
+                    return
+                yield record
+        finally:
+            request.release()
+
+    def _decode(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        rows: int | None,
+        seed: int,
+        seeds: list[int] | None,
+        choose: Sampler | None,
+        phases: PhaseTimes | None,
+        matchers: Sequence[Matcher | None] | None,
+        images: Sequence[ImageInputs | None] | None,
+    ) -> Iterator[RoundRecord]:
+        """`speculate` for whoever alone uses target and draft."""
         target, draft, device = self.target, self.draft, self.device
         if matchers is None and self.grammar is not None:
             matchers = [self.grammar] * len(prompts)
@@ -363,8 +395,9 @@ class SpeculativeEngine:
         """Enlarges all buffers to `count` slots a row where they have fewer; eager forwards attend to no more."""
         size = _round_up_to_bucket(count)
         if size > state.history.shape[1]:
-            self.batch_shape = (len(state.length), size)
+            self.batch_shape = None  # if `reserve` fails, the next request begins with new buffers
             state.reserve(size)
+            self.batch_shape = (len(state.length), size)
         if size > self.target.decoder.shape[1]:
             self.target.decoder.reserve(size)
             if self.draft is not None:

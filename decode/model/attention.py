@@ -5,6 +5,7 @@ has the lengths of ragged rows, the window of each layer and, in prefill, plain 
 """
 
 import importlib.util
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,14 +23,12 @@ from decode.model.masking.flex import attend_flex, block_mask
 from decode.model.masking.masks import AttentionMask, DocumentMask
 
 ATTENTION_NAME = "draftsmith"
-BESIDE_NAME = "draftsmith-beside"
-"""For a model that runs in a thread of its own while another model runs under ATTENTION_NAME."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass
 class ForwardContext:
-    """What attention needs to know of a forward that is running: `CONTEXT`, and `CONTEXT_BESIDE` for one beside it.
+    """What attention needs to know of a forward that is running.
 
     Keywords of the model's forward could not carry it: some models (stablelm) do not pass unknown ones to their layers.
     An instance, because torch 2.11 cannot compile code that sets attributes of a class.
@@ -37,6 +36,19 @@ class ForwardContext:
 
     slots: SlotMapping | None = None
     mask: AttentionMask | None = None
+
+
+class ThreadContext(threading.local):
+    """The ForwardContext of the thread that asks: models that run in other threads meanwhile have their own."""
+
+    def __init__(self) -> None:
+        self.forward = ForwardContext()
+
+
+@dataclass
+class AttentionSettings:
+    """What all forwards of the process have in common."""
+
     split_kv: bool = False
     method: str = "auto"
 
@@ -48,11 +60,22 @@ DENSE_VALUES = 1 << 24
 """Values of the largest mask of training that method "auto" has in memory at once."""
 METHODS = ("auto", "dense", "blockwise", "flex")
 """How training attends under a mask: with all of it in memory, a block of queries at a time, or by flex_attention."""
+OTHER_CACHE = (
+    "a model that decodes here has our attention, which reads no other KV cache: decode with `speculate` or `decode` "
+    "(decode/engine/engine.py), or load the model again with transformers for its `generate`"
+)
 
-CONTEXT = ForwardContext()
+SETTINGS = AttentionSettings()
 """decode/engine/compile.py guards `split_kv` by its name."""
-CONTEXT_BESIDE = ForwardContext()
-"""The context of models under BESIDE_NAME; only its `slots` are used."""
+EAGER = ThreadContext()
+TRACED = ForwardContext()
+"""In place of EAGER in code that is being compiled, which one thread does at a time: torch cannot trace thread-local
+objects."""
+
+
+def current_forward() -> ForwardContext:
+    """The context of the forward that runs, or is traced, in this thread."""
+    return TRACED if torch.compiler.is_dynamo_compiling() else EAGER.forward
 
 
 def use_split_kv(on: bool) -> None:
@@ -63,18 +86,18 @@ def use_split_kv(on: bool) -> None:
     """
     if on and not HAS_TRITON:
         raise UserError("split_kv needs Triton, which comes with torch for CUDA: leave it off here")
-    CONTEXT.split_kv = on
+    SETTINGS.split_kv = on
 
 
 @contextmanager
-def forward_context(slots: SlotMapping, beside: bool = False) -> Iterator[None]:
-    """While the block runs, attention reads and writes the K/V buffers by `slots`; `beside`: that of BESIDE_NAME."""
-    context = CONTEXT_BESIDE if beside else CONTEXT
-    context.slots = slots
+def forward_context(slots: SlotMapping) -> Iterator[None]:
+    """While the block runs, attention of this thread reads and writes the K/V buffers by `slots`."""
+    context = current_forward()
+    before, context.slots = context.slots, slots
     try:
         yield
     finally:
-        context.slots = None
+        context.slots = before
 
 
 @contextmanager
@@ -90,11 +113,12 @@ def packed_documents(numbers: torch.Tensor | None) -> Iterator[None]:
 @contextmanager
 def masked_by(mask: AttentionMask | None) -> Iterator[None]:
     """While the block runs, attention outside `forward_context` is masked by `mask`; None: it is causal."""
-    before, CONTEXT.mask = CONTEXT.mask, mask
+    context = current_forward()
+    before, context.mask = context.mask, mask
     try:
         yield
     finally:
-        CONTEXT.mask = before
+        context.mask = before
 
 
 @contextmanager
@@ -106,11 +130,11 @@ def training_attention(method: str) -> Iterator[None]:
     """
     if method not in METHODS:
         raise UserError(f"no attention {method!r}; there are {', '.join(METHODS)}")
-    before, CONTEXT.method = CONTEXT.method, method
+    before, SETTINGS.method = SETTINGS.method, method
     try:
         yield
     finally:
-        CONTEXT.method = before
+        SETTINGS.method = before
 
 
 def recompute_layers(model: Any) -> None:
@@ -132,7 +156,7 @@ def recomputes_without_mask(model: Any) -> bool:
 
 def _mask_of_the_forward() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of a layer's forward and of its second run in backward."""
-    return nullcontext(), masked_by(CONTEXT.mask)
+    return nullcontext(), masked_by(current_forward().mask)
 
 
 def _causal_mask(count: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -153,16 +177,16 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    beside: bool = False,
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, T, D], key [B, Hkv, S, D] and value [B, Hkv, S, Dv] -> ([B, T, H, Dv], None).
 
     Outside `forward_context` (training) attention is causal over the given keys, or as `masked_by` says: no token
-    attends to right padding after it. `beside` reads CONTEXT_BESIDE.
+    attends to right padding after it.
     UserError for an attention mask: none is built for this attention name, so the model made one of its own, which
-    would be ignored; and for a position bias, which models compute from one length for the whole batch.
+    would be ignored; for a position bias, which models compute from one length for the whole batch; and for keys of
+    another cache than ours (`generate`), which need not be those of the last tokens.
     """
     if position_bias is not None:
         raise UserError(
@@ -173,12 +197,15 @@ def attention_forward(
         raise UserError(
             f"{type(module).__name__} masks its attention by itself, and that mask would be lost"
         )
-    slots = CONTEXT_BESIDE.slots if beside else CONTEXT.slots
-    given = None if slots is not None else CONTEXT.mask
+    context = current_forward()
+    slots = context.slots
+    given = None if slots is not None else context.mask
     rows, heads, count, width = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
     plain = softcap is None and s_aux is None
+    if slots is None and given is None and key.shape[2] != count:
+        raise UserError(OTHER_CACHE)
     causal = given is None and (slots is None or slots.is_prefill)
     if causal and plain and (sliding_window is None or sliding_window >= count):
         out = F.scaled_dot_product_attention(
@@ -190,7 +217,7 @@ def attention_forward(
         out = _training_attention(query, key, value, mask, sliding_window, scaling, softcap, s_aux)
         return out.transpose(1, 2).contiguous(), None
     packed = query.reshape(rows, kv_heads, groups * count, width)  # no repeated keys
-    if CONTEXT.split_kv and slots.row is None and not slots.is_prefill:
+    if SETTINGS.split_kv and slots.row is None and not slots.is_prefill:
         from decode.model import split_kv_attention  # imports Triton
 
         metadata = slots.split_kv_metadata(sliding_window)
@@ -218,7 +245,7 @@ def _training_attention(
     softcap: float | None,
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    """query [B, H, T, D] over key and value [B, Hkv, S, D] under `mask`, by CONTEXT.method -> [B, H, T, Dv].
+    """query [B, H, T, D] over key and value [B, Hkv, S, D] under `mask`, by SETTINGS.method -> [B, H, T, Dv].
 
     flex_attention has no soft cap and no sinks here: layers with them attend a block of queries at a time.
     """
@@ -226,7 +253,7 @@ def _training_attention(
     groups = heads // key.shape[1]
     grouped = query.unflatten(1, (key.shape[1], groups))  # no repeated keys
     attend = partial(_masked_attention, scaling=scaling, softcap=softcap, s_aux=s_aux)
-    method = CONTEXT.method
+    method = SETTINGS.method
     if method == "auto":
         method = "dense" if rows * groups * count * key.shape[2] <= DENSE_VALUES else "blockwise"
     if method == "dense":
@@ -279,4 +306,3 @@ def _products_are_faster(key: torch.Tensor) -> bool:
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
-AttentionInterface.register(BESIDE_NAME, partial(attention_forward, beside=True))

@@ -49,6 +49,20 @@ NUMBER_TYPES = {
 }
 DTYPES = NUMBER_TYPES | {"int8": torch.float32, "int8_bfloat16": torch.bfloat16}
 """The values of `dtype` settings, and what is computed in. int8: the weights of linear layers have eight bits."""
+CHOICE_SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "guidance_scale"), 1.0),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1.0),
+    **dict.fromkeys(("top_k", "min_p", "top_h", "epsilon_cutoff", "eta_cutoff"), 0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "penalty_alpha"), 0),
+    **dict.fromkeys(("min_length", "min_new_tokens", "diversity_penalty"), 0),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids")),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "sequence_bias", "stop_strings")),
+    **dict.fromkeys(("force_words_ids", "constraints", "watermarking_config", "dola_layers")),
+    **dict.fromkeys(("exponential_decay_length_penalty", "max_time", "max_length")),
+    **dict.fromkeys(("max_new_tokens",)),
+}
+"""Settings of generation_config.json that choose tokens or their number, with the value that changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -377,16 +391,36 @@ def end_ids(name: str, config: Any, revision: str | None = None) -> list[int]:
 
     UserError when generation_config.json cannot be read.
     """
+    made = _read_generation_config(name, revision)
+    return _as_list((config if made is None else made).eos_token_id)
+
+
+def unfollowed_settings(
+    name: str, revision: str | None, followed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What generation_config.json of a model says about the choice or the number of tokens, without what changes
+    neither and what `followed` says as well: decoding here follows its own settings alone.
+
+    UserError when it cannot be read.
+    """
+    made = _read_generation_config(name, revision)
+    said: dict[str, Any] = {} if made is None else made.to_diff_dict()
+    return {
+        key: said[key]
+        for key, neutral in CHOICE_SETTINGS.items()
+        if key in said and said[key] not in (None, [], neutral, followed.get(key))
+    }
+
+
+def _read_generation_config(name: str, revision: str | None) -> GenerationConfig | None:
+    """What a folder or a Hub repository holds; None: a model may have none."""
     folder = model_folder(name, "target", revision)
     try:
-        made = GenerationConfig.from_pretrained(folder, revision=revision or "main")
-    except OSError as error:  # a model may have no generation config
-        if (Path(folder) / "generation_config.json").exists():
-            raise _load_error(name, "target", folder, ("generation_config.json",), error) from error
-        return _as_list(config.eos_token_id)
+        return GenerationConfig.from_pretrained(folder, revision=revision or "main")
     except Exception as error:
+        if isinstance(error, OSError) and not (Path(folder) / "generation_config.json").exists():
+            return None
         raise _load_error(name, "target", folder, ("generation_config.json",), error) from error
-    return _as_list(made.eos_token_id)
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:

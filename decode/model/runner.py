@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers.utils import logging
 
 from decode.common.errors import UserError
+from decode.common.in_use import RUNNING, claim
 from decode.model import attention
 from decode.model.compatibility import (
     cache_name,
@@ -28,7 +29,7 @@ from decode.model.layer_stack import (
     with_head_rows,
     with_layers,
 )
-from decode.model.linear.packed_linear import patch_linear_layers
+from decode.model.linear.packed_linear import begin_request, patch_linear_layers
 from decode.model.regions.layer_regions import mark_regions
 
 logging.disable_progress_bar()  # transformers' bars, one per shard, hide the command's own
@@ -75,13 +76,13 @@ class ModelRunner:
         self.can_skip_logits = not self.config.to_dict().get("num_kv_shared_layers")
         self.shape = 0, 0  # rows and slots of the buffers; the cache is empty until `allocate`
         self.cache = self.make_cache(1, 1)
-        self.beside = False
         self.taps: HiddenStateSpec | None = None
         self.hidden_state_hooks: HiddenStateHooks | None = None
         self.features: torch.Tensor
         """[B, T, F] the captured hidden states of the last prefill or step."""
         self.try_model()
         patch_linear_layers(self.model)
+        model.register_forward_pre_hook(check_plain_pass, with_kwargs=True)
         self.can_grow = self.can_compile and mark_regions(self.model)
         """One compiled step runs for any number of slots."""
 
@@ -107,8 +108,9 @@ class ModelRunner:
         """Provides K/V buffers for `rows` sequences of up to `size` tokens each; their contents are stale.
 
         Buffers of the same shape are used again: compiled code and captured graphs know them by their addresses.
-        UserError for a model that was loaded without its layers.
+        UserError for a model that was loaded without its layers, or that a generator uses which has not ended.
         """
+        claim(self, f"this {self.config.model_type} model")
         if self.model.config.get_text_config(decoder=True).num_hidden_layers == 0:
             raise UserError("this target was loaded without its layers, and cannot decode")
         if (rows, size) != self.shape:
@@ -124,15 +126,11 @@ class ModelRunner:
             self.hidden_state_hooks = None if taps is None else HiddenStateHooks(self.model, taps)
             self.taps = taps
 
-    def run_beside(self) -> None:
-        """Lets this model run in a thread of its own from now on, while a model that was not told so runs."""
-        self.beside = True
-        self.set_attention(attention.BESIDE_NAME)
-
     def reserve(self, size: int) -> None:
         """Enlarges the K/V buffers to `size` tokens per row and keeps their contents."""
         rows, held = self.shape
         if held < size:
+            self.shape = 0, 0  # if this fails, not all layers are enlarged
             self.cache.reserve(size)
             self.shape = rows, size
 
@@ -248,7 +246,7 @@ class ModelRunner:
     def _forward(self, tokens: torch.Tensor, last: int = 0) -> torch.Tensor:
         if self.vocab_size > self.embedding_rows:
             tokens = tokens.clamp_max(self.embedding_rows - 1)
-        with attention.forward_context(self.cache.slots, self.beside):
+        with attention.forward_context(self.cache.slots):
             logits = self.model(
                 input_ids=tokens,
                 use_cache=True,
@@ -270,6 +268,27 @@ class ModelRunner:
         if self.missing_columns == 0:
             return logits
         return F.pad(logits, (0, self.missing_columns), value=float("-inf"))
+
+
+def check_plain_pass(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook for passes that no runner makes, such as `target.decoder.model(ids)`: their weights may have changed since
+    the last request. UserError for a mask of padding in front of a text, which our attention would not see."""
+    if torch.compiler.is_dynamo_compiling() or RUNNING.request is not None:
+        return
+    if attention.current_forward().slots is not None:
+        return
+    begin_request()
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    if (
+        isinstance(mask, torch.Tensor)
+        and mask.ndim == 2
+        and model.config._attn_implementation == attention.ATTENTION_NAME
+        and bool((mask[:, 1:] > mask[:, :-1]).any())
+    ):
+        raise UserError(
+            "a model that decodes here has our attention, which reads no mask of padding: pad on the right, or load "
+            "the model again with transformers"
+        )
 
 
 def prefill_groups(lengths: list[int]) -> list[list[int]]:

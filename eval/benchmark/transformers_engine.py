@@ -4,12 +4,16 @@ import time
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from decode.common.errors import first_line
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookups.ngram import NgramDraft
-from decode.model.encoder_decoder.plain_passes import generated_ids, prepare_generate, start_id
+from decode.model.encoder_decoder.plain_passes import (
+    generated_ids,
+    generation_settings,
+    prepare_generate,
+)
 from decode.model.loading import Target, load_model
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig
@@ -72,28 +76,19 @@ class TransformersEngine:
 
     def _generate(self, ids: torch.Tensor, item: TaskPrompt) -> torch.Tensor:
         room = self.target.decoder.context - len(item.prompt_ids)
-        settings: dict[str, Any] = {
-            "do_sample": not self.sampling.greedy,
-            "max_new_tokens": min(self.s.max_new_tokens, room),
-            "eos_token_id": sorted(self.target.eos) or None,
-            "pad_token_id": 0,
-            "prompt_lookup_num_tokens": self.lookup or None,
-        }
-        if not self.sampling.greedy:
-            settings |= {
-                "temperature": self.sampling.temperature,
-                "top_k": self.sampling.top_k or None,
-                "top_p": self.sampling.top_p,
-            }
-        start = len(item.prompt_ids)
-        if self.model.config.is_encoder_decoder:
-            settings["decoder_start_token_id"] = start_id(self.model)
-            start = 1
+        settings = generation_settings(
+            self.model,
+            self.target.eos,
+            min(self.s.max_new_tokens, room),
+            **vars(self.sampling),
+            prompt_lookup_num_tokens=self.lookup or None,
+        )
+        start = 1 if self.model.config.is_encoder_decoder else len(item.prompt_ids)
         stopping = StopStringCriteria(item, self.target.tokenizer, start)
         out: torch.Tensor = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            generation_config=GenerationConfig(**settings),
+            generation_config=settings,
             stopping_criteria=StoppingCriteriaList([stopping]),
             **self.assistant,
         )

@@ -71,6 +71,7 @@ def build_llm(vllm, job: dict):
         disable_log_stats=False,
         enable_prefix_caching=False,
         speculative_config=job["speculative"],
+        generation_config="vllm",  # nothing but what decode_prompts() asks for
         seed=0,
     )
 

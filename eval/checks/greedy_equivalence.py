@@ -18,16 +18,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from decode.constraints.matcher import Matcher
 from decode.model.compatibility import cache_name
 from decode.model.encoder_decoder.plain_passes import (
     decoder_inputs,
     generated_ids,
+    generation_settings,
     prepare_generate,
     run_decoder,
-    start_id,
 )
 from decode.model.layer_stack import is_whole
 from decode.model.loading import Target
@@ -75,21 +74,12 @@ def reference_greedy_output(
 
     ids = torch.tensor([prompt], device=model.device)
     prepare_generate(model)
-    begin = start_id(model) if model.config.is_encoder_decoder else None
     room = min(max_new_tokens, target.decoder.context - len(prompt))
-    eos = sorted(target.eos)
-    settings = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=room,
-        eos_token_id=eos or None,
-        pad_token_id=0,
-        decoder_start_token_id=begin,
-    )
     # Without a mask, generate() takes id 0 for padding and masks it in the prompt.
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        generation_config=settings,
+        generation_config=generation_settings(model, target.eos, room),
         prefix_allowed_tokens_fn=None if grammar is None else allowed,
     )
     return trim_at_stop(generated_ids(model, out[0], len(prompt)), stop, target.tokenizer)

@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from decode.drafts.lookups.ngram import NgramDraft
 from decode.drafts.registry import load_draft
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import collect_outputs
+from decode.model.encoder_decoder.plain_passes import generation_settings, prepare_generate
 from decode.model.loading import Target, load_model, load_target
 from eval.benchmark import vllm_client
 from eval.metrics.roofline import measure_bandwidth
@@ -78,10 +79,19 @@ class DecoderBenchConfig:
 
 
 class HFDecoder:
-    """transformers' `generate` with the given options, greedy, batch 1."""
+    """transformers' `generate` with the given options, greedy, batch 1, ended by the ids `eos` alone."""
 
-    def __init__(self, model: Any, max_new_tokens: int, **options: Any):
-        self.model, self.max_new_tokens, self.options = model, max_new_tokens, options
+    def __init__(
+        self,
+        model: Any,
+        eos: Collection[int],
+        max_new_tokens: int,
+        assistant: Any = None,
+        **options: Any,
+    ):
+        prepare_generate(model)
+        self.model, self.assistant = model, assistant
+        self.settings = generation_settings(model, eos, max_new_tokens, **options)
 
     def decode(self, prompt: list[int]) -> list[int]:
         """The new token ids of one prompt."""
@@ -89,10 +99,8 @@ class HFDecoder:
         out = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=self.max_new_tokens,
-            pad_token_id=0,
-            **self.options,
+            generation_config=self.settings,
+            assistant_model=self.assistant,
         )
         return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
@@ -117,23 +125,24 @@ def hf_decoders(
     s: DecoderBenchConfig, target: Target, drafts: Mapping[str, Draft]
 ) -> dict[str, Decoder]:
     """transformers' own ways to decode with the same models: plain, assisted, prompt lookup, and compiled."""
-    device, n = str(target.decoder.device), s.max_new_tokens
+    device, eos, n = str(target.decoder.device), target.eos, s.max_new_tokens
     model = load_model(s.target, "target", device, s.dtype)
     decoders: dict[str, Decoder] = {
-        "generate": HFDecoder(model, n),
-        "lookup": HFDecoder(model, n, prompt_lookup_num_tokens=s.k, max_matching_ngram_size=3),
+        "generate": HFDecoder(model, eos, n),
+        "lookup": HFDecoder(model, eos, n, prompt_lookup_num_tokens=s.k, max_matching_ngram_size=3),
     }
     for folder, draft in drafts.items():
         if draft.name == "causal":
             assistant = load_model(folder, "draft", device, s.dtype)
+            prepare_generate(assistant)
             assistant.generation_config.num_assistant_tokens = s.k
             assistant.generation_config.num_assistant_tokens_schedule = "constant"
             assistant.generation_config.assistant_confidence_threshold = 0.0  # always K tokens
-            decoders["assisted"] = HFDecoder(model, n, assistant_model=assistant)
+            decoders["assisted"] = HFDecoder(model, eos, n, assistant)
     if s.compiled:
         static = load_model(s.target, "target", device, s.dtype)
         static.forward = torch.compile(static.forward)
-        decoders["static_compile"] = HFDecoder(static, n, cache_implementation="static")
+        decoders["static_compile"] = HFDecoder(static, eos, n, cache_implementation="static")
     return decoders
 
 

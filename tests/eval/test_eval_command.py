@@ -19,7 +19,7 @@ from eval.checks import greedy_equivalence
 from eval.reporting.report_data import draft_entries
 from eval.results import count_tokens_after_eos
 from tests import worlds
-from tests.worlds import CONTEXT, Done, World, contents
+from tests.worlds import CONTEXT, EOS, Done, World, contents
 
 COMMAND = "eval/run.py"
 K, NEW = 3, 16
@@ -341,6 +341,35 @@ def test_two_tasks_may_use_the_same_ids(world: World, evaluate: Callable, tmp_pa
     done = evaluate("--tasks", tasks_of(*paths))
     assert done.code == 0, done.err
     assert json.loads(done.out.splitlines()[-1])["greedy_identical"] is True
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {
+            "repetition_penalty": 1.05,
+            "temperature": 0.7,
+            "top_p": 0.8,
+            "top_k": 20,
+            "do_sample": True,
+        },
+        {"repetition_penalty": 9.0, "stop_strings": ["a", " "], "num_beams": 3},
+    ],
+)
+def test_generation_config_of_the_target_changes_no_verdict(
+    world: World, evaluate: Callable, tmp_path: Path, said: dict[str, Any]
+) -> None:
+    """Bug: references and transformers' own engines followed it, and every method seemed to write other text."""
+    told = tmp_path / "told"
+    shutil.copytree(world.target, told)
+    (told / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS, **said}))
+    done = evaluate("--target", told, "--compare", "hf,hf-assisted,hf-lookup")
+    assert done.code == 0, done.err
+    assert json.loads(done.out.splitlines()[-1])["greedy_identical"] is True
+    engines = json.loads((tmp_path / "out" / "report.json").read_text())["engines"]
+    assert {(e["engine"], e["same_as_ours"], len(e["failed"])) for e in engines} == {
+        (name, 3, 0) for name in ("hf", "hf-assisted", "hf-lookup")
+    }
 
 
 def test_a_task_file_may_hold_blank_lines_and_any_letter(

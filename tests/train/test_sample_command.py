@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,6 +135,30 @@ def test_rows_hold_prompt_answer_and_why_it_ended(
         reasons.add(reason)
     assert reasons == {"eos", "length"}
     assert len(rows[ids_of(world, [FITS])[0]][0]) == CONTEXT
+
+
+def test_settings_of_the_target_are_named_and_not_followed(
+    world: World, small: Callable[..., Done], tmp_path: Path
+) -> None:
+    """One line names those of generation_config.json that the run does not share; rows and manifest are the run's."""
+    told = tmp_path / "told"
+    shutil.copytree(world.target, told)
+    said = {"eos_token_id": EOS, "do_sample": True, "temperature": 1.0, "max_new_tokens": 24}
+    said |= {"top_k": 1, "repetition_penalty": 1.05, "bad_words_ids": [[40]], "num_beams": 1}
+    (told / "generation_config.json").write_text(json.dumps(said))
+    done = small("--target", told)
+    assert done.code == 0, done.err
+    (line,) = [line for line in done.err.splitlines() if "generation_config.json" in line]
+    assert line == (
+        f"warning: {told}: answers do not follow what its generation_config.json asks for (repetition_penalty 1.05, "
+        "top_k 1, bad_words_ids): --sampling and --max_new_tokens alone say how they are drawn"
+    )
+    rows = rows_of(tmp_path / "out")
+    sampling = read_manifest(tmp_path / "out").sampling
+    assert sampling == {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}
+    plain = small("--overwrite", "true")
+    assert "generation_config.json" not in plain.err
+    assert rows_of(tmp_path / "out") == rows
 
 
 @pytest.mark.slow

@@ -130,7 +130,14 @@ class ServerSampling:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,  # all tokens
             "min_p": 0.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
+            # llama.cpp has a name of its own for it, and further samplers that its command line may have set.
+            "repeat_penalty": 1.0,
+            "samplers": ["temperature", "top_k", "top_p"],
+            "mirostat": 0,
+            "dynatemp_range": 0.0,
             "seed": seed % 2**31,
             "stop_token_ids": sorted(self.reader.eos),
             "skip_special_tokens": False,

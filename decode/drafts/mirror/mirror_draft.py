@@ -84,7 +84,7 @@ class MirrorDraft(DraftWrapper):
         model = target.decoder.model
         check_exit(config.exit_layer, target.decoder.config.num_hidden_layers)
         super().__init__(inner)
-        self.config, self.name = config, f"mirror {inner.name}"
+        self.config, self.name, self.target = config, f"mirror {inner.name}", target
         self.on_host = self.eager_only = True
         self.layers = layer_stack(model)
         self.norm, self.head = final_norm(model), LMHead(model)
@@ -92,7 +92,6 @@ class MirrorDraft(DraftWrapper):
         self.counts = OverlapCounts()
         """Since the last one that was put here; it is not set back by a batch."""
         self.thread = ThreadPoolExecutor(1)
-        inner.decoder.run_beside()
 
     def max_slots(self, k: int) -> int:
         """The window, all branches, and a chain behind them."""

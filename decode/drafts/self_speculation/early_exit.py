@@ -37,7 +37,8 @@ class EarlyExitDraft(Draft):
         adapter: ExitAdapter | None = None,
     ):
         """UserError unless 0 < layers < the target's number of layers."""
-        self.target, self.shape, self.adapter = target, shape, adapter
+        self.target: Target = target
+        self.shape, self.adapter = shape, adapter
         self.name, self.vocab = "early-exit", None
         if adapter is None:
             self.decoder = target.decoder.first_layers(layers)

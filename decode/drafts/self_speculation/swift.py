@@ -52,7 +52,8 @@ class SwiftDraft(Draft):
 
         UserError for a target whose sub-layers cannot be skipped, or a `search` for another number of layers.
         """
-        self.target, self.config, self.folder = target, config, folder
+        self.target: Target = target
+        self.config, self.folder = config, folder
         self.skipper = SublayerSkipper(target.decoder.model)
         self.search = search or SkipSearch(len(self.skipper.layers), config)
         self.decoder = self.runner_without(self.search.state.best)

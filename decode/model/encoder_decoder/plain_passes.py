@@ -1,8 +1,10 @@
 """Prompt and answer in transformers' own code, for causal LMs and encoder-decoders alike: references and training."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from decode.common.errors import UserError
 from decode.model.layer_stack import decoder_config
@@ -20,14 +22,42 @@ def start_id(model: Any) -> int:
 
 
 def prepare_generate(model: Any) -> None:
-    """Changes the config of `model`, which is not to be saved any more, so that `generate` caches all decoder layers.
+    """Changes the configs of `model`, which is not to be saved any more, so that `generate` caches all decoder layers
+    and follows the settings of each call alone.
 
     transformers 5.23 makes a cache of as many layers as the encoder has, and ends in an IndexError where the decoder
-    has more, also in an assistant, which makes its own cache.
+    has more, also in an assistant, which makes its own cache. It takes what a call leaves open, such as a repetition
+    penalty, from the generation_config.json of the model's folder.
     """
+    start = vars(model.generation_config).get("decoder_start_token_id")
+    model.generation_config = GenerationConfig(decoder_start_token_id=start)
     if model.config.is_encoder_decoder:
         layers = decoder_config(model).num_hidden_layers
         model.config.num_hidden_layers = max(model.config.num_hidden_layers, layers)
+
+
+def generation_settings(
+    model: Any,
+    eos: Collection[int],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    **more: Any,
+) -> GenerationConfig:
+    """Settings of `generate` for a model after `prepare_generate`: greedy at temperature 0, else sampled from all
+    tokens unless `top_k` or `top_p` say otherwise. Where they name no top_k, transformers takes 50."""
+    if temperature > 0:
+        more |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    if model.config.is_encoder_decoder:
+        more["decoder_start_token_id"] = start_id(model)
+    return GenerationConfig(
+        do_sample=temperature > 0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(eos) or None,
+        pad_token_id=0,
+        **more,
+    )
 
 
 def generated_ids(model: Any, output: torch.Tensor, prompt_tokens: int) -> list[int]:

@@ -42,10 +42,11 @@ class FusedProduct(Generic[L]):
         if place == 0:
             sizes = [len(layer.weight) for layer in self.layers]
             self.held = x, self.layers[0].product(x).split(sizes, -1)
-        if self.held is None or self.held[0] is not x:
+        held = self.held  # read once: a pass in another thread may replace it
+        if held is None or held[0] is not x:
             self.is_whole, self.held = False, None
             return None
-        part = self.held[1][place]
+        part = held[1][place]
         if place == len(self.layers) - 1:
             self.held = None
         return part

@@ -52,8 +52,10 @@ class RecurrentRunner(ModelRunner):
         super().allocate(rows, size)
         first = torch.zeros(rows, dtype=torch.long, device=self.device)
         if is_new:  # one token, so that the layers allocate their states
+            self.shape = 0, 0  # if this fails, some layers have no states
             self.cache.slots.set_positions(first, 1)
             self._forward(first[:, None])
+            self.shape = rows, size
         clear_rows(self.cache.states(), self.cache.slots.all_rows)
         self.before: States = {}  # the states before the last step, if that had more than one token
         self.read = first[:, None]  # [B, T] the tokens of the last step

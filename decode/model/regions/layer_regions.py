@@ -105,23 +105,21 @@ def find_region(layer: Any, holder: str, *args: Any, **kwargs: Any) -> Any:
         return run_apart(layer, *args, **kwargs)
     index = (getattr(layer, holder) if holder else layer).layer_idx
     kv, slots, layers = cache.kv_layers[index], cache.slots, len(cache.kv_layers)
-    beside = attention.CONTEXT_BESIDE.slots is slots
     read = slots.tensors()
-    return run_like_layer(layer, index, layers, beside, kv.keys, kv.values, len(read), *read, *flat)
+    return run_like_layer(layer, index, layers, kv.keys, kv.values, len(read), *read, *flat)
 
 
 def rebuild_and_run(
     layer: torch.nn.Module,
     index: int,
     layers: int,
-    beside: bool,
     keys: torch.Tensor,
     values: torch.Tensor,
     count: int,
     *rest: Any,
 ) -> torch.Tensor:
     """The hidden states that `layer` gives for the arguments that `find_region` took apart."""
-    slots = (attention.CONTEXT_BESIDE if beside else attention.CONTEXT).slots
+    slots = attention.current_forward().slots
     assert slots is not None
     cache = LayerCache(slots, keys, values, index, layers)
     args, kwargs, at = [], {}, count
@@ -143,7 +141,7 @@ def region_key(layer: torch.nn.Module, index: int, *arguments: Any) -> int:
     K/V and slots are described without their shapes, which may be dynamic: all layers have the same number of slots,
     and the rest of a layer's shapes follows from its weights.
     """
-    layers, beside, keys, values, count, all_rows, row, slot, *_ = arguments
+    layers, keys, values, count, all_rows, row, slot, *_ = arguments
     seen: dict[torch.Tensor, int] = {}
     described: list[Any] = []
     for each in arguments:

@@ -103,11 +103,11 @@ def test_compiled_code_notices_the_switch(monkeypatch: pytest.MonkeyPatch) -> No
     would go on with the kernel that was chosen when it was compiled."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if attention.CONTEXT.split_kv else x - 1
+        return x + 1 if attention.SETTINGS.split_kv else x - 1
 
     options = {"guard_filter_fn": filter_guards}
     compiled = torch.compile(forward, fullgraph=True, backend="eager", options=options)
     x = torch.zeros(2)
     for on in (False, True, False):
-        monkeypatch.setattr(attention.CONTEXT, "split_kv", on)
+        monkeypatch.setattr(attention.SETTINGS, "split_kv", on)
         assert torch.equal(compiled(x), forward(x))

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
-from eval.benchmark import baselines, timing, vllm_client
+from eval.benchmark import baselines, timing, vllm_client, vllm_worker
 from eval.benchmark.config import EvalConfig, MethodConfig
 from eval.benchmark.journal import Journal
 from eval.benchmark.methods import Method
@@ -110,6 +111,15 @@ def test_the_worker_is_there_and_imports_nothing_of_ours() -> None:
     modules |= {x.module or "" for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
     outside = {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names)
     assert outside == {"torch", "vllm"}
+
+
+def test_the_worker_takes_no_settings_of_the_targets_folder() -> None:
+    """Bug: vLLM limits answers, and takes penalties, as generation_config.json says. A recorder stands for vLLM."""
+    asked: dict[str, Any] = {}
+    vllm = SimpleNamespace(LLM=lambda target, **settings: asked.update(settings))
+    job = vllm_client.build_job("T", [[1]], max_new_tokens=3, max_model_len=9)
+    vllm_worker.build_llm(vllm, job)
+    assert asked["generation_config"] == "vllm"
 
 
 class Clock:

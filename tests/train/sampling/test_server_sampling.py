@@ -121,6 +121,9 @@ def test_the_request_says_all_that_decides_the_distribution(
     common = {
         "model": "tiny", "temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
         "stop_token_ids": worlds.EOS, "max_tokens": 24, "return_token_ids": True,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        # llama.cpp's own: without these its --repeat-penalty, --dry-multiplier, --xtc-probability … would be in force
+        "repeat_penalty": 1.0, "samplers": ["temperature", "top_k", "top_p"], "mirostat": 0, "dynatemp_range": 0.0,
     }  # fmt: skip
     for body in server.bodies:
         assert common.items() <= body.items()

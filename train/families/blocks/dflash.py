@@ -13,7 +13,7 @@ from decode.drafts.blocks import dflash
 from decode.drafts.blocks.dflash import DFlashDraft
 from decode.drafts.blocks.dflash_model import DFlashModel
 from decode.drafts.eagle_model import llama_config
-from decode.model.attention import CONTEXT
+from decode.model.attention import SETTINGS
 from decode.model.hidden_states import HiddenStateSpec, LMHead
 from decode.model.masking.blocks import BLOCK, recomputed, run_now
 from decode.model.masking.flex import add_own_keys, attend_flex, block_mask
@@ -153,7 +153,7 @@ class DFlashTrainer(nn.Module):
         place = (positions[row, slots][..., None] + 1 + offset).flatten(1)
 
         def attend(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if CONTEXT.method == "flex":
+            if SETTINGS.method == "flex":
                 return flex_block_attention(q, k, v, *context[number], each, size)
             return block_attention(q, k, v, *context[number], mask, size)
 
@@ -184,7 +184,7 @@ def block_attention(
     q = q.unflatten(1, (k.shape[1], -1)).unflatten(3, (-1, size)) * q.shape[-1] ** -0.5
     k, v = k.unflatten(2, (-1, size)), v.unflatten(2, (-1, size))  # [B, Hkv, M, size, D]
     count = q.shape[3]
-    whole = CONTEXT.method == "dense" or (CONTEXT.method == "auto" and count * size <= BLOCK)
+    whole = SETTINGS.method == "dense" or (SETTINGS.method == "auto" and count * size <= BLOCK)
     step = count if whole else max(1, BLOCK // size)
     pieces = []
     for start in range(0, count, step):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decode.drafts.eagle_model import AttendFn
-from decode.model.attention import CONTEXT
+from decode.model.attention import SETTINGS
 from decode.model.masking.blocks import recomputed
 from decode.model.masking.flex import add_own_keys, attend_flex, block_mask
 from decode.model.masking.masks import SlotMask, key_index, take_keys
@@ -43,11 +43,11 @@ class TestTimeAttention:
         if j > 0:  # at step 0 a slot's own key is among `keys`
             self.later[j - 1 :] = [(k, v)]
         own = [x for pair in self.later[:j] for x in pair]
-        if CONTEXT.method == "flex":
+        if SETTINGS.method == "flex":
             return _flex(q, self.keys, self.values, self.mask, own).transpose(1, 2)
         count, groups = q.shape[2], q.shape[1] // k.shape[1]
         q = q.unflatten(1, (-1, groups)) * q.shape[-1] ** -0.5
-        whole = CONTEXT.method == "dense" or (CONTEXT.method == "auto" and count <= BLOCK)
+        whole = SETTINGS.method == "dense" or (SETTINGS.method == "auto" and count <= BLOCK)
         pieces = []
         for start in range(0, count, count if whole else BLOCK):
             some = slice(start, start + (count if whole else BLOCK))
