@@ -13,7 +13,12 @@ from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
-from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
+from decode.drafts.eagle_model import (
+    Eagle1Model,
+    Eagle3Model,
+    EagleModel,
+    llama_config,
+)
 from decode.model.attention import attention_forward, forward_context
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, LMHead, check_taps
 from decode.model.kv_cache import StaticKVCache, TreeNodes
@@ -27,6 +32,7 @@ class CachedHead(Draft):
     """A head over the target's hidden states with the target's embedding and a KV cache of its own layers."""
 
     net: Any
+    context: int
 
     def __init__(self, net: Any, target: Target, name: str):
         self.net, self.name, self.taps = net.eval(), name, net.taps
@@ -39,7 +45,7 @@ class CachedHead(Draft):
         if net.ids is not None:
             self.vocab = ReducedVocab(net.ids, target.decoder.vocab_size)
             self.vocab_ids = net.ids
-        self.context = target.decoder.context
+        self.context = min(target.decoder.context, net.max_positions)
         hidden = target.decoder.config.hidden_size
         self.width = hidden * (len(net.taps.layers) + net.taps.final)
         self.allocated_shape = 0, 0, 0
@@ -98,7 +104,7 @@ class CachedHead(Draft):
         raise NotImplementedError
 
     def _positions(self) -> torch.Tensor:
-        # As in the target: beyond its context longrope would use other frequencies for all rows.
+        # As in the target: beyond the context longrope would use other frequencies for all rows.
         return self.kv_cache.slots.position.clamp_max(self.context - 1)
 
 

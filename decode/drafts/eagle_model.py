@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.common.errors import UserError, one_line
+from decode.model.compatibility import position_limit
 from decode.model.config_checks import check_sizes
 from decode.model.hidden_states import HiddenStateSpec
 
@@ -144,7 +145,7 @@ class Eagle3Model(nn.Module):
     ):
         super().__init__()
         flags = config.to_dict()
-        self.config, self.taps = config, taps
+        self.config, self.taps, self.max_positions = config, taps, head_context(config)
         width, target_width = config.hidden_size, config.target_hidden_size
         size = config.vocab_size if ids is None else len(ids)
         tapped, eps = len(taps.layers), config.rms_norm_eps
@@ -248,6 +249,7 @@ class Eagle1Model(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.config, self.taps, self.head = config, HiddenStateSpec(final=True), head
+        self.max_positions = head_context(config)
         # A bias of zeros that is not trained: vLLM ignores it and SGLang requires it.
         self.fc = nn.Linear(2 * width, width)
         nn.init.zeros_(self.fc.bias).requires_grad_(False)
@@ -295,6 +297,16 @@ class Eagle1Model(nn.Module):
 
 EagleModel = Eagle1Model | Eagle3Model
 
+UNBOUNDED = 1 << 30
+"""Positions of a draft whose config.json names no number: RoPE itself has no end."""
+
+
+def head_context(config: LlamaConfig) -> int:
+    """Tokens that a head can read: its positions, or the window of its layer, which is computed with full attention."""
+    fields = config.to_dict()
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+    return min(position_limit(config) or UNBOUNDED, window or UNBOUNDED)
+
 
 def llama_config(fields: dict[str, Any]) -> LlamaConfig:
     """The LlamaConfig of a draft's config.json; RoPE is read from `rope_parameters` or its two old field names.
@@ -304,6 +316,8 @@ def llama_config(fields: dict[str, Any]) -> LlamaConfig:
     rest = {
         k: v for k, v in fields.items() if k not in ("rope_theta", "rope_scaling", "model_type")
     }
+    if rest.get("max_position_embeddings") is None:
+        rest["max_position_embeddings"] = UNBOUNDED
     if "rope_parameters" not in rest:
         scaling = fields.get("rope_scaling") or {}
         kind = scaling.get("rope_type") or scaling.get("type") or "default"

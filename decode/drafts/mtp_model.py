@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from decode.common.errors import UserError
-from decode.model.compatibility import cache_name
+from decode.model.compatibility import cache_name, context_length
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import layer_stack, renumber_layers, with_layers
 from decode.model.recurrent.hybrid_cache import has_recurrent_layers
@@ -41,7 +41,7 @@ class MtpModel(nn.Module):
         self.taps, self.head = HiddenStateSpec(final=True), head
         self.enorm, self.hnorm = copy.deepcopy(decoder.norm), copy.deepcopy(decoder.norm)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.decoder = decoder
+        self.decoder, self.max_positions = decoder, context_length(decoder.config)
         self.cache_name = cache_name(decoder)
 
     @property

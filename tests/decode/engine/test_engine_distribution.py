@@ -32,6 +32,13 @@ def near(target: Target, **shape: Any) -> CausalDraft:
     return CausalDraft(ModelRunner(noisy(target.decoder.model, 0.2)), **shape)
 
 
+def short(target: Target, **shape: Any) -> CausalDraft:
+    """A draft whose context ends within the first round behind a prompt of two tokens."""
+    draft = near(target, **shape)
+    draft.context = 4
+    return draft
+
+
 def padded(rows: int, **shape: Any) -> Callable[[Target], CausalDraft]:
     """A draft whose embedding has `rows` rows for the three tokens of the target."""
 
@@ -58,6 +65,9 @@ CASES: dict[str, tuple[Callable[[Target], Draft], dict[str, Any], int]] = {
     "more rows": (padded(5), {}, BLOCK),
     "fewer rows, block": (padded(2), {"rule": "block"}, BLOCK),
     "more rows, tree": (padded(5, shape=FORKED), {}, WALK),
+    "short context": (short, {}, BLOCK),
+    "short context, block": (short, {"rule": "block"}, BLOCK),
+    "short context, tree": (lambda t: short(t, shape=FORKED), {}, WALK),
     "reduced": (reduced, {}, BLOCK),
     "reduced, block": (reduced, {"rule": "block"}, BLOCK),
     "reduced, tree": (lambda t: reduced(t, shape=FORKED), {}, WALK),
@@ -88,7 +98,7 @@ def distances(name: str, length: int = LENGTH) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name", slow_except(CASES, ["block", "fewer rows", "more rows", "reduced"])
+    "name", slow_except(CASES, ["block", "fewer rows", "more rows", "short context", "reduced"])
 )
 def test_engine_emits_the_targets_law(name: str) -> None:
     """Catches a rule given the wrong laws, paths, K/V or positions by the real loop. Exact: no false alarm."""
