@@ -87,7 +87,10 @@ def distances(name: str, length: int = LENGTH) -> list[float]:
         choose=choose, **keywords,
     )  # fmt: skip
     assert choose.walked == paths
-    text = torch.tensor([o.output_ids for o in outputs]) @ 3 ** torch.arange(length - 1, -1, -1)
+    ids = torch.tensor([o.output_ids for o in outputs])
+    # Branches that accept a token where none was drafted are walked too; none of them may be possible.
+    assert not choose.weight[(ids < 0).any(1)].any()
+    text = ids.clamp_min(0) @ 3 ** torch.arange(length - 1, -1, -1)
     found = []
     for i, prompt in enumerate(PROMPTS):
         own = slice(i * paths, (i + 1) * paths)
