@@ -5,6 +5,8 @@ there came from the head's own states; the next proposal begins by rewriting all
 committed, from the target's hidden states. EAGLE-2 is EAGLE-1 or EAGLE-3 with a DynamicTree.
 """
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from decode.drafts.eagle_model import (
     Eagle1Model,
     Eagle3Model,
     EagleModel,
+    check_arithmetic,
     llama_config,
 )
 from decode.model.attention import attention_forward, forward_context
@@ -194,8 +197,9 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
     layouts.check_family(path, found.family, facts.get("family", found.family))
     hidden = target.decoder.config.hidden_size
     layouts.check_config(path, config, {"vocab_size": target.decoder.vocab_size})
+    check_arithmetic(config)
     own = "embed_tokens.weight"
-    if own in tensors and _equal_values(
+    if own in tensors and layouts.equal_values(
         tensors[own], target.decoder.model.get_input_embeddings().weight
     ):
         tensors.pop(own)  # a copy of the target's, which other trainers save too
@@ -214,16 +218,41 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
                 raise UserError(
                     f"draft {path!r} has {flag} {config[flag]} and was trained with {trained}: get the files again"
                 )
-        taps = HiddenStateSpec(layouts.aux_layers(config, target.decoder.config.num_hidden_layers))
-        check_taps(taps, target.decoder.config.num_hidden_layers)
+        depth = target.decoder.config.num_hidden_layers
+        taps = HiddenStateSpec(layouts.aux_layers(config, depth))
+        check_taps(taps, depth)
+        name_layers(path, found, taps.layers, depth)
         ids = layouts.draft_to_target_ids(path, config, tensors)
+        tensors = layouts.without_maps(tensors)
         if ids is None and "lm_head.weight" not in tensors:  # then the head is the target's
+            if config.get("tie_word_embeddings") and own in tensors:
+                raise UserError(
+                    f"draft {path!r} ties its output matrix to an embedding of its own, which engines do not: save "
+                    "lm_head.weight"
+                )
             tensors["lm_head.weight"] = target.decoder.model.get_output_embeddings().weight.detach()
         net = Eagle3Model(llama_config(config), taps, ids, own in tensors)
     layouts.load_parameters(net, path, tensors)
     return net.to(device, DTYPES[dtype]), target, found.family
 
 
-def _equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two matrices hold equal values, in whatever dtype."""
-    return a.shape == b.shape and torch.equal(a.float(), b.detach().cpu().float())
+def name_layers(
+    path: str, found: importers.DraftCheckpoint, layers: Sequence[int], depth: int
+) -> None:
+    """One warning that names the layers that are read where config.json names none, or one more than the draft reads.
+
+    UserError for a surplus one that is not the last of a target of `depth` layers.
+    """
+    surplus = found.surplus_layer
+    if surplus is not None and surplus not in (depth - 1, depth):
+        raise UserError(
+            f"draft {path!r} names the layers {[*layers, surplus]} and reads one less, and {surplus} is not the last of "
+            f"the target's {depth}: correct its config.json"
+        )
+    said = None
+    if surplus is not None:
+        said = f"names layer {surplus} too, which fc does not read: it is left out, and {list(layers)} are read"
+    elif not found.config.get("eagle_aux_hidden_state_layer_ids") and not read_metadata(path):
+        said = f"names no layers whose states it reads: {list(layers)} are taken, the default of EAGLE-3"
+    if said is not None:
+        warnings.warn(f"draft {path!r} {said}", stacklevel=2)

@@ -5,6 +5,8 @@ the target's folder is the draft's. The first layer drafts every token, each ste
 before, as in serving engines; further layers, if there are any, are not read.
 """
 
+import warnings
+
 import torch
 
 from decode.checkpoints import importers, layouts
@@ -39,7 +41,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> MtpModel:
     path = importers.resolve_folder(path)
     check_target(path, target)
     decoder = target.decoder
-    depth, tensors = decoder.config.num_hidden_layers, importers.raw_tensors(path)
+    depth, tensors = decoder.config.num_hidden_layers, importers.plain_tensors(path)
     layouts.check_family(path, importers.detect_family(tensors), "mtp")
     wanted = {
         "vocab_size": decoder.vocab_size,
@@ -50,6 +52,16 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> MtpModel:
     own = mtp_model.from_files(tensors, depth)
     if not own:
         raise UserError(f"draft {path!r} has no layer {depth}: get its files again")
+    model = decoder.model
+    embedding, matrix = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    layouts.take_copy(path, own, mtp_model.EMBEDDING, embedding, "an embedding")
+    layouts.take_copy(path, own, mtp_model.HEAD, matrix, "an output matrix")
+    further = mtp_model.further_layers(tensors, depth)
+    if further:
+        warnings.warn(
+            f"draft {path!r} has MTP layers {further} too, which are not read: layer {depth} drafts every token",
+            stacklevel=2,
+        )
     net = MtpModel(
         mtp_model.last_layer(decoder.model), LMHead(decoder.model, device, DTYPES[dtype])
     )
