@@ -321,7 +321,7 @@ def _check_single_layer(config: Mapping[str, Any]) -> None:
     if biased:
         raise UserError("EAGLE with biases in its layer: such drafts are not supported")
     kind = _layer_kind(config)
-    if kind not in ("llama", "eagle", ""):
+    if kind not in ("llama", "mistral", "eagle", ""):  # Mistral's is Llama's with a window
         raise UserError(f"EAGLE with a layer of type {kind!r}: only Llama's is supported")
 
 
@@ -421,6 +421,9 @@ def _canonical_medusa(
     """
     if "token_map" in tensors:
         raise UserError("Medusa over a reduced vocabulary (token_map) is not supported")
+    activation = config.get("hidden_act") if config.get("model_type") == "medusa" else None
+    if activation not in (None, "silu", "swish"):
+        raise UserError(f"Medusa with the activation {activation!r}: its blocks compute SiLU")
     if "lm_head.weight" in tensors:
         tensors = {"lm_heads.0.weight": tensors["lm_head.weight"]} | tensors
         tensors.pop("lm_head.weight")

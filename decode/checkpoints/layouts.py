@@ -336,8 +336,8 @@ def draft_to_target_ids(
         maps = {name: tensors[name] for name in VOCAB_MAPS if name in tensors}
         if maps.get("d2t", torch.zeros(1)).any() or not maps.get("t2d", torch.ones(1)).all():
             raise UserError(
-                f"draft {path!r} has a vocabulary map, {' and '.join(maps)}, and by its config.json the whole vocabulary: "
-                "correct draft_vocab_size"
+                f"draft {path!r} has {' and '.join(maps)}, the map of a reduced vocabulary, and its config.json says "
+                "that it has the whole one: correct draft_vocab_size"
             )
         return None
     if "d2t" not in tensors:
@@ -430,10 +430,14 @@ def take_copy(
     UserError if it is another: the draft was trained with it, and it would not be read.
     """
     found = tensors.pop(name, None)
-    if found is not None and not equal_values(found, own):
+    plain = type(own) in (
+        torch.Tensor,
+        torch.nn.Parameter,
+    )  # not in eight bits, nor split over devices
+    if found is not None and plain and not equal_values(found, own):
         raise UserError(
-            f"draft {path!r} has {what} of its own ({name}), and its family reads the target's: give the target that it "
-            "was trained for"
+            f"draft {path!r} has {what} of its own ({name}), and its family reads the target's: give the target that "
+            "it was trained for"
         )
 
 

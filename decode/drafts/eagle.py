@@ -246,8 +246,8 @@ def name_layers(
     surplus = found.surplus_layer
     if surplus is not None and surplus not in (depth - 1, depth):
         raise UserError(
-            f"draft {path!r} names the layers {[*layers, surplus]} and reads one less, and {surplus} is not the last of "
-            f"the target's {depth}: correct its config.json"
+            f"draft {path!r} names the layers {[*layers, surplus]} and reads one less, and {surplus} is not the last "
+            f"of the target's {depth}: correct its config.json"
         )
     said = None
     if surplus is not None:

@@ -19,6 +19,18 @@ from decode.model.attention import forward_context
 from decode.model.hidden_states import LMHead
 from decode.model.loading import DTYPES, Target
 
+LAYER_FIELDS = (
+    "hidden_act",
+    "rms_norm_eps",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+)
+"""Settings of the layer, which is built as the target's own: a file that has others was trained for another target."""
+
 
 class MtpDraft(EagleDraft):
     """An EagleDraft whose layer is of the target's own kind and writes its keys and values itself."""
@@ -48,7 +60,9 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> MtpModel:
         "hidden_size": decoder.config.hidden_size,
         "num_hidden_layers": depth,
     }
-    layouts.check_config(path, layouts.read_config(path), wanted)
+    config, own_config = layouts.read_config(path), decoder.config.to_dict()
+    shared = [key for key in LAYER_FIELDS if None not in (config.get(key), own_config.get(key))]
+    layouts.check_config(path, config, wanted | {key: own_config[key] for key in shared})
     own = mtp_model.from_files(tensors, depth)
     if not own:
         raise UserError(f"draft {path!r} has no layer {depth}: get its files again")

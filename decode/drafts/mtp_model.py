@@ -125,7 +125,7 @@ def to_files(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
 
 
 def from_files(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
-    """The inverse of `to_files`; the embedding and the LM head of the layer, if there are any, as EMBEDDING and HEAD."""
+    """The inverse of `to_files`; an embedding and an LM head of the layer, if there are any, as EMBEDDING and HEAD."""
     back = {theirs: ours for ours, theirs in NAMES_IN_FILES.items()}
     prefix = f"layers.{number}."
     own: Tensors = {}
