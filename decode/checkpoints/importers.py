@@ -218,6 +218,8 @@ def read_checkpoint(path: str) -> DraftCheckpoint:
         if family in ("eagle3", "peagle"):
             renamed = _canonical_eagle_tensors(tensors)
             return _with_read_layers(family, _eagle3_config(config, renamed, family), renamed)
+    except UserError as error:
+        raise UserError(f"draft {path!r}: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"draft {path!r}: config.json or the tensors lack what a draft of family {family} needs "

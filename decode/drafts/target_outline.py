@@ -17,6 +17,7 @@ from decode.model.loading import (
     Target,
     auto_class,
     load_config,
+    load_model,
     load_tokenizer,
     tokenizer_fingerprint,
 )
@@ -25,10 +26,18 @@ LANGUAGE_MODELS = ("causal", "pard")
 """Families that read nothing of a target but its tokenizer and its vocabulary."""
 
 
+COPIED = ("embed_tokens.weight", "lm_head.weight", "shared_head.head.weight")
+"""How the names of tensors end that may be copies of the target's, so that loading compares them with it."""
+
+
+class UnknownMatrix(nn.Parameter):
+    """A matrix of which only the shape is known: loading compares nothing with it. It takes no memory."""
+
+
 @dataclass(frozen=True)
 class RunnerOutline:
-    """What loading a draft asks a ModelRunner for. Its model has no weights: matrices of zeros that take no memory, and
-    layers on the meta device, but for the last one, of which an MTP layer is a copy."""
+    """What loading a draft asks a ModelRunner for. Its model has an embedding and an LM head, known or not, and layers
+    on the meta device, but for the last one, of which an MTP layer is a copy."""
 
     model: Any
     device: torch.device = torch.device("cpu")
@@ -54,8 +63,8 @@ class RunnerOutline:
 def check_loads(path: str, target: str = "") -> None:
     """Loads the draft in a folder as decoding does, and raises the UserError that decoding would end with.
 
-    The target (folder or Hub name) is read without its weights. Without a target it is one that fits the draft: what is
-    wrong then is wrong for every target.
+    Of the target (folder or Hub name) the embedding and the LM head alone are read, where the draft has copies of them.
+    Without a target it is one that fits the draft: what is wrong then is wrong for every target.
     """
     folder = importers.resolve_folder(path)
     family = draft_family(folder)
@@ -65,7 +74,13 @@ def check_loads(path: str, target: str = "") -> None:
         config = load_config(folder, "draft")
     else:
         config = fitting_config(folder, family)
-    load_draft(path, outline(config, fingerprint_for(folder, family, target), family == "mtp"))
+    own = outline(config, fingerprint_for(folder, family, target))
+    if family == "mtp":
+        give_last_layer(own.decoder.model)
+    copied = any(name.endswith(COPIED) for name in importers.tensor_files(folder))
+    if target and copied and family not in LANGUAGE_MODELS:
+        give_matrices(own.decoder.model, target)
+    load_draft(path, own)
 
 
 def fingerprint_for(folder: str, family: str, target: str) -> str:
@@ -81,11 +96,13 @@ def fingerprint_for(folder: str, family: str, target: str) -> str:
 
 def fitting_config(folder: str, family: str) -> LlamaConfig:
     """The config of a target that heads may belong to, as far as their files tell."""
-    config = importers.read_checkpoint(folder).config
-    named = config.get("eagle_aux_hidden_state_layer_ids") or [6]
-    layers = config.get("num_target_layers") or max(7, max(named) + 1)
+    found = importers.read_checkpoint(folder)
+    config, named = found.config, found.config.get("eagle_aux_hidden_state_layer_ids") or [6]
+    layers = config.get("num_target_layers") or found.surplus_layer or max(7, max(named) + 1)
     return LlamaConfig(
-        vocab_size=config["vocab_size"],
+        vocab_size=config.get(
+            "vocab_size", 1
+        ),  # of Medusa by heads that share the target's LM head
         hidden_size=config.get("target_hidden_size") or config["hidden_size"],
         num_hidden_layers=layers,
         num_attention_heads=1,
@@ -93,16 +110,26 @@ def fitting_config(folder: str, family: str) -> LlamaConfig:
     )
 
 
-def outline(config: Any, fingerprint: str, with_last_layer: bool) -> Target:
-    """A Target of this config without weights. `with_last_layer`: its last layer has memory, of whatever values."""
+def outline(config: Any, fingerprint: str) -> Target:
+    """A Target of this config without weights."""
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         zeros = torch.zeros(1, 1).expand(module.weight.shape)
-        module.weight = nn.Parameter(zeros, requires_grad=False)
-    if with_last_layer:
-        stack, embedding = layer_stack(model), model.get_input_embeddings()
-        others = [m for m in model.get_decoder().children() if m not in (stack, embedding)]
-        for module in (stack[-1], *others):  # the final norm, the tables of RoPE
-            module.to_empty(device="cpu")
+        module.weight = UnknownMatrix(zeros, requires_grad=False)
     return Target(RunnerOutline(model), None, "the target", None, fingerprint, frozenset())  # type: ignore[arg-type]
+
+
+def give_last_layer(model: Any) -> None:
+    """Gives the last layer of an outline, and what its decoder has beside layers, memory of whatever values."""
+    stack, embedding = layer_stack(model), model.get_input_embeddings()
+    others = [m for m in model.get_decoder().children() if m not in (stack, embedding)]
+    for module in (stack[-1], *others):  # the final norm, the tables of RoPE
+        module.to_empty(device="cpu")
+
+
+def give_matrices(model: Any, target: str) -> None:
+    """Gives an outline the embedding and the LM head of `target`."""
+    read = load_model(target, "target", "cpu", "float32", with_layers=False)
+    model.get_input_embeddings().weight = read.get_input_embeddings().weight
+    model.get_output_embeddings().weight = read.get_output_embeddings().weight

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from decode.common.errors import UserError
 from decode.drafts import mtp_model
 from decode.drafts.registry import load_draft
-from decode.model.loading import Target
+from decode.model.loading import Target, load_model
 from scripts.engine_compat.checker import DECODER_RULE, check_draft_files
 from scripts.engine_compat.rules.checkpoint import IGNORED, REFUSED, SILENT
 from tests.decode.checkpoints import test_importers
@@ -255,9 +255,19 @@ def test_the_checker_compares_fc_with_ids(tmp_path: Path, target_folder: str) ->
     assert "fc.weight is [8, 48] and config.json implies [8, 64]" in found[0].what
 
 
+def renumbered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A copy of layer 3 as layer 4."""
+    three = "model.layers.3."
+    return {
+        name.replace(three, "model.layers.4."): value.clone()
+        for name, value in tensors.items()
+        if name.startswith(three)
+    }
+
+
 @pytest.mark.parametrize("change", ["as it is", "another head", "another eps", "a second layer"])
 def test_mtp_layers_agree(change: str, tmp_path: Path) -> None:
-    """Catches a matrix or an epsilon of the layer's own that nobody reads, and a second layer dropped without a word."""
+    """Catches a matrix or an epsilon of the layer's own that nobody reads, and a second layer dropped in silence."""
     _, own = native_folder(tmp_path, "llama")
     head = f"model.layers.3.{mtp_model.HEAD}"
     if change == "another head":
@@ -265,7 +275,7 @@ def test_mtp_layers_agree(change: str, tmp_path: Path) -> None:
     if change == "another eps":
         config(lambda c: c.update(rms_norm_eps=0.1))(tmp_path)
     if change == "a second layer":
-        retensored(lambda t: t.update({k.replace("layers.3.", "layers.4."): v.clone() for k, v in t.items() if "layers.3." in k}))(tmp_path)  # fmt: skip
+        retensored(lambda t: t.update(renumbered(t)))(tmp_path)
     reason = {"another head": "an output matrix of its own", "another eps": "rms_norm_eps 0.1"}
     said, lines = "", []
     try:
@@ -278,9 +288,10 @@ def test_mtp_layers_agree(change: str, tmp_path: Path) -> None:
     assert reason.get(change, "") in said
     assert bool(said) == (change in reason)
     assert len(lines) == (change == "a second layer")
-    # The folder's own config is the target's; a changed one alone cannot tell.
-    findings = [f for f in check_draft_files(str(tmp_path), "vllm") if f.rule == DECODER_RULE]
-    assert [f.what for f in findings] == ([said] if change == "another head" else [])
+    target = tmp_path / "target"
+    own.decoder.model.save_pretrained(target)
+    found = check_draft_files(str(tmp_path), "vllm", target=str(target))
+    assert [f.what for f in found if f.rule == DECODER_RULE] == ([said] if said else [])
 
 
 def test_causal_drafts_agree(tmp_path: Path) -> None:
@@ -292,10 +303,12 @@ def test_causal_drafts_agree(tmp_path: Path) -> None:
     retensored(lambda t: t.update({name: t[name].to(FP8), f"{name}_scale": torch.tensor(3.0)}))(
         tmp_path / "bad"
     )
-    found = check_draft_files(str(tmp_path / "bad"), "vllm", target=own)
-    [refusal] = [f for f in found if f.rule == DECODER_RULE]
-    assert "float8_e4m3fn" in refusal.what.lower() or "F8_E4M3" in refusal.what
-    assert "quantization_config" in refusal.what
+    for load in (
+        lambda: check_draft_files(str(tmp_path / "bad"), "vllm", target=own),
+        lambda: load_model(str(tmp_path / "bad"), "draft", "cpu", "float32"),
+    ):
+        with pytest.raises(UserError, match=f"{name} is F8_E4M3, and config.json has no quant"):
+            load()
 
 
 # ---- drafts whose context is shorter than the target's ----

@@ -131,6 +131,8 @@ def quantized_folder(name: str, revision: str | None = None) -> str | None:
         q = read_json_object(config_file, "a config.json").get("quantization_config")
     except UserError:  # loading it will say what is wrong
         return None
+    if q is None:
+        check_whole_numbers(config_file.parent, name)
     if not isinstance(q, dict) or q.get("quant_method") not in METHODS:
         return None
     reason = METHODS[q["quant_method"]][0](q)
@@ -150,6 +152,24 @@ def quantized_folder(name: str, revision: str | None = None) -> str | None:
         raise UserError(
             f"the quantised weights of {name!r} cannot be read ({first_line(error)}): restore its files"
         ) from error
+
+
+def check_whole_numbers(folder: Path, name: str) -> None:
+    """UserError for weights in eight bits or fewer in a folder whose config.json names no method: bare numbers would be
+    read as weights, since nothing says what they are to be multiplied by. Of files in the Hub's cache those that are
+    there are looked at."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                kinds = {key: stored.get_slice(key).get_dtype() for key in stored.keys()}  # noqa: SIM118
+        except Exception:  # damaged: loading it will say so
+            continue
+        for key, kind in kinds.items():
+            if kind.startswith(("F8", "F4")) or (key.endswith(".weight") and kind in ("I8", "U8")):
+                raise UserError(
+                    f"{name!r}: {key} is {kind}, and config.json has no quantization_config that says what its numbers "
+                    "mean: restore its config.json"
+                )
 
 
 def _config_file(name: str, revision: str | None) -> Path | None:
