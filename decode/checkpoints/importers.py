@@ -200,6 +200,7 @@ def read_checkpoint(path: str) -> DraftCheckpoint:
     """
     config = layouts.read_config(path)
     tensors = plain_tensors(path)
+    config.pop("quantization_config", None)  # of what was read, none is quantised any more
     family = detect_family(tensors)
     try:
         if family == "mtp":
