@@ -131,8 +131,6 @@ def quantized_folder(name: str, revision: str | None = None) -> str | None:
         q = read_json_object(config_file, "a config.json").get("quantization_config")
     except UserError:  # loading it will say what is wrong
         return None
-    if q is None:
-        check_whole_numbers(config_file.parent, name)
     if not isinstance(q, dict) or q.get("quant_method") not in METHODS:
         return None
     reason = METHODS[q["quant_method"]][0](q)
@@ -156,8 +154,7 @@ def quantized_folder(name: str, revision: str | None = None) -> str | None:
 
 def check_whole_numbers(folder: Path, name: str) -> None:
     """UserError for weights in eight bits or fewer in a folder whose config.json names no method: bare numbers would be
-    read as weights, since nothing says what they are to be multiplied by. Of files in the Hub's cache those that are
-    there are looked at."""
+    read as weights, since nothing says what they are to be multiplied by."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as stored:
