@@ -49,7 +49,7 @@ from scripts.engine_compat import vllm_parity
 from scripts.engine_compat.audit import decoding
 from scripts.engine_compat.audit.decoding import ServedCounts
 from scripts.engine_compat.audit.draft_audit import audit_draft, show_counts
-from scripts.engine_compat.checker import ENGINES, check_draft_files
+from scripts.engine_compat.checker import ENGINES, check_engine_rules
 from scripts.engine_compat.vllm_parity import VllmParityConfig
 
 COMMAND = "scripts/audit.py"
@@ -187,7 +187,7 @@ def main(s: AuditConfig) -> None:
         if s.served == "vllm" and s.temperature and len(prompts) < vllm_parity.MIN_PROMPTS:
             raise UserError(f"give at least {vllm_parity.MIN_PROMPTS} prompts, or --temperature 0")
         engine = "vllm" if log is None else log.engine
-        findings = check_draft_files(folder, engine, target=s.target) if engine in ENGINES else []
+        findings = check_engine_rules(folder, engine, target=s.target) if engine in ENGINES else []
         served, sampled = None, None
         if log is not None:
             served = decoding.log_counts(log, prompts, s.k)

@@ -9,6 +9,8 @@ undisturbed run gives. The draft's folder in --out decodes with eval/run.py and 
 
 import json
 import sys
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,7 @@ from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from train.data import batching, manifest, mixture, sample_store
 from train.data.mixture import DataSpec
+from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
@@ -246,7 +249,24 @@ def build_draft(s: DistillConfig, target: Target, rows: mixture.Mixture) -> Trai
     if s.loop.eval_every > 0 and not s.dry_run:
         check_request(trainable.to_draft(), s.check.k, SamplingParams())
         trainable.model.train()
+    # Others have the target's context, to which samples are cut.
+    if s.draft.init and not s.dry_run and PartialState().is_main_process:
+        warn_of_long_samples(trainable.to_draft().context, rows)
+        trainable.model.train()
     return trainable
+
+
+def warn_of_long_samples(context: int | None, rows: Sequence[SampleRow]) -> None:
+    """One warning if samples have labels beyond the `context` of the draft (None: it has no end)."""
+    if context is None:
+        return
+    beyond = sum(any(end > context for _, end in row["loss_spans"]) for row in rows)
+    if beyond:
+        warnings.warn(
+            f"{beyond} of {len(rows)} samples have labels beyond the draft's context of {context} tokens, where it "
+            f"drafts nothing: set loop.max_length to {context}, or start from a draft with a longer context",
+            stacklevel=2,
+        )
 
 
 @dataclass(frozen=True)

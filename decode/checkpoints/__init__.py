@@ -2,6 +2,7 @@
 
 - layouts: config.json and tensor names as this project writes them
 - draft_vocab: the tokens that a small language model with a reduced output vocabulary can draft
+- eight_bit: weights in eight bits or fewer as the numbers that they stand for
 - importers: checkpoints of other projects, and of this one, read under the names of our modules
 
 It imports decode.common and decode.model.

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from decode.checkpoints import layouts
 from decode.checkpoints.draft_vocab import VOCAB_FILE
+from decode.checkpoints.eight_bit import dequantized
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.model.loading import adapter_folder
@@ -54,6 +55,13 @@ SPECULATORS_OUTER_KEYS = (
 MTP_LAYER = re.compile(r"(?:model\.)?layers\.\d+\.eh_proj\.weight")
 """The tensor by which a multi-token prediction layer is known, in DeepSeek's layout."""
 
+NO_LAYER_NAMES = re.compile(
+    r"for_?causal_?lm|(p-?)?eagle-?[123]?|dflash|dspark|speculator|draft|model|mtp", re.IGNORECASE
+)
+"""What names in `architectures` hold besides the kind of a layer."""
+LLAMA_LAYERS = ("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM")
+"""Names of vLLM for EAGLE-3 with Llama's layer, whose targets are others."""
+
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Where vLLM looks for the mask token of P-EAGLE, in this order."""
 
@@ -69,6 +77,8 @@ class DraftCheckpoint:
     """The settings that its module is built from, as in the config.json that this project writes."""
     tensors: Tensors
     """Parameters, `d2t` and `t2d`; the embedding and the output matrix only if they are in the files."""
+    surplus_layer: int | None = None
+    """The last of the layer ids in the files, if there is one more than `fc` reads states: the loss read it."""
 
 
 def resolve_folder(name: str) -> str:
@@ -164,6 +174,19 @@ def raw_tensors(path: str) -> Tensors:
     return tensors
 
 
+def plain_tensors(path: str) -> Tensors:
+    """`raw_tensors` with weights in eight bits or fewer as the numbers that they stand for.
+
+    UserError that names the method for a form that is not read, and for such weights without a scale.
+    """
+    try:
+        return dequantized(raw_tensors(path), layouts.read_config(path))
+    except UserError as error:
+        if path in str(error):
+            raise
+        raise UserError(f"draft {path!r}: {error}") from error
+
+
 def _unpickle(file: Path) -> Tensors:
     """The tensors of a pickle by name. UserError if it holds anything else: nothing in it is executed."""
     try:
@@ -182,7 +205,8 @@ def read_checkpoint(path: str) -> DraftCheckpoint:
     UserError when it is damaged or of no supported family.
     """
     config = layouts.read_config(path)
-    tensors = raw_tensors(path)
+    tensors = plain_tensors(path)
+    config.pop("quantization_config", None)  # of what was read, none is quantised any more
     family = detect_family(tensors)
     try:
         if family == "mtp":
@@ -192,22 +216,48 @@ def read_checkpoint(path: str) -> DraftCheckpoint:
         if family == "medusa":
             return DraftCheckpoint(family, *_canonical_medusa(config, tensors))
         if family in ("dflash", "dspark"):
-            return DraftCheckpoint(
-                family, _dflash_config(config), _canonical_dflash_tensors(tensors)
-            )
+            renamed = _canonical_dflash_tensors(tensors)
+            return _with_read_layers(family, _dflash_config(config), renamed)
         if family == "eagle1":
             return DraftCheckpoint(
                 family, _eagle1_config(config), _canonical_eagle_tensors(tensors)
             )
         if family in ("eagle3", "peagle"):
             renamed = _canonical_eagle_tensors(tensors)
-            return DraftCheckpoint(family, _eagle3_config(config, renamed, family), renamed)
+            return _with_read_layers(family, _eagle3_config(config, renamed, family), renamed)
+    except UserError as error:
+        raise UserError(f"draft {path!r}: {error}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"draft {path!r}: config.json or the tensors lack what a draft of family {family} needs "
             f"({error}): download it again"
         ) from error
     raise UserError(f"draft {path!r} holds no heads: its tensors are those of a language model")
+
+
+def _with_read_layers(family: str, config: dict[str, Any], tensors: Tensors) -> DraftCheckpoint:
+    """The checkpoint with as many layer ids as `fc` reads states.
+
+    Speculators also lists the target's last layer, whose state the loss alone reads. UserError for any other number.
+    """
+    ids = list(config.get("eagle_aux_hidden_state_layer_ids") or ())
+    columns, width = tensors["fc.weight"].shape[1], config["target_hidden_size"]
+    states, rest = divmod(columns, width)
+    if ids and rest == 0 and len(ids) == states + 1 and ids[-1] == max(ids):
+        surplus = ids.pop()
+        rest_of = {k: v for k, v in config.items() if k not in layouts.AUX_LAYER_FIELDS}
+        fields = layouts.aux_layer_fields(ids) if family in ("eagle3", "peagle") else {}
+        fields["eagle_aux_hidden_state_layer_ids"] = ids
+        return DraftCheckpoint(family, {**rest_of, **fields}, tensors, surplus)
+    named = ids or [None] * 3 if family in ("eagle3", "peagle") else ids  # None: EAGLE-3's default
+    if not named:
+        raise UserError("config.json names no layers of the target whose states it reads: add them")
+    if len(named) * width != columns:
+        what = f"the layers {ids}" if ids else "no layers, by default 3"
+        raise UserError(
+            f"config.json names {what}, of states of size {width}, and fc.weight reads {columns} numbers: correct it"
+        )
+    return DraftCheckpoint(family, config, tensors)
 
 
 # ---- EAGLE ----
@@ -227,6 +277,8 @@ def _canonical_eagle_tensors(tensors: Tensors) -> Tensors:
 
 
 def _eagle1_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    if "transformer_layer_config" in config:
+        raise UserError("EAGLE-1 in the nested config of speculators is not read: save it flat")
     _check_single_layer(config)
     names = ["LlamaForCausalLMEagle", "LlamaForCausalLM"]
     return {**config, "architectures": names, "bias": False}
@@ -244,6 +296,8 @@ def _eagle3_config(config: Mapping[str, Any], tensors: Tensors, family: str) -> 
         flat = {"norm_before_residual": True, **config["transformer_layer_config"], **outer}
     _check_single_layer(flat)
     nested = flat.pop("eagle_config", None) or {}
+    if nested.get("use_aux_hidden_state") is False:
+        raise UserError("EAGLE-3 that reads the last hidden state alone is not supported")
     layers = flat.pop("eagle_aux_hidden_state_layer_ids", None)
     outputs = nested.get("eagle_aux_hidden_state_layer_ids")
     if not layers and outputs:
@@ -275,10 +329,22 @@ def _check_single_layer(config: Mapping[str, Any]) -> None:
     biased = config.get("attention_bias") or config.get("mlp_bias")
     if biased:
         raise UserError("EAGLE with biases in its layer: such drafts are not supported")
-    if config.get("model_type") not in (None, "llama", "eagle"):
-        raise UserError(
-            f"EAGLE with a layer of type {config['model_type']!r}: only Llama's is supported"
-        )
+    kind = _layer_kind(config)
+    if kind not in ("llama", "mistral", "eagle", ""):  # Mistral's is Llama's with a window
+        raise UserError(f"EAGLE with a layer of type {kind!r}: only Llama's is supported")
+
+
+def _layer_kind(config: Mapping[str, Any]) -> str:
+    """Whose layer the draft has: by `architectures` where a name says it, else by `model_type`; "" if neither does.
+
+    Trainers copy `model_type` from the target's config, whatever the draft's layer is.
+    """
+    names = [str(name) for name in config.get("architectures") or ()]
+    bare = [re.sub(NO_LAYER_NAMES, "", name).lower() for name in names if name not in LLAMA_LAYERS]
+    kinds = {kind for kind in bare if kind}
+    if len(bare) < len(names) or "llama" in kinds:
+        return "llama"
+    return min(kinds, default=str(config.get("model_type") or ""))
 
 
 # ---- DFlash ----
@@ -297,6 +363,13 @@ def _dflash_config(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if "sliding_attention" in (flat.get("layer_types") or []):
         raise UserError("a DFlash draft with sliding layers: only full attention is supported")
+    if flat.get("markov_rank") and flat.get("markov_head_type", "vanilla") != "vanilla":
+        raise UserError(
+            f"DSpark with a corrector of type {flat['markov_head_type']!r}: only vanilla is supported"
+        )
+    kind = _layer_kind({**flat, "architectures": config.get("architectures")})
+    if kind not in ("qwen3", "llama", "dflash", "dspark", ""):
+        raise UserError(f"DFlash with layers of type {kind!r}: only Qwen3's are supported")
     outputs = nested.get("target_layer_ids") or flat.get("target_layer_ids") or ()
     layers = flat.get("eagle_aux_hidden_state_layer_ids") or flat.get("aux_hidden_state_layer_ids")
     if "mask_token_id" not in nested:
@@ -315,12 +388,12 @@ def _dflash_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _canonical_dflash_tensors(tensors: Tensors) -> Tensors:
-    """The tensors without copies of the target's embedding and buffers that can be computed."""
+    """The tensors without copies that only the loss reads and buffers that can be computed."""
     renamed = {name.removeprefix("model."): value for name, value in tensors.items()}
     return {
         name: value
         for name, value in renamed.items()
-        if "rotary_emb." not in name and not name.startswith(("verifier_", "embed_tokens."))
+        if "rotary_emb." not in name and not name.startswith("verifier_")
     }
 
 
@@ -357,6 +430,9 @@ def _canonical_medusa(
     """
     if "token_map" in tensors:
         raise UserError("Medusa over a reduced vocabulary (token_map) is not supported")
+    activation = config.get("hidden_act") if config.get("model_type") == "medusa" else None
+    if activation not in (None, "silu", "swish"):
+        raise UserError(f"Medusa with the activation {activation!r}: its blocks compute SiLU")
     if "lm_head.weight" in tensors:
         tensors = {"lm_heads.0.weight": tensors["lm_head.weight"]} | tensors
         tensors.pop("lm_head.weight")

@@ -19,8 +19,18 @@ from decode.model.compatibility import rope_configs
 
 WEIGHTS_FILE = "model.safetensors"
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
+VOCAB_MAPS = ("d2t", "t2d")
+"""Tensors that map a reduced vocabulary to the target's: offsets of draft ids [Vd], and a mask [V]."""
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Norms that variants of EAGLE-3 add, by their names in config.json; EAGLE-3 itself has none of them."""
+
+
+AUX_LAYER_FIELDS = (
+    "eagle_aux_hidden_state_layer_ids",
+    "num_aux_hidden_states",
+    "eagle_config",
+)
+"""The fields of config.json that `aux_layer_fields` writes."""
 
 
 def medusa_config(target: Any, heads: int, layers: int, vocab: int) -> dict[str, Any]:
@@ -323,6 +333,12 @@ def draft_to_target_ids(
     UserError when the map is missing, damaged or contradicts itself.
     """
     if config["draft_vocab_size"] == config["vocab_size"]:
+        maps = {name: tensors[name] for name in VOCAB_MAPS if name in tensors}
+        if maps.get("d2t", torch.zeros(1)).any() or not maps.get("t2d", torch.ones(1)).all():
+            raise UserError(
+                f"draft {path!r} has {' and '.join(maps)}, the map of a reduced vocabulary, and its config.json says "
+                "that it has the whole one: correct draft_vocab_size"
+            )
         return None
     if "d2t" not in tensors:
         raise UserError(
@@ -372,20 +388,62 @@ def _check_ids(ids: torch.Tensor, vocab_size: int) -> None:
 def load_parameters(net: torch.nn.Module, path: str, tensors: Mapping[str, torch.Tensor]) -> None:
     """Loads every parameter of `net` from the draft at `path`.
 
-    UserError for one that is missing, unknown, of another shape or not finite. Parameters are set to NaN first, so
-    that none can keep its random initialisation unnoticed.
+    UserError for a tensor that is missing, unknown, of another shape or not finite. Parameters are set to NaN first,
+    so that none can keep its random initialisation unnoticed.
     """
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.fill_(float("nan"))
-    tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
-    try:
-        net.load_state_dict(tensors, strict=True)
-    except RuntimeError as error:
-        what = " ".join(line.strip() for line in str(error).splitlines()[1:])
+    own = net.state_dict()
+    absent, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    wrong = [
+        f"{name} is {list(tensors[name].shape)} and not {list(value.shape)}"
+        for name, value in own.items()
+        if name in tensors and tensors[name].shape != value.shape
+    ]
+    if absent or wrong:
+        what = ", ".join(wrong or [f"{name} is missing" for name in absent])
         raise UserError(
             f"draft {path!r} does not fit its config.json ({what:.120}): get its files again"
-        ) from error
+        )
+    if unknown:
+        raise UserError(
+            f"draft {path!r} holds {', '.join(unknown):.120}, which no module of its family reads: it was trained to "
+            "compute something else"
+        )
+    net.load_state_dict(dict(tensors), strict=True)
     for name, parameter in net.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise UserError(f"draft {path!r}: {name} holds values that are not finite")
+
+
+def without_maps(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that are parameters, after `draft_to_target_ids` has read the others."""
+    return {name: value for name, value in tensors.items() if name not in VOCAB_MAPS}
+
+
+def take_copy(
+    path: str, tensors: dict[str, torch.Tensor], name: str, own: torch.Tensor, what: str
+) -> None:
+    """Removes the tensor `name`, if there is one, which must be a copy of the target's `own`.
+
+    UserError if it is another: the draft was trained with it, and it would not be read.
+    """
+    found = tensors.pop(name, None)
+    plain = type(own) in (
+        torch.Tensor,
+        torch.nn.Parameter,
+    )  # not in eight bits, nor split over devices
+    if found is not None and plain and not equal_values(found, own):
+        raise UserError(
+            f"draft {path!r} has {what} of its own ({name}), and its family reads the target's: give the target that "
+            "it was trained for"
+        )
+
+
+def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two matrices hold equal values, after rounding to the narrower of their dtypes."""
+    if a.shape != b.shape:
+        return False
+    b, narrow = b.detach().cpu(), min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(a.to(narrow), b.to(narrow)) or torch.equal(a.float(), b.float())

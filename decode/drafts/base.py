@@ -4,7 +4,7 @@ import functools
 import hashlib
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,28 @@ class Proposal:
     text and after each drafted token. None: all tokens."""
 
 
+def node_depths(proposal: Proposal) -> torch.Tensor:
+    """[1|B, N + 1] depth of each node, the root's being 0."""
+    if proposal.tree is not None:
+        return proposal.tree.nodes.depth
+    return torch.arange(proposal.tokens.shape[1] + 1, device=proposal.tokens.device)[None]
+
+
+def cut_proposal(proposal: Proposal, room: torch.Tensor) -> Proposal:
+    """The proposal with NO_DRAFT for tokens that are deeper than the `room` [B] of their row."""
+    depth = node_depths(proposal)[..., 1:]
+    tokens = torch.where(depth <= room[:, None], proposal.tokens, NO_DRAFT)
+    return replace(proposal, tokens=tokens)
+
+
+def propose_within_context(
+    draft: "Draft", history: torch.Tensor, length: torch.Tensor, k: int
+) -> Proposal:
+    """What the draft proposes, with NO_DRAFT for tokens beyond its own context."""
+    proposal = draft.propose(history, length, k)
+    return proposal if draft.context is None else cut_proposal(proposal, draft.context - length)
+
+
 def pad_chain(proposal: Proposal, width: int) -> Proposal:
     """A chain with `width` columns at least: NO_DRAFT in those that it lacked. A tree as it is."""
     missing = width - proposal.tokens.shape[1]
@@ -116,6 +138,9 @@ class Draft:
     """The target whose hidden states, layers or embedding it reads: it drafts for no other. None: it reads text."""
     tokenizer = ""
     """Fingerprint of the tokenizer whose ids it drafts; empty: that of any target, or not known."""
+    context: int | None = None
+    """Tokens that its model can read, drafted ones included: nothing is drafted beyond them. None: it has no limit of
+    its own, and the engine's is the target's."""
     vocab_ids: torch.Tensor | None = None
     """[Vd] the target's ids of the tokens that it draws from, in the order of a Sampler's weights; None: all."""
 

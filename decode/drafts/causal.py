@@ -7,6 +7,7 @@ from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_tokenizer, read_metadata
 from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens
 from decode.drafts.recurrent_draft import RecurrentDraft
+from decode.model.compatibility import position_limit
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.kv_cache import StaticKVCache
 from decode.model.loading import Target, load_model, load_tokenizer, tokenizer_fingerprint
@@ -28,9 +29,8 @@ class CausalDraft(Draft):
                 f"draft {name!r} rolls back by length, and its model has recurrent layers: use it as a causal draft "
                 "of chains, or take a model with attention alone"
             )
-        self.decoder = decoder
-        self.name = name
-        self.shape = shape
+        self.decoder, self.name, self.shape = decoder, name, shape
+        self.context = position_limit(decoder.config)
 
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request

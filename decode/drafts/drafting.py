@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -10,7 +10,7 @@ from decode.drafts.base import ChainStop, DraftContext, Proposal, TokenTree
 from decode.model.kv_cache import TreeNodes
 from decode.model.runner import ModelRunner, spread_logits
 from decode.verification.rules import NO_DRAFT
-from decode.verification.sampling import has_finite_logits, warp
+from decode.verification.sampling import Sampler, SamplingParams, has_finite_logits, warp
 from decode.verification.tree import (
     DynamicTree,
     StaticTree,
@@ -205,7 +205,16 @@ def token_probability(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor
     return torch.softmax(logits.float(), -1).gather(1, index[:, None])[:, 0]
 
 
-def discard_draws(request: DraftContext, length: torch.Tensor, count: int) -> None:
+class RandomChoices(Protocol):
+    """What tells how tokens are drawn: a DraftContext, or the engine's StepConfig."""
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def choose(self) -> Sampler: ...
+
+
+def discard_draws(request: RandomChoices, length: torch.Tensor, count: int) -> None:
     """Draws the random numbers of `count` tokens that are not drafted: a row's numbers depend on no other row."""
     if not request.sampling.greedy:
         certain = torch.ones(len(length), 1, device=length.device)

@@ -5,6 +5,8 @@ there came from the head's own states; the next proposal begins by rewriting all
 committed, from the target's hidden states. EAGLE-2 is EAGLE-1 or EAGLE-3 with a DynamicTree.
 """
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +15,13 @@ from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
-from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
+from decode.drafts.eagle_model import (
+    Eagle1Model,
+    Eagle3Model,
+    EagleModel,
+    check_arithmetic,
+    llama_config,
+)
 from decode.model.attention import attention_forward, forward_context
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, LMHead, check_taps
 from decode.model.kv_cache import StaticKVCache, TreeNodes
@@ -27,6 +35,7 @@ class CachedHead(Draft):
     """A head over the target's hidden states with the target's embedding and a KV cache of its own layers."""
 
     net: Any
+    context: int
 
     def __init__(self, net: Any, target: Target, name: str):
         self.net, self.name, self.taps, self.target = net.eval(), name, net.taps, target
@@ -39,7 +48,7 @@ class CachedHead(Draft):
         if net.ids is not None:
             self.vocab = ReducedVocab(net.ids, target.decoder.vocab_size)
             self.vocab_ids = net.ids
-        self.context = target.decoder.context
+        self.context = min(target.decoder.context, net.max_positions)
         hidden = target.decoder.config.hidden_size
         self.width = hidden * (len(net.taps.layers) + net.taps.final)
         self.allocated_shape = 0, 0, 0
@@ -99,7 +108,7 @@ class CachedHead(Draft):
         raise NotImplementedError
 
     def _positions(self) -> torch.Tensor:
-        # As in the target: beyond its context longrope would use other frequencies for all rows.
+        # As in the target: beyond the context longrope would use other frequencies for all rows.
         return self.kv_cache.slots.position.clamp_max(self.context - 1)
 
 
@@ -189,8 +198,9 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
     layouts.check_family(path, found.family, facts.get("family", found.family))
     hidden = target.decoder.config.hidden_size
     layouts.check_config(path, config, {"vocab_size": target.decoder.vocab_size})
+    check_arithmetic(config)
     own = "embed_tokens.weight"
-    if own in tensors and _equal_values(
+    if own in tensors and layouts.equal_values(
         tensors[own], target.decoder.model.get_input_embeddings().weight
     ):
         tensors.pop(own)  # a copy of the target's, which other trainers save too
@@ -209,16 +219,41 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
                 raise UserError(
                     f"draft {path!r} has {flag} {config[flag]} and was trained with {trained}: get the files again"
                 )
-        taps = HiddenStateSpec(layouts.aux_layers(config, target.decoder.config.num_hidden_layers))
-        check_taps(taps, target.decoder.config.num_hidden_layers)
+        depth = target.decoder.config.num_hidden_layers
+        taps = HiddenStateSpec(layouts.aux_layers(config, depth))
+        check_taps(taps, depth)
+        name_layers(path, found, taps.layers, depth)
         ids = layouts.draft_to_target_ids(path, config, tensors)
+        tensors = layouts.without_maps(tensors)
         if ids is None and "lm_head.weight" not in tensors:  # then the head is the target's
+            if config.get("tie_word_embeddings") and own in tensors:
+                raise UserError(
+                    f"draft {path!r} ties its output matrix to an embedding of its own, which engines do not: save "
+                    "lm_head.weight"
+                )
             tensors["lm_head.weight"] = target.decoder.model.get_output_embeddings().weight.detach()
         net = Eagle3Model(llama_config(config), taps, ids, own in tensors)
     layouts.load_parameters(net, path, tensors)
     return net.to(device, DTYPES[dtype]), target, found.family
 
 
-def _equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two matrices hold equal values, in whatever dtype."""
-    return a.shape == b.shape and torch.equal(a.float(), b.detach().cpu().float())
+def name_layers(
+    path: str, found: importers.DraftCheckpoint, layers: Sequence[int], depth: int
+) -> None:
+    """One warning that names the layers that are read where config.json names none, or one more than the draft reads.
+
+    UserError for a surplus one that is not the last of a target of `depth` layers.
+    """
+    surplus = found.surplus_layer
+    if surplus is not None and surplus not in (depth - 1, depth):
+        raise UserError(
+            f"draft {path!r} names the layers {[*layers, surplus]} and reads one less, and {surplus} is not the last "
+            f"of the target's {depth}: correct its config.json"
+        )
+    said = None
+    if surplus is not None:
+        said = f"names layer {surplus} too, which fc does not read: it is left out, and {list(layers)} are read"
+    elif not found.config.get("eagle_aux_hidden_state_layer_ids") and not read_metadata(path):
+        said = f"names no layers whose states it reads: {list(layers)} are taken, the default of EAGLE-3"
+    if said is not None:
+        warnings.warn(f"draft {path!r} {said}", stacklevel=2)

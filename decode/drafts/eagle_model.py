@@ -5,16 +5,19 @@ Li et al., arXiv 2401.15077 (EAGLE-1) and 2503.01840 (EAGLE-3). Parameters have 
 or its own estimate of it) and the token x_{t+1}; it returns its state for t + 1, whose logits are those of x_{t+2}.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.common.errors import UserError, one_line
+from decode.model.compatibility import position_limit
 from decode.model.config_checks import check_sizes
 from decode.model.hidden_states import HiddenStateSpec
 
@@ -79,8 +82,19 @@ class Fp32RotaryEmbedding(LlamaRotaryEmbedding):
         return self
 
 
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""What `hidden_act` in config.json may be."""
+
+
 class GatedMLP(nn.Module):
-    """Llama's gated MLP."""
+    """Llama's gated MLP, with the activation that its config names."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -88,9 +102,10 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(width, inner, bias=False)
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
+        self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Eagle3Layer(nn.Module):
@@ -144,7 +159,7 @@ class Eagle3Model(nn.Module):
     ):
         super().__init__()
         flags = config.to_dict()
-        self.config, self.taps = config, taps
+        self.config, self.taps, self.max_positions = config, taps, head_context(config)
         width, target_width = config.hidden_size, config.target_hidden_size
         size = config.vocab_size if ids is None else len(ids)
         tapped, eps = len(taps.layers), config.rms_norm_eps
@@ -248,6 +263,7 @@ class Eagle1Model(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.config, self.taps, self.head = config, HiddenStateSpec(final=True), head
+        self.max_positions = head_context(config)
         # A bias of zeros that is not trained: vLLM ignores it and SGLang requires it.
         self.fc = nn.Linear(2 * width, width)
         nn.init.zeros_(self.fc.bias).requires_grad_(False)
@@ -295,20 +311,86 @@ class Eagle1Model(nn.Module):
 
 EagleModel = Eagle1Model | Eagle3Model
 
+UNBOUNDED = 1 << 30
+"""Positions of a draft whose config.json names no number: RoPE itself has no end."""
+
+
+def head_context(config: LlamaConfig) -> int:
+    """Tokens that a head can read: its positions, or the window of its layer, which is computed with full attention."""
+    fields = config.to_dict()
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+    return min(position_limit(config) or UNBOUNDED, window or UNBOUNDED)
+
+
+UNREAD_FIELDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attention_bias", "qkv_bias", "mlp_bias", "use_bias"), (False,)),
+    **dict.fromkeys(("qk_norm", "use_qk_norm", "query_key_norm", "use_query_key_norm"), (False,)),
+    **dict.fromkeys(("rope_interleave", "rope_interleaved"), (False,)),
+    **dict.fromkeys(("parallel_residual", "use_parallel_residual", "attention_sinks"), (False,)),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (1,)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "scale_emb"), (1,)),
+    **dict.fromkeys(("logit_scale", "logits_scaling"), (1,)),
+    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar"), ()),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), ()),
+}
+"""Settings of other models' layers that heads do not compute, and the values with which they change nothing."""
+QK_NORM_FIELDS = ("qk_norm", "use_qk_norm", "query_key_norm", "use_query_key_norm")
+"""Those that are true of DFlash, whose layers have these norms."""
+
+
+def check_arithmetic(fields: Mapping[str, Any], has: Collection[str] = ()) -> None:
+    """UserError for a setting of config.json that makes its layers compute what heads here do not.
+
+    `has` are those of UNREAD_FIELDS that these layers do compute.
+    """
+    rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    for name, neutral in UNREAD_FIELDS.items():
+        value = fields.get(name, rope.get(name))
+        if value is not None and value not in neutral and name not in has:
+            raise UserError(
+                f"config.json sets {name} to {value!r}, which heads here do not compute"
+            )
+    named = {fields[k] for k in ("hidden_act", "hidden_activation") if fields.get(k) is not None}
+    wrong = next((one for one in sorted(named) if one not in ACTIVATIONS), None)
+    if wrong is not None or len(named) > 1:
+        what = f"{wrong!r}" if wrong is not None else " and ".join(map(repr, sorted(named)))
+        raise UserError(
+            f"config.json has the activation {what}: one of {', '.join(ACTIVATIONS)} is computed"
+        )
+
+
+def rope_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE from `rope_parameters`, or its two old field names. UserError where they contradict each other."""
+    new, old = dict(fields.get("rope_parameters") or {}), dict(fields.get("rope_scaling") or {})
+    theta = fields.get("rope_theta")
+    for rope in (new, old):
+        if rope and "rope_type" not in rope:
+            rope["rope_type"] = rope.pop("type", "default")
+        if None not in (theta, rope.get("rope_theta")) and rope["rope_theta"] != theta:
+            raise UserError(
+                f"config.json has the RoPE base {theta} and, nested, {rope['rope_theta']}: correct it"
+            )
+    shared = set(new) & set(old)
+    if new and old and {k: new[k] for k in shared} != {k: old[k] for k in shared}:
+        raise UserError("config.json has rope_parameters and another rope_scaling: correct it")
+    found = {"rope_type": "default", **old, **new}
+    found.setdefault("rope_theta", 10000.0 if theta is None else theta)
+    if found["rope_type"] == "mrope":  # sections of positions, which are equal in text
+        found["rope_type"] = "default"
+    if found["rope_type"] not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise UserError(f"config.json has RoPE of type {found['rope_type']!r}, which is not known")
+    return found
+
 
 def llama_config(fields: dict[str, Any]) -> LlamaConfig:
-    """The LlamaConfig of a draft's config.json; RoPE is read from `rope_parameters` or its two old field names.
-
-    UserError for one that makes no model.
-    """
+    """The LlamaConfig of a draft's config.json. UserError for one that makes no model."""
     rest = {
         k: v for k, v in fields.items() if k not in ("rope_theta", "rope_scaling", "model_type")
     }
-    if "rope_parameters" not in rest:
-        scaling = fields.get("rope_scaling") or {}
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        theta = fields.get("rope_theta", 10000.0)
-        rest["rope_parameters"] = {**scaling, "rope_type": kind, "rope_theta": theta}
+    if rest.get("max_position_embeddings") is None:
+        rest["max_position_embeddings"] = UNBOUNDED
+    rest["hidden_act"] = rest.get("hidden_act") or rest.get("hidden_activation") or "silu"
+    rest["rope_parameters"] = rope_of(fields)
     try:
         config = LlamaConfig(**rest)
     except Exception as error:  # transformers raises several kinds

@@ -5,6 +5,8 @@ the target's folder is the draft's. The first layer drafts every token, each ste
 before, as in serving engines; further layers, if there are any, are not read.
 """
 
+import warnings
+
 import torch
 
 from decode.checkpoints import importers, layouts
@@ -16,6 +18,18 @@ from decode.drafts.mtp_model import MtpModel
 from decode.model.attention import forward_context
 from decode.model.hidden_states import LMHead
 from decode.model.loading import DTYPES, Target
+
+LAYER_FIELDS = (
+    "hidden_act",
+    "rms_norm_eps",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+)
+"""Settings of the layer, which is built as the target's own: a file that has others was trained for another target."""
 
 
 class MtpDraft(EagleDraft):
@@ -39,17 +53,29 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> MtpModel:
     path = importers.resolve_folder(path)
     check_target(path, target)
     decoder = target.decoder
-    depth, tensors = decoder.config.num_hidden_layers, importers.raw_tensors(path)
+    depth, tensors = decoder.config.num_hidden_layers, importers.plain_tensors(path)
     layouts.check_family(path, importers.detect_family(tensors), "mtp")
     wanted = {
         "vocab_size": decoder.vocab_size,
         "hidden_size": decoder.config.hidden_size,
         "num_hidden_layers": depth,
     }
-    layouts.check_config(path, layouts.read_config(path), wanted)
+    config, own_config = layouts.read_config(path), decoder.config.to_dict()
+    shared = [key for key in LAYER_FIELDS if None not in (config.get(key), own_config.get(key))]
+    layouts.check_config(path, config, wanted | {key: own_config[key] for key in shared})
     own = mtp_model.from_files(tensors, depth)
     if not own:
         raise UserError(f"draft {path!r} has no layer {depth}: get its files again")
+    model = decoder.model
+    embedding, matrix = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    layouts.take_copy(path, own, mtp_model.EMBEDDING, embedding, "an embedding")
+    layouts.take_copy(path, own, mtp_model.HEAD, matrix, "an output matrix")
+    further = mtp_model.further_layers(tensors, depth)
+    if further:
+        warnings.warn(
+            f"draft {path!r} has MTP layers {further} too, which are not read: layer {depth} drafts every token",
+            stacklevel=2,
+        )
     net = MtpModel(
         mtp_model.last_layer(decoder.model), LMHead(decoder.model, device, DTYPES[dtype])
     )

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from decode.common.errors import UserError
-from decode.model.compatibility import cache_name
+from decode.model.compatibility import cache_name, context_length
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import layer_stack, renumber_layers, with_layers
 from decode.model.recurrent.hybrid_cache import has_recurrent_layers
@@ -27,6 +27,8 @@ NAMES_IN_FILES = {
 }
 """Names of DeepSeek's checkpoints for parameters whose names are others here."""
 OWN_LAYER = "decoder.layers.0."
+EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.head.weight"
+"""In files, copies of the target's."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -41,7 +43,7 @@ class MtpModel(nn.Module):
         self.taps, self.head = HiddenStateSpec(final=True), head
         self.enorm, self.hnorm = copy.deepcopy(decoder.norm), copy.deepcopy(decoder.norm)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.decoder = decoder
+        self.decoder, self.max_positions = decoder, context_length(decoder.config)
         self.cache_name = cache_name(decoder)
 
     @property
@@ -123,7 +125,7 @@ def to_files(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
 
 
 def from_files(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
-    """The inverse of `to_files`. Copies of the target's embedding and LM head are left out."""
+    """The inverse of `to_files`; an embedding and an LM head of the layer, if there are any, as EMBEDDING and HEAD."""
     back = {theirs: ours for ours, theirs in NAMES_IN_FILES.items()}
     prefix = f"layers.{number}."
     own: Tensors = {}
@@ -133,7 +135,8 @@ def from_files(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
         if not name.startswith(prefix):
             continue
         name = name.removeprefix(prefix)
-        if name in ("embed_tokens.weight", "shared_head.head.weight"):
+        if name in (EMBEDDING, HEAD):
+            own[name] = value
             continue
         expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
         if expert:
@@ -150,3 +153,9 @@ def from_files(tensors: Mapping[str, torch.Tensor], number: int) -> Tensors:
         elif part == "gate":
             own[f"{stem}.gate_up_proj"] = torch.cat([value, stacked[f"{stem}.up"]], 1)
     return own
+
+
+def further_layers(tensors: Mapping[str, torch.Tensor], number: int) -> list[int]:
+    """The numbers of other layers than `number` among the tensors of MTP layers."""
+    found = {int(m[1]) for name in tensors if (m := re.match(r"(?:model\.)?layers\.(\d+)\.", name))}
+    return sorted(found - {number})

@@ -5,6 +5,7 @@ import torch
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import decoder_step, draft_tokens
+from decode.model.compatibility import position_limit
 from decode.model.kv_cache import StaticKVCache
 from decode.model.recurrent.hybrid_cache import States, copy_states, rows_of, set_rows
 from decode.model.recurrent.recurrent_runner import RecurrentRunner, group_by
@@ -19,6 +20,7 @@ class RecurrentDraft(Draft):
 
     def __init__(self, decoder: RecurrentRunner, name: str = "causal"):
         self.decoder, self.name = decoder, name
+        self.context = position_limit(decoder.config)
 
     def begin_batch(self, request: DraftContext) -> None:
         """UserError for trees: there is one state a row."""

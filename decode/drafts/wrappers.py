@@ -8,7 +8,14 @@ from dataclasses import replace
 import torch
 
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal, TokenTree, pad_chain
+from decode.drafts.base import (
+    Draft,
+    DraftContext,
+    Proposal,
+    TokenTree,
+    pad_chain,
+    propose_within_context,
+)
 from decode.drafts.drafting import discard_draws
 from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.verification.rules import NO_DRAFT
@@ -21,6 +28,7 @@ class DraftWrapper(Draft):
         self.inner, self.on_host = inner, inner.on_host
         self.name, self.taps, self.shape = inner.name, inner.taps, inner.shape
         self.may_be_empty, self.eager_only = inner.may_be_empty, inner.eager_only
+        self.context = inner.context
 
     def max_slots(self, k: int) -> int:
         return self.inner.max_slots(k)
@@ -152,9 +160,9 @@ class TwoSourceDraft(DraftWrapper):
     """Each row's chain is copied by `lookup`, a draft without a model, where it finds a match, else drafted by `inner`.
 
     The text so far alone decides which, so every token is verified with the distribution that it was drawn from: a
-    copied one was certain, whether or not the vocabulary of `inner` has it. A round in which every row has a match does
-    not ask `inner`; its `skip` keeps its state. A row's random numbers are the same in both kinds of rounds, so that
-    its text does not depend on the other rows.
+    copied one was certain, whether or not the vocabulary of `inner` has it. A round in which every row has a match, or
+    is beyond the context of `inner`, does not ask it; its `skip` keeps its state. A row's random numbers are the same
+    in both kinds of rounds, so that its text does not depend on the other rows.
 
     The host decides in every round, so the draft's part is never compiled, and CUDA graphs are refused.
     """
@@ -162,6 +170,7 @@ class TwoSourceDraft(DraftWrapper):
     def __init__(self, lookup: Draft, inner: Draft, vocab_size: int):
         super().__init__(inner)
         self.on_host = True
+        self.context = None  # a lookup has none, and that of `inner` holds for its own rows alone
         self.lookup, self.vocab_size = lookup, vocab_size
         self.name = f"{inner.name}+{lookup.name}"
 
@@ -190,17 +199,20 @@ class TwoSourceDraft(DraftWrapper):
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         copied = self.lookup.propose(history, length, k).tokens
         found = copied[:, 0] != NO_DRAFT
-        rows, greedy = found.tolist(), self.request.sampling.greedy
+        settled = found
+        if self.inner.context is not None:  # rows beyond it are not drafted for either
+            settled = found | (length >= self.inner.context)
+        rows, greedy = settled.tolist(), self.request.sampling.greedy
         if all(rows):
             self.inner.skip(history, length, k)
             self._discard_draws(length, k)
             # q and `finite` are given as in other rounds, because compiled code would be made anew without them.
             q = None if greedy else point_masses(copied, self.vocab_size)
             return Proposal(copied, q, finite=torch.ones_like(found))
-        if self.request.stop is not None:  # in rows that copy no chain is needed
+        if self.request.stop is not None:  # in other rows no chain is needed
             limit = self.request.stop.limit
-            limit[:] = [0 if copies else n for copies, n in zip(rows, limit, strict=True)]
-        drafted = pad_chain(self.inner.propose(history, length, k), k)
+            limit[:] = [0 if is_settled else n for is_settled, n in zip(rows, limit, strict=True)]
+        drafted = pad_chain(propose_within_context(self.inner, history, length, k), k)
         if any(rows):
             self.inner.on_replaced(k)
         tokens = torch.where(found[:, None], copied, drafted.tokens)

@@ -1,5 +1,6 @@
 """The host's view of a request while it is decoded in a row, and the checks of prompts before that."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,17 @@ def check_draft_length(target: Target, k: int, name: str = "k") -> None:
     if not 1 <= k <= longest:
         raise UserError(
             f"{name} is {k}: give 1 to {longest}, since the context of {target.name} holds {longest + 1} tokens"
+        )
+
+
+def warn_of_short_draft(draft: Draft, longest: int) -> None:
+    """A warning if the draft cannot read all of a prompt and its answer, which have up to `longest` tokens."""
+    limits = [part.context for part in draft.parts() if part.context is not None]
+    if limits and min(limits) < longest:
+        warnings.warn(
+            f"draft {draft.name!r} has a context of {min(limits)} tokens, and prompts with answers may be longer: "
+            "nothing is drafted beyond it",
+            stacklevel=3,
         )
 
 

@@ -24,6 +24,7 @@ from decode.engine.active_request import (
     check_draft_length,
     check_images,
     check_prompts,
+    warn_of_short_draft,
 )
 from decode.engine.cuda_graph import AsyncHostCopy, CudaGraphRunner
 from decode.engine.forced_tokens import MAX_FORCED
@@ -33,6 +34,7 @@ from decode.engine.round import (
     BatchState,
     PhaseTimes,
     StepConfig,
+    can_skip,
     read_results,
     run_round,
     synchronized_time,
@@ -203,6 +205,8 @@ class SpeculativeEngine:
         if rows is None or self.mode == "eager":  # compiled code is of a number of rows
             rows = min(rows or len(prompts), len(prompts))
         limits = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
+        if draft is not None:
+            warn_of_short_draft(draft, max(limits))
         seeds = row_seeds(seed, len(prompts)) if seeds is None else seeds
         begin = prompts[:rows] if self.mode == "eager" else prompts
         self.constraint = None
@@ -246,8 +250,11 @@ class SpeculativeEngine:
                 return
             longest = max(r.length for r in begun)  # rows that are done still draft
             self._provide_slots(state, longest + (lag + 2) * self.max_slots + 2)
+            shortest = min(r.length for r in begun if not r.finished)
+            skip = draft is not None and can_skip(draft, shortest, config)
             start = time.perf_counter() if lag else synchronized_time(device)
-            in_flight.append((self._launch_round(state, config, phases), list(requests), start))
+            round_ = self._launch_round(state, config, phases, skip)
+            in_flight.append((round_, list(requests), start))
             if len(in_flight) > lag:
                 records = self._collect_round(*in_flight.popleft())
                 if phases is not None:
@@ -346,16 +353,19 @@ class SpeculativeEngine:
         return torch.stack([first, finite.long()], 1)
 
     def _launch_round(
-        self, state: BatchState, config: StepConfig, phases: PhaseTimes | None
+        self, state: BatchState, config: StepConfig, phases: PhaseTimes | None, skip_draft: bool
     ) -> AsyncHostCopy:
         """Runs a round, as a CUDA graph in modes that capture one, and starts the copy of its results to the host."""
         compiled = self.mode in COMPILED
         if self.mode == "compiled" and self.device.type == "cpu":
             self._mark_dynamic_slots()
-        run = partial(run_round, self.target, self.draft, state, config, compiled=compiled)
+        run = partial(
+            run_round, self.target, self.draft, state, config, compiled=compiled,
+            skip_draft=skip_draft,
+        )  # fmt: skip
         if self.mode not in CAPTURED or phases is not None:
             return AsyncHostCopy(run(phases=phases))
-        drafted = config.k
+        drafted = 0 if skip_draft else config.k
         if self.draft is not None and self.draft.plans_rounds:
             with torch.inference_mode():
                 drafted = self.draft.plan_round(state.history, state.length, config.k)

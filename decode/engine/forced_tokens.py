@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from decode.constraints.rows import RowConstraints
-from decode.drafts.base import Draft, DraftContext, Proposal
+from decode.drafts.base import Draft, DraftContext, Proposal, propose_within_context
 from decode.drafts.drafting import discard_draws
 from decode.drafts.wrappers import point_masses
 from decode.verification.rules import NO_DRAFT
@@ -26,7 +26,7 @@ def propose_with_forced_tokens(
     assert constraint is not None
     asked = not constraint.all_forced(k)
     if asked:
-        chain = draft.propose(history, length, k)
+        chain = propose_within_context(draft, history, length, k)
     else:
         every = torch.ones_like(length, dtype=torch.bool)
         chain = Proposal(history[:, :0], None, finite=every)

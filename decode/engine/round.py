@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from decode.drafts.base import Draft, DraftContext, Proposal, pad_chain
+from decode.drafts.base import (
+    Draft,
+    DraftContext,
+    Proposal,
+    cut_proposal,
+    pad_chain,
+    propose_within_context,
+)
+from decode.drafts.drafting import discard_draws
 from decode.engine.compile import compile_function
 from decode.engine.forced_tokens import propose_with_forced_tokens
 from decode.model.loading import Target
@@ -103,8 +111,12 @@ def run_round(
     *,
     compiled: bool = False,
     phases: PhaseTimes | None = None,
+    skip_draft: bool = False,
 ) -> torch.Tensor:
-    """Runs one round on `state` and returns its results [B, 5 + levels + N], which `read_results` decodes."""
+    """Runs one round on `state` and returns its results [B, 5 + levels + N], which `read_results` decodes.
+
+    With `skip_draft` the draft is not asked: no row that is being decoded is within its context any more.
+    """
     device = target.decoder.device
     draft_part, target_part = propose, verify_and_commit
     if compiled:
@@ -113,7 +125,9 @@ def run_round(
             draft_part = compile_function(propose, device.type)
     start = synchronized_time(device, phases)
     context, constrained = target.decoder.context, config.constrained
-    if draft is None or constrained is None:
+    if draft is not None and skip_draft:
+        proposal = draft_nothing(state, config, config.k if draft.shape is None else 0)
+    elif draft is None or constrained is None:
         proposal = draft_part(draft, state, config.k, context)
     else:
         proposal = propose_with_forced_tokens(draft, state.history, state.length, constrained)
@@ -139,15 +153,26 @@ def propose(draft: Draft | None, state: BatchState, k: int, context: int) -> Pro
     """The draft's proposal, with NO_DRAFT for tokens beyond the context and in rows that are done."""
     if draft is None:
         return Proposal(state.history[:, :0], None)
-    return cut_at_context(draft.propose(state.history, state.length, k), state, context)
+    proposal = propose_within_context(draft, state.history, state.length, k)
+    return cut_at_context(proposal, state, context)
 
 
 def cut_at_context(proposal: Proposal, state: BatchState, context: int) -> Proposal:
-    """The proposal with NO_DRAFT for tokens beyond the context and in rows that are done."""
-    depth = node_depths(proposal)[..., 1:]
-    room = (context - state.length).masked_fill(state.done, 0)
-    tokens = torch.where(depth <= room[:, None], proposal.tokens, NO_DRAFT)
-    return Proposal(tokens, proposal.q, proposal.tree, proposal.finite)
+    """The proposal with NO_DRAFT for tokens beyond the target's context and in rows that are done."""
+    return cut_proposal(proposal, (context - state.length).masked_fill(state.done, 0))
+
+
+def can_skip(draft: Draft, shortest: int, config: StepConfig) -> bool:
+    """Whether a round need not ask the draft: the shortest of the rows that are being decoded has `shortest` tokens and
+    is beyond the draft's context, as all are, and no grammar may force tokens."""
+    beyond = draft.context is not None and shortest >= draft.context
+    return beyond and config.constrained is None and not draft.eager_only
+
+
+def draft_nothing(state: BatchState, config: StepConfig, draws: int) -> Proposal:
+    """An empty proposal that uses up the random numbers of `draws` tokens: a row's text depends on no other row."""
+    discard_draws(config, state.length, draws)
+    return Proposal(state.history[:, :0], None)
 
 
 def drop_empty_columns(proposal: Proposal, compiled: bool) -> Proposal:
@@ -187,13 +212,6 @@ def verify_and_commit(
             features = features.gather(1, result.path[..., None].expand(-1, -1, features.shape[-1]))
         reader.update_hidden_states(features, (result.accepted + 1).masked_fill(state.done, 0))
     return commit(state, proposal, result, target.eos_ids, has_finite_logits(logits))
-
-
-def node_depths(proposal: Proposal) -> torch.Tensor:
-    """[1|B, N + 1] depth of each node, the root's being 0."""
-    if proposal.tree is not None:
-        return proposal.tree.nodes.depth
-    return torch.arange(proposal.tokens.shape[1] + 1, device=proposal.tokens.device)[None]
 
 
 def verify(proposal: Proposal, logits: torch.Tensor, config: StepConfig) -> VerificationResult:

@@ -129,8 +129,14 @@ def cache_name(model: Any) -> str:
 
 
 def context_length(config: Any) -> int:
-    """Positions that a row may have: those of the config, but with longrope only the ones before its long factors, and
-    with chunked attention only the first chunk; LONGEST where positions have no limit (T5).
+    """Positions that a row may have: `position_limit`, or LONGEST where positions have no limit (T5)."""
+    limit = position_limit(config)
+    return LONGEST if limit is None else limit
+
+
+def position_limit(config: Any) -> int | None:
+    """The positions of the config, but with longrope only the ones before its long factors, and with chunked attention
+    only the first chunk; None where positions have no limit.
 
     From there on longrope changes the frequencies of all tokens of a forward, but not of cached keys: the text of a
     row would depend on the other rows and on the draft length. llama4 also scales its queries from `floor_scale` on, by
@@ -147,7 +153,8 @@ def context_length(config: Any) -> int:
         original.append(fields["attention_chunk_size"])
     if fields.get("attn_temperature_tuning"):
         original.append(fields["floor_scale"] - 1)
-    return min([fields.get(name, LONGEST), *original])
+    named = [] if fields.get(name) is None else [fields[name]]
+    return min([*named, *original], default=None)
 
 
 def logits_agree(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -34,7 +34,7 @@ from decode.model.fingerprint import ModelFingerprint, weights_fingerprint
 from decode.model.gguf_files import gguf_folder
 from decode.model.linear.int8_weights import quantize_linear_layers
 from decode.model.names import check_name, is_local, load_error
-from decode.model.quantized.checkpoints import quantized_folder
+from decode.model.quantized.checkpoints import check_whole_numbers, quantized_folder
 from decode.model.runner import ModelRunner
 from decode.model.vision.vision_runner import is_vision_language
 
@@ -250,6 +250,8 @@ def load_model(
     device, number_type = pick_device(device), find_dtype(dtype)
     folder = model_folder(name, what, revision)
     config = _read_config(name, what, revision, folder)  # a senseless one may build for hours
+    if vars(config).get("quantization_config") is None and Path(folder).is_dir():
+        check_whole_numbers(Path(folder), name)
     if not with_layers:
         text = config.get_text_config(decoder=True)
         text.num_hidden_layers = 0

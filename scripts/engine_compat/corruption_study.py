@@ -42,7 +42,7 @@ from scripts.engine_compat import exporters, vllm_parity
 from scripts.engine_compat.audit import naming
 from scripts.engine_compat.audit.decoding import vllm_counts
 from scripts.engine_compat.audit.draft_audit import decode_readings, first_difference, verdict
-from scripts.engine_compat.checker import check_draft_files
+from scripts.engine_compat.checker import check_engine_rules
 from scripts.engine_compat.corruptions import all_corruptions
 from scripts.engine_compat.greedy_parity import COUNTS, sum_counts
 from scripts.engine_compat.rules.checkpoint import Finding, read_draft, read_target
@@ -247,7 +247,7 @@ def study(s: CorruptionStudyConfig) -> None:
         ]
         results = vllm_client.run_jobs(s.python, jobs) if jobs else iter(())
         for folder, (family, name), result in zip(folders, todo, results, strict=True):
-            found = check_draft_files(str(folder), "vllm", target=s.target)
+            found = check_engine_rules(str(folder), "vllm", target=s.target)
             findings = [f for f in found if f.rule != "changed-since-training"]
             row = {
                 "family": family,

@@ -117,5 +117,7 @@ def test_an_mtp_layer_of_a_known_target_has_nothing_to_report(tmp_path: Path) ->
     own = tiny_target(tiny_model("deepseek_v3"))
     config = DistillConfig(draft=DRAFTS["mtp"])
     family_trainer("mtp").build(FamilyContext(config, own, SAMPLES)).save(tmp_path / "d")
-    (tmp_path / "d" / METADATA_FILE).write_text(json.dumps({"family": "mtp"}))
+    (tmp_path / "d" / METADATA_FILE).write_text(
+        json.dumps({"family": "mtp", "tokenizer_hash": own.fingerprint})
+    )
     assert [f.rule for f in check_draft_files(str(tmp_path / "d"), "vllm")] == []

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from tests.tiny import tiny_model
 from tests.worlds import Done, World, contents
 from train.data import batching, sample_store
 from train.data.manifest import read_manifest
+from train.data.mixture import Mixture
+from train.distill import DistillConfig, build_draft
+from train.families.config import DraftConfig
 from train.trainer import loop
 
 COMMAND = "train/distill.py"
@@ -423,6 +427,28 @@ def test_a_draft_with_nan_weights_is_refused(world: World, train: Callable, tmp_
     assert done.code == 2
     assert "hold NaN or infinity" in done.err.splitlines()[-1]
     assert not (tmp_path / "out" / WEIGHTS).exists()
+
+
+def test_samples_longer_than_the_draft_are_said(
+    world: World, target: Target, tmp_path: Path
+) -> None:
+    """Catches labels where the draft will never draft trained on without a word, and a warning about others."""
+    small = worlds.save(
+        tmp_path / "small",
+        tiny_model("llama", vocab_size=target.decoder.vocab_size, max_position_embeddings=16),
+        target.tokenizer,
+    )
+    rows = [
+        {"id": str(n), "source": "", "origin": "target", "input_ids": list(range(n)), "loss_spans": [[4, n]],
+         "finish_reason": "length"}
+        for n in (10, 16, 17, 30)
+    ]  # fmt: skip
+    settings = DistillConfig(draft=DraftConfig("causal", init=str(small)))
+    with pytest.warns(UserWarning, match="2 of 4 samples have labels beyond .* context of 16"):
+        build_draft(settings, target, Mixture([rows], [1.0]))  # type: ignore[list-item]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_draft(settings, target, Mixture([rows[:2]], [1.0]))  # type: ignore[list-item]
 
 
 def test_another_run_s_folder_is_refused_until_told(

@@ -31,6 +31,8 @@ def with_saved_sizes(s: DraftConfig) -> DraftConfig:
     if not s.init:
         return s
     config = layouts.read_config(s.init)
+    if config.get("eagle_aux_hidden_state_layer_ids"):  # one of which may be surplus
+        config = importers.read_checkpoint(s.init).config
     sizes: dict[str, Any] = {
         "heads": config.get("num_heads"),
         "head_layers": config.get("num_hidden_layers"),

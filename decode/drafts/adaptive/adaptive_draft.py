@@ -62,6 +62,7 @@ class AdaptiveDraft(DraftWrapper):
         super().__init__(inner)
         self.config = config
         self.on_host = self.may_be_empty = True
+        self.context = None  # its chains end at that of `inner`, where K counts as what was drafted
         self.plans_rounds = config.by == "acceptance" and not inner.on_host
         self.limit: torch.Tensor | None = None
         """[B] tokens of each row's chain in the running round at most, on the device; it stays where it is."""
@@ -81,6 +82,7 @@ class AdaptiveDraft(DraftWrapper):
         if self.config.by != "acceptance":
             self.stop = ChainStop([request.k] * rows, path=self.config.confidence)
         self.rows = [RunningAcceptance() for _ in range(rows)]
+        self.length = [0] * rows  # tokens of each row, the prompt included
         self.running: set[int] = set()  # rows that have committed since the last proposal
         self.drafted = [0] * rows  # in the round that has not been committed yet
         self.started: float | None = None  # when that round began
@@ -96,7 +98,7 @@ class AdaptiveDraft(DraftWrapper):
         features: torch.Tensor | None,
     ) -> None:
         for at in row.tolist():
-            self.rows[at], self.drafted[at] = RunningAcceptance(), 0
+            self.rows[at], self.drafted[at], self.length[at] = RunningAcceptance(), 0, 0
         self.inner.prefill(row, prompts, length, features)
 
     def on_commit(self, row: int, tokens: list[int]) -> None:
@@ -105,6 +107,7 @@ class AdaptiveDraft(DraftWrapper):
             self.started = None
         self.rows[row].record(self.drafted[row], len(tokens) - 1)
         self.running.add(row)
+        self.length[row] += len(tokens)
         self.inner.on_commit(row, tokens)
 
     def state_tensors(self) -> list[torch.Tensor]:
@@ -157,12 +160,18 @@ class AdaptiveDraft(DraftWrapper):
 
     def _limits(self, k: int) -> list[int]:
         """Tokens of each row's chain at most; 0 for rows that have ended, which the engine still asks for."""
-        rows = range(len(self.rows))
+        wanted = self._wanted(k)
+        if self.inner.context is not None:
+            room = [max(0, self.inner.context - length) for length in self.length]
+            wanted = [min(pair) for pair in zip(wanted, room, strict=True)]
+        return [n if row in self.running else 0 for row, n in enumerate(wanted)]
+
+    def _wanted(self, k: int) -> list[int]:
+        """Tokens that each row would draft at most, wherever its text is."""
         if self.config.by == "confidence":
-            return [k if row in self.running else 0 for row in rows]
+            return [k] * len(self.rows)
         if self.config.round_ms:
             trial, costs = None, extend_costs(self.config.round_ms, k)
         else:
             trial, costs = self.own_times.next_trial(k), self.own_times.round_ms(k)
-        lengths = [row.next_length(costs) if trial is None else trial for row in self.rows]
-        return [n if row in self.running else 0 for row, n in zip(rows, lengths, strict=True)]
+        return [row.next_length(costs) if trial is None else trial for row in self.rows]

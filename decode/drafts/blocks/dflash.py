@@ -14,10 +14,10 @@ from decode.drafts.blocks.dflash_model import DFlashModel
 from decode.drafts.blocks.levels import level_step
 from decode.drafts.blocks.mask_token import check_mask_token
 from decode.drafts.drafting import draft_tokens
-from decode.drafts.eagle import CachedHead
-from decode.drafts.eagle_model import llama_config
+from decode.drafts.eagle import CachedHead, name_layers
+from decode.drafts.eagle_model import QK_NORM_FIELDS, check_arithmetic, llama_config
 from decode.model.attention import attention_forward, forward_context
-from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LMHead
+from decode.model.hidden_states import HiddenStateSpec, LMHead, check_taps
 from decode.model.kv_cache import TreeNodes
 from decode.model.loading import DTYPES, Target
 from decode.model.runner import PREFILL_CHUNK
@@ -107,10 +107,17 @@ def load(path: str, target: Target, device: str, dtype: str) -> DFlashDraft:
     layouts.check_config(path, config, wanted)
     check_mask_token(path, config["dflash_config"]["mask_token_id"], target)
     taps = HiddenStateSpec(tuple(config["eagle_aux_hidden_state_layer_ids"]))
-    HiddenStateHooks(decoder.model, taps).remove()  # UserError for layers it has not
+    depth = decoder.config.num_hidden_layers
+    check_taps(taps, depth)
+    name_layers(path, found, taps.layers, depth)
+    check_arithmetic(config, QK_NORM_FIELDS)
     ids = layouts.draft_to_target_ids(path, config, tensors)
+    tensors, model = layouts.without_maps(tensors), decoder.model
+    embedding = model.get_input_embeddings().weight
+    layouts.take_copy(path, tensors, "embed_tokens.weight", embedding, "an embedding")
     if ids is None:
-        tensors.pop("lm_head.weight", None)  # a copy of the target's
+        matrix = model.get_output_embeddings().weight
+        layouts.take_copy(path, tensors, "lm_head.weight", matrix, "an output matrix")
     head = LMHead(decoder.model, device, DTYPES[dtype])
     net = DFlashModel(llama_config(config), taps, ids, head)
     layouts.load_parameters(net, path, tensors)

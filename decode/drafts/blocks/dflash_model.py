@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from decode.drafts.eagle_model import CosSin, Fp32RotaryEmbedding, GatedMLP, RMSNorm, apply_rotary
+from decode.drafts.eagle_model import (
+    CosSin,
+    Fp32RotaryEmbedding,
+    GatedMLP,
+    RMSNorm,
+    apply_rotary,
+    head_context,
+)
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.masking.blocks import run_now
 
@@ -109,7 +116,7 @@ class DFlashModel(nn.Module):
         super().__init__()
         fields = config.to_dict()
         width, vocab = config.hidden_size, config.vocab_size
-        self.config, self.taps = config, taps
+        self.config, self.taps, self.max_positions = config, taps, head_context(config)
         self.mask_token: int = fields["dflash_config"]["mask_token_id"]
         self.block_size: int = fields["block_size"]
         rank: int = fields.get("markov_rank") or 0

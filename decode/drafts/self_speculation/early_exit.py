@@ -113,5 +113,5 @@ def load_adapter(path: str, target: Target, device: str, dtype: str) -> ExitAdap
     layouts.check_config(path, found.config, wanted)
     ids = layouts.draft_to_target_ids(path, found.config, found.tensors)
     adapter = ExitAdapter(found.config, copy_final_norm(target.decoder.model), ids)
-    layouts.load_parameters(adapter, path, found.tensors)
+    layouts.load_parameters(adapter, path, layouts.without_maps(found.tensors))
     return adapter.to(device, DTYPES[dtype])

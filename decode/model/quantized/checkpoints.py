@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,23 @@ def quantized_folder(name: str, revision: str | None = None) -> str | None:
         ) from error
 
 
+def check_whole_numbers(folder: Path, name: str) -> None:
+    """UserError for weights in eight bits or fewer in a folder whose config.json names no method: bare numbers would be
+    read as weights, since nothing says what they are to be multiplied by."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                kinds = {key: stored.get_slice(key).get_dtype() for key in stored.keys()}  # noqa: SIM118
+        except Exception:  # damaged: loading it will say so
+            continue
+        for key, kind in kinds.items():
+            if kind.startswith(("F8", "F4")) or (key.endswith(".weight") and kind in ("I8", "U8")):
+                raise UserError(
+                    f"{name!r}: {key} is {kind}, and config.json has no quantization_config that says what its numbers "
+                    "mean: restore its config.json"
+                )
+
+
 def _config_file(name: str, revision: str | None) -> Path | None:
     """config.json of a folder or on the Hub; None if there is none to be had, which transformers will tell."""
     if Path(name).exists():
@@ -196,17 +213,27 @@ def dequantize_folder(folder: Path, q: Config, source: str) -> Path:
 def plain_tensors(files: list[Path], q: Config) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor in float32) of every weight in the safetensors `files` of a checkpoint with the config `q`.
 
+    UserError as `plain_weights`.
+    """
+    opened = [safe_open(file, framework="pt") for file in files]
+    place = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a dict)
+    return plain_weights(place, lambda name: place[name].get_tensor(name), q)
+
+
+def plain_weights(
+    names: Collection[str], load: Callable[[str], torch.Tensor], q: Config
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor in float32) of every weight among the tensors `names` of a checkpoint with the config `q`.
+
     UserError if no layer is quantised, for a layer that lacks a tensor, and for numbers in few bits without a scale.
     """
     _, dequantize, endings = METHODS[q["quant_method"]]
-    opened = [safe_open(file, framework="pt") for file in files]
-    place = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a dict)
 
     def read(name: str) -> torch.Tensor | None:
-        return place[name].get_tensor(name) if name in place else None
+        return load(name) if name in names else None
 
     layers = {
-        name.removesuffix(ending) for name in place for ending in endings if name.endswith(ending)
+        name.removesuffix(ending) for name in names for ending in endings if name.endswith(ending)
     }
     if not layers:
         raise UserError(
@@ -218,11 +245,11 @@ def plain_tensors(files: list[Path], q: Config) -> Iterator[tuple[str, torch.Ten
         if weight is None:
             raise UserError(f"{layer} lacks some of its quantised tensors: restore its files")
         yield f"{layer}.weight", weight
-    for name in sorted(place):
+    for name in sorted(names):
         quantized = name.rpartition(".")[0] in layers and not name.endswith(".bias")
         if quantized or name.endswith(UNUSED):
             continue
-        tensor = place[name].get_tensor(name)
+        tensor = load(name)
         if tensor.is_floating_point() and tensor.element_size() > 1:
             yield name, tensor.float()
         elif tensor.dtype in (torch.int64, torch.bool):  # a buffer

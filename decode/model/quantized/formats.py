@@ -67,8 +67,10 @@ def block_scaled_weight(
 ) -> torch.Tensor:
     """weight [out, in] in eight bits times `scale`, one number for each block of `block` rows and columns.
 
-    The last blocks of rows and columns may be smaller.
+    The last blocks of rows and columns may be smaller. ValueError for a scale that has not one number for each block.
     """
     rows, columns = weight.shape
+    if tuple(scale.shape) != (-(-rows // block[0]), -(-columns // block[1])):
+        raise ValueError(f"a scale of shape {list(scale.shape)} is not one for each block")
     full = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return weight.float() * full[:rows, :columns]

@@ -175,7 +175,7 @@ def changed_since_training(d: DraftFiles) -> Iterator[str]:
 def not_finite(d: DraftFiles) -> Iterator[str]:
     """NaN and infinity."""
     for name, value in d.tensors.items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if value.is_floating_point() and not bool(torch.isfinite(value.float()).all()):
             yield f"{d.name_in_file[name]} contains values that are not finite"
 
 
@@ -215,6 +215,28 @@ COMMON_RULES = (
     Rule("floating", ALL_FAMILIES, REFUSED, FILES_SOURCE, not_float_dtype),
 )
 """Rules that hold in every engine, of the files alone."""
+
+
+def position_count(config: Mapping[str, Any], default: int | None = None) -> int | None:
+    """Tokens that a model of this config.json can read; `default` where it names no number."""
+    found = config.get("max_position_embeddings") or config.get("n_positions")
+    return default if found is None else int(found)
+
+
+@dataclass(frozen=True)
+class ContextAtLeastTargets:
+    """The check that a draft can read as many tokens as its target; `what` happens with longer texts."""
+
+    what: str
+    default: int | None = None
+    """Positions that the engine takes where config.json names none; None: it is no check then."""
+
+    def __call__(self, d: DraftFiles) -> Iterator[str]:
+        if d.target is None:
+            return
+        own, wanted = position_count(d.config, self.default), position_count(d.target.config)
+        if own is not None and wanted is not None and own < wanted:
+            yield f"the draft can read {own} tokens and the target {wanted}: {self.what}"
 
 
 # ---- parts of checks ----

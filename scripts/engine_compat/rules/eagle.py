@@ -61,9 +61,10 @@ def norm_flag(d: DraftFiles, name: str) -> bool:
 
 
 def aux_layer_count(d: DraftFiles) -> int:
-    """Number of the target's layers whose hidden states the head reads."""
-    ids = (d.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return d.get("num_aux_hidden_states", len(ids) if ids else 3)
+    """Number of the target's layers whose hidden states the engine gives to `fc`."""
+    nested = (d.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    ids = d.config.get("eagle_aux_hidden_state_layer_ids") or nested
+    return len(ids) if ids else int(d.get("num_aux_hidden_states", 3))
 
 
 def wrong_shapes(d: DraftFiles) -> Iterator[str]:
@@ -100,7 +101,7 @@ def unknown_tensors(d: DraftFiles) -> Iterator[str]:
 def dropped_biases(d: DraftFiles) -> Iterator[str]:
     """Biases of the layer or of fc, which engines drop; heads trained here have none but zeros."""
     for name in sorted(d.tensors):
-        if name.endswith(".bias") and bool(d.tensors[name].count_nonzero()):
+        if name.endswith(".bias") and bool(d.tensors[name].float().count_nonzero()):
             yield f"{d.name_in_file[name]} is dropped: the heads were trained with it"
 
 

@@ -13,6 +13,7 @@ from scripts.engine_compat.rules.checkpoint import (
     IGNORED,
     REFUSED,
     SILENT,
+    ContextAtLeastTargets,
     DraftFiles,
     RequireKeys,
     RequireValue,
@@ -25,6 +26,7 @@ from scripts.engine_compat.rules.checkpoint import (
 DEFAULT_VERSION = "0.5.23"
 EAGLE3_PY = "python/sglang/srt/models/llama_eagle3.py"
 EAGLE1_PY = "python/sglang/srt/models/llama_eagle.py"
+CONTEXT_PY = "python/sglang/srt/configs/model_config.py (_derive_context_length)"
 NOTES = "SGLang 0.5.23"
 
 ARCHITECTURES = {"eagle1": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
@@ -65,6 +67,10 @@ RULES = (
     *COMMON_RULES,
     Rule("dtype", COVERED_EVERYWHERE, IGNORED, "--dtype of the server decides", dtype_mismatch),
     Rule("vocabulary", ("causal", *EAGLE_FAMILIES), REFUSED, NOTES, vocab_size_mismatch),
+    Rule("context", ("causal", *EAGLE_FAMILIES), REFUSED, CONTEXT_PY, ContextAtLeastTargets(
+        "the server starts with --context-length of at most that alone, or with "
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1, and then few tokens are accepted beyond it"
+    )),
     Rule(
         "medusa",
         ("medusa",),

@@ -8,6 +8,7 @@ from scripts.engine_compat.rules.checkpoint import (
     COVERED_EVERYWHERE,
     REFUSED,
     SILENT,
+    ContextAtLeastTargets,
     DraftFiles,
     RequireKeys,
     RequireValue,
@@ -19,6 +20,7 @@ from scripts.engine_compat.rules.checkpoint import (
 
 DEFAULT_VERSION = "1.2"
 SOURCE = "tensorrt_llm/_torch/models/modeling_speculative.py at 00679c6 (2026)"
+CONTEXT_PY = "tensorrt_llm/_torch/pyexecutor/model_engine.py (_init_max_seq_len)"
 DRAFT_TARGET_SOURCE = "tensorrt_llm: DraftTargetDecodingConfig"
 
 
@@ -43,6 +45,9 @@ RULES = (
     *COMMON_RULES,
     Rule("dtype", COVERED_EVERYWHERE, SILENT, f"{SOURCE}: torch_dtype is the dtype of the modules", dtype_mismatch),
     Rule("vocabulary", ("causal", "eagle3"), REFUSED, SOURCE, vocab_size_mismatch),
+    Rule("context", ("causal", "eagle3"), REFUSED, CONTEXT_PY, ContextAtLeastTargets(
+        "the server takes the smaller number for both and refuses longer requests"
+    )),
     Rule("eagle1", ("eagle1",), REFUSED, SOURCE, Unsupported("the PyTorch backend has no EAGLE-1 of a Llama layer")),
     Rule("nested-config", EAGLE3, REFUSED, SOURCE, eagle.speculators_config),
     Rule("settings", EAGLE3, REFUSED, SOURCE, RequireKeys(("attention_bias", "torch_dtype", "num_hidden_layers"))),

@@ -15,6 +15,7 @@ from scripts.engine_compat.rules.checkpoint import (
     IGNORED,
     REFUSED,
     SILENT,
+    ContextAtLeastTargets,
     DraftFiles,
     RequireValue,
     Rule,
@@ -38,6 +39,7 @@ SPECULATIVE = "vllm/config/speculative.py, 0.32.0"
 WEIGHTS_PY = "vllm/model_executor/models/utils.py (AutoWeightsLoader), 0.32.0"
 LOADER_PY = "vllm/model_executor/model_loader/default_loader.py (track_weights_loading), 0.32.0"
 
+CONTEXT_PY = "vllm/v1/worker/gpu_model_runner.py (effective_drafter_max_model_len)"
 DFLASH_PY = "vllm/model_executor/models/qwen3_dflash.py, 0.32.0"
 DSPARK_PY = "vllm/model_executor/models/qwen3_dspark.py, 0.32.0"
 ALGOS_PY = "vllm/transformers_utils/configs/speculators/algos.py, 0.32.0"
@@ -140,6 +142,9 @@ RULES = (
     *COMMON_RULES,
     Rule("dtype", ALL_FAMILIES, IGNORED, f"{SPECULATIVE}: the draft gets the target's dtype", dtype_mismatch),
     Rule("vocabulary", (*LMS, *EAGLES, *DFLASH), REFUSED, SPECULATIVE, vocab_size_mismatch),
+    Rule("context", (*LMS, *EAGLES, *DFLASH), SILENT, CONTEXT_PY, ContextAtLeastTargets(
+        "nothing is drafted for a whole batch in which one text has come within K tokens of it"
+    )),
     # EAGLE
     Rule("architecture", EAGLES, REFUSED, CONFIG_PY, wrong_architecture),
     Rule("nested-config", ("eagle3",), REFUSED, SPECULATORS_PY, wrong_nested_config),

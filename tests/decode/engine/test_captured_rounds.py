@@ -147,6 +147,29 @@ def test_a_replayed_round_is_an_eager_one(case: str, recorded: list[RecordedRunn
     assert [o.rounds for o in got] == [o.rounds for o in want]
 
 
+@pytest.mark.parametrize("case", ["causal-sampled", "eagle3-greedy", "static-greedy"])
+def test_rounds_beyond_a_short_draft_are_captured_too(
+    case: str, recorded: list[RecordedRunner]
+) -> None:
+    """Catches a graph that goes on drafting where no row is within the draft's context, and one that is captured anew
+    for each such round."""
+    name, _, how = case.rpartition("-")
+    sampling = SAMPLED if how == "sampled" else SamplingParams()
+    target = tiny_target(tiny_model("llama"))
+    found = []
+    for mode in ("eager", "captured"):
+        draft = make(name, target)
+        assert draft is not None
+        draft.context = 20
+        with pytest.warns(UserWarning, match="context of 20 tokens"):
+            found.append(runs(target, draft, mode, sampling))
+    want, got = found
+    assert [o.output_ids for o in got] == [o.output_ids for o in want]
+    assert [o.rounds for o in got] == [o.rounds for o in want]
+    assert len(recorded) == 2
+    assert {(0, 0)} < {one for o in got for one in o.rounds}
+
+
 def run_lengths(
     target: Target, draft: Draft | None, mode: str, calls: Sequence[tuple[int, int]]
 ) -> list[DecodeRecord]:
