@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from decode.model import runner
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.linear.packed_linear import PackedLinear
 from tests.tiny import tiny_model, tiny_target
@@ -51,7 +52,8 @@ def test_the_teacher_notices_a_changed_target(
 ) -> None:
     """Catches a target that is trained on (Medusa-2, LayerSkip) and teaches with its first weights."""
     if not begins:
-        monkeypatch.setattr(live, "begin_request", lambda: None)
+        for module in (live, runner):
+            monkeypatch.setattr(module, "begin_request", lambda: None)
     plain = tiny_model("llama")
     target = tiny_target(plain)
     teacher, batch = LiveTeacher(target, HiddenStateSpec((1,))), batching.collate(ROWS, 0)
