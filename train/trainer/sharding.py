@@ -1,9 +1,13 @@
 """FSDP2 and DeepSpeed: what they cannot train, and gathering the whole draft where each rank holds a part of it."""
 
+import os
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers import PreTrainedModel
 
 from decode.common.errors import UserError
 from train.families.base import TrainableDraft
@@ -14,10 +18,27 @@ from train.trainer.loop import LoopConfig
 def check(accelerator: Accelerator, family: str, loop: LoopConfig) -> None:
     """UserError if this kind of parallelism cannot train draft family `family` with these settings."""
     kind = accelerator.distributed_type
+    scaled = accelerator.mixed_precision == "fp16"
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise UserError("FSDP 1 is not supported: set fsdp_config.fsdp_version to 2")
+    if scaled and loop.muon_lr > 0:
+        raise UserError(
+            "mixed_precision fp16 scales for one optimiser: set loop.muon_lr to 0, or train in bf16"
+        )
     if kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         return
+    if scaled:
+        raise UserError(
+            f"mixed_precision fp16 is not supported under {kind.value}: train in bf16, or with plain data parallelism "
+            "(configs/accelerate/ddp8.yaml)"
+        )
+    if kind == DistributedType.DEEPSPEED:
+        zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        if zero["stage"] == 3:
+            raise UserError(
+                "DeepSpeed ZeRO stage 3 would shard the frozen target too, which must be whole on each process: set "
+                "zero_stage to 2, or shard the draft with FSDP 2 (configs/accelerate/fsdp2_8.yaml)"
+            )
     if loop.muon_lr > 0:
         raise UserError(
             f"Muon needs whole matrices and an optimiser of its own, {kind.value} has neither: set loop.muon_lr to 0 "
@@ -30,17 +51,65 @@ def check(accelerator: Accelerator, family: str, loop: LoopConfig) -> None:
         )
 
 
-def configure_accelerator(accelerator: Accelerator, loop: LoopConfig) -> None:
-    """Sets options that a file under configs/accelerate/ cannot hold."""
-    if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
-        # The loss returns sums over thousands of tokens; accelerate would round them to bf16.
-        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-        )
+def configure_accelerator(accelerator: Accelerator, loop: LoopConfig) -> list[str]:
+    """Sets the options that are not the launcher's choice; returns a line for each that it had set otherwise."""
+    changed: list[str] = []
+    if accelerator.is_fsdp2:
+        plugin = accelerator.state.fsdp_plugin
+        if accelerator.mixed_precision == "bf16":
+            # The loss returns sums over thousands of tokens; accelerate would round them to bf16.
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+            )
+        if plugin.cpu_ram_efficient_loading:
+            # transformers would load the target on the first process of a machine only
+            plugin.cpu_ram_efficient_loading = False
+            changed.append(
+                "fsdp_cpu_ram_efficient_loading is off: each process needs the whole target"
+            )
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # what transformers reads
+        if plugin.activation_checkpointing:
+            plugin.activation_checkpointing = False
+            changed.append(
+                "fsdp_activation_checkpointing is off: --draft.activation_checkpointing true is this command's own"
+            )
+        if plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT:
+            plugin.state_dict_config = plugin.optim_state_dict_config = None
+            plugin.set_state_dict_type("SHARDED_STATE_DICT")
+            changed.append(
+                "fsdp_state_dict_type is SHARDED_STATE_DICT: checkpoints are in pieces that any number of processes "
+                "reads, and the draft is saved whole"
+            )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         fields = accelerator.state.deepspeed_plugin.deepspeed_config
         fields["gradient_clipping"] = loop.clip  # DeepSpeed clips by itself
         fields["train_micro_batch_size_per_gpu"] = loop.micro_batch
+        fields["train_batch_size"] = "auto"
+        fields["gradient_accumulation_steps"] = 1  # or it divides the loss, which is a step's mean
+    return changed
+
+
+def choose_wrapping(accelerator: Accelerator, language_model: torch.nn.Module | None) -> list[str]:
+    """Sets which modules FSDP2 gathers one by one; returns a line if the launcher's policy is another.
+
+    The layers of a draft that is a language model can be; heads (`language_model` None) reach into their layers.
+    """
+    if not accelerator.is_fsdp2 or accelerator.state.fsdp_plugin.auto_wrap_policy is None:
+        return []
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.auto_wrap_policy is transformer_auto_wrap_policy and isinstance(
+        language_model, PreTrainedModel
+    ):
+        present = {type(module).__name__ for module in language_model.modules()}
+        layers = sorted(present & set(language_model._no_split_modules or ()))
+        asked = plugin.transformer_cls_names_to_wrap
+        plugin.transformer_cls_names_to_wrap = layers
+        if layers and sorted(asked or layers) == layers:
+            return []
+        if layers:
+            return [f"fsdp_transformer_layer_cls_to_wrap is {','.join(layers)}, the draft's layers"]
+    plugin.auto_wrap_policy = None
+    return ["fsdp_auto_wrap_policy is NO_WRAP: this draft is gathered as one"]
 
 
 def gather_full_draft(
