@@ -445,9 +445,7 @@ def train_draft(s: DistillConfig) -> None:
                 table, estimated = estimate_resources(s, accelerator.num_processes, mixed)
                 console.print(table)
             s, parts = load_components(s, accelerator)
-            is_language_model = family_trainer(s.draft.family).is_language_model
-            model = parts.trainable.model if is_language_model else None
-            for line in sharding.choose_wrapping(accelerator, model):
+            for line in sharding.choose_wrapping(accelerator, parts.trainable):
                 console.print(line)
         if s.dry_run:
             measured = run_dry_run(s, accelerator, parts, console)

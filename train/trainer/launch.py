@@ -98,11 +98,6 @@ def read_claims(variables: Mapping[str, str], options: Mapping[str, str]) -> Cla
                 f"the launcher asks for {meaning}, which no training follows: use data parallelism, FSDP 2 or ZeRO-2 "
                 "(configs/accelerate/)"
             )
-    backend = variables.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    if backend != "no":
-        raise UserError(
-            f"the launcher's dynamo_backend is {backend}, and training is not compiled: set it to no"
-        )
     claims, told = Claims(), {name: f"the launcher's {name}" for name in OPTIONS}
     precision = options.get("mixed_precision", variables.get("ACCELERATE_MIXED_PRECISION", "no"))
     if precision.lower() != "no" or "mixed_precision" in options:

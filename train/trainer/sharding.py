@@ -7,12 +7,19 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from transformers import PreTrainedModel
 
 from decode.common.errors import UserError
 from train.families.base import TrainableDraft
+from train.families.causal import TrainableCausal
 from train.families.registry import family_trainer
 from train.trainer.loop import LoopConfig
+
+NOT_THIS_STAGE = {
+    0: "shards nothing: set zero_stage to 2, or use plain data parallelism (configs/accelerate/ddp8.yaml)",
+    3: "would shard the frozen target too, which each process needs whole: set zero_stage to 2, or shard the draft "
+    "with FSDP 2 (configs/accelerate/fsdp2_8.yaml)",
+}
+"""{stage of ZeRO: why not, and what instead}"""
 
 
 def check(accelerator: Accelerator, family: str, loop: LoopConfig) -> None:
@@ -34,11 +41,8 @@ def check(accelerator: Accelerator, family: str, loop: LoopConfig) -> None:
         )
     if kind == DistributedType.DEEPSPEED:
         zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
-        if zero["stage"] == 3:
-            raise UserError(
-                "DeepSpeed ZeRO stage 3 would shard the frozen target too, which must be whole on each process: set "
-                "zero_stage to 2, or shard the draft with FSDP 2 (configs/accelerate/fsdp2_8.yaml)"
-            )
+        if zero["stage"] not in (1, 2):
+            raise UserError(f"DeepSpeed ZeRO stage {zero['stage']} {NOT_THIS_STAGE[zero['stage']]}")
     if loop.muon_lr > 0:
         raise UserError(
             f"Muon needs whole matrices and an optimiser of its own, {kind.value} has neither: set loop.muon_lr to 0 "
@@ -86,30 +90,33 @@ def configure_accelerator(accelerator: Accelerator, loop: LoopConfig) -> list[st
         fields["train_micro_batch_size_per_gpu"] = loop.micro_batch
         fields["train_batch_size"] = "auto"
         fields["gradient_accumulation_steps"] = 1  # or it divides the loss, which is a step's mean
+        if accelerator.mixed_precision == "bf16":
+            changed.append(
+                "DeepSpeed keeps the draft in bf16, and its fp32 weights in the optimiser: it is saved in bf16"
+            )
     return changed
 
 
-def choose_wrapping(accelerator: Accelerator, language_model: torch.nn.Module | None) -> list[str]:
+def choose_wrapping(accelerator: Accelerator, trainable: TrainableDraft) -> list[str]:
     """Sets which modules FSDP2 gathers one by one; returns a line if the launcher's policy is another.
 
-    The layers of a draft that is a language model can be; heads (`language_model` None) reach into their layers.
+    Those can be the layers of a draft that is a language model; heads reach into their layers.
     """
-    if not accelerator.is_fsdp2 or accelerator.state.fsdp_plugin.auto_wrap_policy is None:
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    if plugin is None or plugin.auto_wrap_policy is None:
         return []
-    plugin = accelerator.state.fsdp_plugin
-    if plugin.auto_wrap_policy is transformer_auto_wrap_policy and isinstance(
-        language_model, PreTrainedModel
-    ):
-        present = {type(module).__name__ for module in language_model.modules()}
-        layers = sorted(present & set(language_model._no_split_modules or ()))
-        asked = plugin.transformer_cls_names_to_wrap
-        plugin.transformer_cls_names_to_wrap = layers
-        if layers and sorted(asked or layers) == layers:
-            return []
-        if layers:
-            return [f"fsdp_transformer_layer_cls_to_wrap is {','.join(layers)}, the draft's layers"]
-    plugin.auto_wrap_policy = None
-    return ["fsdp_auto_wrap_policy is NO_WRAP: this draft is gathered as one"]
+    layers: set[str] = set()
+    if isinstance(trainable, TrainableCausal):
+        names = {type(module).__name__ for module in trainable.lm.modules()}
+        layers = names & set(trainable.lm._no_split_modules or ())
+    if plugin.auto_wrap_policy is not transformer_auto_wrap_policy or not layers:
+        plugin.auto_wrap_policy = None
+        return ["fsdp_auto_wrap_policy is NO_WRAP: this draft is gathered as one"]
+    asked = plugin.transformer_cls_names_to_wrap
+    plugin.transformer_cls_names_to_wrap = sorted(layers)
+    if asked is None or set(asked) == layers:
+        return []
+    return [f"fsdp_transformer_layer_cls_to_wrap is {','.join(sorted(layers))}, the draft's layers"]
 
 
 def gather_full_draft(

@@ -188,7 +188,6 @@ def test_sections_that_are_the_commands_are_refused(tmp_path: Path, section: str
     [
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM"),
         ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism_config"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_backend is inductor"),
         ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "/no/ds.json"},
          "/no/ds.json does not exist"),
     ],
