@@ -212,6 +212,16 @@ def init_accelerator(s: DistillConfig) -> tuple[DistillConfig, Accelerator]:
     return s, accelerator
 
 
+def in_force(s: DistillConfig, accelerator: Accelerator) -> str:
+    """The line that says how the draft is trained, by settings and launcher."""
+    rows = s.loop.batch_size // accelerator.num_processes
+    parts, size = math.ceil(rows / s.loop.micro_batch), min(rows, s.loop.micro_batch)
+    return (
+        f"{LaunchKind.of(accelerator)}, {accelerator.device}, loop.clip {s.loop.clip:g}, {s.loop.batch_size} samples a "
+        f"step ({parts} micro-batch(es) of {size} in a process)"
+    )
+
+
 def check_attention(s: DistillConfig, device_type: str) -> None:
     """UserError for a way to attend that this device does not have."""
     if s.draft.attention == "flex" and device_type != "cuda":
@@ -320,6 +330,7 @@ def run_dry_run(
     s: DistillConfig, accelerator: Accelerator, parts: RunComponents, console: Console
 ) -> dict[str, float]:
     """Tries two steps, one round of on-policy generation if there is any, and saving; returns what was measured."""
+    console.print(in_force(s, accelerator))
     loop = replace(s.loop, steps=max(2, s.loop.steps))
     every = s.on_policy.every if s.on_policy.share > 0 else 0
     with shared_temp_folder(accelerator.wait_for_everyone) as folder:
@@ -377,7 +388,9 @@ def distill(
     with collective.raise_on_all_ranks(accelerator):
         damage = partial(on_policy.find_damage, s)
         state = checkpoint.load_latest(accelerator, out, parts.target.fingerprint, damage)
-    console.print(f"{samples} samples ({parts.dropped} dropped), from step {state.step}")
+    console.print(
+        f"{in_force(s, accelerator)}; {samples} samples ({parts.dropped} dropped), from step {state.step}"
+    )
     tracker: Tracker | NullTracker = NullTracker()
     if is_main:
         config = {**to_dict(s), "hardware": provenance.hardware()}
@@ -430,11 +443,6 @@ def train_draft(s: DistillConfig) -> None:
     """Trains the draft, or goes on from its last checkpoint; with `dry_run` it only tries two steps."""
     s, accelerator = init_accelerator(s)
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
-    rows = s.loop.batch_size // accelerator.num_processes
-    console.print(
-        f"{LaunchKind.of(accelerator)}, {accelerator.device}; a step: {s.loop.batch_size} samples, each process "
-        f"{math.ceil(rows / s.loop.micro_batch)} micro-batch(es) of {min(rows, s.loop.micro_batch)}, clip {s.loop.clip}"
-    )
     estimated: dict[str, float] = {}
     for name in family_trainer(s.draft.family).unused_settings(s.draft):
         console.print(f"draft.{name} is not used by family {s.draft.family}")

@@ -304,7 +304,7 @@ def test_accumulation_of_the_launcher_is_the_commands(
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     done = train("launcher")
     assert done.code == 0, done.err
-    assert "8 samples, each process 4 micro-batch(es) of 2" in done.err
+    assert "8 samples a step (4 micro-batch(es) of 2 in a process)" in done.err
     ours, launched = tmp_path / "ours", tmp_path / "launcher"
     assert (launched / WEIGHTS).read_bytes() == (ours / WEIGHTS).read_bytes()
     assert settings_of(launched)["loop"] == settings_of(ours)["loop"]
