@@ -184,7 +184,7 @@ def init_accelerator(s: DistillConfig) -> tuple[DistillConfig, Accelerator]:
     """
     with launch.one_line_errors():
         state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    with collective.raise_on_all_ranks(state):
+    with collective.raise_on_all_ranks(state), launch.one_line_errors():
         s = follow_launcher(s, state.num_processes, state.device.type)
     with launch.one_line_errors():
         # The loss is divided by the tokens of the whole step, so a micro-batch is not to be divided once more.

@@ -126,7 +126,8 @@ def add_deepspeed_file(claims: Claims, path: str, content: Mapping[str, Any]) ->
                 "remove it"
             )
     for name in ("fp16", "bf16"):
-        enabled = content.get(name, {}).get("enabled", "auto")
+        section = content.get(name)
+        enabled = section.get("enabled") if isinstance(section, dict) else None
         if enabled is True:
             claims.precision[f"{name} in {path}"] = name
         elif enabled is False:
@@ -139,7 +140,7 @@ def add_deepspeed_file(claims: Claims, path: str, content: Mapping[str, Any]) ->
     }
     for name, values in wanted.items():
         value = content.get(name, "auto")
-        if value != "auto" and (name, value) != ("gradient_accumulation_steps", 1):
+        if value not in ("auto", None) and (name, value) != ("gradient_accumulation_steps", 1):
             values[f"{name} in {path}"] = value
 
 

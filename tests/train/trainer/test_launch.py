@@ -1,6 +1,8 @@
 """What `accelerate launch` is told reaches training, or is refused in one line; checkpoints know their launch."""
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +28,6 @@ from train.trainer.launch import Claims, Precision
 from train.trainer.loop import LoopConfig
 
 COMMAND, WEIGHTS = "train/distill.py", "model.safetensors"
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
-LAUNCH += ["--num_machines", "1", "--dynamo_backend", "no"]
 HEAD: list[object] = ["--draft.init", "", "--draft.family", "eagle1"]
 
 
@@ -174,6 +174,7 @@ def test_deepspeeds_file_is_read(tmp_path: Path) -> None:
     )
     auto = dict.fromkeys(asked, "auto") | {"fp16": {"enabled": "auto"}, "bf16": {}}
     assert deepspeed_claims(tmp_path, auto) == Claims()
+    assert deepspeed_claims(tmp_path, dict.fromkeys(asked)) == Claims()
 
 
 @pytest.mark.parametrize("section", ["optimizer", "scheduler"])
@@ -464,3 +465,116 @@ def test_another_launch_is_refused_before_anything_is_written(
     assert "goes on" not in error
     assert worlds.contents(tmp_path / "out") == before
     assert train("out", "--overwrite", "true").code == 0
+
+
+# ---- through the real launchers ----
+
+
+def launched(
+    words: list[str], world: World, data: Path, out: Path, *more: object, wrap: str = "", **env: str
+) -> Done:
+    """The command under `accelerate launch` with these options, started by the test launcher `wrap` if there is one."""
+    command = [wrap] if wrap else []
+    line = [
+        *[sys.executable, "-m", "accelerate.commands.launch", *words],
+        *[*command, COMMAND, *map(str, [*arguments(world, data, out), *more])],
+    ]
+    done = subprocess.run(
+        line, cwd=worlds.ROOT, env={**os.environ, **worlds.ENV, **env},
+        capture_output=True, text=True, timeout=worlds.PATIENCE, check=False,
+    )  # fmt: skip
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def errors_of(done: Done) -> list[str]:
+    return [line for line in done.err.splitlines() if line.startswith("error: ")]
+
+
+@pytest.mark.slow
+def test_one_process_under_accelerate_launch(
+    train: Callable[..., Done], world: World, data: Path, tmp_path: Path
+) -> None:
+    """Bug: accelerate drops --gradient_accumulation_steps where there is no DeepSpeed, and says so in --help only."""
+    one = ["--num_processes", "1", "--num_machines", "1", "--dynamo_backend", "no"]
+    assert train("ours", "--loop.micro_batch", 2, "--mixed_precision", "bf16").code == 0
+    words = [*one, "--mixed_precision", "bf16", "--gradient_accumulation_steps", "4"]
+    done = launched(words, world, data, tmp_path / "launched")
+    assert done.code == 0, done.err
+    assert (tmp_path / "launched" / WEIGHTS).read_bytes() == (
+        tmp_path / "ours" / WEIGHTS
+    ).read_bytes()
+    said = launched(
+        [*one, "--mixed_precision", "no"], world, data, tmp_path / "x", "--mixed_precision", "bf16"
+    )
+    (error,) = errors_of(said)
+    assert "of this command is bf16 and the launcher's mixed_precision is no" in error
+    assert not (tmp_path / "x").exists()
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(yaml.safe_dump({**PLAIN, "num_processes": 1, "mixed_precision": "no"}))
+    done = launched(
+        ["--config_file", str(file)], world, data, tmp_path / "y", "--mixed_precision", "bf16"
+    )
+    assert done.code == 0, done.err  # what a file always holds is no choice
+    assert "precision bf16" in done.err
+
+
+FSDP = {
+    "fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": True, "fsdp_state_dict_type": "FULL_STATE_DICT",
+    "fsdp_reshard_after_forward": True, "fsdp_activation_checkpointing": True,
+}  # fmt: skip
+BY_LAYER = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+BY_SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000}
+LAYER = "fsdp_transformer_layer_cls_to_wrap"
+
+
+def fsdp_file(folder: Path, more: dict[str, Any]) -> list[str]:
+    file = folder / "fsdp.yaml"
+    fields = {**PLAIN, "distributed_type": "FSDP", "use_cpu": False, "main_process_port": 0}
+    file.write_text(yaml.safe_dump({**fields, "fsdp_config": {**FSDP, **more}}))
+    return ["--config_file", str(file)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "draft", "said"),
+    [
+        ({**BY_LAYER, LAYER: "LlamaDecoderLayer"}, [], ""),
+        (BY_LAYER, ["--draft.lora_rank", 2], ""),
+        ({**BY_LAYER, LAYER: "Qwen2DecoderLayer"}, [], f"{LAYER} is LlamaDecoderLayer"),
+        ({**BY_LAYER, LAYER: "LlamaDecoderLayer"}, HEAD, "fsdp_auto_wrap_policy is NO_WRAP"),
+        (BY_SIZE, [], "fsdp_auto_wrap_policy is NO_WRAP"),
+        (BY_SIZE, HEAD, "fsdp_auto_wrap_policy is NO_WRAP"),
+        ({"fsdp_auto_wrap_policy": "NO_WRAP"}, HEAD, ""),
+    ],
+)  # fmt: skip
+def test_fsdp_files_of_accelerate_config_train_as_one_process(
+    policy: dict[str, Any], draft: list[object], said: str, world: World, data: Path, tmp_path: Path,
+    train: Callable[..., Done],
+) -> None:  # fmt: skip
+    """Bug: wrap policies ended in tracebacks, as fully_shard wraps lists of layers and heads have no such class."""
+    assert train("one", *draft).code == 0
+    words = fsdp_file(tmp_path, policy)
+    done = launched(words, world, data, tmp_path / "two", *draft, wrap="tests/fsdp2.py")
+    assert done.code == 0, done.err
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), abs=1e-4)
+    wrapped = [
+        line for line in done.err.splitlines() if "wrap" in line and line.startswith("fsdp_")
+    ]
+    assert [said in line for line in wrapped] == ([True] if said else [])
+    for changed in ("cpu_ram_efficient_loading", "activation_checkpointing", "state_dict_type"):
+        assert f"fsdp_{changed} is " in done.err
+    assert list((tmp_path / "two").glob("checkpoints/step-*/optimizer_0/__1_0.distcp"))  # in pieces
+    before = worlds.contents(tmp_path / "two")
+    again = train("two", *draft, "--resume", "true", "--loop.steps", 6).error()
+    assert "continue it with FSDP2 over any number of processes" in again
+    assert worlds.contents(tmp_path / "two") == before
+
+
+@pytest.mark.slow
+def test_fsdp_1_is_refused(world: World, data: Path, tmp_path: Path) -> None:
+    words = fsdp_file(tmp_path, {"fsdp_version": 1})
+    done = launched(words, world, data, tmp_path / "out", wrap="tests/fsdp2.py")
+    assert done.code != 0
+    (error,) = errors_of(done)
+    assert "set fsdp_config.fsdp_version to 2" in error
+    assert not (tmp_path / "out").exists()
