@@ -126,8 +126,8 @@ def add_deepspeed_file(claims: Claims, path: str, content: Mapping[str, Any]) ->
                 "remove it"
             )
     for name in ("fp16", "bf16"):
-        section = content.get(name)
-        enabled = section.get("enabled") if isinstance(section, dict) else None
+        switch = content.get(name)
+        enabled = switch.get("enabled") if isinstance(switch, dict) else None
         if enabled is True:
             claims.precision[f"{name} in {path}"] = name
         elif enabled is False:

@@ -44,7 +44,8 @@ class LoopConfig:
     batch_size: Count = 16
     """Samples per optimiser step, summed over processes and micro-batches."""
     micro_batch: Count = 16
-    """Samples per forward pass of each process; a lower value needs less memory and gives the same result."""
+    """Samples per forward pass of each process; a lower value needs less memory and gives the same result. The
+    launcher's gradient_accumulation_steps replaces the default."""
     pack: bool = False
     """Packs several samples of a forward pass into one line instead of padding each to the longest (same result)."""
     lr: LearningRate = 1e-3
@@ -56,7 +57,8 @@ class LoopConfig:
     weight_decay: Annotated[float, at_least(0, 100)] = 0.0
     """Decoupled weight decay of AdamW and Muon."""
     clip: Annotated[float, above(0)] = 1.0
-    """The gradient is scaled down to this norm where its norm is larger."""
+    """The gradient is scaled down to this norm where its norm is larger. The launcher's gradient_clipping replaces the
+    default."""
     max_length: Count = 512
     """Tokens; longer samples are cut."""
     log_every: Count = 10
