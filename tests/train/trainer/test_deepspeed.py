@@ -31,12 +31,17 @@ __all__ = ["data", "world"]
 
 
 def under_zero2(
-    world: World, data: Path, out: Path, *more: object, processes: int = 2, **env: str
+    world: World,
+    data: Path,
+    out: Path,
+    *more: object,
+    processes: int = 2,
+    env: dict[str, str] | None = None,
 ) -> Done:
     command = worlds.ROOT / COMMAND
     return worlds.run(
         "tests/zero2.py", worlds.ROOT / "tests/in_chunks.py", command, *arguments(world, data, out), *RUN, *more,
-        processes=processes, env={"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "false", **env},
+        processes=processes, env={"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "false", **(env or {})},
     )  # fmt: skip
 
 
@@ -63,7 +68,7 @@ def test_its_file_is_followed(world: World, data: Path, tmp_path: Path) -> None:
     done = worlds.call(COMMAND, *arguments(world, data, one), *RUN, "--loop.clip", 0.25)
     assert done.code == 0, done.err
     env = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
-    done = under_zero2(world, data, two, **env)
+    done = under_zero2(world, data, two, env=env)
     assert done.code == 0, done.err
     assert "ZeRO-1, 2 process(es), precision no" in done.err
     assert "loop.clip 0.25, 8 samples a step (2 micro-batch(es) of 2 in a process)" in done.err
@@ -81,12 +86,12 @@ def test_its_file_is_followed(world: World, data: Path, tmp_path: Path) -> None:
     assert worlds.contents(two) == before
     file.write_text(json.dumps({**asked, "gradient_accumulation_steps": 16}))
     assert f"gradient_accumulation_steps in {file} is 16" in error_of(
-        under_zero2(world, data, tmp_path / "x", **env)
+        under_zero2(world, data, tmp_path / "x", env=env)
     )
     file.write_text(json.dumps({**asked, "bf16": {"enabled": True}}))
     more = ["--mixed_precision", "no"]
     assert f"bf16 in {file} is bf16" in error_of(
-        under_zero2(world, data, tmp_path / "x", *more, **env)
+        under_zero2(world, data, tmp_path / "x", *more, env=env)
     )
     assert not (tmp_path / "x").exists()
 
@@ -98,10 +103,8 @@ def test_other_stages_are_named(
     stage: int, advice: str, world: World, data: Path, tmp_path: Path
 ) -> None:
     """Bug: "restore the tokenizer.json" for stage 3, and a traceback for stage 0."""
-    done = under_zero2(
-        world, data, tmp_path / "out", ACCELERATE_DEEPSPEED_ZERO_STAGE=str(stage)
-    )  # fmt: skip
-    error = error_of(done)
+    env = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
+    error = error_of(under_zero2(world, data, tmp_path / "out", env=env))
     assert f"ZeRO stage {stage} " in error
     assert advice in error
     assert not (tmp_path / "out").exists()
