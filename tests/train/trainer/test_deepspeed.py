@@ -76,10 +76,9 @@ def test_its_file_is_followed(world: World, data: Path, tmp_path: Path) -> None:
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, atol=2e-3, rtol=0)
     before = worlds.contents(two)
-    for processes, more in {1: env, 2: {}}.items():  # ZeRO-1 in one process, ZeRO-2 in two
-        error = error_of(
-            under_zero2(world, data, two, "--resume", "true", processes=processes, **more)
-        )
+    for processes, own in [(1, env), (2, None)]:  # ZeRO-1 in one process, ZeRO-2 in two
+        again = under_zero2(world, data, two, "--resume", "true", processes=processes, env=own)
+        error = error_of(again)
         assert "continue it with ZeRO-1 over 2 process(es) with mixed_precision no" in error
     error = worlds.call(COMMAND, *arguments(world, data, two), *RUN, "--resume", "true").error()
     assert "continue it with ZeRO-1 over 2 process(es)" in error
