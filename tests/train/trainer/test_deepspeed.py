@@ -76,7 +76,8 @@ def test_its_file_is_followed(world: World, data: Path, tmp_path: Path) -> None:
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, atol=2e-3, rtol=0)
     before = worlds.contents(two)
-    for processes, own in [(1, env), (2, None)]:  # ZeRO-1 in one process, ZeRO-2 in two
+    for processes, stage in [(1, "1"), (2, "2")]:
+        own = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": stage}
         again = under_zero2(world, data, two, "--resume", "true", processes=processes, env=own)
         error = error_of(again)
         assert "continue it with ZeRO-1 over 2 process(es) with mixed_precision no" in error
