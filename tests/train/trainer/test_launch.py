@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
 from accelerate.utils.launch import (
     prepare_deepspeed_cmd_env,
     prepare_multi_gpu_env,
@@ -22,7 +24,7 @@ from accelerate.utils.launch import (
 from decode.common.errors import UserError
 from tests import worlds
 from tests.worlds import Done, World
-from train.trainer import launch
+from train.trainer import launch, sharding
 from train.trainer.checkpoint import LaunchKind
 from train.trainer.launch import Claims, Precision
 from train.trainer.loop import LoopConfig
@@ -570,11 +572,35 @@ def test_fsdp_files_of_accelerate_config_train_as_one_process(
     assert worlds.contents(tmp_path / "two") == before
 
 
-@pytest.mark.slow
-def test_fsdp_1_is_refused(world: World, data: Path, tmp_path: Path) -> None:
-    words = fsdp_file(tmp_path, {"fsdp_version": 1})
-    done = launched(words, world, data, tmp_path / "out", wrap="tests/fsdp2.py")
-    assert done.code != 0
-    (error,) = errors_of(done)
-    assert "set fsdp_config.fsdp_version to 2" in error
-    assert not (tmp_path / "out").exists()
+def launch_of(kind: str, precision: str = "no", stage: int = 2, version: int = 2) -> Any:
+    """What `sharding.check` reads of an accelerator."""
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": stage}})
+    return SimpleNamespace(
+        distributed_type=DistributedType(kind), is_fsdp2=kind == "FSDP" and version == 2,
+        mixed_precision=precision, state=SimpleNamespace(deepspeed_plugin=plugin),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "loop", "named"),
+    [
+        (launch_of("FSDP", version=1), LoopConfig(), "set fsdp_config.fsdp_version to 2"),
+        (launch_of("FSDP", "fp16"), LoopConfig(), "fp16 is not supported under FSDP"),
+        (launch_of("DEEPSPEED", "fp16"), LoopConfig(), "fp16 is not supported under DEEPSPEED"),
+        (launch_of("DEEPSPEED", stage=0), LoopConfig(), "stage 0 shards nothing"),
+        (launch_of("DEEPSPEED", stage=3), LoopConfig(), "stage 3 would shard the frozen target"),
+        (launch_of("MULTI_GPU", "fp16"), LoopConfig(muon_lr=0.02), "fp16 scales for one optimiser"),
+    ],
+)
+def test_what_this_parallelism_cannot_train_is_named(
+    accelerator: Any, loop: LoopConfig, named: str
+) -> None:
+    """Bug: stage 3 ended with "restore the tokenizer.json", stage 0 in a traceback."""
+    with pytest.raises(UserError, match=named):
+        sharding.check(accelerator, "causal", loop)
+    for works in (
+        launch_of("FSDP"),
+        launch_of("DEEPSPEED", stage=1),
+        launch_of("MULTI_GPU", "fp16"),
+    ):
+        sharding.check(works, "causal", LoopConfig())
