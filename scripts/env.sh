@@ -20,9 +20,9 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
 fi
 PATH=$PWD/.venv/bin:$PATH
 export TOKENIZERS_PARALLELISM=false
-# One process on whatever device there is. With all options given, accelerate does not warn about defaults.
-# On a CPU accelerate gives a process one thread by default.
-launch="accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
+# One process on whatever device there is. With a file accelerate does not warn about defaults, and the commands' own
+# precision stands. On a CPU accelerate gives a process one thread by default.
+launch="accelerate launch --config_file configs/accelerate/one_gpu.yaml"
 launch="$launch --num_cpu_threads_per_process $(nproc 2>/dev/null || sysctl -n hw.ncpu)"
 # What samples and trains fastest, bfloat16 or float32, in $dtype and $precision: measured once for the environment.
 pick_dtype() {

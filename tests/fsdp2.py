@@ -1,5 +1,9 @@
-"""python tests/fsdp2.py COMMAND …: the command under FSDP2 on CPUs, which accelerate by itself turns into DDP."""
+"""python tests/fsdp2.py COMMAND …: the command under FSDP2 on CPUs, which accelerate by itself turns into DDP.
 
+Under `accelerate launch` with a file for FSDP it is as that file says.
+"""
+
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -7,7 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 made = AcceleratorState.__init__
@@ -24,8 +28,12 @@ def sharded(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
             reshard_after_forward=False,
             state_dict_type="SHARDED_STATE_DICT",
         )
+        if "FSDP_VERSION" in os.environ:
+            self.fsdp_plugin = FullyShardedDataParallelPlugin()
         if self._mixed_precision != "no":
             self.fsdp_plugin.set_mixed_precision(self._mixed_precision)
+        # accelerate reads it at each use of its state: the plugin is made once
+        PartialState._shared_state["distributed_type"] = self.distributed_type
 
 
 AcceleratorState.__init__ = sharded

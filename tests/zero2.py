@@ -11,7 +11,7 @@ import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-# What accelerate's launcher makes of configs/accelerate/deepspeed_zero2.yaml.
+# What accelerate's launcher makes of configs/accelerate/deepspeed_zero2.yaml, where it said nothing else.
 os.environ |= {
     "ACCELERATE_USE_DEEPSPEED": "true",
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
@@ -19,6 +19,7 @@ os.environ |= {
     "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
     "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+    **os.environ,
 }
 
 

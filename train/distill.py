@@ -8,6 +8,8 @@ undisturbed run gives. The draft's folder in --out decodes with eval/run.py and 
 """
 
 import json
+import math
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ if not __package__:
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import parse_flag_from_env, set_seed
+from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env, set_seed
 from rich.console import Console
 
 from decode.common import provenance
@@ -40,7 +42,7 @@ from decode.drafts.base import (
 from decode.model import attention
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
-from train.data import batching, manifest, mixture, sample_store
+from train.data import manifest, mixture, sample_store
 from train.data.mixture import DataSpec
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext, TrainableDraft
@@ -53,8 +55,9 @@ from train.planning.dry_run import print_measurements, shared_temp_folder, try_e
 from train.planning.estimates import FlopsCounter, estimate_resources
 from train.teacher.cached import CachedTeacher, FeatureFolder
 from train.teacher.served import StatesServerConfig
-from train.trainer import checkpoint, collective, draft_metadata, on_policy, sharding
+from train.trainer import checkpoint, collective, draft_metadata, launch, on_policy, sharding
 from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
+from train.trainer.checkpoint import LaunchKind
 from train.trainer.loop import LoopConfig, Training, build_optimizers, make_progress_bar, train
 from train.trainer.on_policy import OnPolicyBuffer, OnPolicyConfig
 from train.trainer.throughput import report_out_of_memory
@@ -112,8 +115,9 @@ class DistillConfig:
     states: StatesServerConfig = field(default_factory=StatesServerConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     check: AcceptanceEvalConfig = field(default_factory=AcceptanceEvalConfig)
-    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
-    """Precision of the draft's forward pass; auto: bf16 on a GPU that has it, else fp32."""
+    mixed_precision: launch.Precision = "auto"
+    """Precision of the draft's forward pass; no: fp32; auto: the launcher's, else bf16 on a GPU that has it, else fp32.
+    fp16, with scaled gradients, is for GPUs without bf16."""
     target_dtype: str = "float32"
     """Precision of the frozen target."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -174,31 +178,61 @@ def max_sample_length(s: DistillConfig, target: Target) -> int:
     return min(s.loop.max_length, target.decoder.context)
 
 
-def resolve_precision(s: DistillConfig, device_type: str) -> str:
-    """Accelerate's name for the precision of the forward pass."""
-    if s.mixed_precision != "auto":
-        return s.mixed_precision
-    return "bf16" if device_type == "cuda" and torch.cuda.is_bf16_supported() else "no"
+def follow_launcher(s: DistillConfig, processes: int, device_type: str) -> DistillConfig:
+    """The settings in force, where the launcher also says how to train. UserError if it says something else."""
+    options = launch.launcher_options(launch.parent_words(), sys.argv[1:])
+    claims = launch.read_claims(os.environ, options)
+    bf16 = device_type == "cuda" and torch.cuda.is_bf16_supported()
+    return replace(
+        s,
+        mixed_precision=launch.settle_precision(s.mixed_precision, claims, device_type, bf16),
+        loop=launch.settle_loop(s.loop, claims, processes),
+    )
 
 
-def init_accelerator(s: DistillConfig) -> Accelerator:
-    """The accelerator of this process. UserError for settings that cannot be trained, also by this parallelism."""
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    accelerator = Accelerator(mixed_precision=resolve_precision(s, state.device.type))
+def init_accelerator(s: DistillConfig) -> tuple[DistillConfig, Accelerator]:
+    """(the settings in force, the accelerator of this process).
+
+    UserError for settings that cannot be trained, also by this parallelism, and for those that contradict the launcher.
+    """
+    with launch.one_line_errors():
+        state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    with collective.raise_on_all_ranks(state), launch.one_line_errors():
+        s = follow_launcher(s, state.num_processes, state.device.type)
+    with launch.one_line_errors():
+        # The loss is divided by the tokens of the whole step, so a micro-batch is not to be divided once more.
+        whole = GradientAccumulationPlugin(num_steps=1)
+        accelerator = Accelerator(
+            mixed_precision=s.mixed_precision, gradient_accumulation_plugin=whole
+        )
     set_seed(s.seed)
     with collective.raise_on_all_ranks(accelerator):
+        launch.check_parallelism(os.environ, accelerator.distributed_type.value)
         check_tracker(s.tracker)
         family_trainer(s.draft.family).check_settings(s.draft)
         sharding.check(accelerator, s.draft.family, s.loop)
-        batching.rank_slice(0, accelerator.num_processes, range(s.loop.batch_size))
         on_policy.check_supported(s.on_policy, s.draft.family, s.features, accelerator.is_fsdp2)
         check_states_server(s)
         check_placement(s)
         check_attention(s, state.device.type)
         if s.publish.repo:
             check_upload_possible(s.publish.repo)
-    sharding.configure_accelerator(accelerator, s.loop)
-    return accelerator
+        if not s.overwrite:
+            checkpoint.check_launch(Path(s.out), LaunchKind.of(accelerator))
+    console = Console(stderr=True, quiet=not accelerator.is_main_process)
+    for line in sharding.configure_accelerator(accelerator, s.loop):
+        console.print(line)
+    return s, accelerator
+
+
+def in_force(s: DistillConfig, accelerator: Accelerator) -> str:
+    """The line that says how the draft is trained, by settings and launcher."""
+    rows = s.loop.batch_size // accelerator.num_processes
+    parts, size = math.ceil(rows / s.loop.micro_batch), min(rows, s.loop.micro_batch)
+    return (
+        f"{LaunchKind.of(accelerator)}, {accelerator.device}, loop.clip {s.loop.clip:g}, {s.loop.batch_size} samples a "
+        f"step ({parts} micro-batch(es) of {size} in a process)"
+    )
 
 
 def check_attention(s: DistillConfig, device_type: str) -> None:
@@ -331,7 +365,7 @@ def build_training(s: DistillConfig, accelerator: Accelerator, parts: RunCompone
         optimizers=optimizers,
         trainable=trainable,
         select_batch=from_data if buffer is None else buffer.global_batch,
-        step_flops=FlopsCounter(s, accelerator.mixed_precision == "bf16", buffer).count,
+        step_flops=FlopsCounter(s, accelerator.mixed_precision != "no", buffer).count,
     )
 
 
@@ -339,6 +373,7 @@ def run_dry_run(
     s: DistillConfig, accelerator: Accelerator, parts: RunComponents, console: Console
 ) -> dict[str, float]:
     """Tries two steps, one round of on-policy generation if there is any, and saving; returns what was measured."""
+    console.print(in_force(s, accelerator))
     loop = replace(s.loop, steps=max(2, s.loop.steps))
     every = s.on_policy.every if s.on_policy.share > 0 else 0
     with shared_temp_folder(accelerator.wait_for_everyone) as folder:
@@ -398,8 +433,7 @@ def distill(
         state = checkpoint.load_latest(accelerator, out, parts.target.fingerprint, damage)
     state.note_inputs(parts.inputs)
     console.print(
-        f"{samples} samples ({parts.dropped} dropped), {processes} process(es), {accelerator.device}, "
-        f"precision {accelerator.mixed_precision}, from step {state.step}"
+        f"{in_force(s, accelerator)}; {samples} samples ({parts.dropped} dropped), from step {state.step}"
     )
     tracker: Tracker | NullTracker = NullTracker()
     if is_main:
@@ -451,7 +485,7 @@ def main(s: DistillConfig) -> None:
 
 def train_draft(s: DistillConfig) -> None:
     """Trains the draft, or goes on from its last checkpoint; with `dry_run` it only tries two steps."""
-    accelerator = init_accelerator(s)
+    s, accelerator = init_accelerator(s)
     console = Console(stderr=True, quiet=not accelerator.is_main_process)
     estimated: dict[str, float] = {}
     for name in family_trainer(s.draft.family).unused_settings(s.draft):
@@ -459,10 +493,12 @@ def train_draft(s: DistillConfig) -> None:
     with attention.training_attention(s.draft.attention):
         with collective.raise_on_all_ranks(accelerator), report_out_of_memory(OUT_OF_MEMORY_ADVICE):
             if s.dry_run:
-                mixed = accelerator.mixed_precision == "bf16"
+                mixed = accelerator.mixed_precision != "no"
                 table, estimated = estimate_resources(s, accelerator.num_processes, mixed)
                 console.print(table)
             s, parts = load_components(s, accelerator)
+            for line in sharding.choose_wrapping(accelerator, parts.trainable):
+                console.print(line)
         if s.dry_run:
             measured = run_dry_run(s, accelerator, parts, console)
             if accelerator.is_main_process:

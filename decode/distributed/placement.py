@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from transformers import AutoModelForCausalLM
 
+from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.ranges import at_least
 from decode.distributed import layer_map
@@ -24,6 +25,8 @@ from decode.model.runner import ModelRunner
 from decode.model.vision.vision_runner import is_vision_language
 
 GIB = 2**30
+MIXED = {"bf16": "bfloat16", "fp16": "float16"}
+"""{mixed_precision of Accelerate's launcher: the dtype that it means}"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,13 @@ def load_target(
     with_layers: bool = True,
 ) -> Target:
     """The target `name`, placed as `s` says and ready to decode. UserError as from `decode.model.loading.load_target`,
-    and for what the placement does not allow."""
+    and for what the placement does not allow. A warning where the launcher's mixed_precision is not `dtype`."""
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if os.environ.get("RANK", "0") == "0" and MIXED.get(precision, dtype) != dtype:
+        damage.warn(
+            f"the target computes in {dtype}, as this command's settings say: the launcher's mixed_precision "
+            f"{precision} is of drafts in training"
+        )
     if s.kind == "single":
         return loading.load_target(name, device, dtype, revision, with_layers)
     if not with_layers:

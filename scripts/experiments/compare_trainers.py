@@ -137,7 +137,7 @@ def distill_settings(s: CompareTrainersConfig, arm: str, folder: str) -> distill
 def run_our_trainer(settings: distill.DistillConfig, s: CompareTrainersConfig) -> dict[str, float]:
     """Runs this project's loop as train/distill.py does. Returns `StepTimer.results`, and with features the tokens per
     second of their pass and of `s.epochs` epochs together with it."""
-    accelerator = distill.init_accelerator(settings)
+    settings, accelerator = distill.init_accelerator(settings)
     settings, parts = distill.load_components(settings, accelerator)
     begun = time.perf_counter()
     distill.fill_feature_store(accelerator, parts, Console(stderr=True))
@@ -174,7 +174,7 @@ def run_arm(s: CompareTrainersConfig, arm: str) -> dict[str, float]:
             return run_our_trainer(settings, s)
         if arm != "eagle3-trainer":
             return reference_trainers.train_reference(s, arm)
-        parts = distill.load_components(settings, distill.init_accelerator(settings))[1]
+        parts = distill.load_components(*distill.init_accelerator(settings))[1]
         assert isinstance(parts.trainable, TrainableEagle)
         return reference_trainers.train_reference(s, arm, parts.trainable.net)
 

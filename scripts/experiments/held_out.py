@@ -42,7 +42,7 @@ def check_comparison(s: Comparison, run: DistillConfig) -> RunComponents:
         if not values or len(set(values)) < len(values):
             raise UserError(f"{name} is empty or names one twice: give at least one, each once")
     run = replace(run, features="", overwrite=True)
-    accelerator = distill.init_accelerator(run)
+    run, accelerator = distill.init_accelerator(run)
     if accelerator.num_processes > 1:
         raise UserError("several processes: start this command with python, in one process")
     _, parts = distill.load_components(run, accelerator)

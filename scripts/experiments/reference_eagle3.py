@@ -143,7 +143,7 @@ def train_draft(s: ReferenceEagle3Config, recipe: Recipe, seed: int, console: Co
     out = str(Path(s.out) / "drafts" / f"{recipe}-{seed}")
     if not (Path(out) / METADATA_FILE).is_file():
         settings = run_settings(s, recipe, seed, out)
-        accelerator = distill.init_accelerator(settings)
+        settings, accelerator = distill.init_accelerator(settings)
         settings, parts = load_components(settings, recipe, s.distill, accelerator)
         inputs = distill.input_paths(settings)
         run = collective.open_run(

@@ -6,7 +6,8 @@
     tracking.py         metrics.jsonl and Weights & Biases, TensorBoard or Trackio
     throughput.py       tokens per second, MFU, memory
     collective.py       errors, values and the output folder across ranks
-    sharding.py         FSDP2 and DeepSpeed: limits, and gathering the whole draft
+    launch.py           what the launcher was told: followed, or refused where a setting says something else
+    sharding.py         FSDP2 and DeepSpeed: limits, what is not the launcher's choice, gathering the whole draft
     on_policy.py        training rows that the draft generates itself
     acceptance_eval.py  τ and α of the draft during training
     draft_metadata.py   draftsmith.json of a trained draft

@@ -2,8 +2,8 @@
 
 `<out>/checkpoints/step-000100/` is renamed into place once it is complete; `<out>/checkpoints/latest`, written after
 it, names the checkpoint to resume from. Weights, optimisers and random states are saved by `Accelerator.save_state`;
-`contents.json` beside them holds the `TrainingState`, a checksum of every file, and one of itself. A run resumes from
-the newest checkpoint whose checksums are right, so the last MIN_KEPT ones are always there.
+`contents.json` beside them holds the `TrainingState`, the `LaunchKind`, a checksum of every file, and one of itself. A
+run resumes from the newest checkpoint whose checksums are right, so the last MIN_KEPT ones are always there.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from decode.common import damage, files, run_dir
 from decode.common.errors import UserError
@@ -89,6 +90,50 @@ class TrainingInputs:
         return found
 
 
+@dataclass(frozen=True)
+class LaunchKind:
+    """How a training runs, as its checkpoints remember it."""
+
+    parallelism: str
+    """plain (one process, or data parallelism over several), FSDP2, or ZeRO-2 with the stage's number."""
+    processes: int
+    precision: str
+    """no, bf16 or fp16."""
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> "LaunchKind":
+        parallelism = "FSDP2" if accelerator.is_fsdp2 else "plain"
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"][
+                "stage"
+            ]
+            parallelism = f"ZeRO-{stage}"
+        return cls(parallelism, accelerator.num_processes, accelerator.mixed_precision)
+
+    def __str__(self) -> str:
+        name = "data parallelism" if self.parallelism == "plain" else self.parallelism
+        return f"{name}, {self.processes} process(es), precision {self.precision}"
+
+    def continues(self, earlier: "LaunchKind") -> bool:
+        """Whether this launch can load a checkpoint of the `earlier` one.
+
+        ZeRO stores each process's part in the precision of training; only the scaler of fp16 is stored elsewhere.
+        """
+        if self.parallelism.startswith("ZeRO"):
+            return self == earlier
+        scaled = (self.precision == "fp16", earlier.precision == "fp16")
+        return self.parallelism == earlier.parallelism and scaled[0] == scaled[1]
+
+    def continued_by(self) -> str:
+        """Which launches can load a checkpoint of this one, in words."""
+        scaled = " in fp16" if self.precision == "fp16" else ""
+        if self.parallelism == "plain":
+            return f"one process, or data parallelism over any number{scaled}"
+        if self.parallelism == "FSDP2":
+            return f"FSDP2 over any number of processes{scaled}"
+        return f"{self.parallelism} over {self.processes} process(es) with mixed_precision {self.precision}"
+
+
 def checkpoint_name(step: int) -> str:
     """The folder name of the checkpoint after `step` steps."""
     return f"step-{step:06d}"
@@ -121,7 +166,8 @@ def save(
         raise
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        contents = {**asdict(state), "files": _digests(scratch)}
+        launch = asdict(LaunchKind.of(accelerator))
+        contents = {**asdict(state), "launch": launch, "files": _digests(scratch)}
         text = json.dumps({**contents, "sha256": _contents_digest(contents)})
         (scratch / CONTENTS).write_text(text)
         if final.is_symlink():
@@ -154,15 +200,26 @@ def remove_partial(out: Path) -> None:
         shutil.rmtree(scratch)
 
 
+def check_launch(out: Path, launch: LaunchKind) -> None:
+    """UserError if the newest checkpoint that can be read was written by a launch that `launch` cannot continue."""
+    path, contents = _newest(out)
+    if "launch" not in contents:  # there is no checkpoint, or it is of an earlier version
+        return
+    earlier = LaunchKind(**contents["launch"])
+    if not launch.continues(earlier):
+        raise UserError(
+            f"checkpoint {path} was written by another launch ({earlier}) than this one ({launch}): continue it with "
+            f"{earlier.continued_by()}, or start over with --overwrite true"
+        )
+
+
 def check_inputs(out: Path, now: TrainingInputs, allowed: bool) -> None:
     """UserError if the newest checkpoint that can be read belongs to another tokenizer, or was trained on other inputs
     and that is not `allowed`.
 
     With another tokenizer its weights could have the right shapes and still stand for other tokens.
     """
-    paths, _ = _candidates(out)
-    read = ((path, _read_contents(path)) for path in paths)
-    path, contents = next(((path, found) for path, found in read if found), (None, {}))
+    path, contents = _newest(out)
     found = contents.get("tokenizer", now.tokenizer)
     if found != now.tokenizer:
         raise UserError(
@@ -277,6 +334,12 @@ def _candidates(out: Path) -> tuple[list[Path], str]:
             f"{pointer} {what}, and there is no other: restore one from a copy, or start over with --overwrite true"
         )
     return paths, f"{pointer} {what}"
+
+
+def _newest(out: Path) -> tuple[Path | None, dict[str, Any]]:
+    """(the newest checkpoint whose contents.json can be read, its contents); (None, {}) if there is none."""
+    read = ((path, _read_contents(path)) for path in _candidates(out)[0])
+    return next(((path, found) for path, found in read if found), (None, {}))
 
 
 def _checkpoints(out: Path) -> list[tuple[int, Path]]:

@@ -44,7 +44,8 @@ class LoopConfig:
     batch_size: Count = 16
     """Samples per optimiser step, summed over processes and micro-batches."""
     micro_batch: Count = 16
-    """Samples per forward pass of each process; a lower value needs less memory and gives the same result."""
+    """Samples per forward pass of each process; a lower value needs less memory and gives the same result. The
+    launcher's gradient_accumulation_steps replaces the default."""
     pack: bool = False
     """Packs several samples of a forward pass into one line instead of padding each to the longest (same result)."""
     lr: LearningRate = 1e-3
@@ -56,7 +57,8 @@ class LoopConfig:
     weight_decay: Annotated[float, at_least(0, 100)] = 0.0
     """Decoupled weight decay of AdamW and Muon."""
     clip: Annotated[float, above(0)] = 1.0
-    """The gradient is scaled down to this norm where its norm is larger."""
+    """The gradient is scaled down to this norm where its norm is larger. The launcher's gradient_clipping replaces the
+    default."""
     max_length: Count = 512
     """Tokens; longer samples are cut."""
     log_every: Count = 10
@@ -227,11 +229,16 @@ def train_step(
     tokens = batching.supervised_token_count(rows)
     rank_rows = batching.rank_slice(accelerator.process_index, world, rows)
     waited = time.perf_counter() - began
-    sums = _accumulate_gradients(training, rank_rows, s, world / tokens, step)
-    norm = accelerator.clip_grad_norm_(training.model.parameters(), s.clip)
-    received = stop is not None and stop.received > 0
-    values = _reduce_metrics(accelerator, {**sums, "stop": float(received)}, norm)
-    stopped, total_norm = values.pop("stop") > 0, values.pop("norm")
+    while True:
+        sums = _accumulate_gradients(training, rank_rows, s, world / tokens, step)
+        norm = accelerator.clip_grad_norm_(training.model.parameters(), s.clip)
+        received = stop is not None and stop.received > 0
+        values = _reduce_metrics(accelerator, {**sums, "stop": float(received)}, norm)
+        stopped, total_norm = values.pop("stop") > 0, values.pop("norm")
+        if not _lower_scale(accelerator.scaler, values["loss"], total_norm):
+            break
+        for optimizer in training.optimizers:
+            optimizer.zero_grad(set_to_none=True)
     _check_finite(values["loss"], total_norm, step, out, accelerator.is_main_process)
     for optimizer in training.optimizers:
         optimizer.step()
@@ -269,6 +276,17 @@ def _reduce_metrics(accelerator: Accelerator, sums: dict[str, Any], norm: Any) -
     total = accelerator.reduce(stacked, reduction="sum")
     values = torch.cat([total, torch.as_tensor(norm, device=device).float().reshape(1)])
     return dict(zip([*names, "norm"], values.tolist(), strict=True))
+
+
+def _lower_scale(scaler: torch.amp.GradScaler | None, loss: float, norm: float) -> bool:
+    """Lowers the scale of fp16's gradients if they overflowed; True if the step is to be computed again with it.
+
+    Repeating the step, where it is usual to leave it out, trains on every batch once.
+    """
+    if scaler is None or math.isfinite(norm) or not math.isfinite(loss) or scaler.get_scale() < 1:
+        return False
+    scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+    return True
 
 
 def _check_finite(loss: float, norm: float, step: int, out: Path, main: bool) -> None:

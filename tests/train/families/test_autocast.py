@@ -1,4 +1,4 @@
-"""Training in mixed bf16 minimises the same loss as in fp32, but for rounding."""
+"""Training in mixed bf16 or fp16 minimises the same loss as in fp32, but for rounding."""
 
 import warnings
 from collections.abc import Iterator
@@ -37,25 +37,27 @@ def trainee_of(name: str) -> TrainableDraft:
     return family_trainer(settings.draft.family).build(context)
 
 
-def loss_and_gradient(name: str, autocast: bool) -> tuple[float, torch.Tensor]:
-    """The loss as `Accelerator.prepare` has it computed, and its gradient as one vector."""
+def loss_and_gradient(name: str, dtype: torch.dtype | None) -> tuple[float, torch.Tensor]:
+    """The loss as `Accelerator.prepare` has it computed in `dtype`, and its gradient as one vector."""
     trainee, batch = trainee_of(name), collate(*SAMPLES)
     assert trainee.teacher is not None
     output = trainee.teacher.get_output(batch)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         loss = trainee.model(batch, output)["loss"]
-    loss.backward()
-    grads = [p.grad.flatten() for p in trainee.model.parameters() if p.grad is not None]
+    scale = 2.0**8 if dtype == torch.float16 else 1.0  # as a gradient scaler does
+    (loss * scale).backward()
+    grads = [p.grad.flatten() / scale for p in trainee.model.parameters() if p.grad is not None]
     return float(loss.detach()), torch.cat(grads)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", DRAFTS)
-def test_the_loss_is_that_of_fp32(name: str) -> None:
+def test_the_loss_is_that_of_fp32(name: str, dtype: torch.dtype) -> None:
     """Catches losses, norms or target distributions in bf16, and norms that leave torch's fused kernel."""
-    loss, grad = loss_and_gradient(name, autocast=False)
+    loss, grad = loss_and_gradient(name, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rounded_loss, rounded_grad = loss_and_gradient(name, autocast=True)
+        rounded_loss, rounded_grad = loss_and_gradient(name, dtype)
     assert rounded_loss != loss
     assert rounded_loss == pytest.approx(loss, rel=5e-3)
     assert float((rounded_grad - grad).norm() / grad.norm()) < 0.05

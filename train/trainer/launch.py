@@ -1,0 +1,221 @@
+"""What the launcher was told about a training: read here, and agreed with the command's settings.
+
+`accelerate launch` passes on what it was told as environment variables and as DeepSpeed's file. Its own command line is
+read as well, because it passes some options on under DeepSpeed only. A setting of the command at its default gives way
+to the launcher; two different values are refused. `no` and 1 are also what the launcher passes on when it was told
+nothing, and files of `accelerate config` always hold them: they count as said only on its command line.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+from accelerate.utils import str_to_bool
+
+from decode.common import files
+from decode.common.errors import UserError, one_line
+from train.data import batching
+from train.trainer.loop import LoopConfig
+
+T = TypeVar("T")
+Precision = Literal["auto", "no", "bf16", "fp16"]
+
+OPTIONS = ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping")
+"""Options of the launcher's command line that say how to train."""
+UNSUPPORTED = {
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
+}
+"""{variable of the launcher: what it asks for} that no training follows."""
+SHARDED = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED"}
+"""{variable of the launcher: the parallelism that it asks for}"""
+
+
+@dataclass
+class Claims:
+    """What the launcher asks for: {who says it: the value}, empty where it says nothing."""
+
+    precision: dict[str, str] = field(default_factory=dict)
+    switched_off: dict[str, str] = field(default_factory=dict)
+    """{precision that DeepSpeed's file switches off: who says it}"""
+    accumulation: dict[str, int] = field(default_factory=dict)
+    """Micro-batches of a step."""
+    micro_batch: dict[str, int] = field(default_factory=dict)
+    """Samples of a micro-batch."""
+    batch_size: dict[str, int] = field(default_factory=dict)
+    """Samples of a step, over all processes."""
+    clip: dict[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Raises what Accelerate has against the launcher's variables and files as UserErrors."""
+    try:
+        yield
+    except (ImportError, NotImplementedError, ValueError) as error:
+        raise UserError(
+            f"Accelerate cannot set up what the launcher asks for: {one_line(error, 300)}"
+        ) from error
+
+
+def parent_words() -> list[str]:
+    """The command line of the process that started this one; [] where the system does not show it."""
+    try:
+        line = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return line.decode(errors="replace").split("\0")[:-1]
+
+
+def launcher_options(words: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
+    """{name: text} of the OPTIONS that `words`, the command line of `accelerate launch`, has; {} for another program.
+
+    The line ends with `arguments`, those of the launched command.
+    """
+    own = words[: len(words) - len(arguments)]
+    names = [Path(word).name for word in own]
+    launchers = {("accelerate", "launch"), ("-m", "accelerate.commands.launch")}
+    if "accelerate-launch" not in names and launchers.isdisjoint(pairwise(names)):
+        return {}
+    parts = [part for word in own for part in word.split("=", 1)]
+    said = {name[2:].replace("-", "_"): text for name, text in pairwise(parts) if name[:2] == "--"}
+    return {name: text for name, text in said.items() if name in OPTIONS}
+
+
+def read_claims(variables: Mapping[str, str], options: Mapping[str, str]) -> Claims:
+    """What the launcher asks for in its environment `variables` and the `options` of its command line.
+
+    UserError for what no training follows, and for a file of DeepSpeed that cannot be read or leaves no choice.
+    """
+    for name, meaning in UNSUPPORTED.items():
+        if str_to_bool(variables.get(name, "false")):
+            raise UserError(
+                f"the launcher asks for {meaning}, which no training follows: use data parallelism, FSDP 2 or ZeRO-2 "
+                "(configs/accelerate/)"
+            )
+    claims, told = Claims(), {name: f"the launcher's {name}" for name in OPTIONS}
+    precision = options.get("mixed_precision", variables.get("ACCELERATE_MIXED_PRECISION", "no"))
+    if precision.lower() != "no" or "mixed_precision" in options:
+        claims.precision[told["mixed_precision"]] = precision.lower()
+    passed = {
+        "gradient_accumulation_steps": variables.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1"),
+        "gradient_clipping": variables.get("ACCELERATE_GRADIENT_CLIPPING", "auto"),
+    }
+    steps, clip = [options.get(name, text) for name, text in passed.items()]
+    if steps != "auto" and (steps != "1" or "gradient_accumulation_steps" in options):
+        claims.accumulation[told["gradient_accumulation_steps"]] = int(steps)
+    if clip != "auto":
+        claims.clip[told["gradient_clipping"]] = float(clip)
+    path = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if str_to_bool(variables.get("ACCELERATE_USE_DEEPSPEED", "false")) and path != "none":
+        add_deepspeed_file(claims, path, files.read_json_object(path, "DeepSpeed's configuration"))
+    return claims
+
+
+def add_deepspeed_file(claims: Claims, path: str, content: Mapping[str, Any]) -> None:
+    """Adds what DeepSpeed's file in `path` asks for; "auto" leaves the choice to the command."""
+    for section in ("optimizer", "scheduler"):
+        if section in content:
+            raise UserError(
+                f"{path} has a section {section!r}, which is this command's (loop.lr, loop.warmup, loop.weight_decay): "
+                "remove it"
+            )
+    for name in ("fp16", "bf16"):
+        switch = content.get(name)
+        enabled = switch.get("enabled") if isinstance(switch, dict) else None
+        if enabled is True:
+            claims.precision[f"{name} in {path}"] = name
+        elif enabled is False:
+            claims.switched_off[name] = f"{name} in {path}"
+    wanted: dict[str, dict[str, Any]] = {
+        "gradient_accumulation_steps": claims.accumulation,
+        "train_micro_batch_size_per_gpu": claims.micro_batch,
+        "train_batch_size": claims.batch_size,
+        "gradient_clipping": claims.clip,
+    }
+    for name, values in wanted.items():
+        value = content.get(name, "auto")
+        if value not in ("auto", None) and (name, value) != ("gradient_accumulation_steps", 1):
+            values[f"{name} in {path}"] = value
+
+
+def agree(claims: Mapping[str, T]) -> tuple[str, T] | None:
+    """(who says it, the value that all say); None if nobody says anything. UserError if two say different things."""
+    said = list(claims.items())
+    for who, value in said[1:]:
+        if value != said[0][1]:
+            raise UserError(
+                f"{said[0][0]} is {said[0][1]} and {who} is {value}: leave one of them out, or make them equal"
+            )
+    return said[0] if said else None
+
+
+def settle(name: str, ours: T, default: T, claims: Mapping[str, T]) -> T:
+    """The value in force of setting `name`; `ours` says nothing if it is the default. UserError as from `agree`."""
+    said = agree({**({f"{name} of this command": ours} if ours != default else {}), **claims})
+    return said[1] if said else ours
+
+
+def settle_loop(s: LoopConfig, claims: Claims, processes: int) -> LoopConfig:
+    """The loop's settings in force; accumulation over N micro-batches gives `micro_batch`.
+
+    UserError if two say different things, and for a batch that cannot be split evenly.
+    """
+    default = LoopConfig()
+    batch_size = settle("loop.batch_size", s.batch_size, default.batch_size, claims.batch_size)
+    rows = len(batching.rank_slice(0, processes, range(batch_size)))
+    micro = settle("loop.micro_batch", s.micro_batch, default.micro_batch, claims.micro_batch)
+    accumulation = agree(claims.accumulation)
+    if accumulation:
+        who, steps = accumulation
+        if s.micro_batch == default.micro_batch and not claims.micro_batch and rows % steps == 0:
+            micro = rows // steps
+        found = math.ceil(rows / micro)
+        if found != steps:
+            raise UserError(
+                f"{who} is {steps}, and a process has {rows} samples a step in {found} micro-batches (loop.batch_size "
+                f"{batch_size}, loop.micro_batch {micro}): leave out one of them, or make them fit"
+            )
+    clip = settle("loop.clip", s.clip, default.clip, claims.clip)
+    return replace(s, batch_size=batch_size, micro_batch=micro, clip=clip)
+
+
+def settle_precision(
+    ours: Precision, claims: Claims, device_type: str, bf16_supported: bool
+) -> Precision:
+    """Accelerate's name for the precision in force of the forward pass: no, bf16 or fp16.
+
+    UserError if two say different things, and for a precision that this device cannot train in.
+    """
+    said: str = settle("mixed_precision", str(ours), "auto", claims.precision)
+    off = claims.switched_off
+    if said == "auto":
+        return "bf16" if device_type == "cuda" and bf16_supported and "bf16" not in off else "no"
+    if said in off:
+        raise UserError(
+            f"mixed_precision is {said}, and {off[said]} switches it off: make them agree"
+        )
+    if said not in ("no", "bf16", "fp16"):
+        raise UserError(f"mixed_precision {said} is not supported: choose bf16, fp16 or no")
+    if said == "fp16" and device_type == "cpu":
+        raise UserError(
+            "mixed_precision fp16 needs a gradient scaler, which Accelerate has on GPUs only: choose bf16 or no"
+        )
+    if said == "bf16" and device_type == "cuda" and not bf16_supported:
+        raise UserError("mixed_precision bf16: this GPU does not have it, choose fp16 or no")
+    return cast(Precision, said)
+
+
+def check_parallelism(variables: Mapping[str, str], started: str) -> None:
+    """UserError if the launcher asks for sharding and Accelerate `started` something else, as it does on CPUs."""
+    for name, wanted in SHARDED.items():
+        if str_to_bool(variables.get(name, "false")) and started != wanted:
+            raise UserError(
+                f"the launcher asks for {wanted}, which Accelerate has on GPUs only, and started {started}: launch "
+                "without it (configs/accelerate/ddp8.yaml)"
+            )
