@@ -13,10 +13,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from decode.common.errors import UserError
 from decode.drafts.registry import find_family, saved_families
 from decode.engine.engine import row_seeds
 from decode.model.gguf_files import gguf_folder
+from decode.model.loading import NUMBER_TYPES
 from decode.verification.sampling import SamplingParams
 
 WORKER_SCRIPT = Path(__file__).with_name("vllm_worker.py")
@@ -87,7 +90,7 @@ def build_job(
     """
     seeds = [1 + row for row in row_seeds(seed, draws * len(prompts))]  # 0 is the engine's seed
     return {
-        "target": model_path(target),
+        "target": model_path(target, dtype=dtype),
         "dtype": dtype,
         "speculative": speculative,
         "prompts": [list(prompt) for prompt in prompts],
@@ -135,7 +138,7 @@ def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, 
             raise UserError(f"vLLM failed:\n{log.read()[-3000:]}")
 
 
-def model_path(name: str, revision: str | None = None) -> str:
+def model_path(name: str, revision: str | None = None, dtype: str = "float32") -> str:
     """An absolute path, since vLLM runs in another folder: the cached one of a GGUF. A Hub name as it is."""
-    folder = gguf_folder(name, revision) or name
+    folder = gguf_folder(name, revision, NUMBER_TYPES.get(dtype, torch.float32)) or name
     return str(Path(folder).resolve()) if Path(folder).exists() else folder

@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from transformers import AutoTokenizer
 
 from decode.common.errors import UserError
+from decode.model import gguf_files
 from decode.model.gguf_files import PRE_TOKENIZERS, SOURCE_FILE, gguf_folder
 from decode.model.loading import load_target
 from tests.tiny import tiny_model
@@ -143,11 +144,16 @@ def test_the_folder_is_made_once_and_says_where_it_comes_from(tmp_path: Path, ca
     note = json.loads((Path(folder) / SOURCE_FILE).read_text())
     assert note["file"] == "tiny.gguf"
     assert note["licence"] == "apache-2.0"
-    assert note["sha256"].startswith(Path(folder).name)
-    made = (Path(folder) / "model.safetensors").stat().st_mtime_ns
-    assert gguf_folder(str(tmp_path)) == folder  # the folder that holds the file means the same
-    assert (Path(folder) / "model.safetensors").stat().st_mtime_ns == made
-    assert [p.name for p in Path(folder).parent.iterdir()] == [Path(folder).name]
+    assert Path(folder).name == f"{note['sha256'][:16]}-v{gguf_files.FORMAT}"
+    assert not list(Path(folder).glob("*.safetensors"))  # asked for config and tokenizer alone
+    whole = Path(gguf_folder(str(file), dtype=torch.bfloat16) or "")
+    made = (whole / "model.safetensors").stat().st_mtime_ns
+    assert gguf_folder(str(tmp_path), dtype=torch.bfloat16) == str(
+        whole
+    )  # its folder means the same
+    assert (whole / "model.safetensors").stat().st_mtime_ns == made
+    assert {p.name for p in whole.parent.iterdir()} == {Path(folder).name, whole.name}
+    assert gguf_folder(str(file), dtype=torch.float32) != str(whole)
 
 
 def test_texts_are_cut_as_the_vocabulary_was_made(tmp_path: Path) -> None:
