@@ -1,4 +1,4 @@
-"""Tiny models with fixed weights as GGUF files, written key by key and tensor by tensor, and what llama.cpp says of them.
+"""Tiny models with fixed weights as GGUF files, written key by key and tensor by tensor, and llama.cpp's tokens.
 
 `python -m tests.gguf_writer LLAMA_SERVER` writes tests/golden/gguf_tokens.json again: the greedy tokens that a
 llama-server of llama.cpp gives for each of `CASES`, with keys and values in float32 and no flash attention.

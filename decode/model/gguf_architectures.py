@@ -77,10 +77,8 @@ class Keys:
         self.left = {k.removeprefix(begin): v for k, v in content.keys.items() if k.startswith(begin)}  # fmt: skip
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of the key, which then counts as used. One number where each layer has the same."""
+        """The value of the key, which then counts as used. UserError for one number per layer."""
         value = self.left.pop(key, default)
-        if isinstance(value, list) and len(set(value)) == 1:
-            return value[0]
         if isinstance(value, list):
             self.refuse(key, value)
         return value
@@ -227,12 +225,7 @@ def build_config(content: GgufContent, file: str) -> Any:
     fields["tie_word_embeddings"] = "output.weight" not in tensors
     for flag, tensor in architecture.biases.items():
         fields[flag] = any(held.endswith(tensor) for held in tensors)
-    rotated = keys.take("rope.dimension_count", fields["head_dim"])
     fields["rope_parameters"] = _rope(keys, fields, tensors, architecture)
-    if rotated != fields["head_dim"]:
-        if not architecture.partial_rope:
-            keys.refuse("rope.dimension_count", rotated)
-        fields["rope_parameters"]["partial_rotary_factor"] = rotated / fields["head_dim"]
     fields |= architecture.more(keys, fields)
     if architecture.model_type in WITHOUT_HEAD_DIM:
         del fields["head_dim"]
@@ -257,9 +250,7 @@ def _empty_model(config: Any) -> Any:
 
 def _head_dim(keys: Keys, fields: dict[str, Any], architecture: Architecture) -> int:
     whole = fields["hidden_size"] // fields["num_attention_heads"]
-    rotated = keys.left.get("rope.dimension_count", whole)
-    assumed = whole if architecture.partial_rope else rotated
-    size = int(keys.take("attention.key_length", assumed))
+    size = int(keys.take("attention.key_length", whole))
     values = keys.take("attention.value_length", size)
     if values != size:
         keys.refuse("attention.value_length", values)
@@ -274,6 +265,16 @@ def _rope(
     """The RoPE of the file, as transformers has it. UserError for what is not followed."""
     rope = {"rope_type": "default", "rope_theta": keys.take("rope.freq_base", 10000.0)}
     held = {n: tensors[n].rows(0, 1)[0] for n in architecture.rope_tensors if n in tensors}
+    rotated = keys.take("rope.dimension_count", fields["head_dim"])
+    for name, values in held.items():
+        if len(values) != rotated // 2:
+            raise UserError(
+                f"{keys.file}: its tensor {name} is [{len(values)}], where its keys mean [{rotated // 2}]: {ORIGINAL}"
+            )
+    if rotated != fields["head_dim"]:
+        if not architecture.partial_rope:
+            keys.refuse("rope.dimension_count", rotated)
+        rope["partial_rotary_factor"] = rotated / fields["head_dim"]
     kind = keys.take("rope.scaling.type", "linear")  # what a factor alone means
     old = keys.take("rope.scale_linear", 0.0)
     factor = keys.take("rope.scaling.factor", old) or 1.0
