@@ -162,7 +162,7 @@ def _disk_error(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         numbers = [error.errno]
     if numbers:
-        return f"that disk {DISK_ERRORS[numbers[0]]}"
+        return f"that disk {DISK_ERRORS[numbers[0]]} ({first_line(error)})"
     writing = (PermissionError, NotADirectoryError, FileExistsError)
     at = str(getattr(error, "filename", None) or "")
     if isinstance(error, writing) and at.startswith(str(constants.HF_HOME)):
@@ -206,7 +206,7 @@ def _save_weights(parts: list[Path], plain: Path, dtype: torch.dtype, folder: Pa
     free = shutil.disk_usage(folder.parent).free
     if free < needed:
         raise OSError(
-            errno.ENOSPC, f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB free"
+            errno.ENOSPC, f"{needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free"
         )
     folder.mkdir()
     config.dtype = dtype
