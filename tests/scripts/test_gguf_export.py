@@ -86,7 +86,7 @@ def test_the_head_that_is_there_is_written(
     stored = load_file(path / "model.safetensors")
     head = torch.randn(stored["model.embed_tokens.weight"].shape)
     save_file(stored | {"lm_head.weight": head}, path / "model.safetensors", {"format": "pt"})
-    target = save(tmp_path / "target", rows=rows) if rows else ""
+    target = save(tmp_path / "target", arch, rows=rows) if rows else ""
     model = read_back(str(path), tmp_path / "model.gguf", target=target).decoder.model
     assert torch.equal(model.lm_head.weight[:4096], head)
     assert torch.equal(model.model.embed_tokens.weight[:4096], stored["model.embed_tokens.weight"])
