@@ -32,6 +32,7 @@ from decode.common.run_dir import check_folder, replace_folder
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
 from decode.model.gguf_files import gguf_folder
+from decode.model.loading import NUMBER_TYPES
 from decode.model.names import check_name
 from scripts.engine_compat import exporters, gguf_export
 from scripts.engine_compat.gguf_export import GgufType
@@ -68,7 +69,7 @@ def main(s: ExportConfig) -> None:
         raise UserError(f"{s.out} is not empty: name a new folder with --out")
     if s.target:
         check_name(s.target, "target")
-    path = gguf_folder(s.draft) or importers.resolve_folder(s.draft)
+    path = gguf_folder(s.draft, dtype=NUMBER_TYPES["float32"]) or importers.resolve_folder(s.draft)
     if not (Path(path) / "config.json").is_file():
         raise UserError(f"draft {s.draft!r} holds no config.json: give the folder of a saved draft")
     family, facts = draft_family(path), read_metadata(path)

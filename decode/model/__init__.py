@@ -4,7 +4,9 @@
 - config_checks: whether the sizes in a config make sense
 - loading: models and tokenizers from a folder or the Hub, devices and dtypes, and `Target`
 - fingerprint: what a target is, wherever its files lie: its weights and the settings of its arithmetic
-- gguf_files: GGUF models, dequantised once into a cached folder
+- gguf_files: GGUF models, dequantised once into a cached folder for each dtype
+- gguf_reader: keys, tensors and parts of GGUF files, and their weights as safetensors
+- gguf_architectures: the config and parameters that keys and tensors mean; what is not followed is refused by name
 - quantized/: GPTQ, AWQ, FP8 and compressed-tensors checkpoints, in the same way
 - compatibility: which models can be decoded with drafts, and for how many positions
 - runner: `ModelRunner`, prefill and decode steps of one model with its K/V cache

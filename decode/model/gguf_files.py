@@ -1,13 +1,17 @@
 """GGUF models: dequantised once into a cached folder of safetensors, which is then loaded like any other model.
 
-A GGUF keeps quantised weights, the tokenizer and the chat template in one file. The folder holds the weights in
-float32, exactly as the file's quantisation defines them, and `gguf.json`, which says what they were made from.
+A GGUF keeps quantised weights, the tokenizer and the chat template in one file or in parts of one. There is a folder
+for its config and tokenizer, and one with the weights for each dtype that was asked for: the numbers that the file's
+quantisation defines, in float32 and rounded once. `gguf.json` in it says what it was made from.
 """
 
+import errno
+import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -16,14 +20,24 @@ from typing import Any
 import torch
 from huggingface_hub import constants, hf_hub_download, list_repo_files
 from tokenizers import Regex, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from decode.common import damage
 from decode.common.errors import UserError, first_line
 from decode.common.files import write_atomically
+from decode.model.gguf_architectures import build_config, list_weights
+from decode.model.gguf_reader import part_names, read_file, read_gguf, write_safetensors
 
 SOURCE_FILE = "gguf.json"
 """Written last into a folder, so that a folder with it is whole."""
+FORMAT = 2
+"""Of what is in a folder: those of another number are not used."""
+DISK_ERRORS = {
+    errno.ENOSPC: "is full",
+    errno.EDQUOT: "has no more room for this user",
+    errno.EFBIG: "takes no file of that size",
+    errno.EROFS: "is read-only",
+}
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -55,23 +69,28 @@ PRE_TOKENIZERS = {
 """How byte-level vocabularies cut a text before merging, by the name that GGUF gives it (tokenizer.ggml.pre)."""
 
 
-def gguf_folder(name: str, revision: str | None = None) -> str | None:
-    """The cached model folder of the GGUF that `name` means; None when `name` means no GGUF.
+def gguf_folder(
+    name: str, revision: str | None = None, dtype: torch.dtype | None = None
+) -> str | None:
+    """The cached model folder of the GGUF that `name` means, with weights in `dtype`, without any where it is None.
 
-    `name` is a .gguf file, a folder that holds one and no config.json, `owner/name/FILE.gguf` on the Hub, or a Hub
-    repository with GGUF in its name and one such file. UserError for several files, and for a GGUF that is damaged or
-    of an architecture, quantisation or tokenizer that cannot be converted.
+    `name` is a .gguf file or any part of a split one, a folder that holds one and no config.json, such a file as
+    `owner/name/FILE.gguf` on the Hub, or a Hub repository with GGUF in its name and one such file. None when `name`
+    means no GGUF. UserError for several files, for missing parts, for a disk that does not take the folder, and for a
+    GGUF that is damaged or whose architecture, keys, tensors or tokenizer are not followed to the last one.
     """
     path = Path(name)
     if path.is_dir():
         if (path / "config.json").is_file():
             return None
         files = sorted(file.name for file in path.glob("*.gguf"))
-        return str(dequantise(path / _only_file(files, name), name)) if files else None
+        if not files:
+            return None
+        return str(dequantise(_local_parts(path / _only_file(files, name)), name, dtype))
     if path.suffix == ".gguf" and (path.is_file() or name.count("/") != 2):
         if not path.is_file():
             raise UserError(f"{name} does not exist: check the path")
-        return str(dequantise(path, path.name))
+        return str(dequantise(_local_parts(path), path.name, dtype))
     if path.suffix != ".gguf" and ("gguf" not in name.lower() or name.count("/") != 1):
         return None
     owner, repository, *files = name.split("/")
@@ -79,75 +98,129 @@ def gguf_folder(name: str, revision: str | None = None) -> str | None:
         if not files:
             listed = list_repo_files(f"{owner}/{repository}", revision=revision)
             files = [file for file in listed if file.endswith(".gguf")]
-        file = hf_hub_download(f"{owner}/{repository}", _only_file(files, name), revision=revision)
-    return str(dequantise(Path(file), name))
+        parts = [
+            Path(hf_hub_download(f"{owner}/{repository}", part, revision=revision))
+            for part in part_names(_only_file(files, name))
+        ]
+    return str(dequantise(parts, name, dtype))
 
 
 def _only_file(files: list[str], name: str) -> str:
-    if len(files) != 1:
+    """The only one of the files, or the first one of parts that make up one file."""
+    if not files or not set(files) <= set(part_names(files[0])):
         held = ", ".join(files) or "none"
         raise UserError(f"{name!r} must hold one .gguf file, or name one of them: {held}")
     return files[0]
 
 
-def dequantise(file: Path, source: str) -> Path:
-    """The cached folder with the weights of `file` in float32; made now unless it is there. `source` is noted in it."""
-    with _errors_named(str(file)):
-        stat = file.stat()
-        digest = _sha256(file, stat.st_size, stat.st_mtime_ns)
-        folder = Path(constants.HF_HOME) / "draftsmith" / "gguf" / digest[:16]
-        if (folder / SOURCE_FILE).is_file():
-            return folder
-        header = read_header(file)
-        partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-        try:
-            _save_model(file, header, partial)
-            _save_tokenizer(file, header, partial)
-            note = {
-                "file": file.name,
-                "source": source,
-                "sha256": digest,
-                "name": header.get("general.name"),
-                "architecture": header.get("general.architecture"),
-                "licence": header.get("general.license"),
-                "file_type": header.get("general.file_type"),
-            }
-            write_atomically(partial / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
-            if not folder.exists():  # another process may have made it meanwhile
-                partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+def _local_parts(file: Path) -> list[Path]:
+    """All parts of the file of which `file` is one. UserError for those that are not there."""
+    parts = [file.with_name(part) for part in part_names(file.name)]
+    absent = [part.name for part in parts if not part.is_file()]
+    if absent:
+        raise UserError(
+            f"{file} is one of {len(parts)} parts of a file, and {', '.join(absent)} is not beside it: get it too"
+        )
+    return parts
+
+
+def dequantise(parts: list[Path], source: str, dtype: torch.dtype | None = None) -> Path:
+    """The cached folder of the GGUF in `parts`, made now unless it is there. `source` is noted in it."""
+    with _errors_named(source):
+        digest = _digest(parts)
+        root = Path(constants.HF_HOME) / "draftsmith" / "gguf"
+        plain = _made(
+            root / f"{digest[:16]}-v{FORMAT}",
+            lambda folder: _save_config(parts, source, digest, folder),
+        )
+        if dtype is None:
+            return plain
+        name = str(dtype).removeprefix("torch.")
+        return _made(
+            root / f"{plain.name}-{name}", lambda folder: _save_weights(parts, plain, dtype, folder)
+        )
+
+
+def _made(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder`, which `make` fills unless it is there whole."""
+    if (folder / SOURCE_FILE).is_file():
+        return folder
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        make(partial)
+        if not folder.exists():  # another process may have made it meanwhile
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def _disk_error(error: Exception) -> str | None:
+    """What the disk of the cache refuses; None for another error. Libraries in Rust put its number into a text."""
+    numbers = [number for number in DISK_ERRORS if f"(os error {number})" in str(error)]
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        numbers = [error.errno]
+    if numbers:
+        return f"that disk {DISK_ERRORS[numbers[0]]} ({first_line(error)})"
+    writing = (PermissionError, NotADirectoryError, FileExistsError)
+    at = str(getattr(error, "filename", None) or "")
+    if isinstance(error, writing) and at.startswith(str(constants.HF_HOME)):
+        return f"{at} cannot be made ({error.strerror})"
+    return None
+
+
+def _save_config(parts: list[Path], source: str, digest: str, folder: Path) -> None:
+    """Writes all but the weights: config, generation config, tokenizer and the note."""
+    content = read_gguf(parts)
+    config = build_config(content, str(parts[0]))
+    list_weights(content, config, str(parts[0]))
+    keys = content.keys
+    folder.mkdir()
+    config.save_pretrained(folder)
+    ends = [keys.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
+    GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=sorted({held for held in ends if held is not None}) or None,
+        pad_token_id=config.pad_token_id,
+    ).save_pretrained(folder)
+    _save_tokenizer(parts[0], keys, folder)
+    note = {
+        "file": parts[0].name,
+        "source": source,
+        "sha256": digest,
+        "name": keys.get("general.name"),
+        "architecture": keys.get("general.architecture"),
+        "licence": keys.get("general.license"),
+        "file_type": keys.get("general.file_type"),
+    }
+    write_atomically(folder / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
+
+
+def _save_weights(parts: list[Path], plain: Path, dtype: torch.dtype, folder: Path) -> None:
+    """Writes what is in the folder `plain`, and the weights in `dtype`."""
+    content = read_gguf(parts)
+    config = AutoConfig.from_pretrained(plain)
+    weights = list_weights(content, config, str(parts[0]))
+    needed = sum(math.prod(weight.stored.shape) for weight in weights) * dtype.itemsize
+    free = shutil.disk_usage(folder.parent).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC, f"{needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free"
+        )
+    folder.mkdir()
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    for file in plain.iterdir():
+        if file.name not in ("config.json", SOURCE_FILE):
+            shutil.copyfile(file, folder / file.name)
+    write_safetensors(weights, folder / "model.safetensors", dtype)
+    shutil.copyfile(plain / SOURCE_FILE, folder / SOURCE_FILE)
 
 
 def read_header(file: Path) -> dict[str, Any]:
     """The metadata of a GGUF file by key: strings, numbers and lists."""
-    import gguf  # heavy, and needed only here
-
-    fields = gguf.GGUFReader(file).fields
-    return {name: field.contents() for name, field in fields.items()}
-
-
-def _save_model(file: Path, header: dict[str, Any], folder: Path) -> None:
-    """Writes config.json and safetensors. UserError when tensors are missing or not numbers."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32, output_loading_info=True
-    )
-    model, info = loaded
-    absent = sorted(info["missing_keys"])
-    if model.config.tie_word_embeddings:
-        absent = [name for name in absent if name != "lm_head.weight"]
-    if absent:
-        raise UserError(f"{file} lacks {len(absent)} weights ({absent[0]}, …): download it again")
-    if not all(weight.isfinite().all() for weight in model.parameters()):
-        raise UserError(f"{file} holds weights that are not finite: download it again")
-    model.config.__dict__.pop("quantization_config", None)  # the weights are plain numbers now
-    plain = type(model)(model.config)
-    plain.load_state_dict(model.state_dict())
-    ends = [header.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
-    plain.generation_config = model.generation_config
-    plain.generation_config.eos_token_id = sorted({held for held in ends if held is not None})
-    plain.save_pretrained(folder)
+    return read_file(file).keys
 
 
 def _save_tokenizer(file: Path, header: dict[str, Any], folder: Path) -> None:
@@ -177,6 +250,13 @@ def _save_tokenizer(file: Path, header: dict[str, Any], folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _digest(parts: list[Path]) -> str:
+    """The checksum of a file, or one of the checksums of its parts."""
+    stats = [part.stat() for part in parts]
+    digests = [_sha256(p, s.st_size, s.st_mtime_ns) for p, s in zip(parts, stats, strict=True)]
+    return digests[0] if len(parts) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
 @cache
 def _sha256(file: Path, size: int, changed: int) -> str:
     """The checksum of a file of this size that was last changed then: a large one is read once in a process."""
@@ -191,6 +271,15 @@ def _errors_named(name: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # a damaged file fails in any of a dozen ways
+        reason = _disk_error(error)
+        if reason is not None:
+            raise UserError(
+                f"GGUF {name!r} is converted in {constants.HF_HOME}, and {reason}: make room or allow writing there, "
+                "or set HF_HOME to another folder"
+            ) from error
+        if isinstance(error, OSError) and error.filename is not None:
+            reason = f"{error.filename} cannot be read ({error.strerror})"
+            raise UserError(f"GGUF {name!r}: {reason}") from error
         raise UserError(
             f"GGUF {name!r} cannot be converted: {first_line(error)}: download it again, or take the model's original "
             "folder"

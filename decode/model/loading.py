@@ -111,17 +111,20 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def model_folder(name: str, what: str, revision: str | None = None) -> str:
+def model_folder(
+    name: str, what: str, revision: str | None = None, dtype: torch.dtype | None = None
+) -> str:
     """What transformers loads: `name` itself, or the cached folder of the GGUF, quantised checkpoint or adapter that it
     means.
 
+    The folder of a GGUF has weights in `dtype`, and none where that is None: then only config and tokenizer are read.
     `what` is its role ("target", "draft") in the UserError for what is not there or is no model.
     """
     local = check_name(name, what, revision=revision)
     merged = adapter_folder(name, what, revision)
     if merged is not None:
         return merged
-    name = gguf_folder(name, revision) or quantized_folder(name, revision) or name
+    name = gguf_folder(name, revision, dtype) or quantized_folder(name, revision) or name
     if local and not Path(name).is_dir():
         raise UserError(f"{what} {name!r} is a file: name the folder that holds config.json")
     if local and not (Path(name) / "config.json").is_file():
@@ -248,7 +251,7 @@ def load_model(
     that is not on one device (decode/distributed): (config, description, folder, …) -> (model, loading information).
     """
     device, number_type = pick_device(device), find_dtype(dtype)
-    folder = model_folder(name, what, revision)
+    folder = model_folder(name, what, revision, number_type)
     config = _read_config(name, what, revision, folder)  # a senseless one may build for hours
     if vars(config).get("quantization_config") is None and Path(folder).is_dir():
         check_whole_numbers(Path(folder), name)

@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from decode.common.errors import UserError
 from decode.drafts.registry import find_family, saved_families
 from decode.engine.engine import row_seeds
 from decode.model.gguf_files import gguf_folder
-from decode.model.loading import adapter_folder, head_is_misstated
+from decode.model.loading import NUMBER_TYPES, adapter_folder, head_is_misstated
 from decode.verification.sampling import SamplingParams
 
 WORKER_SCRIPT = Path(__file__).with_name("vllm_worker.py")
@@ -88,7 +90,7 @@ def build_job(
     """
     seeds = [1 + row for row in row_seeds(seed, draws * len(prompts))]  # 0 is the engine's seed
     return {
-        "target": language_model_path(target),
+        "target": language_model_path(target, dtype=dtype),
         "dtype": dtype,
         "speculative": speculative,
         "prompts": [list(prompt) for prompt in prompts],
@@ -136,15 +138,18 @@ def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, 
             raise UserError(f"vLLM failed:\n{log.read()[-3000:]}")
 
 
-def model_path(name: str, revision: str | None = None) -> str:
+def model_path(name: str, revision: str | None = None, dtype: str = "float32") -> str:
     """An absolute path, since vLLM runs in another folder: the cached one of a GGUF or adapter. A Hub name as it is."""
-    folder = adapter_folder(name, "model", revision) or gguf_folder(name, revision) or name
+    number_type = NUMBER_TYPES.get(dtype, torch.float32)
+    folder = (
+        adapter_folder(name, "model", revision) or gguf_folder(name, revision, number_type) or name
+    )
     return str(Path(folder).resolve()) if Path(folder).exists() else folder
 
 
-def language_model_path(name: str, revision: str | None = None) -> str:
+def language_model_path(name: str, revision: str | None = None, dtype: str = "float32") -> str:
     """`model_path` of a whole model. UserError for one whose LM head vLLM would take for its embedding, or lack."""
-    path = model_path(name, revision)
+    path = model_path(name, revision, dtype)
     if (Path(path) / "config.json").is_file() and head_is_misstated(path, "model"):
         raise UserError(
             f"{name!r}: vLLM follows tie_word_embeddings of config.json, and its tensors contradict it: correct it"

@@ -143,7 +143,7 @@ def start_engines(
             engines[name] = ContinuousSampler(model, eos, rows, longest, s.seed)
         elif python:
             job = {
-                "target": model_path(s.target),
+                "target": model_path(s.target, dtype=s.dtype),
                 "dtype": s.dtype,
                 "rows": rows,
                 "max_model_len": longest,

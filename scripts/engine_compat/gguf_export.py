@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import gguf
 import numpy as np
+import torch
 from tokenizers import Tokenizer
 
 from decode.common.errors import UserError
@@ -57,6 +58,9 @@ def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = 
     if target and tokenizer_fingerprint(load_tokenizer(target)) != tokenizer_fingerprint(tokenizer):
         raise UserError(f"{name!r} and {target!r} disagree on token ids: llama.cpp takes one pair")
     model = load_model(name, "model", "cpu", "float32")
+    # The tensors decide: a head that was trained apart is there, whatever the config says of it.
+    tied = torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    model.config.tie_word_embeddings = tied
     if target:
         resize_vocabulary(model, load_config(target, "target").vocab_size)
     if len(tokenizer) > model.config.vocab_size:
@@ -72,9 +76,10 @@ def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = 
     write_tokenizer(writer, tokenizer, vocabulary, model.config.vocab_size)
     write_special_tokens(writer, tokenizer, end_ids(name, config))
     names = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
-    for key, value in model.state_dict().items():
-        if key == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue  # llama.cpp takes the embedding's
+    tensors = model.state_dict()
+    if tied:
+        del tensors["lm_head.weight"]  # llama.cpp takes the embedding
+    for key, value in tensors.items():
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if stored is None:
             raise UserError(f"{name!r}: {key} has no name in GGUF: {OTHER_CONVERTER}")

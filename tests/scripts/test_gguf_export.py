@@ -11,6 +11,7 @@ import gguf
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from decode.common.errors import UserError
 from decode.model.gguf_files import read_header
@@ -72,6 +73,36 @@ def test_what_is_read_again_is_the_model(
     assert target.eos == original.eos
     assert target.eos >= {*ENDS}
     assert target.decoder.context == original.decoder.context
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("rows", [0, 4100])
+def test_the_head_that_is_there_is_written(
+    arch: str, flag: bool, rows: int, tmp_path: Path
+) -> None:
+    """Catches a head that was trained apart and dropped because the config says that it is the embedding."""
+    path = Path(save(tmp_path / "model", arch, tie_word_embeddings=flag))
+    stored = load_file(path / "model.safetensors")
+    head = torch.randn(stored["model.embed_tokens.weight"].shape)
+    save_file(stored | {"lm_head.weight": head}, path / "model.safetensors", {"format": "pt"})
+    target = save(tmp_path / "target", arch, rows=rows) if rows else ""
+    model = read_back(str(path), tmp_path / "model.gguf", target=target).decoder.model
+    assert torch.equal(model.lm_head.weight[:4096], head)
+    assert torch.equal(model.model.embed_tokens.weight[:4096], stored["model.embed_tokens.weight"])
+    assert len(model.lm_head.weight) == (rows or 4096)
+
+
+def test_a_head_that_is_the_embedding_is_written_once(tmp_path: Path) -> None:
+    """Catches a file with the same matrix twice, and one that is read back as two."""
+    path = Path(save(tmp_path / "model", tie_word_embeddings=False))
+    stored = load_file(path / "model.safetensors")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    original = load_model(str(path), "target", "cpu", "float32")
+    model = read_back(str(path), tmp_path / "model.gguf").decoder.model
+    assert model.config.tie_word_embeddings
+    assert torch.equal(logits(model), logits(original))
 
 
 def test_rows_in_transformers_order_are_seen(

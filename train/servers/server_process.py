@@ -93,7 +93,7 @@ def vllm_command(
 
     `python` is as for `find_interpreter`. UserError if there is no such interpreter.
     """
-    model = language_model_path(target, revision)
+    model = language_model_path(target, revision, dtype)
     at = ["--revision", revision] if revision and not Path(model).exists() else []
     return [
         *(find_interpreter(python), "-m", "vllm.entrypoints.openai.api_server"),

@@ -1,6 +1,11 @@
 """GGUF models: what is loaded is what the file holds, and a file that cannot be converted gets one line."""
 
+import errno
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +14,17 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from decode.common.errors import UserError
+from decode.model import gguf_files, gguf_reader
 from decode.model.gguf_files import PRE_TOKENIZERS, SOURCE_FILE, gguf_folder
-from decode.model.loading import load_target
-from tests.tiny import tiny_model
+from decode.model.loading import load_model, load_target
+from tests.gguf_writer import ENDING, TEMPLATE, Case, case_model, write_case, write_file
+from tests.worlds import ROOT
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets" / "target"
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-ENDING = 1
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -38,81 +33,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def llama() -> Any:
-    """A tiny Llama with the bundled tokenizer's vocabulary; widths are multiples of 32, the block of Q4_1 and Q8_0."""
-    return tiny_model(
-        "llama",
-        vocab_size=4096,
-        hidden_size=64,
-        intermediate_size=96,
-        head_dim=16,
-        num_hidden_layers=2,
-    )
-
-
-def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key projection in GGUF's order, in which the two halves of a rotation alternate."""
-    return weight.reshape(heads, 2, -1, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def write_gguf(
-    path: Path, model: Any, kind: str = "F32", pre: str = "gpt-2", skip: str = "", **changes: Any
-) -> Path:
-    """`model` as a GGUF with the bundled tokenizer; matrices quantised as `kind`, tensors named `skip` left out."""
-    config, tokenizer = model.config, json.loads((ASSETS / "tokenizer.json").read_text())["model"]
-    writer = gguf.GGUFWriter(path, changes.get("architecture", "llama"))
-    writer.add_license("apache-2.0")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    tokens = sorted(tokenizer["vocab"], key=tokenizer["vocab"].get)
-    tokens += [f"[PAD{i}]" for i in range(len(tokens), config.vocab_size)]
-    special = [3 if token.startswith("<|") or token.startswith("[PAD") else 1 for token in tokens]
-    writer.add_token_list(tokens)
-    writer.add_token_types(special)
-    writer.add_token_merges([" ".join(merge) for merge in tokenizer["merges"]])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(ENDING)
-    writer.add_chat_template(TEMPLATE)
-    for name, value in model.state_dict().items():
-        array = value.float().numpy()
-        part = name.removeprefix("model.").removesuffix(".weight")
-        if part.startswith("layers."):
-            _, layer, inner = part.split(".", 2)
-            if inner in ("self_attn.q_proj", "self_attn.k_proj"):
-                heads = config.num_attention_heads if "q_" in inner else config.num_key_value_heads
-                array = interleaved(array, heads)
-            part = f"blk.{layer}.{NAMES[inner]}"
-        else:
-            part = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}[part]
-        if part == skip:
-            continue
-        if array.ndim == 2 and kind != "F32":
-            quantised = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(
-                f"{part}.weight", gguf.quantize(array, quantised), raw_dtype=quantised
-            )
-        else:
-            writer.add_tensor(f"{part}.weight", array.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+def write_gguf(path: Path, **options: Any) -> Path:
+    """A tiny Llama as a GGUF; widths are multiples of 32, the block of Q4_1 and Q8_0."""
+    return write_case(path, Case(), **options)
 
 
 def test_an_unquantised_file_gives_the_model_itself(tmp_path: Path) -> None:
-    model = llama()
-    target = load_target(str(write_gguf(tmp_path / "tiny.gguf", model)), "cpu")
+    model = case_model(Case())
+    target = load_target(str(write_gguf(tmp_path / "tiny.gguf")), "cpu")
     loaded = target.decoder.model.state_dict()
     assert set(loaded) == set(model.state_dict())
     for name, value in model.state_dict().items():
@@ -121,39 +49,52 @@ def test_an_unquantised_file_gives_the_model_itself(tmp_path: Path) -> None:
     assert target.tokenizer.chat_template == TEMPLATE
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
-def test_quantised_weights_are_those_that_the_quantisation_defines(
-    tmp_path: Path, kind: str
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["F32", "Q4_1", "Q8_0", "F16"])
+def test_weights_are_those_of_the_quantisation_rounded_once(
+    tmp_path: Path, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = llama()
-    target = load_target(str(write_gguf(tmp_path / "tiny.gguf", model, kind)), "cpu")
-    quantised = gguf.GGMLQuantizationType[kind]
-    weight = model.model.layers[0].mlp.up_proj.weight.detach().numpy()
-    wanted = gguf.dequantize(gguf.quantize(weight, quantised), quantised)
-    got = target.decoder.model.model.layers[0].mlp.up_proj.weight.detach()
-    assert got.dtype == torch.float32
-    assert np.allclose(got.numpy(), wanted, rtol=1e-6, atol=1e-7)
-    assert not np.array_equal(got.numpy(), weight)
+    """Catches numbers of another dtype's folder, chunks in the wrong place, and rows of heads that are cut apart."""
+    monkeypatch.setattr(
+        gguf_reader, "CHUNK", 64 * 24
+    )  # chunks of 24 rows, or of 16 where heads count
+    path = write_gguf(tmp_path / "tiny.gguf", kind=kind)
+    number_type, quantised = getattr(torch, dtype), gguf.GGMLQuantizationType[kind]
+    for other in ("float32", dtype):  # the second one beside the first one's folder
+        got = load_model(str(path), "target", "cpu", other).state_dict()
+    for name, value in case_model(Case()).state_dict().items():
+        wanted = value
+        if value.ndim == 2:  # blocks lie within rows, whose order does not matter
+            wanted = torch.from_numpy(
+                gguf.dequantize(gguf.quantize(value.numpy(), quantised), quantised)
+            )
+        assert got[name].dtype == number_type
+        assert torch.equal(got[name], wanted.to(number_type)), name
 
 
 def test_the_folder_is_made_once_and_says_where_it_comes_from(tmp_path: Path, cache: Path) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf", llama())
+    file = write_gguf(tmp_path / "tiny.gguf")
     folder = gguf_folder(str(file))
     assert folder is not None
     note = json.loads((Path(folder) / SOURCE_FILE).read_text())
     assert note["file"] == "tiny.gguf"
     assert note["licence"] == "apache-2.0"
-    assert note["sha256"].startswith(Path(folder).name)
-    made = (Path(folder) / "model.safetensors").stat().st_mtime_ns
-    assert gguf_folder(str(tmp_path)) == folder  # the folder that holds the file means the same
-    assert (Path(folder) / "model.safetensors").stat().st_mtime_ns == made
-    assert [p.name for p in Path(folder).parent.iterdir()] == [Path(folder).name]
+    assert Path(folder).name == f"{note['sha256'][:16]}-v{gguf_files.FORMAT}"
+    assert not list(Path(folder).glob("*.safetensors"))  # asked for config and tokenizer alone
+    whole = Path(gguf_folder(str(file), dtype=torch.bfloat16) or "")
+    made = (whole / "model.safetensors").stat().st_mtime_ns
+    assert gguf_folder(str(tmp_path), dtype=torch.bfloat16) == str(
+        whole
+    )  # its folder means the same
+    assert (whole / "model.safetensors").stat().st_mtime_ns == made
+    assert {p.name for p in whole.parent.iterdir()} == {Path(folder).name, whole.name}
+    assert gguf_folder(str(file), dtype=torch.float32) != str(whole)
 
 
 def test_texts_are_cut_as_the_vocabulary_was_made(tmp_path: Path) -> None:
     text = "x = 12\n\n1. two  3"
-    plain = load_target(str(write_gguf(tmp_path / "a.gguf", llama())), "cpu").tokenizer
-    digits = load_target(str(write_gguf(tmp_path / "b.gguf", llama(), pre="smollm")), "cpu")
+    plain = load_target(str(write_gguf(tmp_path / "a.gguf")), "cpu").tokenizer
+    digits = load_target(str(write_gguf(tmp_path / "b.gguf", pre="smollm")), "cpu")
     bundled = AutoTokenizer.from_pretrained(ASSETS)
     assert digits.tokenizer(text).input_ids == bundled(text).input_ids
     cut = [piece for piece, _ in plain.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
@@ -177,8 +118,7 @@ def test_pre_tokenizers(text: str, pre: str, pieces: list[str]) -> None:
 
 
 def test_files_that_cannot_be_converted_get_one_line(tmp_path: Path, cache: Path) -> None:
-    model = llama()
-    whole = write_gguf(tmp_path / "whole.gguf", model).read_bytes()
+    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
     damaged = {
         "truncated": whole[: len(whole) // 2],
         "no header": b"GGUF" + bytes(40),
@@ -191,15 +131,21 @@ def test_files_that_cannot_be_converted_get_one_line(tmp_path: Path, cache: Path
         with pytest.raises(UserError, match="cannot be converted") as error:
             gguf_folder(str(file))
         assert "\n" not in str(error.value)
-    write_gguf(tmp_path / "unknown.gguf", model, architecture="no-such")
-    with pytest.raises(UserError, match="cannot be converted"):
+    write_file(tmp_path / "unknown.gguf", "no-such", {}, {})
+    with pytest.raises(UserError, match="architecture 'no-such'; llama, qwen2.*original folder"):
         gguf_folder(str(tmp_path / "unknown.gguf"))
-    write_gguf(tmp_path / "cut.gguf", model, pre="no-such")
+    write_gguf(tmp_path / "cut.gguf", pre="no-such")
     with pytest.raises(UserError, match="no-such.*original folder"):
         gguf_folder(str(tmp_path / "cut.gguf"))
-    write_gguf(tmp_path / "less.gguf", model, skip="blk.1.ffn_up")
+    write_gguf(tmp_path / "less.gguf", skip="blk.1.ffn_up")
     with pytest.raises(UserError, match=r"lacks 1 weights \(model.layers.1.mlp.up_proj"):
         gguf_folder(str(tmp_path / "less.gguf"))
+    write_gguf(tmp_path / "adapter.gguf", plain_keys={"general.type": "adapter"})
+    with pytest.raises(UserError, match="of the kind 'adapter'"):
+        gguf_folder(str(tmp_path / "adapter.gguf"))
+    write_gguf(tmp_path / "nan.gguf", tensors={"output_norm.weight": np.full(64, np.nan)})
+    with pytest.raises(UserError, match="output_norm.weight holds numbers that are not finite"):
+        gguf_folder(str(tmp_path / "nan.gguf"), dtype=torch.float32)
     with pytest.raises(UserError, match=r"one .gguf file, or name one"):
         gguf_folder(str(tmp_path))
     with pytest.raises(UserError, match="does not exist"):
@@ -210,3 +156,120 @@ def test_files_that_cannot_be_converted_get_one_line(tmp_path: Path, cache: Path
 def test_a_model_folder_and_a_hub_name_are_no_gguf(tmp_path: Path) -> None:
     assert gguf_folder(str(ASSETS)) is None
     assert gguf_folder("owner/model") is None
+
+
+def split(tmp_path: Path, parts: int = 3) -> list[Path]:
+    folder = tmp_path / "split"
+    folder.mkdir(exist_ok=True)
+    write_gguf(folder / "tiny.gguf", parts=parts)
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("parts", [2, 3, 9])
+def test_a_split_file_is_the_whole_one(parts: int, tmp_path: Path) -> None:
+    """Catches a part that is left out, and a model that is built from one."""
+    wanted = case_model(Case()).state_dict()
+    files = split(tmp_path, parts)
+    assert len(files) == parts
+    folders = {gguf_folder(str(name), dtype=torch.float32) for name in (*files, files[0].parent)}
+    assert len(folders) == 1
+    got = load_file(Path(str(folders.pop())) / "model.safetensors")
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_missing_part_is_named(lost: int, tmp_path: Path, cache: Path) -> None:
+    files = split(tmp_path)
+    files[lost].unlink()
+    for name in (files[lost].parent, files[lost - 1]):
+        with pytest.raises(UserError, match=f"3 parts of a file, and {files[lost].name} is not"):
+            gguf_folder(str(name))
+    assert not list(cache.rglob("*.json"))
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path, cache: Path) -> None:
+    """Catches a part of another split, a part twice, a part alone under another name, and a whole file as a part."""
+    files = split(tmp_path)
+    contents = [file.read_bytes() for file in files]
+    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    (tmp_path / "b").mkdir()
+    two = [file.read_bytes() for file in split(tmp_path / "b", 2)]
+    for number, content in ((1, contents[2]), (0, contents[1]), (1, two[1]), (2, whole)):
+        files[number].write_bytes(content)
+        with pytest.raises(UserError, match="says that it is part"):
+            gguf_folder(str(files[0]))
+        files[number].write_bytes(contents[number])
+    alone = tmp_path / "alone.gguf"
+    for content in contents[:2]:
+        alone.write_bytes(content)
+        with pytest.raises(UserError, match="says that it is part . of 3"):
+            gguf_folder(str(alone))
+    assert not list(cache.rglob("*.json"))
+
+
+def test_two_split_files_in_a_folder_are_two(tmp_path: Path) -> None:
+    files = split(tmp_path)
+    write_gguf(files[0].with_name("other.gguf"), parts=2)
+    with pytest.raises(UserError, match="must hold one .gguf file, or name one of them"):
+        gguf_folder(str(files[0].parent))
+    assert gguf_folder(str(files[1])) is not None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
+@pytest.mark.parametrize("place", ["write_safetensors", "_save_tokenizer"])
+def test_a_disk_that_takes_no_more_is_named(
+    number: int, place: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches "download it again" for a file that is whole."""
+    path = write_gguf(tmp_path / "tiny.gguf")
+
+    def full(*_: Any) -> None:
+        if place == "_save_tokenizer":  # as the tokenizers library says it
+            raise Exception(f"{os.strerror(number)} (os error {number})")
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(gguf_files, place, full)
+    with pytest.raises(UserError, match=f"converted in {cache}, and that disk .*HF_HOME") as error:
+        gguf_folder(str(path), dtype=torch.float32)
+    assert "download" not in str(error.value)
+    assert "\n" not in str(error.value)
+    left = {folder.name[16:] for folder in (cache / "draftsmith/gguf").iterdir()}
+    assert left == ({f"-v{gguf_files.FORMAT}"} if place == "write_safetensors" else set())
+
+
+def test_a_disk_without_enough_room_is_seen_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(gguf_files.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(
+        UserError, match="that disk is full .*0.00 GB are needed and 0.00 GB are free"
+    ):
+        gguf_folder(str(path), dtype=torch.float32)
+
+
+def test_a_cache_below_a_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "file" / "hf"))
+    with pytest.raises(UserError, match="file/hf/draftsmith/gguf.* cannot be made .*HF_HOME"):
+        gguf_folder(str(path))
+
+
+def test_a_limit_of_file_sizes_ends_in_one_line(tmp_path: Path) -> None:
+    """A real refusal of the system, in a process of its own."""
+    path = write_gguf(tmp_path / "tiny.gguf")
+    code = (
+        "import resource, signal, sys, torch; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "from decode.model.gguf_files import gguf_folder; gguf_folder(sys.argv[1]);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000000, 1000000));"
+        "gguf_folder(sys.argv[1], dtype=torch.float32)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True, text=True, cwd=ROOT, env=os.environ | {"HF_HOME": str(tmp_path / "hf")},
+    )  # fmt: skip
+    line = done.stderr.splitlines()[-1]
+    assert f"converted in {tmp_path / 'hf'}, and that disk takes no file of that size" in line

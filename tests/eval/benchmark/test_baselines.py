@@ -273,7 +273,7 @@ def test_vllm_is_given_the_folder_of_a_gguf(
 ) -> None:
     """Bug: vLLM reads the file itself as a config, and fails after everything else was measured."""
     monkeypatch.setattr(
-        vllm_client, "gguf_folder", lambda name, _: str(tmp_path) if "gguf" in name else None
+        vllm_client, "gguf_folder", lambda name, *_: str(tmp_path) if "gguf" in name else None
     )
     monkeypatch.chdir(tmp_path)
     for name, path in (("model.gguf", tmp_path), (".", tmp_path), ("org/name", "org/name")):

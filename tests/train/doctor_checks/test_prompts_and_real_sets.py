@@ -24,8 +24,8 @@ from train.data import manifest, sample_store
 from train.data.conversations import join_turns
 from train.data.prompts import evaluation_texts, make_prompt
 
-SMOLLM2 = Path(constants.HF_HOME) / "draftsmith" / "gguf" / "b179c9523d0e6a0f"
-"""Where `bash scripts/get_smollm2.sh` leaves the tokenizer of the shipped answers."""
+SMOLLM2 = Path(constants.HF_HOME) / "draftsmith" / "gguf" / "b179c9523d0e6a0f-v2"
+"""Where `bash scripts/get_models.sh smollm2` leaves the tokenizer of the shipped answers."""
 ANSWERS = worlds.ROOT / "assets" / "smollm2-answers"
 
 
@@ -153,7 +153,9 @@ def test_a_set_of_the_real_command(tmp_path: Path) -> None:
     assert boundary.isdisjoint(result["found"])
 
 
-@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="bash scripts/get_smollm2.sh has not been run")
+@pytest.mark.skipif(
+    not SMOLLM2.is_dir(), reason="bash scripts/get_models.sh smollm2 has not been run"
+)
 def test_the_shipped_answers() -> None:
     """Bug: the shipped answers have a wrong boundary, or hold prompts that are evaluated on."""
     result = examine(SMOLLM2, ANSWERS / "articles", "--rows", 20)
