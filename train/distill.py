@@ -112,9 +112,10 @@ class DistillConfig:
     """What logs metrics beside metrics.jsonl: Weights & Biases, TensorBoard (in out/tensorboard), Trackio (in
     out/trackio, or where TRACKIO_DIR says) or none. The second and the third are packages to install."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Weights & Biases; auto: online if there is an API key, else offline. metrics.jsonl is always written."""
-    project: str = "draftsmith"
-    """Project in Weights & Biases or Trackio."""
+    """Weights & Biases; auto: what WANDB_MODE says, else online if wandb finds a login, else offline. metrics.jsonl is
+    always written."""
+    project: str = ""
+    """Project in Weights & Biases or Trackio; empty: that of WANDB_PROJECT, else draftsmith."""
     publish: TrainingPublishConfig = field(default_factory=TrainingPublishConfig)
     seed: Seed = 0
     out: str = "outputs/drafts/causal"
@@ -174,7 +175,9 @@ def init_accelerator(s: DistillConfig) -> Accelerator:
     accelerator = Accelerator(mixed_precision=resolve_precision(s, state.device.type))
     set_seed(s.seed)
     with collective.raise_on_all_ranks(accelerator):
-        check_tracker(s.tracker)
+        if accelerator.is_main_process and not s.dry_run:
+            for note in check_tracker(s.tracker, s.wandb, s.project):
+                print(note, file=sys.stderr)
         family_trainer(s.draft.family).check_settings(s.draft)
         sharding.check(accelerator, s.draft.family, s.loop)
         batching.rank_slice(0, accelerator.num_processes, range(s.loop.batch_size))

@@ -100,7 +100,7 @@ def from_text(text: str, path: str) -> EngineLog:
             for rounds in ([x.most for x in found], [x.fewest for x in found])
         )
         notes.append(
-            f"rounds follow from lengths of two digits, so τ lies between {low - 5e-5:.4f} and {high + 5e-5:.4f}; /metrics has them "
-            "exactly"
+            "rounds follow from lengths of two digits (/metrics has them exactly), so τ lies between "
+            f"{low - 5e-5:.4f} and {high + 5e-5:.4f}"
         )
     return EngineLog(path, "vllm", [total], per_request=False, notes=tuple(notes))

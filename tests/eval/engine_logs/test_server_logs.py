@@ -100,7 +100,7 @@ def test_many_rounds_are_known_as_far_as_they_are_printed(tmp_path: Path) -> Non
     assert positions(found) == pytest.approx(shares, abs=1e-3)
     assert "alpha" not in found
     [said] = [note for note in found["notes"] if "τ lies between" in note]
-    low, high = (float(word.rstrip(";")) for word in said.split() if word.startswith("2."))
+    low, high = (float(word) for word in said.split() if word.startswith("2."))
     assert low <= true <= high
 
 
@@ -263,7 +263,7 @@ def delta(text: str = "", finish: str | None = None, **more: Any) -> dict[str, A
     return {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [choice], **more}
 
 
-LLAMA = {"timings": {"predicted_n": 16, "draft_n": 12, "draft_n_accepted": 9}}
+LLAMA: dict[str, Any] = {"timings": {"predicted_n": 16, "draft_n": 12, "draft_n_accepted": 9}}
 SPEC = {
     "acceptance_histogram": [2, 3, 1, 4],
     "num_spec_steps": 10,
