@@ -175,7 +175,7 @@ def init_accelerator(s: DistillConfig) -> Accelerator:
     accelerator = Accelerator(mixed_precision=resolve_precision(s, state.device.type))
     set_seed(s.seed)
     with collective.raise_on_all_ranks(accelerator):
-        if accelerator.is_main_process and not s.dry_run:
+        if accelerator.is_main_process:
             for note in check_tracker(s.tracker, s.wandb, s.project):
                 print(note, file=sys.stderr)
         family_trainer(s.draft.family).check_settings(s.draft)
