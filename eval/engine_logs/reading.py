@@ -35,6 +35,8 @@ MARKS = {
     "llamacpp": re.compile(r"\bdraft acceptance(?: rate)? = |\bprint_timings?: +id "),
 }
 """What only this engine's own log has in a line."""
+COUNTED = {"timings", "meta_info", "metrics", "rounds"}
+"""A response has one of these beside its answer."""
 MOST_NAMED = 5
 """Failed requests that a note names."""
 PROMPT_KEYS = ("custom_id", "prompt_id", "prompt")
@@ -146,10 +148,7 @@ def failure(line: Any) -> str | None:
     """Why the request of this line has no answer; None if it has one."""
     if isinstance(line, str):
         return _short(line)
-    holders = [line]
-    for key in ("response", "body"):
-        if isinstance(holders[-1], Mapping) and key in holders[-1]:
-            holders.append(holders[-1][key])
+    holders = _levels(line)
     for holder in holders:
         if holder is None or isinstance(holder, str):
             error = line.get("error") if isinstance(line, Mapping) else None
@@ -171,6 +170,18 @@ def failure(line: Any) -> str | None:
     return next(
         (_short(f"ended with {kind!r}") for kind in kinds if kind in ("abort", "error")), None
     )
+
+
+def _levels(line: Any) -> list[Any]:
+    """The line, and what lies in its `response` and `body`: not an answer's text, which has its counts beside it."""
+    levels = [line]
+    for key in ("response", "body"):
+        outer = levels[-1]
+        if not isinstance(outer, Mapping) or key not in outer:
+            continue
+        if isinstance(outer[key], Mapping) or not COUNTED & outer.keys():
+            levels.append(outer[key])
+    return levels
 
 
 def _message(error: Any) -> str:
@@ -199,10 +210,7 @@ def response_of(where: str, line: Any) -> Mapping[str, Any]:
 
 def _prompt_of(line: Any) -> str:
     """What names the prompt of a line; empty: nothing does."""
-    holders = [line] if isinstance(line, Mapping) else []
-    for key in ("response", "body"):
-        if holders and isinstance(holders[-1].get(key), Mapping):
-            holders.append(holders[-1][key])
+    holders = [x for x in _levels(line) if isinstance(x, Mapping)]
     names = [x[key] for key in PROMPT_KEYS for x in (*holders[:1], *holders[-1:]) if x.get(key)]
     return str(names[0]) if names else ""
 

@@ -402,6 +402,19 @@ def test_logs_with_failed_requests_are_matched_prompt_by_prompt(tmp_path: Path) 
         match_prompts(read(tmp_path, f"{lines[0]}\n{bad}"), read(tmp_path, f"{bad}\n{lines[0]}"))
 
 
+def test_an_answer_beside_its_counts_is_no_failure(tmp_path: Path) -> None:
+    """Catches the text of an answer, saved under a name that batch files have, taken for an error."""
+    lines = [
+        {"response": "Internal Server Error", **GOOD},
+        {"body": None, **GOOD},
+        {"error": None, **GOOD},
+    ]
+    lines.append({"custom_id": "a", "error": None, "response": {"status_code": 200, "body": GOOD}})
+    log = read(tmp_path, "".join(json.dumps(x) + "\n" for x in lines))
+    assert [r.accepted for r in log.requests] == [9] * 4
+    assert log.failed == ()
+
+
 def test_no_key_of_a_failed_request_is_repeated(tmp_path: Path) -> None:
     key = "sk-" + "a1B2" * 10
     log = read(tmp_path, json.dumps(GOOD) + "\n" + json.dumps({"error": f"bad key {key}"}) + "\n")
