@@ -3,6 +3,7 @@
     python eval/rescore.py responses.jsonl                    # of vLLM, SGLang or llama.cpp, found out by content
     python eval/rescore.py a.jsonl outputs.jsonl --json both.json   # the same prompts: difference, p-value and power
     python eval/rescore.py after.txt --before before.txt      # /metrics dumps
+    python eval/rescore.py server.log                         # what the server printed
 
 Pooled figures stand beside the means over requests, which weigh a short answer like a long one; both are printed by
 some engine under the same name. outputs.jsonl of eval/run.py is read as well. docs/engine_logs.md lists the formats and
@@ -35,7 +36,8 @@ NAMES = {"tau": "τ", "alpha": "α", "acceptance_rate": "acceptance rate"}
 @dataclass
 class RescoreConfig:
     log: str
-    """JSON lines of responses, or a /metrics dump; may be given first, without --log."""
+    """JSON lines of responses, saved streams of them, a /metrics dump, or the server's own log; may be given first,
+    without --log."""
     other: str = ""
     """A log of the same prompts, to compare with; may be given second, without --other."""
     before: str = ""
@@ -51,7 +53,8 @@ def figures_table(scored: dict[str, Any]) -> Table:
     requests = scored["requests"]
     of = "totals of a server" if requests is None else f"{requests} requests"
     table = Table(title=f"{scored['log']}: {scored['engine']}, {of}", title_justify="left")
-    for column in ("", "pooled [95 %]", "mean of requests [95 %]"):
+    table.add_column("", no_wrap=True)
+    for column in ("pooled [95 %]", "mean of requests [95 %]"):
         table.add_column(column)
     for key, name in NAMES.items():
         x = scored.get(key) or dict.fromkeys(("pooled", "ci", "mean_of_requests", "mean_of_requests_ci"))  # fmt: skip
@@ -60,7 +63,8 @@ def figures_table(scored: dict[str, Any]) -> Table:
     if scored["engine_mean_length"] is not None:
         table.add_row("the engine's own length", "–", format_number(scored["engine_mean_length"], 3))  # fmt: skip
     for key, value in scored["gauges"].items():
-        table.add_row(f"{key} (last interval)", format_number(value, 3), "–")
+        label = f"{NAMES.get(key, key)} ({scored['gauges_of']})"
+        table.add_row(label, format_number(value, 3), "–")
     return table
 
 

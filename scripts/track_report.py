@@ -19,7 +19,7 @@ from decode.common.run_dir import RUN_FILE
 from decode.drafts.base import METADATA_FILE
 from eval.reporting.report_data import draft_entries, read_report
 from train.distill import DistillConfig
-from train.trainer.tracking import Tracker
+from train.trainer.tracking import Tracker, check_tracker
 
 
 @dataclass
@@ -56,6 +56,8 @@ def main(s: TrackReportConfig) -> None:
         for name in names
         if m[name] is not None
     }
+    for note in check_tracker(trained.tracker, trained.wandb, trained.project):
+        print(note, file=sys.stderr)
     with lock.hold(run / lock.LOCK_FILE, run):
         config = to_dict(trained)
         tracker = Tracker(run, trained.project, config, trained.wandb, step, trained.tracker)

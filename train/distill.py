@@ -125,9 +125,10 @@ class DistillConfig:
     """What logs metrics beside metrics.jsonl: Weights & Biases, TensorBoard (in out/tensorboard), Trackio (in
     out/trackio, or where TRACKIO_DIR says) or none. The second and the third are packages to install."""
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
-    """Weights & Biases; auto: online if there is an API key, else offline. metrics.jsonl is always written."""
-    project: str = "draftsmith"
-    """Project in Weights & Biases or Trackio."""
+    """Weights & Biases; auto: what WANDB_MODE says, else online if wandb finds a login, else offline. metrics.jsonl is
+    always written."""
+    project: str = ""
+    """Project in Weights & Biases or Trackio; empty: that of WANDB_PROJECT, else draftsmith."""
     publish: TrainingPublishConfig = field(default_factory=TrainingPublishConfig)
     seed: Seed = 0
     out: str = "outputs/drafts/causal"
@@ -208,7 +209,9 @@ def init_accelerator(s: DistillConfig) -> tuple[DistillConfig, Accelerator]:
     set_seed(s.seed)
     with collective.raise_on_all_ranks(accelerator):
         launch.check_parallelism(os.environ, accelerator.distributed_type.value)
-        check_tracker(s.tracker)
+        if accelerator.is_main_process:
+            for note in check_tracker(s.tracker, s.wandb, s.project):
+                print(note, file=sys.stderr)
         family_trainer(s.draft.family).check_settings(s.draft)
         sharding.check(accelerator, s.draft.family, s.loop)
         on_policy.check_supported(s.on_policy, s.draft.family, s.features, accelerator.is_fsdp2)

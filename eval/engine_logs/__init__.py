@@ -3,7 +3,9 @@
 - counts: drafted and accepted tokens of one request, or of a whole server.
 - prometheus: the lines of a /metrics dump.
 - spec_counters: the dumps of vLLM and llama.cpp as counts.
-- vllm_log, sglang_log, llamacpp_log: one engine's responses as counts, and SGLang's dump.
+- printed: counts behind the rounded figures of a server's own log.
+- streams: answers that were saved as they were streamed.
+- vllm_log, sglang_log, llamacpp_log: one engine's responses and own log as counts, and SGLang's dump.
 - own_log: the lines of our outputs.jsonl as counts.
 - reading: which engine wrote a log.
 - scoring: τ, α and acceptance rate of a log, pooled and as a mean over requests.

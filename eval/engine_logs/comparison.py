@@ -22,27 +22,49 @@ def match_prompts(a: EngineLog, b: EngineLog) -> Pairs:
     """The requests of both logs, prompt by prompt. UserError if they are not of the same prompts.
 
     By the names of the prompts if both logs have them, else by their order; then the lengths of the prompts have to
-    agree where both logs have them.
+    agree where both logs have them. A prompt whose request failed in one log is left out.
     """
     for log in (a, b):
         if not log.per_request:
             raise UserError(
                 f"{log.path} holds totals of a server: two logs are compared by request, give responses"
             )
-    if all(r.prompt for r in (*a.requests, *b.requests)):
+    names = [x.prompt for log in (a, b) for x in log.requests]
+    names += [x.prompt for log in (a, b) for x in log.failed]
+    if all(names):
         return _match_by_name(a, b)
-    if len(a.requests) != len(b.requests):
+    slots = _in_order(a), _in_order(b)
+    if len(slots[0]) != len(slots[1]):
         raise UserError(
-            f"{a.path} has {len(a.requests)} requests and {b.path} {len(b.requests)}: give logs of the same prompts"
+            f"{a.path} has {len(slots[0])} requests and {b.path} {len(slots[1])}: give logs of the same prompts"
         )
-    for number, (one, other) in enumerate(zip(a.requests, b.requests, strict=True), start=1):
+    pairs: Pairs = ([], [])
+    for number, (one, other) in enumerate(zip(*slots, strict=True), start=1):
+        if one is None or other is None:  # failed in one of them
+            continue
         lengths = (one.prompt_tokens, other.prompt_tokens)
         if None not in lengths and lengths[0] != lengths[1]:
             raise UserError(
                 f"request {number} has {lengths[0]} prompt tokens in {a.path} and {lengths[1]} in {b.path}: "
                 "give logs of the same prompts in the same order"
             )
-    return a.requests, b.requests
+        pairs[0].append(one)
+        pairs[1].append(other)
+    return _any_left(pairs, a, b)
+
+
+def _in_order(log: EngineLog) -> list[RequestCounts | None]:
+    """The requests as they were asked, None in place of each that failed."""
+    slots: list[RequestCounts | None] = list(log.requests)
+    for failed in log.failed:  # ascending, so that each finds its place
+        slots.insert(failed.index, None)
+    return slots
+
+
+def _any_left(pairs: Pairs, a: EngineLog, b: EngineLog) -> Pairs:
+    if not pairs[0]:
+        raise UserError(f"no prompt was answered in both {a.path} and {b.path}: ask again")
+    return pairs
 
 
 def _match_by_name(a: EngineLog, b: EngineLog) -> Pairs:
@@ -52,19 +74,26 @@ def _match_by_name(a: EngineLog, b: EngineLog) -> Pairs:
         if len(by_name) < len(log.requests):
             raise UserError(f"{log.path} has a prompt twice: give one response for each prompt")
         named.append(by_name)
-    alone = sorted(named[0].keys() ^ named[1].keys())
+    failed = {x.prompt for log in (a, b) for x in log.failed}
+    alone = sorted((named[0].keys() ^ named[1].keys()) - failed)
     if alone:
         raise UserError(
             f"{len(alone)} prompts are in one of {a.path} and {b.path} alone, the first is {alone[0][:40]!r}: "
             "give logs of the same prompts"
         )
-    return list(named[0].values()), [named[1][name] for name in named[0]]
+    both = [name for name in named[0] if name in named[1]]
+    return _any_left(([named[0][x] for x in both], [named[1][x] for x in both]), a, b)
 
 
 def compare(a: EngineLog, b: EngineLog) -> dict[str, Any]:
     """What the logs show of their difference a − b in τ, with the power of the test, and the same figures' others."""
     pair = match_prompts(a, b)
     first, second = (ratios(requests) for requests in pair)
+    for log, found_in in ((a, first), (b, second)):
+        if "tau" not in found_in:
+            raise UserError(
+                f"{log.path} does not tell the rounds, so τ cannot be compared: give responses"
+            )
     differences: dict[str, dict[str, Any]] = {}
     for name in sorted(first.keys() & second.keys()):
         (top, bottom), (other_top, other_bottom) = first[name], second[name]

@@ -1,14 +1,16 @@
-"""Reads a log of any engine: JSON lines of responses, or a /metrics dump."""
+"""Reads a log of any engine: JSON lines of responses, streams of them, a /metrics dump, or what a server printed."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 from decode.common.errors import UserError
-from decode.common.files import parse_jsonl, read_text
-from eval.engine_logs import llamacpp_log, own_log, sglang_log, spec_counters, vllm_log
-from eval.engine_logs.counts import EngineLog, RequestCounts
+from decode.common.files import parse_json, parse_jsonl, read_text
+from decode.common.secret_patterns import redact
+from eval.engine_logs import llamacpp_log, own_log, sglang_log, spec_counters, streams, vllm_log
+from eval.engine_logs.counts import EngineLog, FailedRequest, RequestCounts, check_answer
 
 Format = Literal["auto", "vllm", "sglang", "llamacpp", "draftsmith"]
 RESPONSES = {
@@ -22,6 +24,21 @@ DUMPS: dict[str, Callable[[str, str], EngineLog]] = {
     "sglang": sglang_log.from_dump,
     "llamacpp": partial(spec_counters.read_totals, "llamacpp"),
 }
+TEXTS: dict[str, Callable[[str, str], EngineLog]] = {
+    "vllm": vllm_log.from_text,
+    "sglang": sglang_log.from_text,
+    "llamacpp": llamacpp_log.from_text,
+}
+MARKS = {
+    "vllm": re.compile(re.escape(vllm_log.LINE)),
+    "sglang": re.compile(r"Decode batch.*\baccept len: "),
+    "llamacpp": re.compile(r"\bdraft acceptance(?: rate)? = |\bprint_timings?: +id "),
+}
+"""What only this engine's own log has in a line."""
+COUNTED = {"timings", "meta_info", "metrics", "rounds"}
+"""A response has one of these beside its answer."""
+MOST_NAMED = 5
+"""Failed requests that a note names."""
 PROMPT_KEYS = ("custom_id", "prompt_id", "prompt")
 """What may name a line's prompt; a server's own ids are random and name nothing."""
 NOTES = {
@@ -35,32 +52,150 @@ NOTES = {
 def read_log(path: str, engine: Format = "auto", before: str = "") -> EngineLog:
     """The log in a file. UserError that says what is missing if it is of no engine, or not of `engine`.
 
-    `before` is an earlier dump of the same server, which is subtracted.
+    `before` is an earlier dump of the same server, which is subtracted. Requests that failed are named, and left out.
     """
-    text = read_text(path)
+    text = _without_docker(read_text(path), path)
     if not text.strip():
         raise UserError(f"{path} is empty: give a log of vLLM, SGLang or llama.cpp")
-    if text.lstrip()[0] not in "{[":
+    printed = _engine_of_text(text, engine, path)
+    lines = [] if printed else _responses(text, path)
+    if before and (printed or lines):
+        kind = "a server's own log" if printed else "responses"
+        raise UserError(f"{path} holds {kind}: --before is for /metrics dumps, leave it out")
+    if printed:
+        return TEXTS[printed](text, path)
+    if not lines:
+        if text.lstrip()[0] in "{[":
+            raise UserError(f"{path} has no response: give a log of vLLM, SGLang or llama.cpp")
         name = engine if engine != "auto" else _engine_of_dump(text, path)
         if name not in DUMPS:
             raise UserError(f"{path} is no JSON: give the lines of outputs.jsonl")
         return DUMPS[name](path, before)
-    if before:
-        raise UserError(f"{path} holds responses: --before is for /metrics dumps, leave it out")
-    lines = [
-        (where, line)
-        for where, value in parse_jsonl(text, path)
-        for line in (value if isinstance(value, list) else [value])
+    return _read_responses(lines, engine, path)
+
+
+def _read_responses(lines: Sequence[tuple[str, Any]], engine: Format, path: str) -> EngineLog:
+    """The log of responses; `lines` has a text in place of each answer that is no JSON."""
+    failed = [
+        FailedRequest(where, reason, index, _prompt_of(line))
+        for index, (where, line) in enumerate(lines)
+        if (reason := failure(line)) is not None
     ]
-    if not lines:
-        raise UserError(f"{path} has no response: give a log of vLLM, SGLang or llama.cpp")
-    name = engine if engine != "auto" else _engine_of_response(response_of(*lines[0]), lines[0][0])
-    requests = [_read_request(name, line, where) for where, line in lines]
+    gone = {x.index for x in failed}
+    good = [pair for index, pair in enumerate(lines) if index not in gone]
+    if not good:
+        raise UserError(
+            f"{path}: all {len(lines)} requests failed, the first with {failed[0].reason!r}: ask again"
+        )
+    name = engine if engine != "auto" else _engine_of_response(response_of(*good[0]), good[0][0])
+    requests = [_read_request(name, line, where) for where, line in good]
     if name == "draftsmith":
-        own_log.check_one_method([line for _, line in lines], path)
+        own_log.check_one_method([line for _, line in good], path)
     if all(r.drafted == 0 for r in requests):
         raise UserError(f"{path}: no response drafted a token: speculative decoding was off")
-    return EngineLog(path, name, requests, notes=(NOTES[name],))
+    notes = [NOTES[name]]
+    if failed:
+        named = ", ".join(f"{x.where} ({x.reason})" for x in failed[:MOST_NAMED])
+        more = f" and {len(failed) - MOST_NAMED} more" if len(failed) > MOST_NAMED else ""
+        notes.append(
+            f"{len(failed)} of {len(lines)} requests failed and are in no figure: {named}{more}"
+        )
+    return EngineLog(path, name, requests, notes=tuple(notes), failed=tuple(failed))
+
+
+def _responses(text: str, path: str) -> list[tuple[str, Any]]:
+    """("path:line", value) of each response of JSON lines or of a stream; none for a text that is neither.
+
+    A line of text among JSON lines, such as "Internal Server Error", is what a request was answered with.
+    """
+    if streams.is_stream(text):
+        return list(streams.answers(text, path))
+    numbered = [(f"{path}:{n}", x.strip()) for n, x in enumerate(text.split("\n"), 1) if x.strip()]
+    if not any(line.startswith(("{", "[")) for _, line in numbered):
+        return []
+    values = [
+        (
+            where,
+            parse_json(line, where, "write one JSON value per line") if line[0] in "{[" else line,
+        )
+        for where, line in numbered
+    ]
+    flat = [(w, x) for w, value in values for x in (value if isinstance(value, list) else [value])]
+    if flat and all(streams.is_chunk(value) for _, value in flat):
+        return list(streams.merge(flat))
+    return [(where, _with_stream(value, where)) for where, value in flat]
+
+
+def _with_stream(line: Any, where: str) -> Any:
+    """The line, with a response that was saved as the text of its stream put together."""
+    if isinstance(line, Mapping):
+        for key in ("response", "body"):
+            saved = line.get(key)
+            if isinstance(saved, str) and streams.is_stream(saved):
+                made = streams.answers(saved, where)
+                return {**line, key: made[0][1] if made else None}
+    return line
+
+
+def _without_docker(text: str, path: str) -> str:
+    """The text that a container printed, if the file is Docker's own log of it."""
+    if not text.lstrip().startswith('{"log":"'):
+        return text
+    return "".join(str(value.get("log", "")) for _, value in parse_jsonl(text, path))
+
+
+def failure(line: Any) -> str | None:
+    """Why the request of this line has no answer; None if it has one."""
+    if isinstance(line, str):
+        return _short(line)
+    holders = _levels(line)
+    for holder in holders:
+        if holder is None or isinstance(holder, str):
+            error = line.get("error") if isinstance(line, Mapping) else None
+            return _short(_message(error or holder or "no response"))
+        if not isinstance(holder, Mapping):
+            return None
+        code = holder.get("status_code", holder.get("status"))
+        if isinstance(code, int) and code >= 400:
+            said = _message(holder.get("error") or holder.get("body") or "")
+            return _short(f"HTTP {code} {said}".strip())
+        if holder.get("error"):
+            return _short(_message(holder["error"]))
+        if holder.get("object") == "error" or set(holder) == {"detail"}:
+            return _short(_message(holder))
+    meta, choices = sglang_log.meta_info(holders[-1]) or {}, holders[-1].get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else {}
+    reasons = [x.get("finish_reason") for x in (meta, choice) if isinstance(x, Mapping)]
+    kinds = [x.get("type") if isinstance(x, Mapping) else x for x in reasons]
+    return next(
+        (_short(f"ended with {kind!r}") for kind in kinds if kind in ("abort", "error")), None
+    )
+
+
+def _levels(line: Any) -> list[Any]:
+    """The line, and what lies in its `response` and `body`: not an answer's text, which has its counts beside it."""
+    levels = [line]
+    for key in ("response", "body"):
+        outer = levels[-1]
+        if not isinstance(outer, Mapping) or key not in outer:
+            continue
+        if isinstance(outer[key], Mapping) or not COUNTED & outer.keys():
+            levels.append(outer[key])
+    return levels
+
+
+def _message(error: Any) -> str:
+    """What an error says, of any of the forms in which servers write it."""
+    while isinstance(error, Mapping):
+        error = next(
+            (error[k] for k in ("error", "message", "detail", "code", "type") if error.get(k)),
+            "error",
+        )
+    return str(error)
+
+
+def _short(text: str) -> str:
+    return redact(" ".join(text.split()))[:80]
 
 
 def response_of(where: str, line: Any) -> Mapping[str, Any]:
@@ -73,19 +208,44 @@ def response_of(where: str, line: Any) -> Mapping[str, Any]:
     return line
 
 
+def _prompt_of(line: Any) -> str:
+    """What names the prompt of a line; empty: nothing does."""
+    holders = [x for x in _levels(line) if isinstance(x, Mapping)]
+    names = [x[key] for key in PROMPT_KEYS for x in (*holders[:1], *holders[-1:]) if x.get(key)]
+    return str(names[0]) if names else ""
+
+
 def _read_request(name: str, line: Any, where: str) -> RequestCounts:
     body = response_of(where, line)
     usage = body.get("usage") or sglang_log.meta_info(body)
     source = usage if isinstance(usage, Mapping) else {}
     tokens = source.get("prompt_tokens", body.get("tokens_evaluated"))
-    ids = [holder[key] for key in PROMPT_KEYS for holder in (line, body) if holder.get(key)]
-    if name == "draftsmith":
-        ids = [f"{line.get('task', '')}/{line.get('id', '')}"]
-    return replace(
-        RESPONSES[name](body, where),
-        prompt=str(ids[0]) if ids else "",
-        prompt_tokens=tokens if isinstance(tokens, int) else None,
+    prompt = (
+        f"{line.get('task', '')}/{line.get('id', '')}" if name == "draftsmith" else _prompt_of(line)
     )
+    counts = RESPONSES[name](body, where)
+    choices, length = body.get("choices"), source.get("completion_tokens")
+    one_answer = not isinstance(choices, list) or len(choices) < 2
+    if name in ("vllm", "sglang") and one_answer and type(length) is int:
+        check_answer(counts, length, name == "sglang", where)
+    if name == "llamacpp" and one_answer and type(length) is int:
+        llamacpp_log.check_usage(body, length, where)
+    return replace(counts, prompt=prompt, prompt_tokens=tokens if isinstance(tokens, int) else None)
+
+
+def _engine_of_text(text: str, engine: Format, path: str) -> str:
+    """The engine whose own log this is; empty for JSON and dumps. UserError for a log of two engines."""
+    names: set[str] = set()
+    for line in text.split("\n"):
+        if not line.startswith(("{", '"', streams.PREFIX)):
+            names |= {name for name, pattern in MARKS.items() if pattern.search(line)}
+    if engine in names:
+        return engine
+    if len(names) > 1:
+        raise UserError(
+            f"{path} has lines of {' and '.join(sorted(names))}: say --format, or give one server's log"
+        )
+    return names.pop() if names and engine == "auto" else ""
 
 
 def _engine_of_dump(text: str, path: str) -> str:

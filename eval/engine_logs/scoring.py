@@ -27,15 +27,23 @@ def ratios(requests: Sequence[RequestCounts]) -> dict[str, tuple[Array, Array]]:
 
     τ counts the token that the target adds: rounds + accepted ÷ rounds. α needs to know which positions were reached.
     """
-    counts = np.array([(r.rounds, r.drafted, r.accepted) for r in requests], dtype=np.int64)
-    rounds, drafted, accepted = counts.T
-    found = {"tau": (rounds + accepted, rounds)}
+    counts = np.array([(r.drafted, r.accepted) for r in requests], dtype=np.int64).reshape(-1, 2)
+    drafted, accepted = counts.T
+    found = {"acceptance_rate": (accepted, drafted)} if drafted.any() else {}
+    rounds = known_rounds(requests)
+    if rounds is None:
+        return found
+    found["tau"] = rounds + accepted, rounds
     reached = positions([r.reached_at for r in requests], rounds)
     if reached is not None:
         found["alpha"] = accepted, reached.sum(1)
-    if drafted.any():
-        found["acceptance_rate"] = accepted, drafted
     return found
+
+
+def known_rounds(requests: Sequence[RequestCounts]) -> Array | None:
+    """Rounds of the requests [n]; None if one of them does not say, or if there is no request."""
+    rounds = [r.rounds for r in requests]
+    return None if None in rounds or not rounds else np.array(rounds)
 
 
 def positions(rows: Sequence[Sequence[int]], rounds: Array) -> Array | None:
@@ -49,7 +57,11 @@ def positions(rows: Sequence[Sequence[int]], rounds: Array) -> Array | None:
 
 def score(log: EngineLog) -> dict[str, Any]:
     """The figures of one log, ready for JSON; None where it does not give them, and intervals only by request."""
-    figures = {}
+    rounds = known_rounds(log.requests)
+    figures: dict[str, dict[str, Any]] = {
+        name: {"pooled": x, "ci": None, "mean_of_requests": None, "mean_of_requests_ci": None}
+        for name, x in log.given.items()
+    }
     for name, (top, bottom) in ratios(log.requests).items():
         mean, mean_ci = mean_of_ratios(top, bottom, SEED) if log.per_request else (None, None)
         figures[name] = {
@@ -63,8 +75,9 @@ def score(log: EngineLog) -> dict[str, Any]:
         "log": log.path,
         "engine": log.engine,
         "requests": len(log.requests) if log.per_request else None,
+        "failed": [{"where": x.where, "reason": x.reason, "prompt": x.prompt} for x in log.failed],
         "counts": {
-            "rounds": sum(r.rounds for r in log.requests),
+            "rounds": None if rounds is None else int(rounds.sum()),
             "drafted": sum(r.drafted for r in log.requests),
             "accepted": sum(r.accepted for r in log.requests),
         },
@@ -72,13 +85,16 @@ def score(log: EngineLog) -> dict[str, Any]:
         "by_position": score_positions(log.requests),
         "engine_mean_length": ratio_or_none(sum(lengths), len(lengths)),
         "gauges": log.gauges,
+        "gauges_of": log.gauges_of,
         "notes": [*log.notes, DASHBOARDS[log.engine]],
     }
 
 
 def score_positions(requests: Sequence[RequestCounts]) -> list[dict[str, Any]]:
     """For each position its share of all rounds and α, with intervals; [] if the log has no positions."""
-    rounds = np.array([r.rounds for r in requests])
+    rounds = known_rounds(requests)
+    if rounds is None:
+        return []
     accepted = positions([r.accepted_at for r in requests], rounds)
     reached = positions([r.reached_at for r in requests], rounds)
     if accepted is None:

@@ -216,6 +216,7 @@ def split_launch(text: str) -> tuple[dict[str, str], list[str]]:
 def launch_environment(s: SweepConfig) -> dict[str, str]:
     """The environment of trials: the programs beside this Python come first, and workers share the cores."""
     env = {"WANDB_RUN_GROUP": Path(s.out).resolve().name, **os.environ}
+    env.pop("WANDB_RUN_ID", None)  # else all trials would be one run of W&B
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
     if worker_count(s) > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // worker_count(s))))

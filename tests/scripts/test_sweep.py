@@ -11,7 +11,7 @@ import pytest
 
 from scripts.sweeps.plan import DrawnRange, SweepConfig, draw, plan_trials
 from scripts.sweeps.results import is_number, look_up
-from scripts.sweeps.trial_pool import last_error, split_launch
+from scripts.sweeps.trial_pool import last_error, launch_environment, split_launch
 from tests import worlds
 
 STAND_IN = "tests/scripts/stand_in.py"
@@ -249,3 +249,16 @@ def test_the_telling_line_of_an_error() -> None:
         ["accelerate", "launch"],
     )
     assert (is_number("1e-3"), is_number(True), is_number("x")) == (True, False, False)
+
+
+def test_trials_are_runs_of_their_own_in_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the id of the job that sweeps makes all trials one run; a group that the user chose is lost."""
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    monkeypatch.setenv("WANDB_RUN_ID", "job-17")
+    s = SweepConfig("train/distill.py", grid={"seed": [1]}, out=str(tmp_path / "rates"))
+    env = launch_environment(s)
+    assert (env.get("WANDB_RUN_ID"), env["WANDB_RUN_GROUP"]) == (None, "rates")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    assert launch_environment(s)["WANDB_RUN_GROUP"] == "mine"

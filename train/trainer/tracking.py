@@ -1,14 +1,16 @@
 """Logging of a run's metrics: always as JSON lines on disk, and in Weights & Biases, TensorBoard or Trackio.
 
 metrics.jsonl is the authoritative log. The other may fail (no network, a killed service) without stopping the training.
-Nothing is written outside the run's output folder, unless TRACKIO_DIR names another for Trackio.
+Nothing is written outside the run's output folder, unless TRACKIO_DIR or WANDB_DIR names another.
+
+What a user set for W&B itself is asked of wandb: logins of every kind, its settings file and environment variables.
+They stand above our defaults; a setting of ours that was given stands above them.
 """
 
 import contextlib
 import json
 import logging
 import math
-import netrc
 import os
 import re
 import secrets
@@ -16,13 +18,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from decode.common import damage
-from decode.common.errors import UserError
+from decode.common.errors import UserError, first_line
 from decode.common.files import write_atomically
 from decode.common.secret_patterns import redact
 
@@ -32,6 +33,11 @@ TrackerName = Literal["wandb", "tensorboard", "trackio", "none"]
 TRACKERS = {"wandb": "W&B", "tensorboard": "TensorBoard", "trackio": "Trackio"}
 """{setting: name in messages}; the last two are those of Accelerate."""
 WandbMode = Literal["auto", "online", "offline", "disabled"]
+DEFAULT_PROJECT = "draftsmith"
+TRUE = ("1", "true", "yes", "on", "y", "t")
+"""What turns WANDB_DISABLED on, in capitals or not."""
+OWN_FOLDERS: dict[str, str] = {}
+"""{variable: folder} that a run of this process set for W&B; what the user set stays."""
 SECRET_NAMES = ("token", "key", "password", "secret")
 
 
@@ -39,9 +45,8 @@ class Tracker:
     """Writes `<out>/metrics.jsonl` and a run of the tracker `name`. For the main process only.
 
     With `resumed_step` the run is resumed: lines of later steps are cut from the file, since those steps will be
-    trained again, and the same run is continued. With None both start anew. `mode` is that of W&B: auto follows
-    WANDB_MODE if it is set, else it is online if there is an API key, else offline. Online becomes offline when W&B
-    cannot be reached.
+    trained again, and the same run is continued. With None both start anew. `mode` is that of W&B (`explain_mode`).
+    Online becomes offline when W&B cannot be reached. An empty `project` is that of WANDB_PROJECT, else draftsmith.
     """
 
     def __init__(
@@ -60,11 +65,16 @@ class Tracker:
         self._run: Any = None
         self._name = name
         if name in ("tensorboard", "trackio"):
-            self._run = self._call(lambda: _start_other(name, out, project, config, resumed_step))
+            own = project or DEFAULT_PROJECT
+            self._run = self._call(lambda: _start_other(name, out, own, config, resumed_step))
         if resolved != "disabled":
-            run_id = _run_id(out, resumed_step is not None)
+            given = os.environ.get("WANDB_RUN_ID", "")
+            run_id = _run_id(out, resumed_step is not None, given)
             self._run = self._call(lambda: _start_wandb(out, project, config, resolved, run_id))
-            if self._run is None and resolved == "online":  # a node without network: sync it later
+            if self._run is None and resolved in (
+                "online",
+                "shared",
+            ):  # a node without network: sync it later
                 self._run = self._call(
                     lambda: _start_wandb(out, project, config, "offline", run_id)
                 )
@@ -120,40 +130,123 @@ class NullTracker:
         """Nothing."""
 
 
-def check_tracker(name: TrackerName) -> None:
-    """UserError if the package of the tracker is not installed."""
+def check_tracker(name: TrackerName, mode: WandbMode = "auto", project: str = "") -> list[str]:
+    """What to tell the user of where metrics will go. UserError if the tracker cannot start: its package is missing,
+    a login, or W&B does not take its own variables."""
     if name in ("tensorboard", "trackio") and name not in map(str, get_available_trackers()):
         raise UserError(
             f"tracker {name} is not installed: run `pip install {name}`, or name another"
         )
+    if name != "wandb":
+        return []
+    resolved, notes = explain_mode(mode)
+    asked = os.environ.get("WANDB_PROJECT", "")
+    if resolved != "disabled" and project and asked not in ("", project):
+        notes.append(f"project {project} stands above WANDB_PROJECT={asked}")
+    return notes
 
 
 def resolve_mode(mode: WandbMode) -> str:
-    """The W&B mode: online, offline or disabled. UserError for online without an API key.
+    return explain_mode(mode)[0]
 
-    W&B itself would ask for the key on the terminal, which a training job does not have.
+
+def explain_mode(mode: WandbMode) -> tuple[str, list[str]]:
+    """(W&B's mode: online, offline, shared or disabled, what to tell the user of it).
+
+    auto follows WANDB_DISABLED, WANDB_MODE and W&B's settings file, else it is online if wandb finds a login, else
+    offline. UserError for online without a login: W&B itself would ask for one on the terminal, which a training job
+    does not have.
     """
-    resolved = os.environ.get("WANDB_MODE", "auto") if mode == "auto" else mode
-    if resolved == "auto":
-        return "online" if _has_key() else "offline"
-    if resolved not in ("online", "offline", "disabled"):
-        raise UserError(f"WANDB_MODE={resolved!r}: use online, offline or disabled, or unset it")
-    if resolved == "online" and not _has_key():
-        raise UserError(
-            "W&B is to be online but there is no API key: run `wandb login`, set WANDB_API_KEY, or "
-            "track offline"
+    asked = _mode_of_environment()
+    if mode == "disabled" or (mode == "auto" and asked == "disabled"):
+        return "disabled", []
+    settings = wandb_settings()
+    asked = asked or (str(settings.mode) if "mode" in settings.model_fields_set else "")
+    asked = {"dryrun": "offline", "run": "online"}.get(asked, asked)
+    notes = []
+    if mode != "auto" and asked not in ("", mode):
+        notes.append(
+            f"wandb {mode} stands above what W&B was told by its variables or settings, {asked}"
         )
-    return resolved
+    resolved = asked if mode == "auto" else mode
+    if resolved == "offline":
+        return resolved, notes
+    known = _find_login(settings)
+    if not resolved and not known:
+        return "offline", [
+            f"W&B: no login for {settings.base_url} is found, so the run is kept offline (`wandb sync` uploads it "
+            "later): run `wandb login`, set WANDB_API_KEY, or set wandb to offline to not read this"
+        ]
+    if not known:
+        raise UserError(
+            f"W&B is to be {resolved} but there is no login for {settings.base_url}: run `wandb login`, set "
+            "WANDB_API_KEY or WANDB_IDENTITY_TOKEN_FILE, or set wandb to offline"
+        )
+    return resolved or "online", notes
+
+
+def _mode_of_environment() -> str:
+    """disabled if WANDB_DISABLED or WANDB_MODE says so, else what WANDB_MODE says, if anything."""
+    if os.environ.get("WANDB_DISABLED", "").lower() in TRUE:
+        return "disabled"
+    return os.environ.get("WANDB_MODE", "")
+
+
+def wandb_settings() -> Any:
+    """W&B's settings of its own files and variables. UserError that names one that it does not take.
+
+    Empty variables count as not set, as in a shell script that exports what may be empty; W&B refuses them.
+    """
+    for name in [x for x, value in os.environ.items() if x.startswith("WANDB_") and not value]:
+        del os.environ[name]
+    from pydantic import ValidationError
+    from wandb.errors import Error
+    from wandb.sdk import wandb_setup
+
+    try:
+        return wandb_setup.singleton().settings
+    except ValidationError as error:  # its own text repeats the value, which may be a key
+        what = error.errors()[0]
+        name = str(what["loc"][0])
+        raise UserError(
+            f"W&B does not take WANDB_{name.upper()} ({what['msg']}): mend or unset it, or mend W&B's settings file"
+        ) from error
+    except Error as error:
+        raise UserError(
+            f"W&B does not take its settings ({redact(first_line(error))}): mend its WANDB_ variables"
+        ) from error
+
+
+def _find_login(settings: Any) -> bool:
+    """Whether wandb finds a login for its server: a key, an identity token, or what `wandb login` left. Nothing is
+    sent. UserError for one that cannot be right."""
+    from wandb.errors import Error
+    from wandb.sdk.lib import wbauth
+
+    try:
+        auth = wbauth.authenticate_session(
+            host=settings.base_url, source="draftsmith", prompt=False, update_session=False
+        )
+    except (Error, ValueError) as error:
+        reason = redact(first_line(error)).rstrip(".")
+        raise UserError(
+            f"W&B's login is not usable ({reason}): mend it, or set wandb to offline"
+        ) from error
+    if isinstance(auth, wbauth.AuthIdentityTokenFile) and not auth.path.is_file():
+        raise UserError(
+            f"WANDB_IDENTITY_TOKEN_FILE {auth.path} does not exist: name the file, or set wandb to offline"
+        )
+    return auth is not None
 
 
 def _start_wandb(out: Path, project: str, config: Mapping[str, Any], mode: str, run_id: str) -> Any:
-    """A W&B run that writes only below `out` and prints nothing on the terminal."""
+    """A W&B run that prints nothing on the terminal, and writes only below `out` or where its own variables say."""
+    asked = wandb_settings()
     folder = out.resolve() / "wandb"
     folder.mkdir(parents=True, exist_ok=True)
-    # W&B reads these when it is imported, and its service process inherits them.
-    os.environ["WANDB_DIR"] = str(out.resolve())
-    for name in ("CACHE", "DATA", "ARTIFACT"):
-        os.environ[f"WANDB_{name}_DIR"] = str(folder / name.lower())
+    for name in ("WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
+        if os.environ.get(name) == OWN_FOLDERS.get(name):  # not set, or by an earlier run here
+            OWN_FOLDERS[name] = os.environ[name] = str(folder / name.split("_")[1].lower())
     import wandb
 
     settings = wandb.Settings(
@@ -166,10 +259,10 @@ def _start_wandb(out: Path, project: str, config: Mapping[str, Any], mode: str, 
     )
     try:
         run = wandb.init(
-            dir=str(out.resolve()),
-            project=project,
+            dir=os.environ.get("WANDB_DIR") or str(out.resolve()),
+            project=project or asked.project or DEFAULT_PROJECT,
             id=run_id,
-            resume="allow",
+            resume=asked.resume or "allow",
             mode=mode,  # type: ignore[arg-type]
             config=_mask_secrets(dict(config)),
             settings=settings,
@@ -241,27 +334,16 @@ def _lines_up_to(path: Path, step: int | None) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
 
 
-def _run_id(out: Path, resumed: bool) -> str:
+def _run_id(out: Path, resumed: bool, given: str = "") -> str:
+    """The id of the run: `given`, else that of the run which is resumed, else a new one."""
     path = out / "wandb_run_id.txt"
-    if resumed and path.is_file():
+    if resumed and not given and path.is_file():
         known = path.read_bytes().strip()
-        if re.fullmatch(rb"\w+", known):  # else the file is damaged, and a new W&B run begins
+        if re.fullmatch(rb"[\w.-]+", known):  # else the file is damaged, and a new W&B run begins
             return known.decode()
-    run_id = secrets.token_hex(4)
+    run_id = given or secrets.token_hex(4)
     write_atomically(path, f"{run_id}\n".encode())
     return run_id
-
-
-def _has_key() -> bool:
-    """Whether there is a W&B API key, in WANDB_API_KEY or in the file that `wandb login` writes."""
-    if os.environ.get("WANDB_API_KEY", "") != "":
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
-    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    try:
-        return netrc.netrc(path).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def _mask_secrets(value: Any) -> Any:

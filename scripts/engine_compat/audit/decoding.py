@@ -92,6 +92,10 @@ def log_counts(log: EngineLog, prompts: Sequence[list[int]], k: int) -> ServedCo
         )
     counts: list[PromptCounts] = []
     for number, (request, prompt) in enumerate(zip(log.requests, prompts, strict=True), start=1):
+        if request.rounds is None:
+            raise UserError(
+                f"{log.path} does not tell the rounds of request {number}: give the responses"
+            )
         if request.prompt_tokens not in (None, len(prompt)):
             return ServedCounts(
                 log.engine,

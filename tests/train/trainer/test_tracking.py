@@ -1,9 +1,11 @@
+import ast
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +13,9 @@ from typing import Any
 import pytest
 
 from decode.common.errors import UserError
+from train import distill
 from train.trainer import tracking
-from train.trainer.tracking import NullTracker, Tracker, resolve_mode
+from train.trainer.tracking import NullTracker, Tracker, explain_mode
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -25,12 +28,14 @@ def start(out: Path, resumed_step: int | None = None) -> Tracker:
     return Tracker(out, "test", {}, mode="disabled", resumed_step=resumed_step)
 
 
-def run_script(code: str, out: Path, home: Path) -> subprocess.CompletedProcess[str]:
+def run_script(
+    code: str, out: Path, home: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Runs `code` in a process with a home and temporary folder of its own and no W&B account."""
     home.mkdir()
     env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "XDG", "NETRC"))}
     paths = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
-    env |= {"HOME": str(home), "PYTHONPATH": paths, "OUT": str(out)}
+    env |= {"HOME": str(home), "PYTHONPATH": paths, "OUT": str(out)} | variables
     # not below tmp_path: the service's socket has a short limit on its path
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         done = subprocess.run(
@@ -125,7 +130,7 @@ def test_online_turns_offline_without_network(
             raise TimeoutError("no route")
         return "run"
 
-    monkeypatch.setenv("WANDB_API_KEY", "k")
+    monkeypatch.setattr(tracking, "resolve_mode", lambda mode: "online")
     monkeypatch.setattr(tracking, "_start_wandb", start_wandb)
     tracker = Tracker(tmp_path, "test", {}, mode="online")
     assert tracker._run == "run"
@@ -311,44 +316,208 @@ def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
     assert lines(tmp_path) == []
 
 
+KEY = "0123456789abcdef" * 2 + "01234567"
+"""What W&B takes for a key; it belongs to nobody."""
+HOST = "https://wandb.example.com"
+
+
+@pytest.fixture
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home folder without a login, no variable of W&B, and a wandb that reads both anew."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in [x for x in os.environ if x.startswith(("WANDB", "NETRC", "XDG"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(home))
+    import wandb
+
+    wandb.teardown()
+    yield home
+    wandb.teardown()
+
+
+def log_in(host: str = "") -> None:
+    """What `wandb login` leaves, written by the installed wandb itself."""
+    from wandb.sdk.lib import urls, wbauth
+
+    wbauth.write_netrc_auth(host=host or urls.DEFAULT_BASE_URL, api_key=KEY)
+
+
+LOGINS: dict[str, tuple[str | None, str, dict[str, str]]] = {
+    "wandb login": ("", "", {}),
+    "wandb login --host": (HOST, f"base_url = {HOST}", {}),
+    "WANDB_BASE_URL": (HOST, "", {"WANDB_BASE_URL": HOST}),
+    "a port": ("http://localhost:8080", "", {"WANDB_BASE_URL": "http://localhost:8080/"}),
+    "NETRC": ("", "", {"NETRC": "keys"}),
+    "WANDB_API_KEY": (None, "", {"WANDB_API_KEY": KEY}),
+    "a key of an own server": (None, "", {"WANDB_API_KEY": f"local-{KEY}"}),
+    "identity token": (None, "", {"WANDB_IDENTITY_TOKEN_FILE": __file__}),
+    "settings file": (None, f"api_key = {KEY}", {}),
+}
+"""{kind: (server whose key lies in the netrc file, line of W&B's settings file, variables)}."""
+
+
+@pytest.mark.parametrize("kind", LOGINS)
+def test_logins_of_every_kind_are_found(
+    kind: str, clean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a logged-in user's runs silently stay offline, or are told to log in."""
+    assert tracking.resolve_mode("auto") == "offline"
+    import wandb
+
+    wandb.teardown()
+    host, line, variables = LOGINS[kind]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(clean / value) if name == "NETRC" else value)
+    if host is not None:
+        log_in(host)
+    if line:
+        (clean / ".config/wandb").mkdir(parents=True)
+        (clean / ".config/wandb/settings").write_text(f"[default]\n{line}\n")
+    assert explain_mode("auto") == ("online", [])
+    assert explain_mode("online") == ("online", [])
+    assert explain_mode("offline") == ("offline", [])
+
+
+def test_a_login_for_another_server_is_none(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the key of one server is taken for another's, and W&B asks on the terminal."""
+    log_in()
+    monkeypatch.setenv("WANDB_BASE_URL", HOST)
+    mode, [said] = explain_mode("auto")
+    assert mode == "offline"
+    assert said.startswith(f"W&B: no login for {HOST} is found, so the run is kept offline")
+    with pytest.raises(
+        UserError, match=f"to be online but there is no login for {HOST}: run `wandb login`"
+    ):
+        explain_mode("online")
+
+
 @pytest.mark.parametrize(
-    ("mode", "variable", "key", "expected"),
+    ("mode", "variables", "login", "expected"),
     [
-        ("auto", None, "", "offline"),
-        ("auto", None, "k", "online"),
-        ("auto", "disabled", "k", "disabled"),
-        ("auto", "offline", "k", "offline"),
-        ("disabled", "online", "k", "disabled"),
-        ("online", None, "k", "online"),
+        ("auto", {}, False, "offline"),
+        ("auto", {"WANDB_MODE": "offline"}, True, "offline"),
+        ("auto", {"WANDB_MODE": "dryrun"}, True, "offline"),
+        ("auto", {"WANDB_MODE": "run"}, True, "online"),
+        ("auto", {"WANDB_MODE": "shared"}, True, "shared"),
+        ("auto", {"WANDB_MODE": "disabled"}, True, "disabled"),
+        ("auto", {"WANDB_MODE": ""}, True, "online"),
+        ("auto", {"WANDB_DISABLED": "true"}, True, "disabled"),
+        ("auto", {"WANDB_DISABLED": "1", "WANDB_MODE": "online"}, True, "disabled"),
+        ("auto", {"WANDB_DISABLED": "false"}, True, "online"),
+        ("disabled", {"WANDB_MODE": "online"}, False, "disabled"),
+        ("offline", {"WANDB_MODE": "dryrun"}, False, "offline"),
     ],
 )
-def test_mode(
-    mode: Any, variable: str | None, key: str, expected: str, monkeypatch: pytest.MonkeyPatch
+def test_variables_stand_above_a_default_that_nobody_gave(
+    mode: Any, variables: dict, login: bool, expected: str, clean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Bug: WANDB_DISABLED and WANDB_MODE=dryrun are ignored or refused; a job without an account waits for a key."""
+    if login:
+        log_in()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found, notes = explain_mode(mode)
+    assert found == expected
+    assert len(notes) == (not login and mode == "auto")
+
+
+def test_a_given_setting_stands_above_the_variables_in_one_line(
+    clean: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: a job without an account waits for a key to be typed."""
-    monkeypatch.setenv("NETRC", "/nonexistent")
-    monkeypatch.setenv("WANDB_API_KEY", key)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("WANDB_MODE", variable)
-    assert resolve_mode(mode) == expected
+    log_in()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    said = tracking.check_tracker("wandb", "online", "ours")
+    assert said == [
+        "wandb online stands above what W&B was told by its variables or settings, offline",
+        "project ours stands above WANDB_PROJECT=theirs",
+    ]
+    assert tracking.check_tracker("wandb", "offline", "") == []
+    assert tracking.check_tracker("none", "online", "ours") == []
 
 
-def test_key_of_wandb_login_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: a logged-in user's runs silently stay offline."""
-    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    assert resolve_mode("auto") == "online"
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"WANDB_MODE": "nonsense"}, "W&B does not take WANDB_MODE (Input should be 'online'"),
+        ({"WANDB_RESUME": "maybe"}, "W&B does not take WANDB_RESUME (Input should be 'allow'"),
+        ({"WANDB_RUN_ID": " a"}, "W&B does not take its settings (Run ID cannot start or end with whitespace)"),
+        ({"WANDB_API_KEY": "short"}, "W&B's login is not usable (WANDB_API_KEY invalid: API key must have 40+"),
+        ({"WANDB_API_KEY": KEY, "WANDB_IDENTITY_TOKEN_FILE": "t"}, "Both WANDB_API_KEY and WANDB_IDENTITY_TOKEN_FILE"),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "/nonexistent"}, "/nonexistent does not exist"),
+    ],
+)  # fmt: skip
+def test_what_wandb_does_not_take_is_one_line(
+    variables: dict, says: str, clean: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: hours later, W&B fails on a variable with a mistake in it. No line repeats a key."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as error:
+        tracking.check_tracker("wandb")
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+    assert KEY not in str(error.value)
 
 
-def test_online_without_a_key_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: W&B prompts on a terminal that nobody watches."""
-    monkeypatch.setenv("NETRC", "/nonexistent")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(UserError, match="wandb login"):
-        resolve_mode("online")
+def test_a_missing_login_is_said_before_anything_is_loaded(
+    clean: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bug: the features of a whole set are computed before W&B is asked for. Here neither target nor samples exist."""
+    settings = distill.DistillConfig(
+        target=str(tmp_path / "none"), data=str(tmp_path / "none"), wandb="online", out=str(tmp_path / "out")
+    )  # fmt: skip
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    with pytest.raises(UserError, match="W&B is to be online but there is no login"):
+        distill.train_draft(settings)
+    assert not (tmp_path / "out").exists()
+
+
+USED = """
+import os
+from pathlib import Path
+from train.trainer.tracking import Tracker
+
+out = Path(os.environ["OUT"])
+tracker = Tracker(out, os.environ.get("GIVEN", ""), {}, "auto")
+run = tracker._run
+print([run.project, run.id, run.name, run.group, list(run.tags), run.entity, run.notes, run.job_type])
+print([run.settings.mode, run.settings.resume, run.settings.root_dir])
+tracker.finish()
+"""
+
+
+@pytest.mark.slow
+def test_the_run_is_that_of_the_variables(tmp_path: Path) -> None:
+    """Bug: the project, id or folder that a user chose for W&B is overridden by ours."""
+    other = tmp_path / "other"
+    other.mkdir()
+    asked = {
+        "PROJECT": "theirs", "RUN_ID": "my-run.1", "NAME": "n", "RUN_GROUP": "g", "TAGS": "a,b", "ENTITY": "e",
+        "NOTES": "hello", "JOB_TYPE": "j", "RESUME": "must", "DIR": str(other), "MODE": "dryrun",
+    }  # fmt: skip
+    variables = {f"WANDB_{k}": v for k, v in asked.items()}
+    out = tmp_path / "out"
+    done = run_script(USED, out, tmp_path / "home", **variables)
+    assert done.returncode == 0, done.stderr
+    first, second = (ast.literal_eval(line) for line in done.stdout.splitlines())
+    assert first == ["theirs", "my-run.1", "n", "g", ["a", "b"], "e", "hello", "j"]
+    assert second == ["offline", "must", str(other)]
+    assert [x.name for x in other.glob("wandb/offline-run-*/run-*.wandb")] == ["run-my-run.1.wandb"]
+    assert list(out.rglob("*.wandb")) == []
+    assert (out / "wandb_run_id.txt").read_text() == "my-run.1\n"
+    done = run_script(USED, tmp_path / "given", tmp_path / "h2", GIVEN="ours", **variables)
+    assert done.stdout.startswith("['ours', 'my-run.1'")
+
+
+def test_the_run_id_of_the_variable_stands_above_the_stored_one(tmp_path: Path) -> None:
+    """Bug: a job that W&B is to continue under a known id gets one of ours."""
+    mine = tracking._run_id(tmp_path, resumed=False)
+    assert tracking._run_id(tmp_path, resumed=True) == mine
+    assert tracking._run_id(tmp_path, resumed=True, given="job-17.b") == "job-17.b"
+    assert tracking._run_id(tmp_path, resumed=True) == "job-17.b"
+    assert tracking._run_id(tmp_path, resumed=False) not in (mine, "job-17.b")
 
 
 def test_null_tracker_has_every_method_of_the_tracker() -> None:
