@@ -1,7 +1,7 @@
 """The text of an answer while its tokens arrive, round by round: every character comes out whole.
 
 A character may lie in several tokens (bytes), and a token's text may depend on the one before it (the leading spaces of
-SentencePiece). So tokens are decoded together with those before them, and a character is held back until it is complete.
+SentencePiece). So tokens are decoded together with those before them, and a character is held back until it is whole.
 """
 
 from collections.abc import Hashable, Iterable, Sequence

@@ -3,6 +3,7 @@
 - names: which names are paths and which are on the Hub, and the Hub when it cannot be reached
 - config_checks: whether the sizes in a config make sense
 - loading: models and tokenizers from a folder or the Hub, devices and dtypes, and `Target`
+- vocabularies: whether two tokenizers give their ids to the same tokens
 - gguf_files: GGUF models, dequantised once into a cached folder
 - quantized/: GPTQ, AWQ, FP8 and compressed-tensors checkpoints, in the same way
 - compatibility: which models can be decoded with drafts, and for how many positions

@@ -1,4 +1,4 @@
-"""The text of tokens that arrive in rounds is the tokenizer's text of all of them, and its characters come out whole."""
+"""The text of tokens that arrive in rounds is the tokenizer's text of all of them, in whole characters."""
 
 import random
 from collections.abc import Callable
@@ -62,7 +62,8 @@ def byte_alphabet() -> list[str]:
 def llama(strip: bool) -> PreTrainedTokenizerFast:
     """Llama-2's kind, which strips the text's first space, or Gemma's, which does not."""
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    return with_decoder([*PIECES, *BYTES], decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] * strip)]))  # fmt: skip
+    steps += [decoders.Strip(" ", 1, 0)] * strip
+    return with_decoder([*PIECES, *BYTES], decoders.Sequence(steps))
 
 
 def metaspace() -> PreTrainedTokenizerFast:
