@@ -276,8 +276,8 @@ def check_same_kind(model: Any, target: Target) -> None:
 def resize_vocabulary(model: Any, size: int) -> None:
     """Gives `model` as many logits as the target has, in place: engines take no draft with more or fewer.
 
-    Models of one tokenizer are padded to different sizes. Surplus rows are cut off: no id of the tokenizer is among
-    them. New rows are the mean of all others, so that the logit of each is the mean of the model's logits: it is never
+    Models of one tokenizer are padded to different sizes. Surplus rows are cut off: the target has no such
+    ids. New rows are the mean of all others, so that the logit of each is the mean of the model's logits: it is never
     the largest, and its probability is below 1 / V everywhere. Training moves them to the target's distribution.
     """
     head = model.get_output_embeddings()
