@@ -1,5 +1,6 @@
 """Drafts whose tokenizer has a few tokens more or fewer than the target's, all shared ids equal."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,16 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from decode.common.errors import UserError
+from decode.drafts.base import METADATA_FILE
 from decode.drafts.causal import CausalDraft, load
+from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
-from decode.model.loading import Target, load_target
+from decode.model.loading import Target, load_target, tokenizer_fingerprint
 from decode.model.vocabularies import disagreement
 from decode.verification.sampling import SamplingParams
 from scripts.engine_compat.rules.causal import wrong_tokenizer
 from scripts.engine_compat.rules.checkpoint import read_draft, read_target
+from scripts.export import ExportConfig, main
 from tests.tiny import noisy, tiny_model
 from tests.worlds import byte_tokenizer, save
 from train.families.causal import build_causal_lm
@@ -142,3 +146,17 @@ def test_a_real_disagreement_names_one_id(case: str, tmp_path: Path) -> None:
     (line,) = wrong_tokenizer(files)
     assert line.endswith(named)
     assert disagreement(wanted, wanted) is None
+
+
+@pytest.mark.parametrize("case", ["the target has two more", "the draft has two more"])
+def test_an_export_has_the_targets_vocabulary(case: str, tmp_path: Path) -> None:
+    """Catches an export that its own record of the tokenizer refuses, or with other rows than the target."""
+    own, wanted, rows, wanted_rows, _ = CASES[case]
+    path, target = pair(tmp_path, extended(*own), extended(*wanted), rows, wanted_rows)
+    facts = {"family": "causal", "tokenizer_hash": tokenizer_fingerprint(extended(*own))}
+    (Path(path) / METADATA_FILE).write_text(json.dumps(facts))
+    main(ExportConfig(path, "hf", str(tmp_path / "out"), target.name))
+    exported = load_draft(str(tmp_path / "out"), target, "cpu", "float32")
+    assert isinstance(exported, CausalDraft)
+    assert exported.decoder.left_out is None
+    assert exported.decoder.missing_columns == 0
