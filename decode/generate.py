@@ -7,7 +7,9 @@
     python decode/generate.py --prompt "A user as JSON: " --draft grammar --json_schema user.schema.json
 
 Green: drafted and accepted. Red, struck out: drafted and rejected. Blue: sampled from the target, instead of a
-rejected token or as the bonus token after a fully accepted draft (Leviathan et al. 2023, figure 1).
+rejected token or as the bonus token after a fully accepted draft (Leviathan et al. 2023, figure 1). A character of
+several tokens is printed when the last one completes it, in the colour of that one; of rejected tokens only whole
+characters are shown.
 """
 
 import sys
@@ -15,13 +17,14 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from rich.console import Console
-from rich.text import Text
+from rich.control import strip_control_codes
+from rich.segment import Segment, Segments
+from rich.style import Style
 
 from decode.common.command import run_command
 from decode.common.errors import UserError
@@ -38,6 +41,7 @@ from decode.engine.active_request import check_draft_length
 from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
+from decode.engine.text_stream import LabelledText, TextStream
 from decode.model.loading import Target
 from decode.model.vision.image_prompts import ImagePrompt, encode_image_prompt, load_processor
 from decode.verification.sampling import SamplingParams
@@ -130,14 +134,15 @@ def summary_line(output: DecodeRecord, seconds: float) -> str:
     return ", ".join([*parts, f"ended by {output.finish_reason}"])
 
 
-def print_tokens(console: Console, tokenizer: Any, ids: list[int], style: str) -> None:
-    """Prints the text of `ids` in a rich `style`, without a line break at the end."""
-    console.print(
-        Text(tokenizer.decode(ids, skip_special_tokens=True), style=style),
-        end="",
-        soft_wrap=True,
-        highlight=False,
-    )
+def print_text(console: Console, text: str, style: str = "") -> None:
+    """Prints `text` without a line break at the end: as it is to a file; in a terminal in a rich `style`, without
+    control codes, which would move the cursor."""
+    if not console.is_terminal:
+        console.file.write(text)
+        console.file.flush()
+        return
+    segment = Segment(strip_control_codes(text), Style.parse(style))
+    console.print(Segments([segment]), end="", soft_wrap=True)
 
 
 def read_prompt(target: Target, text: str, images: list[str]) -> ImagePrompt:
@@ -185,6 +190,9 @@ def generate(s: GenerateConfig) -> None:
     prompt = read_prompt(target, s.prompt, [path for path in paths if path])
     ids = prompt.ids
     console = Console()
+    # An encoder-decoder's answer does not continue the prompt.
+    stream = TextStream(target.tokenizer, () if target.is_encoder_decoder else ids)
+    answer = LabelledText(stream)
     output = DecodeRecord(ids)
     start = time.perf_counter()
     for record in speculate(
@@ -200,14 +208,17 @@ def generate(s: GenerateConfig) -> None:
     ):
         # not before the first token: nothing is printed of what is refused
         if not output.output_ids:
-            end = (
-                "\n" if target.is_encoder_decoder else ""
-            )  # its answer does not continue the prompt
-            console.print(Text(s.prompt), end=end, soft_wrap=True, highlight=False)
+            print_text(console, s.prompt + ("\n" if target.is_encoder_decoder else ""))
         add_record(output, record)
         # Without colour, as in a file, rejected tokens would look like text.
         for tokens, style in styled_spans(record, s.rejected and console.is_terminal):
-            print_tokens(console, target.tokenizer, tokens, style)
+            if style == REJECTED_STYLE:
+                print_text(console, stream.preview(tokens), style)
+                continue
+            for text, own_style in answer.add(tokens, style):
+                print_text(console, text, own_style)
+    for text, own_style in answer.end():
+        print_text(console, text, own_style)
     seconds = time.perf_counter() - start
     console.print()
     Console(stderr=True).print(summary_line(output, seconds), style="dim", highlight=False)

@@ -32,7 +32,7 @@ from decode.common.run_dir import check_folder, replace_folder
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
 from decode.model.gguf_files import gguf_folder
-from decode.model.loading import NUMBER_TYPES
+from decode.model.loading import NUMBER_TYPES, load_tokenizer, tokenizer_fingerprint
 from decode.model.names import check_name
 from scripts.engine_compat import exporters, gguf_export
 from scripts.engine_compat.gguf_export import GgufType
@@ -85,6 +85,8 @@ def main(s: ExportConfig) -> None:
             gguf_export.write_gguf(path, folder / "model.gguf", s.dtype, s.target)
         elif s.format == "hf":
             exporters.export_hf(s.draft, target, folder)
+            if facts:  # the target's tokenizer may have more tokens
+                facts = {**facts, "tokenizer_hash": tokenizer_fingerprint(load_tokenizer(target))}
         else:
             checkpoint = importers.read_checkpoint(path)
             if s.format == "flat":

@@ -21,6 +21,7 @@ from decode.model.adapters import CONFIG_FILE as ADAPTER_FILE
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.loading import Target, adapter_folder, load_tokenizer, tokenizer_fingerprint
+from decode.model.vocabularies import disagreement
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import Sampler, SamplingParams
 from decode.verification.tree import TreeShape, max_slots
@@ -369,6 +370,21 @@ def check_target(path: str, target: Target) -> None:
             f"{path}/{METADATA_FILE} names no tokenizer_hash: train the draft again or restore the file"
         )
     check_tokenizer(path, facts["tokenizer_hash"], target)
+
+
+def check_vocabulary(path: str, target: Target) -> Any:
+    """The tokenizer of a causal draft, which gives no id that it shares with the target's to another token: either may
+    have tokens that the other lacks. UserError names the first id that they give to different tokens."""
+    tokenizer = load_tokenizer(path)
+    if tokenizer_fingerprint(tokenizer) == target.fingerprint:
+        return tokenizer
+    found = disagreement(tokenizer, target.tokenizer)
+    if found is not None:
+        raise UserError(
+            f"draft {path!r} and target {target.name!r} disagree on token ids, {found}: use a draft trained for this "
+            "target's tokenizer"
+        )
+    return tokenizer
 
 
 def check_tokenizer(path: str, draft_fingerprint: str, target: Target) -> None:

@@ -4,15 +4,16 @@ import torch
 
 from decode.checkpoints import draft_vocab, importers
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal, check_tokenizer, read_metadata
+from decode.drafts.base import Draft, DraftContext, Proposal, check_vocabulary, read_metadata
 from decode.drafts.drafting import build_tree_plan, decoder_step, draft_tokens
 from decode.drafts.recurrent_draft import RecurrentDraft
 from decode.model.compatibility import position_limit
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.kv_cache import StaticKVCache
-from decode.model.loading import Target, load_model, load_tokenizer, tokenizer_fingerprint
+from decode.model.loading import Target, load_model, tokenizer_fingerprint
 from decode.model.recurrent.recurrent_runner import RecurrentRunner
 from decode.model.runner import ModelRunner
+from decode.model.vocabularies import unknown_ids
 from decode.verification.tree import TreeShape, max_depth
 
 MAX_UNREAD = 64
@@ -99,17 +100,23 @@ def causal_draft(decoder: ModelRunner) -> CausalDraft | RecurrentDraft:
 def load(
     path: str, target: Target, device: str, dtype: str, whole_head: bool = False
 ) -> CausalDraft | RecurrentDraft:
-    """A Hugging Face causal LM from a folder or the Hub. UserError unless it has the target's tokenizer.
+    """A Hugging Face causal LM from a folder or the Hub. UserError if its tokenizer and the target's give an id
+    to different tokens.
 
+    Tokens that only one of them has are never drafted: their probability is 0, and where the target writes one, the
+    draft reads the row of its embedding with that id, or its last one.
     Its embedding may be padded to another number of rows than the target's: the runner gives the target's logits. Of a
     draft with a reduced vocabulary (decode/checkpoints/draft_vocab.py) only those rows of the LM head are kept and
     computed, and all other tokens have probability 0. `whole_head`: it drafts from all rows, as other engines do.
     """
-    check_tokenizer(path, tokenizer_fingerprint(load_tokenizer(path)), target)
+    tokenizer = check_vocabulary(path, target)
     model = load_model(path, "draft", device, dtype)
     columns = min(target.decoder.vocab_size, len(model.get_output_embeddings().weight))
     ids = None if whole_head else load_ids(path, columns)
-    return causal_draft(build_runner(model, target.decoder.vocab_size, ids))
+    runner = build_runner(model, target.decoder.vocab_size, ids)
+    if tokenizer_fingerprint(tokenizer) != target.fingerprint:
+        runner.leave_out(unknown_ids(tokenizer, target.tokenizer, target.decoder.vocab_size))
+    return causal_draft(runner)
 
 
 def load_ids(path: str, vocab_size: int) -> torch.Tensor | None:

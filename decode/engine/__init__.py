@@ -6,6 +6,7 @@ forced_tokens  proposals under grammars: chains with the tokens that a grammar f
 active_request  a request's length and end on the host; checks of prompts
 records      what a round did to one prompt, and the record of a whole request
 chat_template  a prompt as token ids
+text_stream  the text of an answer while its tokens arrive: whole characters
 compile      torch.compile for the two halves of a round
 warm_up      runs every shape of rounds once, before decoding is timed
 cuda_graph   a round as one CUDA graph, and asynchronous copies to the host

@@ -7,6 +7,7 @@
 - gguf_files: GGUF models, dequantised once into a cached folder for each dtype
 - gguf_reader: keys, tensors and parts of GGUF files, and their weights as safetensors
 - gguf_architectures: the config and parameters that keys and tensors mean; what is not followed is refused by name
+- vocabularies: whether two tokenizers give their ids to the same tokens
 - quantized/: GPTQ, AWQ, FP8 and compressed-tensors checkpoints, in the same way
 - compatibility: which models can be decoded with drafts, and for how many positions
 - runner: `ModelRunner`, prefill and decode steps of one model with its K/V cache

@@ -37,6 +37,7 @@ from decode.model.names import check_name, is_local, load_error
 from decode.model.quantized.checkpoints import check_whole_numbers, quantized_folder
 from decode.model.runner import ModelRunner
 from decode.model.vision.vision_runner import is_vision_language
+from decode.model.vocabularies import PROBE
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Where it is not set, transformers asks on the terminal whether code from the model's folder shall run."""
@@ -106,8 +107,7 @@ class Target:
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """16 hex digits, a hash of the vocabulary and the ids of a probe text: equal for tokenizers with the same ids."""
-    probe = "def f(x):\n    return x ** 2  # 1234567 Ünïcode → ok\n\n\t\tend"
-    content = [sorted(tokenizer.get_vocab().items()), tokenizer(probe)["input_ids"]]
+    content = [sorted(tokenizer.get_vocab().items()), tokenizer(PROBE)["input_ids"]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 

@@ -71,6 +71,7 @@ class ModelRunner:
         self.context: int = context_length(self.config)
         self.vocab_size = columns if vocab_size is None else vocab_size
         self.missing_columns = self.vocab_size - columns  # below 0: surplus ones
+        self.left_out: torch.Tensor | None = None
         self.embedding_rows: int = model.get_input_embeddings().weight.shape[0]
         # Gemma 4 leaves out tokens in its last layers as well when it gives fewer logits.
         self.can_skip_logits = not self.config.to_dict().get("num_kv_shared_layers")
@@ -261,13 +262,19 @@ class ModelRunner:
         """How the model's forward takes the positions [B, T] and the cache."""
         return {"position_ids": position, self.cache_name: self.cache}
 
+    def leave_out(self, ids: list[int]) -> None:
+        """From now on the logits of these tokens are -inf, as those of tokens that the model lacks."""
+        self.left_out = torch.tensor(ids, device=self.device) if ids else None
+
     def widen_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[..., V] from the model's own logits: -inf for tokens that it does not have, without surplus columns."""
         if self.ids is not None:
-            return spread_logits(logits, self.ids, self.vocab_size)
-        if self.missing_columns == 0:
-            return logits
-        return F.pad(logits, (0, self.missing_columns), value=float("-inf"))
+            logits = spread_logits(logits, self.ids, self.vocab_size)
+        elif self.missing_columns != 0:
+            logits = F.pad(logits, (0, self.missing_columns), value=float("-inf"))
+        if self.left_out is not None:
+            logits = logits.index_fill(-1, self.left_out, float("-inf"))
+        return logits
 
 
 def check_plain_pass(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

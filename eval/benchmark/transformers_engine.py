@@ -21,7 +21,7 @@ from eval.benchmark.methods import Method
 from eval.benchmark.timing import synchronize
 from eval.benchmark.turns import EngineAnswer
 from eval.tasks.loading import TaskPrompt
-from eval.tasks.stop_strings import length_at_stop, trim_at_stop
+from eval.tasks.stop_strings import StopMatcher, trim_at_stop
 
 
 class TransformersEngine:
@@ -103,10 +103,9 @@ class StopStringCriteria(StoppingCriteria):
 
     def __init__(self, item: TaskPrompt, tokenizer: Any, start: int):
         """`start`: where the answer begins in what `generate` has written."""
-        self.item, self.tokenizer, self.start, self.seen = item, tokenizer, start, start
+        self.matcher, self.seen = StopMatcher(item.stop, tokenizer), start
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        start, answer = self.start, input_ids[0].tolist()
-        end = length_at_stop(answer[start:], self.item.stop, self.tokenizer, self.seen - start)
-        self.seen = len(answer)
+        end = self.matcher.add(input_ids[0, self.seen :].tolist())
+        self.seen = input_ids.shape[1]
         return torch.tensor([end is not None], device=input_ids.device)

@@ -7,6 +7,7 @@ from typing import Any
 
 from decode.common.errors import UserError
 from decode.common.files import parse_jsonl, read_text
+from decode.engine.text_stream import LabelledText, TextStream
 from eval.reporting.report_data import (
     Report,
     pooled_sections,
@@ -93,16 +94,20 @@ def build_trace(line: OutputLine, tokenizer: Any) -> TokenTrace:
         line["task"],
         line["method"],
         ("… " if len(prompt) > MAX_PROMPT_CHARACTERS else "") + prompt[-MAX_PROMPT_CHARACTERS:],
-        split_by_origin(line["output_ids"], line["rounds"], tokenizer),
+        split_by_origin(line["output_ids"], line["rounds"], tokenizer, line["prompt_ids"]),
         len(line["rounds"]),
         len(line["output_ids"]),
     )
 
 
 def split_by_origin(
-    ids: Sequence[int], rounds: Sequence[Sequence[int]], tokenizer: Any
+    ids: Sequence[int],
+    rounds: Sequence[Sequence[int]],
+    tokenizer: Any,
+    prompt_ids: Sequence[int] = (),
 ) -> list[TraceSegment]:
-    """The text of `ids`, split where the origin of its tokens changes; the first token comes from prefill.
+    """The text of `ids` after the prompt's, split where the origin of its tokens changes; the first token comes from
+    prefill. A character of several tokens belongs to the last of them, which completes it.
 
     `rounds` are (drafted, accepted) before trimming: the last one may count tokens beyond the end of `ids`.
     """
@@ -112,13 +117,20 @@ def split_by_origin(
         if accepted > 0:
             cuts.append((start + accepted, "accepted", 0))
         cuts.append((start + accepted + 1, "own", drafted - accepted))
-    segments, text = [], ""
-    for end, kind, rejected in cuts:
-        # Decoded from the start each time, because tokens of two segments may share one character.
-        whole = tokenizer.decode(list(ids[:end]), skip_special_tokens=True).rstrip("\ufffd")
-        if len(whole) > len(text) and whole.startswith(text):
-            segments.append(TraceSegment(whole[len(text) :], kind, rejected))
-            text = whole
-        if end >= len(ids):
-            break
+    text = LabelledText(TextStream(tokenizer, prompt_ids))
+    starts = [0, *(end for end, *_ in cuts)]
+    pieces = [
+        piece
+        for number, (end, *_) in enumerate(cuts)
+        for piece in text.add(ids[starts[number] : end], number)
+    ]
+    texts = dict.fromkeys(range(len(cuts)), "")
+    for piece, number in [*pieces, *text.end()]:
+        texts[number] += piece
+    segments, rejected = [], 0
+    for (_, kind, own_rejected), own_text in zip(cuts, texts.values(), strict=True):
+        rejected += own_rejected
+        if own_text:
+            segments.append(TraceSegment(own_text, kind, rejected))
+            rejected = 0
     return segments

@@ -7,27 +7,57 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
+from decode.engine.text_stream import TextStream
 from eval.tasks.loading import TaskPrompt
 
-MAX_BYTES_PER_CHARACTER = 4
-"""A token holds at least one byte, a UTF-8 character at most four."""
+
+class StopMatcher:
+    """Finds the token of one answer that completes a stop string in the answer's text, as tokens arrive. Special tokens
+    are part of that text."""
+
+    def __init__(self, stop: Sequence[str], tokenizer: Any):
+        self.stop = tuple(stop)
+        self.tokens = 0
+        if self.stop:
+            self.stream = TextStream(tokenizer, skip_special_tokens=False)
+            self.known = max(map(len, self.stop)) - 1  # characters of an unfinished stop string
+            self.tail = ""
+
+    def read(self, ids: Sequence[int]) -> None:
+        """Reads tokens that complete no stop string."""
+        self.tokens += len(ids)
+        if self.stop:
+            self._append(self.stream.add(ids))
+
+    def add(self, ids: Sequence[int]) -> int | None:
+        """How many tokens the answer has up to and with the first of these that completes a stop string; None if none
+        does."""
+        if not self.stop:
+            return None
+        for token in ids:
+            self.tokens += 1
+            new = self.stream.add([token])
+            text = self.tail + new + self.stream.rest()
+            if any(stop in text for stop in self.stop):
+                return self.tokens
+            self._append(new)
+        return None
+
+    def _append(self, new: str) -> None:
+        text = self.tail + new
+        self.tail = text[max(0, len(text) - self.known) :]
 
 
 def length_at_stop(
-    ids: list[int], stop: Sequence[str], tokenizer: Any, start: int = 0
+    ids: Sequence[int], stop: Sequence[str], tokenizer: Any, start: int = 0
 ) -> int | None:
     """How many of `ids` remain: up to and with the first token, from `start` on, that completes a stop string.
 
     None if no stop string is completed.
     """
-    if len(stop) == 0:
-        return None
-    window = MAX_BYTES_PER_CHARACTER * max(map(len, stop)) + 1
-    for n in range(start + 1, len(ids) + 1):
-        tail = tokenizer.decode(ids[max(0, n - window) : n])
-        if any(text in tail for text in stop):
-            return n
-    return None
+    matcher = StopMatcher(stop, tokenizer)
+    matcher.read(ids[:start])
+    return matcher.add(ids[start:])
 
 
 def collect_until_stop(
@@ -45,6 +75,7 @@ def collect_until_stop(
         DecodeRecord(item.prompt_ids, task=item.task, id=item.id, domain=item.domain)
         for item in items
     ]
+    matchers = [StopMatcher(item.stop, tokenizer) for item in items]
     open_rows = set(range(len(items)))
     for record in rounds:
         if record.prompt not in open_rows:
@@ -52,7 +83,7 @@ def collect_until_stop(
         output = outputs[record.prompt]
         seen = len(output.output_ids)
         add_record(output, record)
-        end = length_at_stop(output.output_ids, items[record.prompt].stop, tokenizer, seen)
+        end = matchers[record.prompt].add(output.output_ids[seen:])
         if end is not None:
             del output.output_ids[end:]
             output.finish_reason = "stop"

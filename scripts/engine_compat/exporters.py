@@ -13,7 +13,7 @@ from typing import Any
 from decode.checkpoints import draft_vocab, importers, layouts
 from decode.checkpoints.importers import DraftCheckpoint, Tensors
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE, check_tokenizer, draft_sha256
+from decode.drafts.base import METADATA_FILE, check_vocabulary, draft_sha256
 from decode.drafts.causal import load_ids
 from decode.model.adapters import TOKENIZER_FILES
 from decode.model.loading import (
@@ -22,9 +22,7 @@ from decode.model.loading import (
     load_config,
     load_model,
     load_target,
-    load_tokenizer,
     model_folder,
-    tokenizer_fingerprint,
 )
 from train.families.causal import resize_vocabulary
 
@@ -164,7 +162,7 @@ def export_hf(path: str, name: str, out: Path) -> None:
     if not name or not Path(name).is_dir():
         raise UserError("hf copies the target's tokenizer files: give --target, a local folder")
     target, path = load_target(name, "cpu"), adapter_folder(path, "draft") or path
-    check_tokenizer(path, tokenizer_fingerprint(load_tokenizer(path)), target)
+    check_vocabulary(path, target)
     model = load_model(path, "draft", "cpu", _config_dtype(path))
     size, wanted = model.get_output_embeddings().weight.shape[0], target.decoder.vocab_size
     ids = load_ids(path, min(size, wanted))

@@ -20,8 +20,8 @@ from decode.model.loading import (
     load_config,
     load_model,
     load_tokenizer,
-    tokenizer_fingerprint,
 )
+from decode.model.vocabularies import disagreement
 from train.families.causal import resize_vocabulary
 
 Array = np.ndarray[Any, Any]
@@ -54,9 +54,14 @@ def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = 
     """
     config, tokenizer = load_config(name, "model"), load_tokenizer(name)
     check_architecture(name, config)
+    if target:  # either may have tokens beside the shared ones
+        own, tokenizer = tokenizer, load_tokenizer(target)
+        found = disagreement(own, tokenizer)
+        if found is not None:
+            raise UserError(
+                f"{name!r} and {target!r} disagree on token ids, {found}: llama.cpp takes one pair"
+            )
     vocabulary = byte_level_bpe(name, tokenizer)
-    if target and tokenizer_fingerprint(load_tokenizer(target)) != tokenizer_fingerprint(tokenizer):
-        raise UserError(f"{name!r} and {target!r} disagree on token ids: llama.cpp takes one pair")
     model = load_model(name, "model", "cpu", "float32")
     # The tensors decide: a head that was trained apart is there, whatever the config says of it.
     tied = torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)

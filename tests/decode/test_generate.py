@@ -1,9 +1,13 @@
 """The command that continues one prompt: what it prints, and in which style."""
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from decode import generate
 from decode.common.errors import UserError
@@ -14,7 +18,9 @@ from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine.records import DecodeRecord, RoundRecord
 from decode.generate import GenerateConfig, styled_spans, summary_line
 from decode.model.loading import Target
+from tests.decode.engine.test_text_stream import llama, metaspace
 from tests.tiny import tiny_model, tiny_target
+from tests.worlds import byte_tokenizer
 
 
 def record(accepted: int, proposed: list[int], tokens: list[int]) -> RoundRecord:
@@ -102,3 +108,101 @@ def test_outside_a_terminal_the_text_is_that_of_the_target(
         generate.main(GenerateConfig(prompt="3 4", draft="exit", adaptive="often"))
     with pytest.raises(UserError, match="mirror needs a small language model"):
         generate.main(GenerateConfig(prompt="3 4", draft="exit", mirror=MirrorConfig(1)))
+
+
+def cycling_target(tokenizer: Any, ids: list[int]) -> Target:
+    """Continues each token of `ids`, which are all different, with the one behind it, and the last with the first."""
+    size = (len(tokenizer) + 3) // 4 * 4
+    model = tiny_model(
+        "llama", vocab_size=size, hidden_size=size, head_dim=8, max_position_embeddings=256
+    )
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.get_input_embeddings().weight.copy_(torch.eye(size))
+        head = model.get_output_embeddings().weight.zero_()
+        head[ids[1:] + ids[:1], ids] = 1
+    return replace(tiny_target(model), tokenizer=tokenizer)
+
+
+def byte_ids(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer.convert_tokens_to_ids(
+        [f"<0x{value:02X}>" for value in text.encode()]
+    )
+    return ids
+
+
+CYCLES: dict[str, Callable[[], tuple[Any, list[int], str]]] = {
+    "bytes": lambda: (
+        byte_tokenizer(), byte_tokenizer()("🙂é字 a", add_special_tokens=False)["input_ids"], "🙂é字 a",
+    ),
+    "accents and tabs": lambda: (
+        byte_tokenizer(), byte_tokenizer()("ü\t字\r b\n", add_special_tokens=False)["input_ids"], "ü\t字\r b\n",
+    ),
+    "spaces": lambda: (
+        llama(True), llama(True).convert_tokens_to_ids(["▁a", "▁é", "▁", "▁▁", "b", "▁."]), " a é   b .",
+    ),
+    "byte tokens": lambda: (
+        (t := llama(True)), [*byte_ids(t, "🙃"), t.convert_tokens_to_ids("▁é")], "🙃 é",
+    ),
+    "metaspace": lambda: (
+        metaspace(), metaspace().convert_tokens_to_ids(["▁a", "▁é", "字", "▁▁", "b"]), " a é字  b",
+    ),
+}  # fmt: skip
+
+
+def encode_last(ids: list[int]) -> Callable[[Any, str], list[int]]:
+    """A prompt of two rounds of the cycle, so that the lookup drafts."""
+    return lambda tokenizer, text: ids * 2
+
+
+@pytest.mark.parametrize("kind", CYCLES)
+@pytest.mark.parametrize("draft", ["none", "ngram", "exit"])
+def test_what_is_printed_is_the_text(
+    kind: str, draft: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches characters broken, and spaces and tabs lost, where a round ends; in a terminal with colours too."""
+    tokenizer, ids, text = CYCLES[kind]()
+    target = cycling_target(tokenizer, ids)
+    monkeypatch.setattr(generate, "load_target", lambda *args: target)
+    monkeypatch.setattr(generate, "pick_draft", pick)
+    monkeypatch.setattr(generate, "encode_prompt", encode_last(ids))
+    settings = GenerateConfig(prompt="PROMPT", draft=draft, k=3, max_new_tokens=5 * len(ids))
+    generate.main(settings)
+    assert capsys.readouterr().out == f"PROMPT{text * 5}\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    generate.main(replace(settings, rejected=False))
+    coloured = capsys.readouterr().out
+    shown = "".join(c for c in text if c != "\r")  # it would move the cursor
+    assert re.sub("\x1b\\[[0-9;]*m", "", coloured) == f"PROMPT{shown * 5}\n"
+    assert ("\x1b[32m" in coloured) == (draft != "none")
+    generate.main(replace(settings, draft="none"))
+    assert "\ufffd" not in capsys.readouterr().out
+
+
+def test_rejected_tokens_show_whole_characters_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches the first bytes of a rejected character printed as a broken one, and accepted text that is struck out."""
+    tokenizer = byte_tokenizer()
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    half, rest = ids("🙂")[:2], ids("🙂")[2:]
+    rounds = [
+        record(2, [*half, *ids("xé")], [*half, rest[0]]),
+        record(1, [rest[1], *ids("字")[:2]], [rest[1], *ids("!")]),
+    ]
+    target = replace(tiny_target(tiny_model("llama")), tokenizer=tokenizer)
+    monkeypatch.setattr(generate, "load_target", lambda *args: target)
+    monkeypatch.setattr(generate, "encode_prompt", lambda *args: ids("p"))
+    monkeypatch.setattr(generate, "speculate", lambda *args, **settings: iter(rounds))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    generate.main(GenerateConfig(prompt="p", draft="none"))
+    out = capsys.readouterr().out.strip()
+    # The emoji is green: the last of its tokens was accepted.
+    assert out == "p\x1b[9;31mxé\x1b[0m\x1b[32m🙂\x1b[0m\x1b[1;34m!\x1b[0m"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from decode.checkpoints import draft_vocab
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, check_tokenizer, read_metadata
+from decode.drafts.base import Draft, check_vocabulary, read_metadata
 from decode.drafts.causal import causal_draft, load_ids
 from decode.model import attention
 from decode.model.config_checks import check_sizes
@@ -25,8 +25,6 @@ from decode.model.loading import (
     auto_class,
     load_config,
     load_model,
-    load_tokenizer,
-    tokenizer_fingerprint,
 )
 from decode.model.runner import ModelRunner
 from train.data import vocab_mapping
@@ -259,7 +257,7 @@ def build_causal_lm(s: DraftConfig, target: Target, device: str) -> Any:
         raise UserError(
             f"draft.init {s.init!r} holds heads of family {family!r}: set draft.family to that, or give a small LM"
         )
-    check_tokenizer(s.init, tokenizer_fingerprint(load_tokenizer(s.init)), target)
+    check_vocabulary(s.init, target)
     model = load_model(s.init, "draft", device, "float32")
     resize_vocabulary(model, target.decoder.vocab_size)
     return model
@@ -278,8 +276,8 @@ def check_same_kind(model: Any, target: Target) -> None:
 def resize_vocabulary(model: Any, size: int) -> None:
     """Gives `model` as many logits as the target has, in place: engines take no draft with more or fewer.
 
-    Models of one tokenizer are padded to different sizes. Surplus rows are cut off: no id of the tokenizer is among
-    them. New rows are the mean of all others, so that the logit of each is the mean of the model's logits: it is never
+    Models of one tokenizer are padded to different sizes. Surplus rows are cut off: the target has no such
+    ids. New rows are the mean of all others, so that the logit of each is the mean of the model's logits: it is never
     the largest, and its probability is below 1 / V everywhere. Training moves them to the target's distribution.
     """
     head = model.get_output_embeddings()

@@ -9,6 +9,7 @@ from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.errors import UserError
 from decode.drafts.base import read_metadata
 from decode.model.loading import load_tokenizer, stated_config, tokenizer_fingerprint
+from decode.model.vocabularies import disagreement
 from scripts.engine_compat.rules.checkpoint import SILENT, DraftFiles, Rule, has_file
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -61,9 +62,12 @@ def wrong_tokenizer(d: DraftFiles) -> Iterator[str]:
     if not has_file(d.path, "tokenizer_config.json"):
         yield "there are no tokenizer files: copy the target's"
         return
-    own = tokenizer_fingerprint(load_tokenizer(d.path))
+    tokenizer = load_tokenizer(d.path)
+    own = tokenizer_fingerprint(tokenizer)
     if d.target is not None and d.target.fingerprint not in (None, own):
-        yield "its tokenizer decodes the same ids to other text than the target's"
+        found = disagreement(tokenizer, load_tokenizer(d.target.name))
+        if found is not None:
+            yield f"its tokenizer decodes the same ids to other text than the target's: {found}"
     recorded = read_metadata(d.path).get("tokenizer_hash", own)
     if recorded != own:
         yield f"its tokenizer is {own}, and it was trained with {recorded}"

@@ -1,6 +1,7 @@
 """Token traces: every character of an answer once, with the origin that its round gives it."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from decode.common.errors import UserError
 from eval.reporting.token_traces import read_outputs, select_traces, split_by_origin
+from tests.decode.engine.test_text_stream import KINDS, random_ids
 from tests.eval.reporting.test_report import entry, plain
 from tests.worlds import byte_tokenizer
 
@@ -40,6 +42,21 @@ def test_letters_of_several_tokens_stay_whole() -> None:
         found = split_by_origin(ids_of(text), rounds, TOKENIZER)
         assert "".join(p.text for p in found) == text
         assert not any("\ufffd" in p.text for p in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_segments_are_the_text(kind: str) -> None:
+    """Catches spaces lost between segments, bytes at the end left out, and a rejection that no segment tells of."""
+    tokenizer = KINDS[kind]()
+    rng = random.Random(3)
+    for _ in range(50):
+        ids = random_ids(tokenizer, rng)
+        rounds = [(3, rng.randint(0, 3)) for _ in range(len(ids) + 1)]
+        found = split_by_origin(ids, rounds, tokenizer)
+        assert "".join(p.text for p in found) == tokenizer.decode(ids, skip_special_tokens=True)
+    first, last = byte_tokenizer(), "é🙂"
+    found = split_by_origin(first(last)["input_ids"], [(2, 0), (3, 1), (2, 1)], first)
+    assert [(p.text, p.kind, p.rejected) for p in found] == [("é", "own", 2), ("🙂", "own", 3)]
 
 
 def line(task: str, number: int, method: str, temperature: float) -> dict[str, Any]:

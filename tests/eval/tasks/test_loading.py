@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from eval.benchmark.multi_turn import load_eval_prompts
 from eval.checks import answer_quality, sandbox
 from eval.tasks import dataset_specs
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, task_version, with_later_turns
-from eval.tasks.stop_strings import collect_until_stop, length_at_stop
+from eval.tasks.stop_strings import StopMatcher, collect_until_stop, length_at_stop
+from tests.decode.engine.test_text_stream import KINDS, llama, random_ids, rounds_of
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import EOS, byte_tokenizer
 
@@ -226,6 +228,41 @@ def test_an_answer_ends_at_the_token_that_completes_its_stop(target: Target) -> 
         assert length_at_stop(ids, ["\ndef "], tokenizer, start) == end
     assert length_at_stop(ids, ["\nclass "], tokenizer) is None
     assert length_at_stop(ids, [], tokenizer) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_strings_are_found_in_the_text(kind: str) -> None:
+    """Bug: a stop string is overlooked because decoding begins inside a character or drops a space, so that an answer
+    goes on behind it; or it is found where the text has none."""
+    tokenizer = KINDS[kind]()
+    rng = random.Random(4)
+    found = 0
+    while found < 40:
+        ids = random_ids(tokenizer, rng)
+        text = tokenizer.decode(ids)
+        if not text:
+            continue
+        at = rng.randrange(len(text))
+        stop = [text[at : at + rng.randint(1, 6)], "never"]
+        ends = (n for n in range(1, len(ids) + 1) if stop[0] in tokenizer.decode(ids[:n]))
+        if "\ufffd" in stop[0]:
+            continue
+        end = next(ends)
+        assert length_at_stop(ids, stop, tokenizer) == end
+        matcher, parts, ended = StopMatcher(stop, tokenizer), rounds_of(ids, rng), []
+        for part in parts:
+            if not ended:
+                ended = [n for n in [matcher.add(part)] if n is not None]
+        assert ended == [end]
+        found += 1
+
+
+def test_a_stop_string_in_a_run_of_byte_tokens() -> None:
+    """Bug: the last tokens are decoded from within a character, and the whole run of bytes becomes unreadable."""
+    tokenizer = llama(True)
+    text = "字字字🙂字字字🛑字字"
+    ids = tokenizer.convert_tokens_to_ids([f"<0x{value:02X}>" for value in text.encode()])
+    assert length_at_stop(ids, ["🛑"], tokenizer) == len("字字字🙂字字字🛑".encode())
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.txt"])
