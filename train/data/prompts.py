@@ -28,7 +28,7 @@ from train.data.sources import (
     PromptSource,
     ReadLog,
     check,
-    read_jsonl,
+    read_contents,
     read_source,
 )
 
@@ -112,8 +112,8 @@ def evaluation_texts(root: Path = BUNDLED_PROMPTS) -> list[str]:
 
 
 def read_prompt_texts(path: Path) -> list[str]:
-    """The prompts of a jsonl file as plain text."""
-    return [prompt_text(make_prompt("", found.content, 0)) for found in read_jsonl(path)]
+    """The prompts of a file or a folder as plain text."""
+    return [prompt_text(make_prompt("", found.content, 0)) for found in read_contents(path)]
 
 
 def prompt_text(prompt: Prompt) -> str:

@@ -50,7 +50,7 @@ class DoctorConfig:
     turns: TurnSelection = "last"
     """sources: which replies are to be sampled, as in train/sample.py."""
     decontaminate: str | list[str] = ""
-    """Files with evaluation prompts (jsonl) besides the bundled ones."""
+    """Files or folders with evaluation prompts besides the bundled ones."""
     max_length: Count = 512
     """Tokens of a row that training reads (--loop.max_length of train/distill.py)."""
     vocabs: list[Count] = field(default_factory=lambda: [8192, 32000])

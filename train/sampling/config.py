@@ -23,7 +23,8 @@ class SampleConfig:
     sources: list[PromptSource] = field(default_factory=lambda: [PromptSource("bundled", "all")])
     """Where prompts come from. Prompts that overlap the bundled evaluation prompts are dropped."""
     decontaminate: str | list[str] = ""
-    """Files with further evaluation prompts (jsonl; one path or a list): prompts that overlap them are dropped too."""
+    """Files or folders with further evaluation prompts (one path or a list), read as sources are: prompts that overlap
+    them are dropped too."""
     filters: FilterConfig = field(default_factory=FilterConfig)
     turns: TurnSelection = "last"
     """Which replies of a chat are generated and trained on. last: only the last one; all: every reply, the target's own

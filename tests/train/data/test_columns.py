@@ -80,6 +80,11 @@ SHAREGPT = [
     {"from": "gpt", "value": "A."},
 ]
 OSLO = [user("Oslo?"), call("weather", {"city": "Oslo"}, content=""), result("12"), reply("12 C")]
+CITY_CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
+MADE_CALL: dict[str, Any] = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": CITY_CALL}],
+}
 
 
 def written(value: Any) -> str:
@@ -187,6 +192,28 @@ PROMPTS: list[tuple[dict[str, Any], list[dict[str, Any]], Any]] = [
      [user("Text?"), call("weather", {"city": "Text"}, content=""), result("1")], None),
     ({"messages": [user("Real?"), call("f", {"a": None, "b": [None, 1]}, content=""), result("1")]},
      [user("Real?"), call("f", {"a": None, "b": [None, 1]}, content=""), result("1")], None),
+    ({"conversations": [{"from": "human", "value": "F?"},
+                        {"from": "function_call", "value": written(CITY_CALL)},
+                        {"from": "observation", "value": "1"}], "tools": written([WEATHER])},
+     [user("F?"), MADE_CALL, result("1")], [WEATHER]),
+    ({"conversations": [{"from": "human", "value": "List?"},
+                        {"from": "tool_call", "value": written([CITY_CALL, CITY_CALL])},
+                        {"from": "tool_response", "value": "1"}]},
+     [user("List?"), MADE_CALL | {"tool_calls": MADE_CALL["tool_calls"] * 2}, result("1")], None),
+    ({"messages": [user("Old?"), {"role": "assistant", "content": None, "function_call": CITY_CALL},
+                   {"role": "observation", "content": "1"}]},
+     [user("Old?"), MADE_CALL, result("1")], None),
+    ({"conversations": [{"from": "System", "value": "Be."}, {"from": "prompter", "value": "OA?"},
+                        {"from": "bot", "value": "yes"}]},
+     [{"role": "system", "content": "Be."}, user("OA?")], None),
+    ({"messages": [{"role": "Human", "content": "Caps?"}, {"role": "model", "content": "A."},
+                   {"role": "human", "content": "More?"}]},
+     [user("Caps?"), reply("A."), user("More?")], None),
+    ({"conversation": [{"role": "user", "value": "Mixed?"}]}, [user("Mixed?")], None),
+    ({"conversation": [{"from": "human", "content": "Mixed 2?"}]}, [user("Mixed 2?")], None),
+    ({"messages": [user(["bare", {"type": "input_text", "text": "part"}])]}, [user("bare\npart")], None),
+    ({"messages": [user("P?"), reply([{"type": "output_text", "text": "yes"}]), user("Q?")]},  # type: ignore[arg-type]
+     [user("P?"), reply("yes"), user("Q?")], None),
 ]  # fmt: skip
 
 
@@ -317,6 +344,11 @@ def test_nulls_in_arrow_s_json_are_what_the_row_said(
 QA = [user("Say hello."), reply("Hello.")]
 ANSWERS: list[tuple[dict[str, Any], list[dict[str, Any]] | None, Any]] = [
     ({"prompt": "Say hello.", "completion": "Hello."}, QA, None),
+    ({"query": "Oslo, Oslo?", "id": 7, "tools": written([WEATHER]),
+      "answers": written([CITY_CALL])}, [user("Oslo, Oslo?"), MADE_CALL], [WEATHER]),
+    ({"query": "No call?", "answers": "[]", "tools": written([WEATHER])}, None, None),
+    ({"query": "Passages?", "answers": ["one", "two"]}, None, None),
+    ({"prompt": "JSON?", "response": written(CITY_CALL)}, [user("JSON?"), reply(written(CITY_CALL))], None),
     ({"prompt": "1?", "response": "One."}, [user("1?"), reply("One.")], None),
     ({"prompt": "2?", "output": "Two."}, [user("2?"), reply("Two.")], None),
     ({"prompt": "3?", "completion": "", "response": None, "output": "3."}, [user("3?"), reply("3.")], None),
