@@ -4,6 +4,7 @@ What is right is what `tokenizer.apply_chat_template(messages, tools=tools)` giv
 """
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from decode.common.errors import UserError
 from decode.model.loading import Target
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, with_later_turns
+from eval.tasks.row_files import PACKED, SUFFIXES
+from eval.tasks.row_forms import FORMS, prompt_columns, read_tools
 from tests import worlds
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import EOS, byte_tokenizer
@@ -678,3 +681,45 @@ def test_the_doctor_compares_rows_with_their_tools(world: Path, tmp_path: Path) 
     assert done.code == 0, done.err
     names = {finding["name"] for finding in json.loads(done.out.splitlines()[-1])["findings"]}
     assert "prompt is rendered otherwise" not in names
+
+
+# ---- the examples of docs/data_forms.md ----
+
+FORMS_PAGE = (Path(__file__).parents[3] / "docs" / "data_forms.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```jsonl\n(.+?)\n```\n```json\n(.+?)\n```", FORMS_PAGE, re.DOTALL)
+EXAMPLES = [
+    (json.loads(row), json.loads(meaning))
+    for rows, meanings in BLOCKS
+    for row, meaning in zip(rows.split("\n"), meanings.split("\n"), strict=True)
+]
+
+
+@pytest.mark.parametrize(("row", "meaning"), EXAMPLES)
+def test_the_examples_of_the_documentation_are_read(
+    target: Target, tmp_path: Path, row: dict[str, Any], meaning: Any
+) -> None:
+    """Bug: the documentation promises a form that is not read, or says that it means something else."""
+    path = write(tmp_path / "rows.jsonl", [row])
+    [learned] = stream_prompts([PromptSource("file", str(path))], 0, ReadLog(), True)
+    pair = learned.text if learned.answer is None else [learned.text, learned.answer]
+    assert (learned.messages or pair) == meaning
+    chat = [user(meaning)] if isinstance(meaning, str) else meaning
+    asked = [user(chat[0])] if isinstance(chat[0], str) else chat
+    while asked[-1]["role"] == "assistant":
+        asked = asked[:-1]
+    tools = read_tools(row, "row")
+    [item] = load_task_prompts(Task("own", str(path)), target)
+    [prompt] = read_prompts([PromptSource("file", str(path))], 0)
+    wanted = served(target.tokenizer, asked, tools)
+    assert item.prompt_ids == encode_prompt(target.tokenizer, prompt) == wanted
+
+
+def test_the_documentation_has_an_example_of_every_form() -> None:
+    """Bug: a form is read that no page names, or an example is passed over because its block has another shape."""
+    assert len(BLOCKS) == FORMS_PAGE.count("```jsonl") == 9
+    assert len(EXAMPLES) == 18
+    assert {form.column for form in FORMS} == {
+        c for row, _ in EXAMPLES for c in prompt_columns(row)
+    }
+    table = FORMS_PAGE[: FORMS_PAGE.index("## Forms of rows")]
+    assert all(f"`{suffix}`" in table for suffix in (*SUFFIXES, *PACKED))
