@@ -219,7 +219,7 @@ def write_answers(
     s: SampleConfig, state: PartialState, reader: TargetTokenizer, engine: Engine
 ) -> None:
     """Lets the engine answer the prompts that have no row in `out` yet, and writes the manifest."""
-    log = ReadLog()
+    log = ReadLog(max_bad_rows=s.max_bad_rows)
     prompts, dropped = load_prompts(s, reader, log)
     longest = reader.context - (s.origin == "target")  # an answer needs room for one token
     fitting = [prompt for prompt in prompts if 0 < prompt.tokens() <= longest]

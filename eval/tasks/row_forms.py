@@ -186,6 +186,15 @@ def _without_nulls(value: Any, kind: Any) -> Any:
     return {name: _without_nulls(item, inner.get(name)) for name, item in said.items()}
 
 
+def check_said(chat: Messages, where: str) -> None:
+    """UserError for a message of the user or the assistant that says and calls nothing."""
+    for number, message in enumerate(chat, 1):
+        if message["role"] in ("user", "assistant") and not message.get("tool_calls"):
+            content = message["content"]
+            if isinstance(content, str) and content.strip() == "":
+                raise UserError(f"{where}: message {number} ({message['role']}) is empty")
+
+
 def message_text(message: Mapping[str, Any]) -> str:
     """A message's content; "" if it only calls tools."""
     return message.get("content") or ""

@@ -47,6 +47,8 @@ class Prompt:
     """The answer to `text`, for origin text if the source has one."""
     tools: Tools | None = None
     """What the chat may call."""
+    location: str = ""
+    """Where its row stands, for messages."""
 
     @property
     def content_id(self) -> str:
@@ -152,6 +154,7 @@ def _drop_duplicates(
     """The first samples of candidates whose id is not in `seen`, to which it is added; the others are counted."""
     for candidate in candidates:
         prompt = make_prompt(candidate.label, candidate.content, 0, candidate.tools)
+        prompt = replace(prompt, location=candidate.location)
         if prompt.id in seen:
             log.dropped[REPEATS] += 1
         else:

@@ -16,7 +16,7 @@ from decode.common.errors import UserError
 from decode.common.ranges import Count, at_least
 from decode.engine.chat_template import Tools
 from eval.tasks.row_files import DatasetRow, read_hub_rows, read_rows
-from eval.tasks.row_forms import Content, prompt_columns, read_row
+from eval.tasks.row_forms import Content, check_said, prompt_columns, read_row
 from train.data import python_corpus
 
 BUNDLED_PROMPTS = Path(__file__).resolve().parents[2] / "assets" / "prompts"
@@ -25,7 +25,13 @@ EXCERPT_LENGTHS = (200, 600)  # characters
 REPEATS = "dropped_as_repeats"
 EMPTY = "dropped_as_empty"
 UNANSWERED = "dropped_without_answer"
-"""Names of the counts of rows that equal earlier ones, that hold nothing, and for origin text that have no answer."""
+REFUSED = "dropped_as_refused"
+"""Names of the counts of rows that equal earlier ones, that hold nothing, for origin text that have no answer, and that
+cannot be read or encoded."""
+CHECKED_EARLY = 1000
+"""Rows after which the share of refused ones is checked for the first time."""
+NAMED_ROWS = 3
+"""Refused rows that are named; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,8 @@ class Candidate:
     """Name of the source, without the folder that it lies in, which stays private."""
     content: Content
     tools: Tools | None = None
+    location: str = ""
+    """Where it stands, for messages."""
 
 
 @dataclass
@@ -48,6 +56,28 @@ class ReadLog:
     """{a source and the columns that were read: a line about it}."""
     unanswered: str = ""
     """Where the first row without an answer stands."""
+    max_bad_rows: float = 0.0
+    """Largest share of the rows that may be refused; 0: the first one is an error."""
+    rows: int = 0
+    """Rows read from files and data sets."""
+    refused: list[str] = field(default_factory=list)
+    """Place and reason of the first refused rows."""
+
+    def refuse(self, error: str) -> None:
+        """Counts a row that is left out because of `error`, which names it. UserError if none may be."""
+        if self.max_bad_rows == 0:
+            raise UserError(error)
+        self.dropped[REFUSED] += 1
+        self.refused += [error][: NAMED_ROWS - len(self.refused)]
+
+    def check_share(self) -> None:
+        """UserError if all rows are refused, or a larger share than may be."""
+        number = self.dropped[REFUSED]
+        if number > self.max_bad_rows * self.rows or 0 < self.rows == number:
+            raise UserError(
+                f"{number} of {self.rows} rows are refused, max_bad_rows allows a share of {self.max_bad_rows:g}; the "
+                f"first: {self.refused[0]}"
+            )
 
     def lines(self) -> list[str]:
         """What to tell the user."""
@@ -55,8 +85,12 @@ class ReadLog:
         rows = (
             f"{number} row{'s' * (number > 1)} without an answer skipped, such as {self.unanswered}"
         )
-        skipped = f"{rows}: {ANSWER_ADVICE}"
-        return [*self.forms.values(), *([skipped] if number else [])]
+        skipped = [f"{rows}: {ANSWER_ADVICE}"] if number else []
+        refused = self.dropped[REFUSED]
+        if refused:
+            skipped += [f"skipped {error}" for error in self.refused]
+            skipped.append(f"{refused} of {self.rows} rows refused and skipped")
+        return [*self.forms.values(), *skipped]
 
 
 ANSWER_ADVICE = (
@@ -166,7 +200,7 @@ def _read_file(
     for candidate in _read_rows(rows, path.resolve().name, source, answered, log):
         empty = False
         yield candidate
-    if empty and log.dropped[UNANSWERED] == skipped:
+    if empty and log.dropped[UNANSWERED] == skipped and not log.dropped[REFUSED]:
         raise UserError(f"prompt file {path}: has no prompts: add some or drop the source")
 
 
@@ -196,28 +230,47 @@ def _read_rows(
 ) -> Iterator[Candidate]:
     """The prompts of rows, with `answered` only of those that have an answer; `log` counts the others.
 
-    A row without any content is an error in a file, and skipped in a set of the Hub.
+    A row without any content is refused in a file, and skipped in a set of the Hub.
     """
     for item in rows:
-        fields, where = item.fields, item.location
-        if item.error:
-            raise UserError(item.error)
-        row = read_row(fields, where, answered, source.column, source.response)
-        content = None if row is None else row.answered() if answered else row.question()
-        if content is not None and row is not None:
-            if (label, *row.columns) not in log.forms:
-                log.forms[label, *row.columns] = f"{label}: {row.describe(fields)}"
-            yield Candidate(label, content, row.tools)
-        elif answered and row is not None:
-            log.dropped[UNANSWERED] += 1
-            log.unanswered = log.unanswered or where
-        elif source.kind == "file":
-            columns = [source.column] if source.column else prompt_columns(fields)
-            verb = "is" if len(columns) == 1 else "are"
-            names = ", ".join(f"`{column}`" for column in columns)
-            raise UserError(f"{where}: {names} {verb} empty: fill it or remove the line")
-        else:
-            log.dropped[EMPTY] += 1
+        log.rows += 1
+        try:
+            found = _read_row(item, label, source, answered, log)
+        except UserError as error:
+            log.refuse(str(error))
+            found = None
+        if log.rows == CHECKED_EARLY:
+            log.check_share()
+        if found is not None:
+            yield found
+
+
+def _read_row(
+    item: DatasetRow, label: str, source: PromptSource, answered: bool, log: ReadLog
+) -> Candidate | None:
+    """What a row holds; None if it counts in `log` as empty or unanswered. UserError for a row that is refused."""
+    if item.error:
+        raise UserError(item.error)
+    fields, where = item.fields, item.location
+    row = read_row(fields, where, answered, source.column, source.response)
+    content = None if row is None else row.answered() if answered else row.question()
+    if content is not None and row is not None:
+        if isinstance(content, list):
+            check_said(content, where)
+        if (label, *row.columns) not in log.forms:
+            log.forms[label, *row.columns] = f"{label}: {row.describe(fields)}"
+        return Candidate(label, content, row.tools, where)
+    if answered and row is not None:
+        log.dropped[UNANSWERED] += 1
+        log.unanswered = log.unanswered or where
+    elif source.kind == "file":
+        columns = [source.column] if source.column else prompt_columns(fields)
+        verb = "is" if len(columns) == 1 else "are"
+        names = ", ".join(f"`{column}`" for column in columns)
+        raise UserError(f"{where}: {names} {verb} empty: fill it or remove the line")
+    else:
+        log.dropped[EMPTY] += 1
+    return None
 
 
 def _stdlib_excerpts(rng: random.Random, tries: int) -> Iterator[str]:
