@@ -369,6 +369,7 @@ def build_training(s: DistillConfig, accelerator: Accelerator, parts: RunCompone
         trainable=trainable,
         select_batch=from_data if buffer is None else buffer.global_batch,
         step_flops=FlopsCounter(s, accelerator.mixed_precision != "no", buffer).count,
+        teacher=f"target {s.target!r} in {s.target_dtype}",
     )
 
 

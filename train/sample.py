@@ -269,7 +269,7 @@ def write_answers(
     """Lets the engine answer the prompts that have no row in `out` yet, and writes the manifest."""
     if s.origin == "target" and state.is_main_process:
         warn_of_unfollowed_settings(s)
-    log = ReadLog()
+    log = ReadLog(max_bad_rows=s.max_bad_rows)
     prompts, dropped = load_prompts(s, reader, log)
     longest = reader.context - (s.origin == "target")  # an answer needs room for one token
     fitting = [prompt for prompt in prompts if 0 < prompt.tokens() <= longest]

@@ -7,6 +7,7 @@ twice and aliases that expand to more than MAX_YAML_NODES values.
 
 import contextlib
 import gzip
+import io
 import json
 import os
 import sys
@@ -53,7 +54,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def read_text(path: str | Path) -> str:
     """The text of a UTF-8 file without byte order mark, lines ended by line feeds. UserError if it cannot be read.
 
-    A file whose name ends in .gz is decompressed.
+    A file whose name ends in .gz or .zst is decompressed.
     """
     with _open_text(Path(path)) as file:
         return file.read()
@@ -65,17 +66,15 @@ def read_lines(path: str | Path) -> Iterator[str]:
         try:
             yield from file
         except UnicodeDecodeError:
-            file.seek(0)
-            file.read()  # raises it again with its place in the whole file
+            read_text(path)  # raises the UserError with its place in the whole file
             raise
 
 
 @contextlib.contextmanager
 def _open_text(path: Path) -> Iterator[IO[str]]:
     """The opened file; faults while it is opened or read are UserErrors."""
-    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rt", encoding="utf-8-sig") as file:
+        with _unpacked(path) as packed, io.TextIOWrapper(packed, encoding="utf-8-sig") as file:
             yield file
     except FileNotFoundError as error:
         if path.is_symlink():
@@ -90,6 +89,18 @@ def _open_text(path: Path) -> Iterator[IO[str]]:
     except (OSError, EOFError, zlib.error, ValueError) as error:  # ValueError: a null character
         reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
         raise UserError(f"{path} cannot be read ({reason}): name a readable file") from error
+
+
+def _unpacked(path: Path) -> IO[bytes]:
+    """The opened file; reading it decompresses what .gz and .zst hold."""
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    file = path.open("rb")
+    if path.suffix != ".zst":
+        return file
+    import pyarrow  # which has the decompressor; slow to import
+
+    return pyarrow.input_stream(file, compression="zstd")
 
 
 def read_json(path: str | Path) -> Any:

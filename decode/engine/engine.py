@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from decode.common.errors import UserError
+from decode.common.errors import NotFiniteError, UserError
 from decode.common.in_use import Request
 from decode.common.ranges import check_ranges
 from decode.constraints.matcher import Matcher
@@ -463,14 +463,21 @@ class SpeculativeEngine:
             self.constraint.stop(row)
         return added
 
+    @torch.inference_mode()
     def _check_finite(self, request: ActiveRequest, target: bool, draft: bool) -> None:
-        """UserError if the logits of the target or of the draft were no numbers: any token would pass for its text."""
+        """NotFiniteError if the logits of target or draft were no numbers: any token would pass for its text."""
         if target and draft:
             return
         name = "the draft" if target else f"target {self.target.name!r}"
-        raise UserError(
+        for cache in self._kv_caches():  # the next request must not find NaN in slots that it masks
+            for layer in cache.kv_layers:
+                if layer.is_initialized:
+                    layer.keys.zero_()
+                    layer.values.zero_()
+        raise NotFiniteError(
+            None if target else request.prompt,
             f"{name} gives NaN or infinite logits after {request.length} tokens of prompt {request.prompt}: its "
-            "weights are damaged, or its dtype is too narrow (float16 overflows where bfloat16 and float32 do not)"
+            "weights are damaged, or its dtype is too narrow (float16 overflows where bfloat16 and float32 do not)",
         )
 
 

@@ -1,4 +1,4 @@
-"""assets/tasks/*.yaml, which describe how the rows of a data set become prompts, and the readers of data files."""
+"""assets/tasks/*.yaml, which describe how the rows of a data set become prompts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -11,9 +11,9 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from decode.common.errors import UserError, one_line
-from decode.common.files import parse_json, parse_jsonl, read_text, read_yaml
-from decode.model.names import check_name, load_error
-from eval.tasks.row_forms import drop_arrow_nulls
+from decode.common.files import read_yaml
+from decode.model.names import is_local
+from eval.tasks.row_files import DatasetRow, read_hub_rows, read_rows
 
 ASSETS_DIR = Path(__file__).resolve().parents[2] / "assets"
 BUNDLED_PROMPTS_DIR = ASSETS_DIR / "prompts"
@@ -21,7 +21,6 @@ DATASET_SPECS_DIR = ASSETS_DIR / "tasks"
 JINJA_ENVIRONMENT = ImmutableSandboxedEnvironment(
     undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
 )
-FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 
 
 @dataclass
@@ -64,20 +63,17 @@ class DatasetSpec:
     def metric_for(self, domain: str) -> str:
         return self.metrics.get(domain, self.metric)
 
-    def data_path(self, task: str, path: str) -> Path:
-        """The file that holds the rows: `path`, or the bundled one. UserError when there is no such file."""
+    def data_path(self, task: str, path: str) -> Path | None:
+        """The file or folder that holds the rows: `path`, or the bundled one; None if `path` is a name on the Hub.
+
+        UserError if there is nothing there.
+        """
         file = Path(path) if path else BUNDLED_PROMPTS_DIR / self.bundled
-        if not file.is_file():
+        if file.exists():
+            return file
+        if is_local(path, "dataset") or "/" not in path:
             raise UserError(f"task {task!r}: no file {file}: correct its path")
-        return file
-
-
-@dataclass(frozen=True)
-class DatasetRow:
-    """One row of a data file, and its location for error messages."""
-
-    fields: dict[str, Any]
-    location: str
+        return None
 
 
 CUSTOM_DATASET = DatasetSpec("own", 1, prompt="", turns="turns", domain_from="domain")
@@ -162,92 +158,23 @@ def load_rows(task: str, path: str, spec: DatasetSpec, limit: int) -> list[Datas
             raise UserError(
                 f"task {task!r} needs a path; known without one: {', '.join(tasks_without_path())}"
             )
-        rows = _read_hub_dataset(task, spec)
+        rows = _read_hub(task, spec, spec.hub)
     else:
-        rows = _read_file(spec.data_path(task, path))
+        found = spec.data_path(task, path)
+        rows = _read_hub(task, spec, path) if found is None else read_rows(found, spec.split)
     taken = list(islice(rows, limit or None))
     if len(taken) == 0:
         raise UserError(f"{path or spec.name} holds no prompts")
+    bad = next((row.error for row in taken if row.error), "")
+    if bad:
+        raise UserError(bad)
     return taken
 
 
-def _read_file(path: Path) -> Iterator[DatasetRow]:
-    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if kind == ".parquet":
-        import pyarrow.parquet
-
-        try:
-            table = pyarrow.parquet.read_table(path)
-            rows = table.to_pylist()
-        except (OSError, pyarrow.ArrowException) as error:
-            raise UserError(
-                f"{path} cannot be read as Parquet: download or save it again"
-            ) from error
-        features = None
-        if "arrow.json" in str(table.schema):  # values of any form, stored as texts
-            import datasets
-
-            features = datasets.Features.from_arrow_schema(table.schema)
-            rows = map(features.decode_example, rows)
-        for number, values in enumerate(rows, 1):
-            yield DatasetRow(drop_arrow_nulls(values, features), f"{path}, row {number}")
-        return
-    if kind not in FILE_SUFFIXES:
-        raise UserError(
-            f"{path}: a task's file ends in {', '.join(FILE_SUFFIXES)}, or in these and .gz"
-        )
-    text = read_text(path)
-    if kind == ".jsonl":
-        for where, values in parse_jsonl(text, path):
-            if not isinstance(values, dict):
-                raise UserError(f"{where} is not a JSON object")
-            yield DatasetRow(values, where)
-    elif kind == ".txt":
-        paragraphs = [part.strip("\n") for part in text.split("\n\n") if part.strip()]
-        for number, part in enumerate(paragraphs, 1):
-            yield DatasetRow({"prompt": part}, f"{path}, paragraph {number}")
-    else:
-        yield from _parse_json_list(path, text)
-
-
-def _parse_json_list(path: Path, text: str) -> Iterator[DatasetRow]:
-    values = parse_json(text, str(path), "write a list of objects")
-    if not isinstance(values, list) or not all(isinstance(row, dict) for row in values):
-        raise UserError(f"{path} is not a list of JSON objects")
-    for number, row in enumerate(values, 1):
-        yield DatasetRow(row, f"{path}, row {number}")
-
-
-def _read_hub_dataset(task: str, spec: DatasetSpec) -> Iterator[DatasetRow]:
+def _read_hub(task: str, spec: DatasetSpec, name: str) -> Iterator[DatasetRow]:
+    """The rows of the spec's own data set, or of the user's, which has one configuration."""
+    config, revision = (spec.config, spec.revision) if name == spec.hub else (None, None)
     try:
-        rows = load_hub_dataset(spec.hub, spec.config, spec.split, spec.revision)
+        yield from read_hub_rows(name, config, spec.split, revision)
     except UserError as error:
         raise UserError(f"task {task!r}: {error}, or give its file as `path`") from error
-    for number, values in enumerate(rows):
-        fields = drop_arrow_nulls(values, rows.features)
-        yield DatasetRow(fields, f"{spec.hub}, row {number}")
-
-
-def load_hub_dataset(
-    name: str,
-    config: str | None,
-    split: str,
-    revision: str | None = None,
-    streaming: bool = False,
-) -> Any:
-    """One split of a data set of the Hugging Face Hub: a Dataset, or with `streaming` an IterableDataset.
-
-    A local folder of data files will do. UserError with name, config, split and reason if it cannot be loaded.
-    """
-    import datasets  # slow to import, and only Hub data sets need it
-
-    check_name(name, "hub data set", "dataset")
-    try:
-        return datasets.load_dataset(
-            name, config, split=split, revision=revision, streaming=streaming
-        )
-    except Exception as error:  # network, name, format and script errors have no common class
-        raise UserError(
-            f"hub data set {name!r} (config {config}, split {split!r}) cannot be loaded "
-            f"({load_error(name, 'dataset', error)}): check its name, config, split and the network"
-        ) from error

@@ -14,10 +14,10 @@ from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero
 from decode.engine.chat_template import Messages, Tools, encode_prompt
 from decode.model.loading import Target
+from eval.tasks import row_files
 from eval.tasks.dataset_specs import (
     BUNDLED_PROMPTS_DIR,
     CUSTOM_DATASET,
-    DatasetRow,
     DatasetSpec,
     evaluate_expression,
     find_dataset_spec,
@@ -25,6 +25,7 @@ from eval.tasks.dataset_specs import (
     render_template,
     row_domain,
 )
+from eval.tasks.row_files import DatasetRow
 from eval.tasks.row_forms import read_row, read_tools
 
 
@@ -37,9 +38,10 @@ class Task:
     alpaca come from a local file or the Hub; spec-bench, speed-bench, speculator-benchmarks and any other name need a
     path."""
     path: str = ""
-    """A .jsonl, .json, .parquet or .txt file, also .gz. Without a spec its rows hold `turns` (the user's messages, in
-    order), else `messages` (a chat, maybe as JSON), `prompt` and others, as training reads them, and maybe `tools`,
-    `id` and `domain`; the paragraphs of a .txt file are prompts. Empty: bundled, or the Hub data set of the spec."""
+    """A .jsonl, .json, .parquet or .txt file, also .gz or .zst; a folder of them or of `save_to_disk`; or a Hub name,
+    whose split is the spec's, else test. Without a spec its rows hold `turns` (the user's messages, in order), else
+    `messages` (a chat, maybe as JSON), `prompt` and others, as training reads them, and maybe `tools`, `id` and
+    `domain`; the paragraphs of a .txt file are prompts. Empty: bundled, or the Hub data set of the spec."""
     kind: str = ""
     """Name of the spec to read the file by, where `name` is not one."""
     limit: CountOrZero = 0
@@ -227,7 +229,8 @@ def task_version(task: Task) -> str:
     """
     spec = find_dataset_spec(task.kind or task.name)
     if task.path:
-        digest = hashlib.sha256(spec.data_path(task.name, task.path).read_bytes()).hexdigest()[:12]
+        path = spec.data_path(task.name, task.path)
+        digest = f"{task.path}:{spec.split}" if path is None else row_files.digest(path)
         no_version = spec.name == "own" or spec.bundled
         return f"{task.name}@{digest}" if no_version else f"{task.name}@{spec.version}+{digest}"
     if spec.bundled:

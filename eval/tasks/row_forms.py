@@ -23,7 +23,7 @@ class RowForm:
     column: str
     """Where the prompt stands: a text, a list of messages, or such a list as JSON."""
     answers: tuple[str, ...] = ()
-    """Columns that may hold its answer; the first one that is not empty does."""
+    """Columns that may hold its answer; the first one that is not empty does. `answers` holds calls of tools."""
     chat: bool = False
     """The column holds messages, never a text."""
     whole: bool = False
@@ -39,18 +39,25 @@ FORMS = (
     RowForm("prompt", answers=("completion", "response", "output")),
     RowForm("instruction", answers=("output", "response", "completion"), input="input"),
     RowForm("question", answers=("answer", "response", "output")),
-    RowForm("query", answers=("response", "output")),
+    RowForm("query", answers=("response", "output", "answers")),
     RowForm("text", answers=("response",), whole=True),
 )
 """Of the columns that a row has and that are not empty, the first one here is its prompt."""
 TOOLS = "tools"
 ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot"), "assistant"),
-    "system": "system",
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "ai"), "assistant"),
+    **dict.fromkeys(("system", "system_prompt"), "system"),
+    **dict.fromkeys(
+        ("tool", "observation", "function_response", "tool_response", "tool_result"), "tool"
+    ),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
 }
-"""{what `from` says in messages of `from` and `value`: the role}."""
+"""{how data sets name who speaks, in small letters: the role}."""
+CALLS = ("function_call", "tool_call")
+"""Those of ROLES whose text is the JSON of one call, or of several."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a content that are texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,12 @@ def read_row(
         prompt = f"{prompt}\n\n{after}"
         columns.append(form.input)
     for name in ((answer,) if answer else form.answers) if answered else ():
-        reply = _text_or_chat(fields.get(name), f"{where}: `{name}`")
+        what = f"{where}: `{name}`"
+        if name == "answers":
+            calls = _read_calls(fields.get(name), what)
+            reply = [{"role": "assistant", "tool_calls": calls}] if calls else None
+        else:
+            reply = _text_or_chat(fields.get(name), what)
         if reply is not None:
             columns.append(name)
             break
@@ -174,6 +186,15 @@ def _without_nulls(value: Any, kind: Any) -> Any:
     return {name: _without_nulls(item, inner.get(name)) for name, item in said.items()}
 
 
+def check_said(chat: Messages, where: str) -> None:
+    """UserError for a message of the user or the assistant that says and calls nothing."""
+    for number, message in enumerate(chat, 1):
+        if message["role"] in ("user", "assistant") and not message.get("tool_calls"):
+            content = message["content"]
+            if isinstance(content, str) and content.strip() == "":
+                raise UserError(f"{where}: message {number} ({message['role']}) is empty")
+
+
 def message_text(message: Mapping[str, Any]) -> str:
     """A message's content; "" if it only calls tools."""
     return message.get("content") or ""
@@ -204,31 +225,51 @@ def _text_or_chat(value: Any, what: str, chat: bool = False) -> str | Messages |
 
 
 def _read_message(item: Any, what: str) -> dict[str, Any]:
-    """The message without its empty fields, its content as text.
+    """The message without its empty fields, its role by its usual name, its content as text.
 
     UserError unless it has a role, and a text (or parts that are texts) or the calls of tools.
     """
     item = _parse_if(item, _is_object, what)
     message = {k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else {}
-    speaker = str(message.get("from")).lower()
-    if "role" not in message and speaker in ROLES:
-        message = {"role": ROLES[speaker], "content": message.get("value")}
-    parts = message.get("content")
-    if isinstance(parts, list) and parts and _are_texts(parts):
-        message["content"] = "\n".join(part["text"] for part in parts)
-    if "tool_calls" in message:
-        message["tool_calls"] = _parse_if(message["tool_calls"], _is_objects, what)
-    said = isinstance(message.get("content"), str)
-    calls = (
-        "content" not in message
-        and message.get("tool_calls")
-        and message.get("role") == "assistant"
+    speaker = message.get("role", message.get("from"))
+    named = str(speaker).lower()
+    if "content" not in message and "value" in message:
+        message["content"] = message.pop("value")
+    if named in ROLES:
+        if "role" not in message:  # of the messages of ShareGPT no template knows another field
+            message = {k: message[k] for k in ("content", "tool_calls") if k in message}
+        message = {**message, "role": ROLES[named]}
+    if named in CALLS:
+        calls = _read_calls(message.pop("content", None), what)
+    elif "tool_calls" not in message:
+        calls = _read_calls(message.pop("function_call", None), what)
+    else:
+        calls = _parse_if(message["tool_calls"], _is_objects, what)
+    if calls:
+        message["tool_calls"] = calls
+    content = message.get("content")
+    if isinstance(content, list) and content and _are_texts(content):
+        texts = (part if isinstance(part, str) else part["text"] for part in content)
+        message["content"] = "\n".join(texts)
+    complete = isinstance(message.get("content"), str) or (
+        "content" not in message and calls and message.get("role") == "assistant"
     )
-    if not isinstance(message.get("role"), str) or not (said or calls):
+    if not isinstance(message.get("role"), str) or not complete:
         raise UserError(
             f"{what}: every message needs `role` and `content` as text, not {item!r:.60}"
         )
     return message
+
+
+def _read_calls(value: Any, what: str) -> list[dict[str, Any]] | None:
+    """The tool calls in an object of `name` and `arguments`, a list of such, or the JSON of it; None for all else."""
+    value = _parse_if(value, lambda parsed: _is_object(parsed) or _is_objects(parsed), what)
+    found = [value] if isinstance(value, dict) else value
+    if not isinstance(found, list) or not found:
+        return None
+    if not all(isinstance(call, dict) and {*call} == {"name", "arguments"} for call in found):
+        return None
+    return [{"type": "function", "function": call} for call in found]
 
 
 def read_tools(fields: Mapping[str, Any], where: str) -> Tools | None:
@@ -279,14 +320,17 @@ def _is_chat(value: Any) -> bool:
 
 
 def _is_message(item: dict[str, Any]) -> bool:
-    said = "content" in item or "tool_calls" in item
-    return ("role" in item and said) or ("from" in item and "value" in item)
+    said = not {"content", "value", "tool_calls", "function_call"}.isdisjoint(item)
+    return said and not {"role", "from"}.isdisjoint(item)
 
 
 def _are_texts(parts: list[Any]) -> bool:
     return all(
-        isinstance(part, dict)
-        and part.get("type", "text") == "text"
-        and isinstance(part.get("text"), str)
+        isinstance(part, str)
+        or (
+            isinstance(part, dict)
+            and part.get("type", "text") in TEXT_PARTS
+            and isinstance(part.get("text"), str)
+        )
         for part in parts
     )

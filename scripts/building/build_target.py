@@ -33,7 +33,7 @@ from decode.common.errors import UserError
 from decode.common.files import parse_jsonl, read_text
 from decode.common.ranges import Count, LearningRate, Seed, Share, at_least
 from decode.common.run_dir import check_folder, replace_folder
-from eval.tasks.dataset_specs import load_hub_dataset
+from eval.tasks.row_files import load_hub_dataset
 from scripts.building.scratch_training import ScratchTraining, train_from_scratch
 from train.data import python_corpus
 

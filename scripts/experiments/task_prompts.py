@@ -25,7 +25,7 @@ from decode.common.errors import UserError
 from decode.common.files import parse_jsonl, read_text, write_atomically
 from decode.common.ranges import CountOrZero, Seed
 from decode.model.loading import load_tokenizer
-from eval.tasks.dataset_specs import load_hub_dataset
+from eval.tasks.row_files import load_hub_dataset
 from train.data import manifest, python_corpus
 
 COMMAND = "scripts/experiments/task_prompts.py"

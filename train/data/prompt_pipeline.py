@@ -8,11 +8,10 @@
 
 import hashlib
 import itertools
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from decode.common.errors import UserError
 from decode.model import compatibility
@@ -36,6 +35,7 @@ WRONG_LENGTHS = "dropped_by_length"
 NEAR_DUPLICATES = "dropped_as_near_duplicates"
 FILTERS = (OVERLAPS, WRONG_LENGTHS, NEAR_DUPLICATES)
 """Names of the counts of prompts that the filters drop, in their order."""
+T = TypeVar("T")
 TOKENIZED_TOGETHER = 256
 """Prompts in one call of the tokenizer."""
 
@@ -138,7 +138,7 @@ def load_prompts(
     unlike = NearDuplicates(s.filters.near_duplicates)
     kept: list[TokenizedPrompt] = []
     reason = ""
-    for prompt, conversation in tokenize(s, read, reader, dropped):
+    for prompt, conversation in tokenize(s, read, reader, log):
         if prompt.sample == 0:  # the others have the same content, and are kept or dropped with it
             reason = _why_dropped(s, prompt, conversation, evaluation, unlike)
             packed = conversation.packed()
@@ -146,6 +146,7 @@ def load_prompts(
             dropped[reason] += 1
         else:
             kept.append(TokenizedPrompt(prompt.id, prompt.source, packed))
+    log.check_share()
     total = len(kept) + sum(dropped[name] for name in FILTERS)
     if total == 0 and dropped[UNANSWERED]:
         raise UserError(
@@ -179,41 +180,58 @@ def _why_dropped(
 
 
 def tokenize_prompts(
-    s: PromptConfig, read: Iterator[Prompt], reader: TargetTokenizer, dropped: Counter[str]
+    s: PromptConfig, read: Iterator[Prompt], reader: TargetTokenizer, log: ReadLog
 ) -> Iterator[tuple[Prompt, Conversation]]:
-    """Prompts whose replies the target will generate, tokenised many at a time."""
+    """Prompts whose replies the target will generate, tokenised many at a time; `log` counts those that are refused."""
+
+    def convert(some: list[Prompt]) -> list[Conversation]:
+        return conversations.conversations_without_replies(reader.tokenizer, some, s.turns)
+
     while some := list(itertools.islice(read, TOKENIZED_TOGETHER)):
-        yield from zip(
-            some,
-            conversations.conversations_without_replies(reader.tokenizer, some, s.turns),
-            strict=True,
-        )
+        try:
+            yield from zip(some, convert(some), strict=True)
+        except UserError:
+            for prompt in some:
+                for conversation in _unless_refused(lambda p: convert([p]), prompt, log):
+                    yield prompt, conversation
 
 
 def tokenize_texts(
-    s: PromptConfig, read: Iterator[Prompt], reader: TargetTokenizer, dropped: Counter[str]
+    s: PromptConfig, read: Iterator[Prompt], reader: TargetTokenizer, log: ReadLog
 ) -> Iterator[tuple[Prompt, Conversation]]:
     """Prompts of origin text with their replies; a text without an answer becomes several windows.
 
-    Texts may share windows: repeated ones are counted in `dropped`.
+    Texts may share windows: `log` counts repeated ones, and prompts that are refused.
     """
+
+    def convert(prompt: Prompt) -> list[tuple[Prompt, Conversation]]:
+        if reader.encoder_decoder:
+            return [(prompt, conversations.encoder_pair(reader.tokenizer, prompt))]
+        if not has_replies(prompt):
+            return conversations.split_into_windows(reader.tokenizer, prompt, s.window)
+        found = conversations.conversation_with_replies(
+            reader.tokenizer, prompt, s.turns, reader.eos
+        )
+        return [(prompt, found)]
+
     seen: set[str] = set()
     for prompt in read:
-        if reader.encoder_decoder:
-            items = [(prompt, conversations.encoder_pair(reader.tokenizer, prompt))]
-        elif has_replies(prompt):
-            conversation = conversations.conversation_with_replies(
-                reader.tokenizer, prompt, s.turns, reader.eos
-            )
-            items = [(prompt, conversation)]
-        else:
-            items = conversations.split_into_windows(reader.tokenizer, prompt, s.window)
-        for item, conversation in items:
+        for item, conversation in _unless_refused(convert, prompt, log):
             if item.id in seen:
-                dropped[REPEATS] += 1
+                log.dropped[REPEATS] += 1
             else:
                 seen.add(item.id)
                 yield item, conversation
+
+
+def _unless_refused(convert: Callable[[Prompt], list[T]], prompt: Prompt, log: ReadLog) -> list[T]:
+    """What `convert` makes of a prompt; if it raises a UserError nothing, and `log` counts the prompt's row once."""
+    try:
+        return convert(prompt)
+    except UserError as error:
+        if prompt.sample == 0:
+            log.refuse(f"{prompt.location}: {error}" if prompt.location else str(error))
+        return []
 
 
 def has_replies(prompt: Prompt) -> bool:

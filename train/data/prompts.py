@@ -28,7 +28,7 @@ from train.data.sources import (
     PromptSource,
     ReadLog,
     check,
-    read_jsonl,
+    read_contents,
     read_source,
 )
 
@@ -47,6 +47,8 @@ class Prompt:
     """The answer to `text`, for origin text if the source has one."""
     tools: Tools | None = None
     """What the chat may call."""
+    location: str = ""
+    """Where its row stands, for messages."""
 
     @property
     def content_id(self) -> str:
@@ -112,8 +114,8 @@ def evaluation_texts(root: Path = BUNDLED_PROMPTS) -> list[str]:
 
 
 def read_prompt_texts(path: Path) -> list[str]:
-    """The prompts of a jsonl file as plain text."""
-    return [prompt_text(make_prompt("", found.content, 0)) for found in read_jsonl(path)]
+    """The prompts of a file or a folder as plain text."""
+    return [prompt_text(make_prompt("", found.content, 0)) for found in read_contents(path)]
 
 
 def prompt_text(prompt: Prompt) -> str:
@@ -152,6 +154,7 @@ def _drop_duplicates(
     """The first samples of candidates whose id is not in `seen`, to which it is added; the others are counted."""
     for candidate in candidates:
         prompt = make_prompt(candidate.label, candidate.content, 0, candidate.tools)
+        prompt = replace(prompt, location=candidate.location)
         if prompt.id in seen:
             log.dropped[REPEATS] += 1
         else:

@@ -6,32 +6,32 @@ place of each line or row where they are shuffled.
 
 import itertools
 import random
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from decode.common.errors import UserError
-from decode.common.files import parse_json_lines, read_lines, read_text
 from decode.common.ranges import Count, at_least
 from decode.engine.chat_template import Tools
-from eval.tasks.dataset_specs import load_hub_dataset
-from eval.tasks.row_forms import Content, drop_arrow_nulls, prompt_columns, read_row
+from eval.tasks.row_files import DatasetRow, read_hub_rows, read_rows
+from eval.tasks.row_forms import Content, check_said, prompt_columns, read_row
 from train.data import python_corpus
 
 BUNDLED_PROMPTS = Path(__file__).resolve().parents[2] / "assets" / "prompts"
 DOMAINS = ("code", "prose", "arithmetic")
 EXCERPT_LENGTHS = (200, 600)  # characters
-SHUFFLE_BUFFER = (
-    10_000  # rows of a streamed data set that are shuffled together, where a limit is set
-)
-
 REPEATS = "dropped_as_repeats"
 EMPTY = "dropped_as_empty"
 UNANSWERED = "dropped_without_answer"
-"""Names of the counts of rows that equal earlier ones, that hold nothing, and for origin text that have no answer."""
+REFUSED = "dropped_as_refused"
+"""Names of the counts of rows that equal earlier ones, that hold nothing, for origin text that have no answer, and that
+cannot be read or encoded."""
+CHECKED_EARLY = 1000
+"""Rows after which the share of refused ones is checked for the first time."""
+NAMED_ROWS = 3
+"""Refused rows that are named; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class Candidate:
     """Name of the source, without the folder that it lies in, which stays private."""
     content: Content
     tools: Tools | None = None
+    location: str = ""
+    """Where it stands, for messages."""
 
 
 @dataclass
@@ -54,6 +56,28 @@ class ReadLog:
     """{a source and the columns that were read: a line about it}."""
     unanswered: str = ""
     """Where the first row without an answer stands."""
+    max_bad_rows: float = 0.0
+    """Largest share of the rows that may be refused; 0: the first one is an error."""
+    rows: int = 0
+    """Rows read from files and data sets."""
+    refused: list[str] = field(default_factory=list)
+    """Place and reason of the first refused rows."""
+
+    def refuse(self, error: str) -> None:
+        """Counts a row that is left out because of `error`, which names it. UserError if none may be."""
+        if self.max_bad_rows == 0:
+            raise UserError(error)
+        self.dropped[REFUSED] += 1
+        self.refused += [error][: NAMED_ROWS - len(self.refused)]
+
+    def check_share(self) -> None:
+        """UserError if all rows are refused, or a larger share than may be."""
+        number = self.dropped[REFUSED]
+        if number > self.max_bad_rows * self.rows or 0 < self.rows == number:
+            raise UserError(
+                f"{number} of {self.rows} rows are refused, max_bad_rows allows a share of {self.max_bad_rows:g}; the "
+                f"first: {self.refused[0]}"
+            )
 
     def lines(self) -> list[str]:
         """What to tell the user."""
@@ -61,8 +85,12 @@ class ReadLog:
         rows = (
             f"{number} row{'s' * (number > 1)} without an answer skipped, such as {self.unanswered}"
         )
-        skipped = f"{rows}: {ANSWER_ADVICE}"
-        return [*self.forms.values(), *([skipped] if number else [])]
+        skipped = [f"{rows}: {ANSWER_ADVICE}"] if number else []
+        refused = self.dropped[REFUSED]
+        if refused:
+            skipped += [f"skipped {error}" for error in self.refused]
+            skipped.append(f"{refused} of {self.rows} rows refused and skipped")
+        return [*self.forms.values(), *skipped]
 
 
 ANSWER_ADVICE = (
@@ -76,26 +104,27 @@ class PromptSource:
     """One place that prompts come from."""
 
     kind: Literal["bundled", "stdlib", "file", "hub"]
-    """bundled: this repository's prompts; stdlib: excerpts of Python's standard library; file: a file of yours; hub: a
-    data set of the Hugging Face Hub."""
+    """bundled: this repository's prompts; stdlib: excerpts of Python's standard library; file: a file or a folder; hub:
+    a data set of the Hugging Face Hub."""
 
     path: str = ""
-    """bundled: code, prose, arithmetic or all; file: .jsonl, or .txt with a blank line between prompts; hub: name of a
-    data set. A row is read as the first of these that it holds: messages, conversations, conversation (chats, maybe as
-    JSON); prompt, instruction with input, question, query (with their answers, for origin text); text. Its tools are
-    offered to the target."""
+    """bundled: code, prose, arithmetic or all; file: .jsonl, .json or .parquet, .txt with a blank line between prompts
+    (each also .gz or .zst), a folder of such files, or one of `save_to_disk`; hub: name of a data set. A row is read as
+    the first of these that it holds: messages, conversations, conversation (chats, maybe as JSON); prompt,
+    instruction with input, question, query (with their answers, for origin text); text. Its tools are offered to the
+    target."""
 
     split: str = "train"
-    """hub: which split of the data set."""
+    """hub and folders: which split of the data set. Of a folder in which no file is named after it all are read."""
 
     config: str | None = None
     """hub: which configuration of the data set; null: its only one."""
 
     column: str = ""
-    """hub and .jsonl: column that holds the text, or the messages of a chat; empty: as `path` says."""
+    """hub and file: column that holds the text, or the messages of a chat; empty: as `path` says."""
 
     response: str = ""
-    """hub and .jsonl, for origin text: column that holds the answer; empty: as `path` says."""
+    """hub and file, for origin text: column that holds the answer; empty: as `path` says."""
 
     streaming: bool = False
     """hub: read rows as they are downloaded, without storing them. A limit then chooses among nearby rows only."""
@@ -156,114 +185,44 @@ def _read_bundled(domain: str, root: Path) -> list[Candidate]:
     return [
         replace(candidate, label=f"bundled/{name}")
         for name in domains
-        for candidate in read_jsonl(root / "train" / f"{name}.jsonl")
+        for candidate in read_contents(root / "train" / f"{name}.jsonl")
     ]
 
 
 def _read_file(
     source: PromptSource, rng: random.Random, answered: bool, log: ReadLog
 ) -> Iterator[Candidate]:
-    """What a .jsonl or .txt file holds, shuffled where a limit will choose among it. UserError for nothing."""
-    path, shuffled = Path(source.path), source.limit is not None
-    if path.suffix == ".jsonl":
-        rows = _shuffled_rows(path, source, rng, answered) if shuffled else _json_rows(path)
-        found = _read_rows(rows, path.name, source, answered, log)
-    elif path.suffix == ".txt":
-        texts = _read_whole_text(path) if answered else _read_paragraphs(path)
-        if shuffled:
-            texts = list(texts)
-            rng.shuffle(texts)
-        found = (Candidate(path.name, text) for text in texts)
-    else:
-        raise UserError(f"prompt file {path}: must end in .jsonl or .txt")
+    """What a file or a folder of yours holds, shuffled where a limit will choose among it. UserError for nothing."""
+    path = Path(source.path)
+    rows = read_rows(path, source.split, rng if source.limit is not None else None, answered)
     skipped = log.dropped[UNANSWERED]
     empty = True
-    for candidate in found:
+    for candidate in _read_rows(rows, path.resolve().name, source, answered, log):
         empty = False
         yield candidate
-    if empty and log.dropped[UNANSWERED] == skipped:
+    if empty and log.dropped[UNANSWERED] == skipped and not log.dropped[REFUSED]:
         raise UserError(f"prompt file {path}: has no prompts: add some or drop the source")
 
 
-def _read_whole_text(path: Path) -> list[str]:
-    """The text of a file, if there is any."""
-    return [text for text in [read_text(path)] if text.strip() != ""]
-
-
-def _read_paragraphs(path: Path) -> Iterator[str]:
-    """What stands between blank lines; of two blank lines the second one belongs to the paragraph behind them."""
-    lines: list[str] = []
-    for line in itertools.chain(read_lines(path), ["\n"]):
-        if lines and line.strip(" \t") == "\n":
-            text = "".join(lines).strip("\n")
-            lines = []
-            if text.strip() != "":
-                yield text
-        else:
-            lines.append(line)
-
-
-def read_jsonl(path: Path) -> Iterator[Candidate]:
-    """The prompt of each line that is not blank. UserError names path and line of a bad one."""
-    return _read_rows(_json_rows(path), path.name, PromptSource("file"), False, ReadLog())
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("path:line", row) of each line that is not blank. UserError for one that is no JSON object."""
-    return _parse_rows(read_lines(path), path)
-
-
-def _parse_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for where, row in parse_json_lines(lines, path):
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: needs an object with a column such as `prompt`")
-        yield where, row
-
-
-def _shuffled_rows(
-    path: Path, source: PromptSource, rng: random.Random, answered: bool
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of `_json_rows` in random order; every row is checked before the first one is given."""
-    for _ in _read_rows(_json_rows(path), path.name, source, answered, ReadLog()):
-        pass
-    starts, numbers, end = array("q"), array("q"), 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.decode().strip("\ufeff").strip() != "":
-                starts.append(end)
-                numbers.append(number)
-            end += len(line)
-        order = array("q", range(len(starts)))
-        rng.shuffle(order)  # type: ignore[arg-type]
-        for i in order:
-            file.seek(starts[i])
-            for _, row in _parse_rows([file.readline().decode("utf-8-sig")], path):
-                yield f"{path}:{numbers[i]}", row
+def read_contents(path: Path) -> Iterator[Candidate]:
+    """The prompts of a file or a folder. UserError names the place of a bad one."""
+    source = PromptSource("file")
+    return _read_rows(read_rows(path, source.split), path.name, source, False, ReadLog())
 
 
 def _read_hub(
     source: PromptSource, rng: random.Random, answered: bool, log: ReadLog
 ) -> Iterator[Candidate]:
     """The rows of a Hub data set."""
-    name = f"hub data set {source.path!r}"
-    data = load_hub_dataset(source.path, source.config, source.split, streaming=source.streaming)
-    rows: Iterable[tuple[int, Any]]
-    if source.streaming:
-        limited = source.limit is not None
-        rows = enumerate(
-            data.shuffle(rng.getrandbits(32), buffer_size=SHUFFLE_BUFFER) if limited else data
-        )
-    else:
-        order = array("q", range(len(data)))
-        if source.limit is not None:
-            rng.shuffle(order)  # type: ignore[arg-type]
-        rows = ((index, data[index]) for index in order)
-    named = ((f"{name}, row {index}", drop_arrow_nulls(row, data.features)) for index, row in rows)
-    return _read_rows(named, source.path, source, answered, log)
+    chosen = rng if source.limit is not None else None
+    rows = read_hub_rows(
+        source.path, source.config, source.split, streaming=source.streaming, rng=chosen
+    )
+    return _read_rows(rows, source.path, source, answered, log)
 
 
 def _read_rows(
-    rows: Iterable[tuple[str, dict[str, Any]]],
+    rows: Iterable[DatasetRow],
     label: str,
     source: PromptSource,
     answered: bool,
@@ -271,25 +230,47 @@ def _read_rows(
 ) -> Iterator[Candidate]:
     """The prompts of rows, with `answered` only of those that have an answer; `log` counts the others.
 
-    A row without any content is an error in a file, and skipped in a set of the Hub.
+    A row without any content is refused in a file, and skipped in a set of the Hub.
     """
-    for where, fields in rows:
-        row = read_row(fields, where, answered, source.column, source.response)
-        content = None if row is None else row.answered() if answered else row.question()
-        if content is not None and row is not None:
-            if (label, *row.columns) not in log.forms:
-                log.forms[label, *row.columns] = f"{label}: {row.describe(fields)}"
-            yield Candidate(label, content, row.tools)
-        elif answered and row is not None:
-            log.dropped[UNANSWERED] += 1
-            log.unanswered = log.unanswered or where
-        elif source.kind == "file":
-            columns = [source.column] if source.column else prompt_columns(fields)
-            verb = "is" if len(columns) == 1 else "are"
-            names = ", ".join(f"`{column}`" for column in columns)
-            raise UserError(f"{where}: {names} {verb} empty: fill it or remove the line")
-        else:
-            log.dropped[EMPTY] += 1
+    for item in rows:
+        log.rows += 1
+        try:
+            found = _read_row(item, label, source, answered, log)
+        except UserError as error:
+            log.refuse(str(error))
+            found = None
+        if log.rows == CHECKED_EARLY:
+            log.check_share()
+        if found is not None:
+            yield found
+
+
+def _read_row(
+    item: DatasetRow, label: str, source: PromptSource, answered: bool, log: ReadLog
+) -> Candidate | None:
+    """What a row holds; None if it counts in `log` as empty or unanswered. UserError for a row that is refused."""
+    if item.error:
+        raise UserError(item.error)
+    fields, where = item.fields, item.location
+    row = read_row(fields, where, answered, source.column, source.response)
+    content = None if row is None else row.answered() if answered else row.question()
+    if content is not None and row is not None:
+        if isinstance(content, list):
+            check_said(content, where)
+        if (label, *row.columns) not in log.forms:
+            log.forms[label, *row.columns] = f"{label}: {row.describe(fields)}"
+        return Candidate(label, content, row.tools, where)
+    if answered and row is not None:
+        log.dropped[UNANSWERED] += 1
+        log.unanswered = log.unanswered or where
+    elif source.kind == "file":
+        columns = [source.column] if source.column else prompt_columns(fields)
+        verb = "is" if len(columns) == 1 else "are"
+        names = ", ".join(f"`{column}`" for column in columns)
+        raise UserError(f"{where}: {names} {verb} empty: fill it or remove the line")
+    else:
+        log.dropped[EMPTY] += 1
+    return None
 
 
 def _stdlib_excerpts(rng: random.Random, tries: int) -> Iterator[str]:

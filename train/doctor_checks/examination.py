@@ -18,7 +18,7 @@ from train.data.manifest import load_set
 from train.data.mixture import DataSpec
 from train.data.prompt_pipeline import TargetTokenizer, evaluation_texts
 from train.data.prompts import Prompt, encode_prompt, stream_prompts
-from train.data.sources import REPEATS, PromptSource, ReadLog
+from train.data.sources import REFUSED, REPEATS, PromptSource, ReadLog
 from train.doctor_checks.answers import AnswerCheck
 from train.doctor_checks.boundary import BoundaryCheck
 from train.doctor_checks.chat_features import FeatureCheck, source_findings, template_findings
@@ -50,7 +50,7 @@ class DoctorConfig:
     turns: TurnSelection = "last"
     """sources: which replies are to be sampled, as in train/sample.py."""
     decontaminate: str | list[str] = ""
-    """Files with evaluation prompts (jsonl) besides the bundled ones."""
+    """Files or folders with evaluation prompts besides the bundled ones."""
     max_length: Count = 512
     """Tokens of a row that training reads (--loop.max_length of train/distill.py)."""
     vocabs: list[Count] = field(default_factory=lambda: [8192, 32000])
@@ -184,7 +184,7 @@ def examine_prompts(
         try:
             ids = encode_prompt(reader.tokenizer, prompt)
         except UserError as error:
-            why = why or str(error)
+            why = why or f"{prompt.location}: {error}"
             refused.add(SeenRow(prompt.id, prompt_row(prompt, []), reader.tokenizer, None, False))
             continue
         row = SeenRow(prompt.id, prompt_row(prompt, ids), reader.tokenizer, template, i in chosen)
@@ -198,7 +198,8 @@ def examine_prompts(
     found = [
         refused.finding(
             "prompt is refused", "stops", total,
-            f"{percent(refused.rows, total)} of the prompts cannot be encoded, where sampling ends: {why:.160}",
+            f"{percent(refused.rows, total)} of the prompts cannot be encoded; sampling skips them, and ends above its "
+            f"max_bad_rows: {why:.160}",
             "remove or change them",
         ),
         too_long.finding(
@@ -207,6 +208,15 @@ def examine_prompts(
             "and are not sampled", "filters.max_prompt, or shorter prompts",
         ),
     ]  # fmt: skip
+    unread = log.dropped[REFUSED]
+    if unread:
+        found.append(
+            DataFinding(
+                "row is refused", "stops" if unread > s.worth * log.rows else "costs", unread, log.rows,
+                f"{percent(unread, log.rows)} of the rows cannot be read; sampling skips them, and ends above its "
+                f"max_bad_rows: {'; '.join(log.refused):.400}", "correct or remove them",
+            )
+        )  # fmt: skip
     duplicates = log.dropped[REPEATS]
     if duplicates:
         read = total + duplicates
@@ -228,8 +238,9 @@ def examine_prompts(
 
 def read_sources(s: DoctorConfig) -> tuple[list[Prompt], ReadLog]:
     """(the prompts of `sources`, equal ones left out; how they were read). UserError if there are none."""
-    log = ReadLog()
+    log = ReadLog(max_bad_rows=1.0)
     prompts = list(stream_prompts(s.sources, s.seed, log))
+    log.check_share()
     if len(prompts) == 0:
         raise UserError("the sources hold no prompts: add a source or raise a limit")
     return prompts, log

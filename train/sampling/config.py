@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from decode.common.ranges import Count, CountOrZero, DraftLength, Seed, above, at_least
+from decode.common.ranges import Count, CountOrZero, DraftLength, Seed, Share, above, at_least
 from decode.distributed.placement import PlacementConfig
 from decode.verification.sampling import SamplingParams
 from train.data.conversations import TurnSelection
@@ -23,8 +23,12 @@ class SampleConfig:
     sources: list[PromptSource] = field(default_factory=lambda: [PromptSource("bundled", "all")])
     """Where prompts come from. Prompts that overlap the bundled evaluation prompts are dropped."""
     decontaminate: str | list[str] = ""
-    """Files with further evaluation prompts (jsonl; one path or a list): prompts that overlap them are dropped too."""
+    """Files or folders with further evaluation prompts (one path or a list), read as sources are: prompts that overlap
+    them are dropped too."""
     filters: FilterConfig = field(default_factory=FilterConfig)
+    max_bad_rows: Share = 0.05
+    """Largest share of the sources' rows that may be skipped because they cannot be read, or because the target's chat
+    template refuses them. With more of them the run ends before it samples; 0: with the first one."""
     turns: TurnSelection = "last"
     """Which replies of a chat are generated and trained on. last: only the last one; all: every reply, the target's own
     replies replacing those of the chat. all needs a chat template that leaves earlier turns unchanged."""

@@ -4,14 +4,21 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
+from decode.common.damage import warn
+from decode.common.errors import NotFiniteError, UserError
 from decode.common.progress import ProgressBars
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord, add_record
+from train.data import sample_store
 from train.data.prompt_pipeline import TokenizedPrompt
 from train.sampling.config import SampleConfig
 from train.sampling.rows import ConversationState, ShardWriter, reply_seed
 
+NOT_FINITE = "NaN or infinite logits"
+NAMED_FAILURES = 3
+"""Failed prompts that are named; the others are counted."""
 GROUP_BATCHES = 64
 """Batches in a group of one-turn prompts. Memory holds the answers of one group as lists; at its end rows run empty,
 which takes 1 % or 2 % more steps than one stream of all prompts."""
@@ -23,13 +30,17 @@ def generate_answers(
     prompts: Sequence[TokenizedPrompt],
     bars: ProgressBars,
 ) -> Counter[str]:
-    """Generates the replies to `prompts` and writes them as shards; no prompt fails.
+    """Generates the replies to `prompts` and writes them as shards; returns {why prompts failed: how many}.
+
+    A prompt for which the target gives NaN fails alone: the other prompts that were being decoded begin again, with the
+    same answers. UserError if more than `max_bad_rows` of all prompts, and more than one, fail.
 
     Groups of prompts are decoded one after the other, each in one stream in which finished rows are refilled. In a
     group all first turns are decoded before all second ones.
     """
     bar = bars.add_task("answering", total=len(prompts), speed="")
     tokens, start = 0, time.perf_counter()
+    failures = Counter[str]()
     with ShardWriter(s, engine.target.identity) as writer:
         for group in group_by_turns(prompts, GROUP_BATCHES * s.batch_size, s.shard_rows):
             waiting = [ConversationState(prompt) for prompt in group]
@@ -37,26 +48,48 @@ def generate_answers(
                 states, continued = dict(enumerate(waiting)), {}
                 outputs = {i: DecodeRecord(state.prompt_ids()) for i, state in states.items()}
                 waiting = []
-                for record in engine.speculate(
-                    [output.prompt_ids for output in outputs.values()],
-                    rows=s.batch_size,
-                    max_new_tokens=s.max_new_tokens,
-                    seeds=[reply_seed(state.seed_key(), s.seed) for state in states.values()],
-                ):
-                    add_record(outputs[record.prompt], record)
-                    tokens += len(record.tokens)
-                    if record.finished is None:
-                        continue
-                    state, output = states.pop(record.prompt), outputs.pop(record.prompt)
-                    if state.add_reply(output, engine.target.decoder.context):
-                        continued[record.prompt] = state
-                        continue
-                    writer.add(state.prompt, state.conversation(), state.finish_reason)
-                    speed = tokens / (time.perf_counter() - start)
-                    bars.update(bar, speed=f"{speed:,.0f} tokens/s")
+                try:
+                    for record in engine.speculate(
+                        [output.prompt_ids for output in outputs.values()],
+                        rows=s.batch_size,
+                        max_new_tokens=s.max_new_tokens,
+                        seeds=[reply_seed(state.seed_key(), s.seed) for state in states.values()],
+                    ):
+                        add_record(outputs[record.prompt], record)
+                        tokens += len(record.tokens)
+                        if record.finished is None:
+                            continue
+                        state, output = states.pop(record.prompt), outputs.pop(record.prompt)
+                        if state.add_reply(output, engine.target.decoder.context):
+                            continued[record.prompt] = state
+                            continue
+                        writer.add(state.prompt, state.conversation(), state.finish_reason)
+                        speed = tokens / (time.perf_counter() - start)
+                        bars.update(bar, speed=f"{speed:,.0f} tokens/s")
+                        bars.advance(bar)
+                except NotFiniteError as error:
+                    if error.prompt is None:  # the draft's fault is of no single prompt
+                        raise
+                    _fail(s, engine, states.pop(error.prompt).prompt, failures, len(prompts), error)
                     bars.advance(bar)
-                waiting = [continued[i] for i in sorted(continued)]
-    return Counter()
+                    waiting = list(states.values())
+                waiting += [continued[i] for i in sorted(continued)]
+    return failures
+
+
+def _fail(
+    s: SampleConfig, engine: SpeculativeEngine, prompt: TokenizedPrompt, failures: Counter[str],
+    asked: int, error: NotFiniteError,
+) -> None:  # fmt: skip
+    """Counts and names a prompt for which the target gives NaN. `error` itself if there are too many of them."""
+    failures[NOT_FINITE] += 1
+    number = failures[NOT_FINITE]
+    if number <= NAMED_FAILURES:
+        where = f"prompt {prompt.id} of {prompt.source} failed"
+        warn(f"{where}: target {engine.target.name!r} in {s.dtype} gives NaN or infinite logits")
+    known = asked + len(sample_store.done_ids(Path(s.out)))
+    if number > max(1, s.max_bad_rows * known):
+        raise UserError(f"{number} prompts failed, the last one of {prompt.source}: {error}")
 
 
 def group_by_turns(

@@ -131,6 +131,8 @@ class Training:
     """Step (from 0) -> samples of its global batch, the same on every rank."""
     step_flops: Callable[[Sequence[SampleRow]], FlopsByDtype]
     """FLOPs of a training step over these samples, computed from the shapes of the models."""
+    teacher: str = "the target"
+    """The target and its dtype, for messages."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,12 @@ def train_step(
             break
         for optimizer in training.optimizers:
             optimizer.zero_grad(set_to_none=True)
+    if step == 0 and not math.isfinite(values["loss"]):
+        raise UserError(
+            f"the loss is {values['loss']} at step 1, before any weight has changed: {training.teacher} gives NaN for "
+            "one of the rows (float16 overflows where bfloat16 and float32 do not: change target_dtype), or the draft "
+            "began with damaged weights"
+        )
     _check_finite(values["loss"], total_norm, step, out, accelerator.is_main_process)
     for optimizer in training.optimizers:
         optimizer.step()

@@ -16,7 +16,7 @@ from decode.model.loading import Target
 from eval.benchmark.journal import Journal
 from eval.benchmark.multi_turn import load_eval_prompts
 from eval.checks import answer_quality, sandbox
-from eval.tasks import dataset_specs
+from eval.tasks import dataset_specs, row_files
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, task_version, with_later_turns
 from eval.tasks.stop_strings import StopMatcher, collect_until_stop, length_at_stop
 from tests.decode.engine.test_text_stream import KINDS, llama, random_ids, rounds_of
@@ -372,7 +372,7 @@ def test_bad_specs_are_named(text: str, reason: str, tmp_path: Path) -> None:
 def test_missing_paths_are_not_looked_for_on_the_hub(name: str) -> None:
     """Bug: half a minute of retries for a path with a typing error."""
     with pytest.raises(UserError, match=r"hub data set .*(does not exist|is empty)"):
-        dataset_specs.load_hub_dataset(name, None, "train")
+        row_files.load_hub_dataset(name, None, "train")
 
 
 def test_too_long_is_refused_or_counted(target: Target, tmp_path: Path) -> None:

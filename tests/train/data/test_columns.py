@@ -4,6 +4,7 @@ What is right is what `tokenizer.apply_chat_template(messages, tools=tools)` giv
 """
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from decode.common.errors import UserError
 from decode.model.loading import Target
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, with_later_turns
+from eval.tasks.row_files import PACKED, SUFFIXES
+from eval.tasks.row_forms import FORMS, prompt_columns, read_tools
 from tests import worlds
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import EOS, byte_tokenizer
@@ -80,6 +83,11 @@ SHAREGPT = [
     {"from": "gpt", "value": "A."},
 ]
 OSLO = [user("Oslo?"), call("weather", {"city": "Oslo"}, content=""), result("12"), reply("12 C")]
+CITY_CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
+MADE_CALL: dict[str, Any] = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": CITY_CALL}],
+}
 
 
 def written(value: Any) -> str:
@@ -187,6 +195,28 @@ PROMPTS: list[tuple[dict[str, Any], list[dict[str, Any]], Any]] = [
      [user("Text?"), call("weather", {"city": "Text"}, content=""), result("1")], None),
     ({"messages": [user("Real?"), call("f", {"a": None, "b": [None, 1]}, content=""), result("1")]},
      [user("Real?"), call("f", {"a": None, "b": [None, 1]}, content=""), result("1")], None),
+    ({"conversations": [{"from": "human", "value": "F?"},
+                        {"from": "function_call", "value": written(CITY_CALL)},
+                        {"from": "observation", "value": "1"}], "tools": written([WEATHER])},
+     [user("F?"), MADE_CALL, result("1")], [WEATHER]),
+    ({"conversations": [{"from": "human", "value": "List?"},
+                        {"from": "tool_call", "value": written([CITY_CALL, CITY_CALL])},
+                        {"from": "tool_response", "value": "1"}]},
+     [user("List?"), MADE_CALL | {"tool_calls": MADE_CALL["tool_calls"] * 2}, result("1")], None),
+    ({"messages": [user("Old?"), {"role": "assistant", "content": None, "function_call": CITY_CALL},
+                   {"role": "observation", "content": "1"}]},
+     [user("Old?"), MADE_CALL, result("1")], None),
+    ({"conversations": [{"from": "System", "value": "Be."}, {"from": "prompter", "value": "OA?"},
+                        {"from": "bot", "value": "yes"}]},
+     [{"role": "system", "content": "Be."}, user("OA?")], None),
+    ({"messages": [{"role": "Human", "content": "Caps?"}, {"role": "model", "content": "A."},
+                   {"role": "human", "content": "More?"}]},
+     [user("Caps?"), reply("A."), user("More?")], None),
+    ({"conversation": [{"role": "user", "value": "Mixed?"}]}, [user("Mixed?")], None),
+    ({"conversation": [{"from": "human", "content": "Mixed 2?"}]}, [user("Mixed 2?")], None),
+    ({"messages": [user(["bare", {"type": "input_text", "text": "part"}])]}, [user("bare\npart")], None),
+    ({"messages": [user("P?"), reply([{"type": "output_text", "text": "yes"}]), user("Q?")]},  # type: ignore[arg-type]
+     [user("P?"), reply("yes"), user("Q?")], None),
 ]  # fmt: skip
 
 
@@ -317,6 +347,11 @@ def test_nulls_in_arrow_s_json_are_what_the_row_said(
 QA = [user("Say hello."), reply("Hello.")]
 ANSWERS: list[tuple[dict[str, Any], list[dict[str, Any]] | None, Any]] = [
     ({"prompt": "Say hello.", "completion": "Hello."}, QA, None),
+    ({"query": "Oslo, Oslo?", "id": 7, "tools": written([WEATHER]),
+      "answers": written([CITY_CALL])}, [user("Oslo, Oslo?"), MADE_CALL], [WEATHER]),
+    ({"query": "No call?", "answers": "[]", "tools": written([WEATHER])}, None, None),
+    ({"query": "Passages?", "answers": ["one", "two"]}, None, None),
+    ({"prompt": "JSON?", "response": written(CITY_CALL)}, [user("JSON?"), reply(written(CITY_CALL))], None),
     ({"prompt": "1?", "response": "One."}, [user("1?"), reply("One.")], None),
     ({"prompt": "2?", "output": "Two."}, [user("2?"), reply("Two.")], None),
     ({"prompt": "3?", "completion": "", "response": None, "output": "3."}, [user("3?"), reply("3.")], None),
@@ -646,3 +681,45 @@ def test_the_doctor_compares_rows_with_their_tools(world: Path, tmp_path: Path) 
     assert done.code == 0, done.err
     names = {finding["name"] for finding in json.loads(done.out.splitlines()[-1])["findings"]}
     assert "prompt is rendered otherwise" not in names
+
+
+# ---- the examples of docs/data_forms.md ----
+
+FORMS_PAGE = (Path(__file__).parents[3] / "docs" / "data_forms.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```jsonl\n(.+?)\n```\n```json\n(.+?)\n```", FORMS_PAGE, re.DOTALL)
+EXAMPLES = [
+    (json.loads(row), json.loads(meaning))
+    for rows, meanings in BLOCKS
+    for row, meaning in zip(rows.split("\n"), meanings.split("\n"), strict=True)
+]
+
+
+@pytest.mark.parametrize(("row", "meaning"), EXAMPLES)
+def test_the_examples_of_the_documentation_are_read(
+    target: Target, tmp_path: Path, row: dict[str, Any], meaning: Any
+) -> None:
+    """Bug: the documentation promises a form that is not read, or says that it means something else."""
+    path = write(tmp_path / "rows.jsonl", [row])
+    [learned] = stream_prompts([PromptSource("file", str(path))], 0, ReadLog(), True)
+    pair = learned.text if learned.answer is None else [learned.text, learned.answer]
+    assert (learned.messages or pair) == meaning
+    chat = [user(meaning)] if isinstance(meaning, str) else meaning
+    asked = [user(chat[0])] if isinstance(chat[0], str) else chat
+    while asked[-1]["role"] == "assistant":
+        asked = asked[:-1]
+    tools = read_tools(row, "row")
+    [item] = load_task_prompts(Task("own", str(path)), target)
+    [prompt] = read_prompts([PromptSource("file", str(path))], 0)
+    wanted = served(target.tokenizer, asked, tools)
+    assert item.prompt_ids == encode_prompt(target.tokenizer, prompt) == wanted
+
+
+def test_the_documentation_has_an_example_of_every_form() -> None:
+    """Bug: a form is read that no page names, or an example is passed over because its block has another shape."""
+    assert len(BLOCKS) == FORMS_PAGE.count("```jsonl") == 9
+    assert len(EXAMPLES) == 18
+    assert {form.column for form in FORMS} == {
+        c for row, _ in EXAMPLES for c in prompt_columns(row)
+    }
+    table = FORMS_PAGE[: FORMS_PAGE.index("## Forms of rows")]
+    assert all(f"`{suffix}`" in table for suffix in (*SUFFIXES, *PACKED))

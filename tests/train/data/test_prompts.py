@@ -171,7 +171,7 @@ def test_a_limit_takes_lines_as_a_shuffled_list_would(tmp_path: Path, end: str) 
     assert [prompt.text for prompt in read_prompts([source], seed=7)] == expected[:20]
     path.write_text("\n".join([*records, "{"]), encoding="utf-8")
     with pytest.raises(UserError, match="own.jsonl:51 is not valid JSON"):
-        read_prompts([source], seed=7)
+        read_prompts([dataclasses.replace(source, limit=51)], seed=7)
 
 
 def test_paragraphs_are_those_of_a_regular_expression(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"prompt": "\\ud800"}', "own.jsonl:2 has .*surrogate pair"),
         ("[" * 100_000, "own.jsonl:2 is nested deeper"),
         ("9" * 5000, "own.jsonl:2 has a number of over"),
-        ("5", "own.jsonl:2: needs an object with"),
+        ("5", "own.jsonl:2 is not a JSON object"),
         ('{"ask": "x"}', "own.jsonl:2: needs a column `messages`, .*; it has ask"),
         ('{"prompt": " "}', "own.jsonl:2: `prompt` is empty"),
         ('{"prompt": 5}', "own.jsonl:2: `prompt` must be text or a list"),
@@ -284,7 +284,10 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
         (PromptSource("file", "missing.jsonl"), "missing.jsonl does not exist"),
         (PromptSource("hub", "./missing"), "'./missing' does not exist"),
         (PromptSource("hub", "missing.jsonl"), "'missing.jsonl' does not exist"),
-        (PromptSource("file", "own.csv"), r"must end in .jsonl or .txt"),
+        (
+            PromptSource("file", "own.csv"),
+            r"own.csv: must end in .jsonl, .json, .parquet, .txt, or",
+        ),
     ],
 )
 def test_bad_sources_say_what_to_change(source: PromptSource, message: str) -> None:
@@ -464,7 +467,7 @@ def test_a_hub_set_is_read_as_it_arrives(monkeypatch: pytest.MonkeyPatch) -> Non
         return datasets.IterableDataset.from_generator(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", stream)
-    monkeypatch.setattr("train.data.sources.SHUFFLE_BUFFER", 50)
+    monkeypatch.setattr("eval.tasks.row_files.SHUFFLE_BUFFER", 50)
     source = PromptSource(
         "hub", "a/b", column="question", response="reply", streaming=True, limit=20
     )
