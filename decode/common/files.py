@@ -91,7 +91,7 @@ def _open_text(path: Path) -> Iterator[IO[str]]:
         raise UserError(f"{path} cannot be read ({reason}): name a readable file") from error
 
 
-def _unpacked(path: Path) -> IO[bytes]:
+def _unpacked(path: Path) -> IO[bytes] | gzip.GzipFile:
     """The opened file; reading it decompresses what .gz and .zst hold."""
     if path.suffix == ".gz":
         return gzip.open(path)
