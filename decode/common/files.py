@@ -91,8 +91,8 @@ def _open_text(path: Path) -> Iterator[IO[str]]:
         raise UserError(f"{path} cannot be read ({reason}): name a readable file") from error
 
 
-def _unpacked(path: Path) -> IO[bytes]:
-    """The opened file; reading it decompresses what .gz and .zst hold."""
+def _unpacked(path: Path) -> Any:
+    """The opened file of bytes; reading it decompresses what .gz and .zst hold."""
     if path.suffix == ".gz":
         return gzip.open(path)
     file = path.open("rb")

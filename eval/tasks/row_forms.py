@@ -125,7 +125,8 @@ def read_row(
             break
     else:
         return None
-    columns, reply = [form.column], None
+    columns = [form.column]
+    reply: str | Messages | None = None
     after = fields.get(form.input)
     if isinstance(prompt, str) and isinstance(after, str) and after.strip():
         prompt = f"{prompt}\n\n{after}"
