@@ -330,6 +330,10 @@ def _check_single_layer(config: Mapping[str, Any]) -> None:
     if biased:
         raise UserError("EAGLE with biases in its layer: such drafts are not supported")
     kind = _layer_kind(config)
+    if "auto_map" in config and config.get("model_type") not in (None, "llama", "mistral", "eagle"):
+        kind = str(
+            config["model_type"]
+        )  # its own code says what the layer computes, and is not run
     if kind not in ("llama", "mistral", "eagle", ""):  # Mistral's is Llama's with a window
         raise UserError(f"EAGLE with a layer of type {kind!r}: only Llama's is supported")
 

@@ -45,6 +45,11 @@ def without_first(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensors[name] for name in sorted(tensors)[1:]}
 
 
+def without_last(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the final norm; the first tensor is the LM head, in whose place the embedding serves (tied_heads)."""
+    return {name: tensors[name] for name in sorted(tensors)[:-1]}
+
+
 def shifted(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name: value + 0.5 if value.is_floating_point() else value for name, value in tensors.items()
@@ -108,7 +113,7 @@ TARGETS: list[tuple[Prepare, str]] = [
     (truncate("target/model.safetensors"), "target"),
     (empty("target/model.safetensors"), "target"),
     (change_tensors("target/model.safetensors", first_as_nan, "NaN"), "target"),
-    (change_tensors("target/model.safetensors", without_first, "without one"), "weights"),
+    (change_tensors("target/model.safetensors", without_last, "without one"), "weights"),
     (change_tensors("target/model.safetensors", narrower, "narrower"), "weights"),
     (pickled("target"), "safetensors"),
     (remote_code("target"), "target"),
