@@ -244,9 +244,10 @@ def counting_heads(model: Any, late: int = 0) -> MedusaModel:
 def test_medusa_head_j_says_the_token_that_is_2_plus_j_ahead(shape: str) -> None:
     """Catches heads one off (methods 4): tau must be K + 1 in every round."""
     model = counting_model()
-    draft = draft_of(counting_heads(model), tiny_target(model), SHAPES[shape])
+    target = tiny_target(model)
+    draft = draft_of(counting_heads(model), target, SHAPES[shape])
     length = 1 + 4 * (K + 1)
-    for output in decode(tiny_target(model), draft, PROMPTS, k=K, max_new_tokens=length):
+    for output in decode(target, draft, PROMPTS, k=K, max_new_tokens=length):
         last = output.prompt_ids[-1]
         assert output.output_ids == [(last + 1 + i) % VOCAB for i in range(length)]
         assert [count for _, count in output.rounds] == [K] * 4
@@ -255,8 +256,9 @@ def test_medusa_head_j_says_the_token_that_is_2_plus_j_ahead(shape: str) -> None
 def test_medusa_heads_one_off_are_never_accepted() -> None:
     """The test above is blind if this goes unseen."""
     model = counting_model()
-    draft = draft_of(counting_heads(model, late=1), tiny_target(model))
-    outputs = decode(tiny_target(model), draft, PROMPTS, k=K, max_new_tokens=9)
+    target = tiny_target(model)
+    draft = draft_of(counting_heads(model, late=1), target)
+    outputs = decode(target, draft, PROMPTS, k=K, max_new_tokens=9)
     assert accepted(outputs) == {0}
 
 
