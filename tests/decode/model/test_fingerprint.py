@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import constants
@@ -17,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from decode.distributed import placement
 from decode.distributed.placement import PlacementConfig
-from decode.model import fingerprint
+from decode.model import fingerprint, loading
 from decode.model.fingerprint import ModelFingerprint, difference, weights_fingerprint
 from decode.model.loading import load_target
 from tests import worlds
-from tests.decode.model.test_gguf_files import llama, write_gguf
+from tests.gguf_writer import Case, write_case
 from tests.seq2seq import tiny_t5
 from tests.tiny import ARCHITECTURES, rope, tiny_model, tiny_target
 from tests.vision import VARIANTS, vision_model
@@ -300,20 +301,21 @@ def test_the_loaded_target_knows_it_in_every_dtype_and_place(tmp_path: Path) -> 
     assert tiny_target(tiny_model("llama")).identity == ModelFingerprint()
 
 
-def test_a_gguf_and_its_cached_folder_are_one_target(tmp_path: Path) -> None:
-    """Bug: the file and the folder that it became are two targets; a changed file is none."""
-    file = write_gguf(tmp_path / "model.gguf", llama(), "Q8_0")
+def test_a_gguf_and_its_cached_folders_are_one_target(tmp_path: Path) -> None:
+    """Bug: the file and the folders that it became are several targets; a changed file is none."""
+    file = write_case(tmp_path / "model.gguf", Case(), kind="Q8_0")
     target = load_target(str(file), "cpu")
     folder = target.decoder.model.config.name_or_path
     assert folder.startswith(constants.HF_HOME)
     assert target.identity.weights == load_target(folder, "cpu").identity.weights is not None
-    rounded = Path(shutil.copytree(folder, Path(folder).with_name("rounded")))
-    tensors(lambda x: x.update({k: v.bfloat16() for k, v in x.items()}))(rounded)
-    assert weights_fingerprint(str(rounded)) == target.identity.weights  # one target in two dtypes
-    with torch.no_grad():
-        changed = llama()
-        changed.model.norm.weight += 0.5
-    other = write_gguf(tmp_path / "other.gguf", changed, "Q8_0")
+    assert load_target(str(file), "cpu", "bfloat16").identity.weights == target.identity.weights
+    without_weights = loading.model_folder(str(file), "target")
+    assert not list(Path(without_weights).glob("*.safetensors"))
+    assert loading.model_fingerprint(without_weights).weights == target.identity.weights
+    norm = np.full(64, 1.5, dtype=np.float32)
+    other = write_case(
+        tmp_path / "other.gguf", Case(), kind="Q8_0", tensors={"output_norm.weight": norm}
+    )
     assert load_target(str(other), "cpu").identity.weights != target.identity.weights
 
 
