@@ -4,11 +4,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=${LOWEST:-.venv-lowest}
-if [ "$(cat "$venv/installed" 2>/dev/null)" != "$(cat tests/lowest/* pyproject.toml | cksum)" ]; then
+if [ "$(cat "$venv/installed" 2>/dev/null)" != "$(cat tests/lowest/{run.sh,versions.txt} pyproject.toml | cksum)" ]; then
   "${PYTHON:-python3}" -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     --constraint tests/lowest/versions.txt --editable . "pytest>=9" "pytest-xdist>=3.8" "hypothesis>=6.100"
-  cat tests/lowest/* pyproject.toml | cksum > "$venv/installed"
+  cat tests/lowest/{run.sh,versions.txt} pyproject.toml | cksum > "$venv/installed"
 fi
 export TOKENIZERS_PARALLELISM=false
 "$venv/bin/python" -m pytest -n auto --max-worker-restart 0 --dist loadfile \
