@@ -95,15 +95,16 @@ def fingerprint_for(folder: str, family: str, target: str) -> str:
 
 
 def fitting_config(folder: str, family: str) -> LlamaConfig:
-    """The config of a target that heads may belong to, as far as their files tell."""
+    """The config of a target that heads may belong to, as far as their files tell. UserError if these say no size."""
     found = importers.read_checkpoint(folder)
     config, named = found.config, found.config.get("eagle_aux_hidden_state_layer_ids") or [6]
+    width = config.get("target_hidden_size") or config.get("hidden_size")
+    if width is None:
+        raise UserError(f"draft {folder!r}: config.json lacks hidden_size: restore it")
     layers = config.get("num_target_layers") or found.surplus_layer or max(7, max(named) + 1)
     return LlamaConfig(
-        vocab_size=config.get(
-            "vocab_size", 1
-        ),  # of Medusa by heads that share the target's LM head
-        hidden_size=config.get("target_hidden_size") or config["hidden_size"],
+        vocab_size=config.get("vocab_size", 1),  # Medusa's heads may share the target's LM head
+        hidden_size=width,
         num_hidden_layers=layers,
         num_attention_heads=1,
         intermediate_size=1,
