@@ -10,7 +10,6 @@ from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
 from decode.model import runner
 from decode.model.hidden_states import (
-from decode.model.runner import check_plain_pass
     HiddenStateHooks,
     HiddenStateSpec,
     LMHead,
@@ -27,7 +26,7 @@ ALL = HiddenStateSpec((0, 1, 2), final=True)
 def hooks(model: Any) -> int:
     """Those that tap hidden states; the model itself has one that looks at passes which no runner makes."""
     found = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    return sum(hook is not check_plain_pass for hook in found)
+    return sum(hook is not runner.check_plain_pass for hook in found)
 
 
 # ---- what is caught ----
