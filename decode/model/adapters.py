@@ -5,6 +5,7 @@ tokenizer's files of the adapter, or the base's where it has none; and `merged_a
 made from. Adapter files beside whole weights are what a merge left behind: they change nothing.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -146,6 +147,28 @@ def _hub_listing(name: str, revision: str | None) -> tuple[Path, list[str]] | No
     except Exception:  # no network: what is in the Hub's cache is there
         files = [file.name for file in folder.iterdir()]
     return folder, files
+
+
+def without_adapter(folder: str) -> str:
+    """A cached folder of links to the files of `folder` without those of an adapter; `folder` itself if it has none, or
+    is a name on the Hub.
+
+    transformers adds an adapter that lies beside whole weights to them.
+    """
+    if not (Path(folder) / CONFIG_FILE).is_file():
+        return folder
+    source = Path(folder).resolve()
+    digest = hashlib.sha256(str(source).encode()).hexdigest()
+    links = Path(constants.HF_HOME) / "draftsmith" / "whole" / digest[:16]
+    links.mkdir(parents=True, exist_ok=True)
+    files = {file.name: file for file in source.iterdir() if not file.name.startswith("adapter_")}
+    for link in links.iterdir():
+        if link.name not in files:
+            link.unlink(missing_ok=True)
+    for name, file in files.items():
+        with contextlib.suppress(FileExistsError):
+            (links / name).symlink_to(file)
+    return str(links)
 
 
 def merged_folder(

@@ -27,7 +27,7 @@ from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.model import tied_heads
-from decode.model.adapters import find_adapter, merged_folder
+from decode.model.adapters import find_adapter, merged_folder, without_adapter
 from decode.model.config_checks import check_sizes
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.fingerprint import ModelFingerprint, weights_fingerprint
@@ -42,7 +42,7 @@ from decode.model.vocabularies import PROBE
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Where it is not set, transformers asks on the terminal whether code from the model's folder shall run."""
 NO_ADAPTER = {"subfolder": "no-adapter"}
-"""Where transformers looks for an adapter: elsewhere than beside the weights, to which it would add it silently."""
+"""Where transformers looks for an adapter of a model on the Hub: not beside the weights, to which it would add it."""
 NUMBER_TYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -261,6 +261,7 @@ def load_model(
         if text.to_dict().get("layer_types"):
             text.layer_types = []
     try:
+        files = without_adapter(folder)
         with _quietly():
             settings = {
                 "dtype": number_type,
@@ -271,16 +272,17 @@ def load_model(
             }
             if place is None:
                 result: Any = auto_class(config).from_pretrained(
-                    folder, config=config, output_loading_info=True, **settings
+                    files, config=config, output_loading_info=True, **settings
                 )
             else:
-                result = place(config, f"{what} {name!r}", folder, **settings)
+                result = place(config, f"{what} {name!r}", files, **settings)
     except UserError:
         raise
     except Exception as error:  # any of a dozen kinds, from HTTP to a truncated safetensors file
-        files = ("generation_config.json", "model.safetensors.index.json")
-        raise _load_error(name, what, folder, files, error) from error
+        looked_at = ("generation_config.json", "model.safetensors.index.json")
+        raise _load_error(name, what, folder, looked_at, error) from error
     model, info = result
+    model.config.name_or_path = folder
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:  # transformers fills them at random and only warns
         raise UserError(
