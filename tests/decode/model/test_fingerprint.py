@@ -48,7 +48,9 @@ def saved(folder: Path, arch: str = "llama", **changes: Any) -> Path:
 
 def logits(folder: Path) -> torch.Tensor:
     """By transformers' own code, in float32."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         return model(IDS).logits
 

@@ -46,6 +46,7 @@ def write(
         tensors = load_file(folder / "model.safetensors")
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model.set_attn_implementation("eager")  # sdpa of older versions leaves out Gemma's soft cap
     return model
 
 
