@@ -59,6 +59,14 @@ def sample(world: World, out: Path, *more: object) -> Done:
     )  # fmt: skip
 
 
+def sample_texts(world: World, out: Path) -> Done:
+    """The world's texts as they stand: nobody answers them."""
+    path = world.prompts.with_name("texts.jsonl")
+    path.write_text(world.prompts.read_text().replace('{"prompt":', '{"text":'))
+    sources = json.dumps([{"kind": "file", "path": str(path)}])
+    return sample(world, out, "--sources", sources, "--origin", "text")
+
+
 def stopped(world: World, out: Path) -> Rows:
     """A set whose sampling was killed after two of three shards; returns their rows."""
     assert sample(world, out).code == 0
@@ -175,9 +183,9 @@ def test_shards_of_earlier_versions_go_on(world: World, tmp_path: Path) -> None:
 def test_texts_as_they_stand_are_of_no_target(world: World, tmp_path: Path) -> None:
     """Bug: a set without any answer is refused because weights changed that nobody used."""
     out = tmp_path / "out"
-    assert sample(world, out, "--origin", "text").code == 0
+    assert sample_texts(world, out).code == 0
     tune(world.target)
-    done = sample(world, out, "--origin", "text")
+    done = sample_texts(world, out)
     assert done.code == 0, done.err
     assert read_manifest(out).fingerprints == []
 
@@ -329,7 +337,7 @@ def test_what_earlier_versions_left_goes_on(world: World, data: Path, tmp_path: 
 def test_features_are_of_one_target(world: World, tmp_path: Path) -> None:
     """Bug: stored states of other weights teach; or those of a copied folder, of the same weights, do not."""
     stored, texts, then = tmp_path / "features", tmp_path / "texts", weights(world.target)
-    assert sample(world, texts, "--origin", "text").code == 0  # a set that any target may read
+    assert sample_texts(world, texts).code == 0  # a set that any target may read
     with_features = ["--features", stored]
     assert distill(world, texts, tmp_path / "first", *with_features).code == 0
     shards = contents(stored)
@@ -355,7 +363,7 @@ def test_features_are_of_one_target(world: World, tmp_path: Path) -> None:
 def test_features_of_an_earlier_version_are_read(world: World, tmp_path: Path) -> None:
     """Bug: a folder whose manifest names a target by path and a digest of a few values is made again, or refused."""
     stored, texts = tmp_path / "features", tmp_path / "texts"
-    assert sample(world, texts, "--origin", "text").code == 0
+    assert sample_texts(world, texts).code == 0
     assert distill(world, texts, tmp_path / "first", "--features", stored).code == 0
     for path in stored.glob("*/manifest.json"):
         found = json.loads(path.read_text())
