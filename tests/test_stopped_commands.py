@@ -194,7 +194,8 @@ def test_a_folder_that_is_being_written_is_not_there(
 
 @pytest.mark.parametrize("sent", SIGNALS)
 def test_an_answer_on_the_terminal(world: World, sent: signal.Signals) -> None:
-    from decode.engine.engine import SpeculativeEngine
+    from decode.model.linear import packed_linear
+from decode.engine.engine import SpeculativeEngine
 
     with pytest.MonkeyPatch.context() as patch:
         stop = lambda: os.kill(os.getpid(), sent)  # noqa: E731
@@ -259,6 +260,10 @@ def test_through_accelerate_launch(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not packed_linear.PACKED_BFLOAT16,
+    reason="Muon multiplies in bf16, which takes minutes on this CPU",
+)
 @pytest.mark.parametrize("sent", SIGNALS)
 def test_building_the_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
