@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from decode.model.linear import packed_linear
 from eval.benchmark.journal import Journal
 from tests import worlds
 from tests.train.test_sample_command import rows_of
@@ -194,8 +195,7 @@ def test_a_folder_that_is_being_written_is_not_there(
 
 @pytest.mark.parametrize("sent", SIGNALS)
 def test_an_answer_on_the_terminal(world: World, sent: signal.Signals) -> None:
-    from decode.model.linear import packed_linear
-from decode.engine.engine import SpeculativeEngine
+    from decode.engine.engine import SpeculativeEngine
 
     with pytest.MonkeyPatch.context() as patch:
         stop = lambda: os.kill(os.getpid(), sent)  # noqa: E731
