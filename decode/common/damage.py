@@ -20,6 +20,17 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sha256_once(path: Path) -> str:
+    """`sha256`, computed once in a process for each state of the file: a large one takes seconds."""
+    stat = path.stat()
+    return _sha256_of_state(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+@cache
+def _sha256_of_state(path: Path, *state: int) -> str:
+    return sha256(path)
+
+
 def warn(message: str) -> None:
     """Prints one line on stderr about something that does not stop the command."""
     sys.stderr.write(f"warning: {message}\n")

@@ -184,7 +184,7 @@ def merged_folder(
             f", whose weights are quantised ({config.quantization_config.get('quant_method')}) and cannot take it: "
             f"write the name of the plain model into base_model_name_or_path of {CONFIG_FILE}"
         )
-    own = {file.name: _sha256(*_state(file)) for file in _files(adapter.folder, [WEIGHTS_FILE])}
+    own = {file.name: damage.sha256_once(file) for file in _files(adapter.folder, [WEIGHTS_FILE])}
     own |= {
         file.name: file.read_text()
         for file in _files(adapter.folder, [CONFIG_FILE, *BASE_FILES, *TOKENIZER_FILES])
@@ -357,9 +357,3 @@ def _state(file: Path) -> tuple[Path, int, int, int]:
     """A file, its size, and when its content and its entry were last changed, in nanoseconds."""
     stat = file.stat()
     return file, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
-@cache
-def _sha256(file: Path, size: int, modified: int, changed: int) -> str:
-    """The checksum of a file in this state: a large one is read once in a process."""
-    return damage.sha256(file)

@@ -13,7 +13,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -252,15 +251,8 @@ def _save_tokenizer(file: Path, header: dict[str, Any], folder: Path) -> None:
 
 def _digest(parts: list[Path]) -> str:
     """The checksum of a file, or one of the checksums of its parts."""
-    stats = [part.stat() for part in parts]
-    digests = [_sha256(p, s.st_size, s.st_mtime_ns) for p, s in zip(parts, stats, strict=True)]
+    digests = [damage.sha256_once(part) for part in parts]
     return digests[0] if len(parts) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-@cache
-def _sha256(file: Path, size: int, changed: int) -> str:
-    """The checksum of a file of this size that was last changed then: a large one is read once in a process."""
-    return damage.sha256(file)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import parse_json, read_lines, read_text
 from decode.model.names import check_name, load_error
@@ -153,7 +154,7 @@ def data_files(folder: Path, split: str) -> list[Path]:
 def digest(path: Path) -> str:
     """The first 12 hex digits of the SHA-256 of a file, or of the names and bytes of all files in a folder."""
     if path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        return damage.sha256(path)[:12]
     total = hashlib.sha256()
     for file in sorted(file for file in path.rglob("*") if file.is_file()):
         total.update(f"{file.relative_to(path)}\0{digest(file)}\0".encode())
