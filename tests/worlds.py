@@ -7,6 +7,7 @@ import json
 import os
 import random
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -106,6 +107,13 @@ def build(folder: Path, prompts: int = 48, layers: int = 2) -> World:
         prompts=write_prompts(folder / "prompts.jsonl", texts),
         texts=texts,
     )
+
+
+def copied(world: World, folder: Path) -> World:
+    """The same world in a folder of its own, to be altered."""
+    shutil.copytree(world.target.parent, folder)
+    target, draft, stranger = (folder / name for name in ("target", "draft", "stranger"))
+    return World(target, draft, stranger, folder / "prompts.jsonl", world.texts)
 
 
 def write_prompts(path: Path, texts: Sequence[str]) -> Path:

@@ -25,7 +25,7 @@ from decode.common import damage
 from decode.common.errors import UserError, first_line
 from decode.common.files import write_atomically
 from decode.model.gguf_architectures import build_config, list_weights
-from decode.model.gguf_reader import part_names, read_file, read_gguf, write_safetensors
+from decode.model.gguf_reader import part_names, read_gguf, write_safetensors
 
 SOURCE_FILE = "gguf.json"
 """Written last into a folder, so that a folder with it is whole."""
@@ -215,11 +215,6 @@ def _save_weights(parts: list[Path], plain: Path, dtype: torch.dtype, folder: Pa
             shutil.copyfile(file, folder / file.name)
     write_safetensors(weights, folder / "model.safetensors", dtype)
     shutil.copyfile(plain / SOURCE_FILE, folder / SOURCE_FILE)
-
-
-def read_header(file: Path) -> dict[str, Any]:
-    """The metadata of a GGUF file by key: strings, numbers and lists."""
-    return read_file(file).keys
 
 
 def _save_tokenizer(file: Path, header: dict[str, Any], folder: Path) -> None:

@@ -28,9 +28,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture
 def world(original: World, tmp_path: Path) -> World:
     """A copy of its own, to be altered."""
-    folder = Path(shutil.copytree(original.target.parent, tmp_path / "world"))
-    target, draft, stranger = (folder / name for name in ("target", "draft", "stranger"))
-    return World(target, draft, stranger, folder / "prompts.jsonl", original.texts)
+    return worlds.copied(original, tmp_path / "world")
 
 
 def other_weights(folder: Path) -> None:

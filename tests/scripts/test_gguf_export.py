@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from decode.common.errors import UserError
-from decode.model.gguf_files import read_header
+from decode.model.gguf_reader import read_file
 from decode.model.loading import Target, load_model, load_target
 from scripts.engine_compat import gguf_export
 from scripts.engine_compat.gguf_export import write_gguf
@@ -133,7 +133,7 @@ def test_a_draft_gets_the_targets_rows(rows: int, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="embeds 4090 of its tokenizer's 4096 tokens"):
             write_gguf(draft, tmp_path / "alone.gguf")
     write_gguf(draft, tmp_path / "draft.gguf", target=target)
-    header = read_header(tmp_path / "draft.gguf")
+    header = read_file(tmp_path / "draft.gguf").keys
     assert header["llama.vocab_size"] == len(header["tokenizer.ggml.tokens"]) == 4100
     assert header["tokenizer.ggml.token_type"][4096:] == [gguf.TokenType.UNUSED] * 4
     assert header["tokenizer.ggml.token_type"][:2] == [gguf.TokenType.CONTROL, gguf.TokenType.NORMAL]  # fmt: skip

@@ -29,9 +29,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture
 def world(base: World, tmp_path: Path) -> World:
     """A copy of its own, to be altered."""
-    folder = Path(shutil.copytree(base.target.parent, tmp_path / "world"))
-    target, draft, stranger = (folder / name for name in ("target", "draft", "stranger"))
-    return World(target, draft, stranger, folder / "prompts.jsonl", base.texts)
+    return worlds.copied(base, tmp_path / "world")
 
 
 def tune(folder: Path, factor: float = 3.0, tensor: str = NORM) -> None:
