@@ -261,7 +261,7 @@ def test_two_slices_are_measured_as_one_process_is(world: World, tmp_path: Path)
         done = launch(*map(str, words), "--out", str(out), *more)
         assert done.code == 0, done.err
         lines = [json.loads(line) for line in (out / "outputs.jsonl").read_text().splitlines()]
-        outputs[name] = [{**line, "seconds": 0.0} for line in lines]
+        outputs[name] = [{**line, "seconds": 0.0, "measured_seconds": 0.0} for line in lines]
         report = json.loads((out / "report.json").read_text())
         greedy = [
             x["lossless"]["greedy_identical"] for x in report["methods"] if not x["temperature"]
