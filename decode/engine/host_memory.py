@@ -14,7 +14,7 @@ def keep_freed_memory() -> None:
     """Makes this process keep freed memory for its next tensors. Without glibc nothing is changed.
 
     By default glibc returns large blocks to the system, which maps and zeroes other pages for the next tensor: on a CPU
-    that takes longer than many an operation on them (docs/log.md, 2026-11-24). The price is that the process holds as
+    that takes longer than many an operation on them (docs/log, 2026-11-24). The price is that the process holds as
     much memory as it ever needed until it ends.
     """
     if platform.libc_ver()[0] != "glibc":

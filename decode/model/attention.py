@@ -296,7 +296,7 @@ def _products_are_faster(key: torch.Tensor) -> bool:
     """Whether two matrix products beat torch's fused attention over `key` [B, Hkv, S, D].
 
     On a CPU that kernel multiplies 16-bit numbers slowly: one query a row over 32 rows of 384 slots takes it three
-    times as long (docs/log.md). One row of few slots is faster fused.
+    times as long (docs/log). One row of few slots is faster fused.
     """
     return (
         key.device.type == "cpu"

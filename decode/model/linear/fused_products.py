@@ -1,6 +1,6 @@
 """Linear layers that read the same tensor, such as the query, key and value projections, multiplied as one.
 
-Products of few rows with one large weight take 0.8 to 0.95 of the time of those with its parts (docs/log.md).
+Products of few rows with one large weight take 0.8 to 0.95 of the time of those with its parts (docs/log).
 """
 
 from collections.abc import Sequence

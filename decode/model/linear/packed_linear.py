@@ -61,7 +61,7 @@ class PackedLinear(torch.nn.Linear):
     """A linear layer that multiplies by a packed copy of its weight while decoding runs.
 
     `torch.nn.functional.linear` arranges the weight anew at every call, or multiplies few rows with one thread; packed
-    once, products of 3 to 512 rows take 0.3 to 0.85 of its time (docs/log.md), and those of layers that read the same
+    once, products of 3 to 512 rows take 0.3 to 0.85 of its time (docs/log), and those of layers that read the same
     tensor are one product (`FusedProduct`), in compiled code as well. Copies are made at the first call and again at
     the first call of a request if the weight has changed. They are used in inference mode only, in which all decoding
     runs: training takes the usual product, whether or not the model has decoded in between. Compiled code multiplies by
@@ -141,7 +141,7 @@ class PackedLinear(torch.nn.Linear):
     def _multiply_few_rows(self, x: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
         """One or two fp32 rows times the weight as it is, in parts that threads share: faster than the packed weight.
 
-        The weight is on the left: with one row on the left the product takes up to twice as long (docs/log.md).
+        The weight is on the left: with one row on the left the product takes up to twice as long (docs/log).
         """
         width = x.shape[-1]
         rows, shape = x.numel() // width, (*x.shape[:-1], len(self.weight))

@@ -55,7 +55,7 @@ class KeysOfProducts(TorchDispatchMode):
 def test_products_read_keys_of_a_part_of_the_slots_from_a_copy(
     planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a product with keys that lie apart, which takes up to 8 times as long (docs/log.md)."""
+    """Catches a product with keys that lie apart, which takes up to 8 times as long (docs/log)."""
     torch.manual_seed(0)
     monkeypatch.setattr(attention, "LONG_CPU_KEYS", 1)
     query = torch.randn(4, 2, 6, 16, dtype=torch.bfloat16)
