@@ -69,6 +69,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "engine_compat": set(),
         "sweeps": set(),
         "checks": set(),
+        "lab": {"benchmarks"},
     },
 }
 """{package: {subpackage: the subpackages of the same package that it may import}}, each after those that it may import.

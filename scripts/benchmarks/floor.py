@@ -53,6 +53,7 @@ from decode.common.run_dir import check_file
 from decode.drafts.base import Draft, Proposal
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import PhaseTimes
+from decode.model import attention
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics.roofline import measure_bandwidth
@@ -80,6 +81,8 @@ class FloorConfig:
     device: str = "auto"
     mode: str = "eager"
     """The decoder's mode: eager, compiled or graph."""
+    split_kv: bool = False
+    """On a GPU: decode with decode/model/split_kv_attention.py instead of SDPA with a dense mask."""
     rows: list[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
     """Rows of a step."""
     repeats: Count = 7
@@ -227,6 +230,8 @@ def main(s: FloorConfig) -> None:
     weights = sum(layer.weight.numel() for layer in layers)
     weight_bytes = sum(layer.weight.nbytes for layer in layers)
     bandwidth = measure_bandwidth(device)
+    if s.split_kv:
+        attention.use_split_kv(True)
     engine, first_requests = zip(
         *(round_ms(target, s, prompts, rows) for rows in s.rows), strict=True
     )
@@ -251,7 +256,7 @@ def main(s: FloorConfig) -> None:
     console.print(table)
     console.print(batch_table(batches))
     facts = {
-        "target": target.name, "dtype": s.dtype, "mode": s.mode, "prompts": len(prompts),
+        "target": target.name, "dtype": s.dtype, "mode": s.mode, "split_kv": s.split_kv, "prompts": len(prompts),
         "context": statistics.mean(map(len, prompts)) + s.max_new_tokens / 2, "weight_bytes": weight_bytes,
         "bandwidth": bandwidth, "products": products, "steps": steps,
         "batches": batches, **provenance.collect(),

@@ -1,22 +1,20 @@
-"""Sampling throughput on a CPU: this project's engine beside transformers' and vLLM's, in generated tokens a second.
+"""Sampling throughput on a CPU: this project's engine beside transformers', in generated tokens a second.
 
     python scripts/benchmarks/sample_bench.py                           # bundled target and prompts
     python scripts/benchmarks/sample_bench.py --target T --prompts outputs/prompts/prompts.jsonl --dtype bfloat16 \\
-      --vllm .venv-vllm --out docs/results/sampling.json
+      --out sampling.json
 
 The engines (--engines), all at temperature 1 without top-k or top-p, on the same prompts with the same stop tokens:
   ours: the engine of train/sample.py, in which a row that is done takes the next prompt
   ours-compiled: the same with --mode compiled
   generate: transformers' generate on padded batches of prompts that are sorted by length
   generate_batch: transformers' continuous batching
-  vllm: vLLM's CPU build, compiled as it is by default; skipped where there is none. It runs without the libraries that
-    its manual wants preloaded, as the others do, and its threads are not bound to cores
 
 A token counts if it was generated, up to an answer's first EOS and that included; padding and what is generated behind
 an EOS do not. All engines have --threads threads. They answer all prompts in turn, in reversed order every other time.
-Loading, vLLM's compilation and a short warm-up are not timed, and prefixes are not cached, because every turn has the
-same prompts. The mean lengths of answers, and the shares that ended with EOS, should agree between engines: all sample
-from one distribution. The last line is JSON.
+Loading and a short warm-up are not timed, and prefixes are not cached, because every turn has the same prompts. The
+mean lengths of answers, and the shares that ended with EOS, should agree between engines: all sample from one
+distribution. The last line is JSON. What vLLM samples a second is printed by `train/sample.py --engine vllm`.
 """
 
 import json
@@ -25,7 +23,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -37,24 +35,22 @@ from rich.table import Table
 from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from decode.common.ranges import Count, CountOrZero, Seed, at_least
+from decode.common.ranges import Count, CountOrZero, Seed
 from decode.common.run_dir import check_file
 from decode.engine.warm_up import run_first_rounds
 from decode.model.loading import Target, load_model, load_target
-from eval.benchmark.vllm_client import find_interpreter, has_vllm, model_path
 from scripts.benchmarks.sampling_engines import (
     ContinuousSampler,
     PaddedSampler,
     RefillingSampler,
     SampledAnswers,
     SamplingEngine,
-    VllmSampler,
     answer_length,
 )
 from train.data.prompts import encode_prompt, read_prompts
 from train.data.sources import PromptSource
 
-EngineName = Literal["ours", "ours-compiled", "generate", "generate_batch", "vllm"]
+EngineName = Literal["ours", "ours-compiled", "generate", "generate_batch"]
 WARM_UP_TOKENS = 8
 
 
@@ -71,7 +67,7 @@ class SampleBenchConfig:
     batches: list[Count] = field(default_factory=lambda: [32, 64])
     """Numbers of prompts that are decoded at once."""
     engines: list[EngineName] = field(
-        default_factory=lambda: ["ours", "generate", "generate_batch", "vllm"]
+        default_factory=lambda: ["ours", "generate", "generate_batch"]
     )
     dtype: str = "float32"
     """float32 or bfloat16."""
@@ -79,12 +75,6 @@ class SampleBenchConfig:
     """Threads of every engine; 0: as many as torch takes by itself."""
     repeats: Count = 3
     """Turns of each engine at each batch size."""
-    vllm: str = ""
-    """Virtual environment with vLLM; empty: that of VLLM_PYTHON, else .venv-vllm, if there is one."""
-    vllm_eager: bool = False
-    """Start vLLM without compilation, which takes minutes less."""
-    vllm_cache_gb: Annotated[int, at_least(1, 4096)] = 4
-    """GiB of vLLM's KV cache."""
     seed: Seed = 0
     out: str = ""
     """File for the JSON of the last line; empty: none."""
@@ -105,31 +95,12 @@ def load_prompt_ids(s: SampleBenchConfig, target: Target) -> list[list[int]]:
     return sorted((fitting[i % len(fitting)] for i in range(s.count)), key=len)
 
 
-def find_vllm(s: SampleBenchConfig, console: Console) -> str:
-    """The interpreter of vLLM's environment; "" if it is not asked for, or if none is named and none is found.
-
-    UserError if `s.vllm` has no vLLM.
-    """
-    if "vllm" not in s.engines:
-        return ""
-    try:
-        python = find_interpreter(str(Path(s.vllm) / "bin" / "python") if s.vllm else "")
-        missing = "" if has_vllm(python) else f"{python} has no vLLM: install it there"
-    except UserError as error:
-        missing = str(error)
-    if missing and s.vllm:
-        raise UserError(f"--vllm {s.vllm}: {missing}")
-    if missing:
-        console.print(f"vllm is skipped: {missing}")
-    return "" if missing else python
-
-
 def start_engines(
-    s: SampleBenchConfig, target: Target, model: Any, python: str, rows: int, longest: int
+    s: SampleBenchConfig, target: Target, model: Any, rows: int, longest: int
 ) -> dict[str, SamplingEngine]:
     """{name: engine} of `s.engines` for batches of `rows`; `model` is the target as transformers loads it.
 
-    `longest` is the number of tokens of the longest prompt with its answer. vLLM is left out if `python` is empty.
+    `longest` is the number of tokens of the longest prompt with its answer.
     """
     eos = sorted(target.eos)
     engines: dict[str, SamplingEngine] = {}
@@ -139,19 +110,8 @@ def start_engines(
             engines[name] = RefillingSampler(target, rows, mode)
         elif name == "generate":
             engines[name] = PaddedSampler(model, eos, rows)
-        elif name == "generate_batch":
+        else:
             engines[name] = ContinuousSampler(model, eos, rows, longest, s.seed)
-        elif python:
-            job = {
-                "target": model_path(s.target, dtype=s.dtype),
-                "dtype": s.dtype,
-                "rows": rows,
-                "max_model_len": longest,
-                "eos": eos,
-                "eager": s.vllm_eager,
-                "seed": s.seed,
-            }
-            engines[name] = VllmSampler(python, job, torch.get_num_threads(), s.vllm_cache_gb)
     return engines
 
 
@@ -241,7 +201,6 @@ def main(s: SampleBenchConfig) -> None:
         raise UserError("batches or engines is empty: give at least one of each")
     check_file(s.out, [s.prompts])
     console = Console(stderr=True)
-    python = find_vllm(s, console)
     if s.threads > 0:
         torch.set_num_threads(s.threads)
     target = load_target(s.target, "cpu", s.dtype)
@@ -251,27 +210,21 @@ def main(s: SampleBenchConfig) -> None:
     prompts = load_prompt_ids(s, target)
     longest = len(prompts[-1]) + s.max_new_tokens
     cells: list[dict[str, Any]] = []
-    versions: dict[str, str] = {}
     for rows in s.batches:
-        engines = start_engines(s, target, model, python, rows, longest)
+        engines = start_engines(s, target, model, rows, longest)
         try:
             runs = take_turns(s, engines, prompts, rows, target.eos, console)
-            for each in engines.values():
-                if isinstance(each, VllmSampler):
-                    versions["vllm"] = each.version
         finally:
             for engine in engines.values():
                 engine.close()
         cells += summarize_runs(rows, runs)
     print_cells(console, cells)
-    made = provenance.collect()
-    made["versions"] |= versions
     lengths = [len(prompt) for prompt in prompts]
     result = {
         "cells": cells,
         "settings": {name: value for name, value in vars(s).items() if name != "out"},
         "prompt_tokens": {"median": statistics.median(lengths), "most": lengths[-1]},
-        **made,
+        **provenance.collect(),
     }
     line = json.dumps(result)
     if s.out:

@@ -1,4 +1,4 @@
-"""Engines that sample answers to prompts, for sample_bench.py: this project's, two of transformers, and vLLM's.
+"""Engines that sample answers to prompts, for sample_bench.py: this project's and two of transformers.
 
 Each takes token ids, decodes `rows` prompts at once at temperature 1 without top-k or top-p, and returns the answers in
 the order of the prompts. An answer ends with its first EOS or at the limit; what an engine returns behind the EOS is
@@ -6,15 +6,10 @@ padding, which `answer_length` does not count.
 """
 
 import contextlib
-import json
 import logging
-import os
-import subprocess
-import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +21,6 @@ from decode.engine.records import collect_outputs
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 
-WORKER_SCRIPT = Path(__file__).with_name("vllm_sampler.py")
 PREFILL_TOKENS = 512
 """Tokens of one pass of transformers' continuous batching, which attends from each of them to those of all rows."""
 PAGE = 256
@@ -184,69 +178,3 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-class VllmSampler:
-    """vLLM in a process and an environment of its own, where it waits between calls.
-
-    `python` is the interpreter of that environment. `job` holds target, dtype, rows, max_model_len, eos, eager and
-    seed. UserError with vLLM's message when it fails, and if its cache of `cache_gb` GiB has no room for all rows.
-    """
-
-    def __init__(self, python: str, job: dict[str, Any], threads: int, cache_gb: int):
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (until close)
-        number = str(threads)
-        self.process = subprocess.Popen(
-            [python, str(WORKER_SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            cwd="/",
-            env=os.environ
-            | {"OMP_NUM_THREADS": number, "MKL_NUM_THREADS": number}
-            | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": str(cache_gb)},
-        )
-        try:
-            ready = self._ask(job)
-            self.version, needed = ready["vllm"], job["rows"] * job["max_model_len"]
-            if ready["threads"] != threads:
-                raise UserError(
-                    f"vLLM computes with {ready['threads']} threads, not with {threads}: set --threads to the cores "
-                    "that this process may use"
-                )
-            if ready["cache_tokens"] < needed:
-                raise UserError(
-                    f"vLLM's cache holds {ready['cache_tokens']} tokens, and {job['rows']} rows need {needed}: raise "
-                    "--vllm_cache_gb"
-                )
-        except BaseException:
-            self.close()
-            raise
-
-    def sample(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
-    ) -> SampledAnswers:
-        """`seed` is not used: a seed for each request would make vLLM's sampling slower."""
-        done = self._ask({"prompts": list(prompts), "max_new_tokens": max_new_tokens})
-        return SampledAnswers(done["ids"], done["seconds"])
-
-    def _ask(self, line: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # its log says why
-            self.process.stdin.write(json.dumps(line) + "\n")
-            self.process.stdin.flush()
-        for text in self.process.stdout:
-            if text.startswith("{"):
-                answer: dict[str, Any] = json.loads(text)
-                if "error" in answer:
-                    raise UserError(f"vLLM failed: {answer['error'][:3000]}")
-                return answer
-        self.log.seek(0)
-        raise UserError(f"vLLM failed:\n{self.log.read()[-3000:]}")
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-        self.log.close()

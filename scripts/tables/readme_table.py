@@ -3,14 +3,11 @@
 python scripts/tables/readme_table.py
 python scripts/tables/readme_table.py --layout positions --name families \
   --report docs/results/families_smollm2.json --readme docs/families.md
-python scripts/tables/readme_table.py --config configs/smollm2/no_second_model_table.yaml
-python scripts/tables/readme_table.py --layout sizes --name sizes \
-  --report outputs/seq2seq/report/report.json --readme docs/seq2seq.md
 """
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +22,6 @@ from decode.common.files import read_text, write_atomically
 from eval.metrics.common import ALL_TASKS
 from eval.reporting.formatting import format_number, format_with_interval
 from eval.reporting.report_data import read_report
-from scripts.tables import draft_sizes, large_target
-from scripts.tables.large_target import DraftReads, LargeTarget
 
 
 @dataclass
@@ -37,43 +32,27 @@ class ReadmeTableConfig:
     """Replaces the block between <!-- NAME: begin --> and <!-- NAME: end -->."""
     readme: str = "README.md"
     """The file with that block."""
-    layout: Literal["pooled", "positions", "costs", "sizes"] = "pooled"
+    layout: Literal["pooled", "positions"] = "pooled"
     """pooled: a row for each T and method, with pooled α and tokens/s; positions: α at each position and the draft's ms
-    a round instead; costs: c, a drafted token's time over a target step's, and the speed-up that costs predict; sizes:
-    the table of Leviathan et al., a row for each task, T and draft."""
-    large: dict[str, DraftReads] = field(default_factory=dict)
-    """costs: {method: {layers: share, head: share} of a target's weights that a drafted token reads}, for a column with
-    the bound of the speed-up that the same acceptance gives with Llama-3.1-70B, whose 80 layers cost nothing but their
-    reading."""
+    a round instead."""
 
 
-def render_table(
-    report: dict[str, Any], layout: str = "pooled", large: dict[str, DraftReads] | None = None
-) -> str:
-    """A Markdown table in the layout, and a line on how it was measured; of `sizes` also one on its orderings."""
-    if layout == "sizes":
-        head, rows = list(draft_sizes.HEADINGS), draft_sizes.size_rows(report)
-    else:
-        head, rows = method_rows(report, layout, large or {})
+def render_table(report: dict[str, Any], layout: str = "pooled") -> str:
+    """A Markdown table in the layout, and a line on how it was measured."""
+    head, rows = method_rows(report, layout)
     lines = ["".join(f"| {cell} " for cell in row) + "|" for row in (head, *rows)]
     lines.insert(1, "|---" * len(head) + "|")
-    if layout == "sizes":
-        lines += ["", draft_sizes.orderings_text(report)]
     return "\n".join([*lines, "", measurement_line(report)])
 
 
-def method_rows(
-    report: dict[str, Any], layout: str, large: dict[str, DraftReads]
-) -> tuple[list[str], list[list[str]]]:
+def method_rows(report: dict[str, Any], layout: str) -> tuple[list[str], list[list[str]]]:
     """The headings, and a row for each method and engine at each temperature.
 
-    Columns: those of `layout`, the speed-up on each task if there are several, and on all of them together; at last the
-    bound for a large target, if `large` has methods.
+    Columns: those of `layout`, the speed-up on each task if there are several, and on all of them together.
     """
     tasks = list(dict.fromkeys(m["task"] for m in report["methods"] if m["task"] != ALL_TASKS))
-    shown = tasks if len(tasks) > 1 and layout != "costs" else []
-    last = [f"{LargeTarget.layers} layers"] if large else []
-    head = ["T", "method", *LAYOUTS[layout], *shown, "speed-up [95 %]", *last]
+    shown = tasks if len(tasks) > 1 else []
+    head = ["T", "method", *LAYOUTS[layout], *shown, "speed-up [95 %]"]
     entries = all_entries(report)
     pooled = [m for m in entries if m["task"] == ALL_TASKS]
     by_task = {(m["name"], m["temperature"], m["task"]): m for m in entries}
@@ -84,10 +63,9 @@ def method_rows(
             [
                 f"{m['temperature']:g}",
                 m["name"],
-                *(column(report, m) for column in LAYOUTS[layout].values()),
+                *(column(m) for column in LAYOUTS[layout].values()),
                 *(f"{format_number(speedup, 2)}×" for speedup in speedups),
                 format_with_interval(m["speedup"], m["speedup_ci"], 2, "×"),
-                *([large_speedup(m, large)] if large else []),
             ]
         )
     return head, rows
@@ -110,36 +88,6 @@ def measurement_line(report: dict[str, Any]) -> str:
     )
 
 
-Report = dict[str, Any]
-Entry = dict[str, Any]
-"""An element of a report's `methods`, or one of `engine_entry`."""
-
-
-def large_speedup(m: Entry, large: dict[str, DraftReads]) -> str:
-    reads = large.get(m["name"])
-    if reads is None:
-        return "–"
-    return f"{format_number(large_target.speedup(m, reads, LargeTarget()), 2)}×"
-
-
-def step_cost(report: Report, m: Entry) -> str:
-    """The time of a drafted token over that of a plain step; a dash without timed phases or drafted tokens."""
-    plain = next(
-        x
-        for x in report["methods"]
-        if (x["name"], x["task"], x["temperature"]) == ("plain", ALL_TASKS, m["temperature"])
-    )
-    counts, phases = m.get("counts") or {}, m.get("phase_ms") or {}
-    if not (counts.get("drafted") and "draft" in phases and plain.get("phase_ms")):
-        return "–"
-    a_token = phases["draft"] * counts["rounds"] / counts["drafted"]
-    return format_number(a_token / sum(plain["phase_ms"].values()), 3)
-
-
-def predicted(m: Entry) -> str:
-    return format_number(m.get("predicted_speedup"), 2, "×")
-
-
 def pooled_alpha(m: dict[str, Any]) -> str:
     return "–" if m["alpha"] is None else format_with_interval(m["alpha"], m["alpha_ci"], 3)
 
@@ -155,22 +103,16 @@ def draft_ms(m: dict[str, Any]) -> str:
     return format_number(phases["draft"], 1) if "draft" in phases else "–"
 
 
-LAYOUTS: dict[str, dict[str, Callable[[Report, Entry], str]]] = {
+LAYOUTS: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
     "pooled": {
-        "τ": lambda _, m: format_number(m["tau"], 2),
-        "α": lambda _, m: pooled_alpha(m),
-        "tokens/s": lambda _, m: format_number(m["tokens_per_second"], 0),
+        "τ": lambda m: format_number(m["tau"], 2),
+        "α": pooled_alpha,
+        "tokens/s": lambda m: format_number(m["tokens_per_second"], 0),
     },
     "positions": {
-        "τ [95 %]": lambda _, m: format_with_interval(m["tau"], m.get("tau_ci"), 2),
-        "α by position": lambda _, m: alpha_by_position(m),
-        "draft, ms a round": lambda _, m: draft_ms(m),
-    },
-    "costs": {
-        "τ [95 %]": lambda _, m: format_with_interval(m["tau"], m.get("tau_ci"), 2),
-        "α": lambda _, m: pooled_alpha(m),
-        "c": step_cost,
-        "predicted": lambda _, m: predicted(m),
+        "τ [95 %]": lambda m: format_with_interval(m["tau"], m.get("tau_ci"), 2),
+        "α by position": alpha_by_position,
+        "draft, ms a round": draft_ms,
     },
 }
 """{layout: {heading: the cell of a row}}: what stands between the method and its speed-ups."""
@@ -229,7 +171,7 @@ def main(s: ReadmeTableConfig) -> None:
     if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
         raise UserError(f"{path} needs the marker {begin} and then {end}, once each: add them")
     head, rest = text.split(begin)
-    table = render_table(read_report(Path(s.report)), s.layout, s.large)
+    table = render_table(read_report(Path(s.report)), s.layout)
     write_atomically(path, f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}")
 
 

@@ -28,7 +28,6 @@ QUICK = {
     "scripts/track_report.py": (copy("causal"),),
     "scripts/sweep.py": (),
     "scripts/experiments/data_curve.py": (),
-    "scripts/experiments/reference_eagle3.py": (),
     "scripts/experiments/task_prompts.py": (),
 }
 """Commands, besides those whose results make the lab, that need neither minutes nor another machine."""

@@ -48,7 +48,6 @@ FOREIGN = [
     Case("scripts/sweep.py", "", ("train/distill.py", "out"), (copy("causal", "out"),)),
     Case("scripts/experiments/data_curve.py", "", "out", (THESIS,)),
     Case("scripts/experiments/data_curve.py", "--overwrite true", "out", (copy("causal", "out"),)),
-    Case("scripts/experiments/reference_eagle3.py", "", "out", (THESIS,)),
     Case("scripts/publish.py", "", "out", (write("out/draftsmith.json", "{}"), THESIS)),
     Case("scripts/publish.py", "--out $tmp/..", "out"),
     Case("scripts/export.py", "--out $lab/eagle3", "eagle3"),

@@ -1,6 +1,7 @@
 """scripts/experiments/compare_trainers.py: all trainers that it compares compute the same loss on the same samples."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,37 @@ import pytest
 import torch
 
 from decode.model.loading import load_model, load_target
-from scripts.experiments.reference_eagle3 import ReferenceEagleTrainer
 from scripts.experiments.trainers import plain_eagle3, reference_trainers
 from tests import worlds
 from tests.tiny import tiny_prompts
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
+from train.families.alignment import AlignedIndices, Alignment
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
+from train.families.heads.eagle import EagleTrainer
 from train.families.registry import family_trainer
+from train.losses import divergences
+
+
+class UnshiftedAlignment(Alignment):
+    """As public trainers mask: slot t is trained if token t is part of a reply and what it predicts of the same one."""
+
+    def step(self, j: int) -> AlignedIndices:
+        places = super().step(j)
+        before = torch.zeros_like(self.run_length[:, :1])
+        in_reply = torch.cat([before, self.run_length[:, :-1]], 1) > 0
+        return replace(places, valid=places.valid & in_reply)
+
+
+class ReferenceEagleTrainer(EagleTrainer):
+    """EagleTrainer with that mask, without positions whose most likely token is not in the draft's vocabulary."""
+
+    alignment = UnshiftedAlignment
+
+    def loss_positions(self, p_logits: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        return valid & divergences.argmax_in_vocabulary(p_logits, self.net.ids)[:, None]
 
 
 @pytest.fixture(scope="module")

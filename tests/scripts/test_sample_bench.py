@@ -1,11 +1,7 @@
 """scripts/benchmarks/sample_bench.py: all engines sample the same law on the same prompts, and only text is counted."""
 
-import ast
 import json
-import os
 import shutil
-import stat
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from decode.common.errors import UserError
 from decode.model.loading import Target, load_model, load_target
-from scripts.benchmarks import sample_bench, sampling_engines
+from scripts.benchmarks import sampling_engines
 from scripts.benchmarks.sample_bench import SampleBenchConfig, count_run, summarize_runs, take_turns
 from scripts.benchmarks.sampling_engines import (
     ContinuousSampler,
@@ -24,13 +19,11 @@ from scripts.benchmarks.sampling_engines import (
     RefillingSampler,
     SampledAnswers,
     SamplingEngine,
-    VllmSampler,
     answer_length,
 )
 from tests import worlds
 
 ROOT = Path(__file__).resolve().parents[2]
-VLLM = os.environ.get("VLLM_PYTHON", "")
 EOS = list(range(0, 4096, 12))
 """A twelfth of the bundled target's tokens, so that answers of all lengths end with one."""
 LIMIT = 12
@@ -186,9 +179,8 @@ def test_engines_take_turns() -> None:
     assert (generate["over_generate"], ours["tokens_per_answer"], ours["ended"]) == (1.0, 3.0, 0.0)
 
 
-def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a command that does not run as a user starts it; no vLLM is no error."""
-    monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "nowhere"))
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    """Catches a command that does not run as a user starts it."""
     chats = [[{"role": "user", "content": f"import os{i}"}] for i in range(3)]
     lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
     (tmp_path / "chats.jsonl").write_text(lines)
@@ -198,7 +190,6 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "--dtype", "bfloat16", "--out", tmp_path / "out.json",
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert done.err.count("vllm is skipped: no interpreter") == 1
     result = json.loads((tmp_path / "out.json").read_text())
     assert result == json.loads(done.out.splitlines()[-1])
     names = ["ours", "generate", "generate_batch"]
@@ -212,86 +203,3 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert result["hardware"]["threads"] == 1
     assert result["settings"]["dtype"] == "bfloat16"
     assert "git" in result
-
-
-def test_a_named_environment_without_vllm_is_an_error(tmp_path: Path) -> None:
-    """Catches a comparison that silently lacks the engine that the user named."""
-    quiet = Console(quiet=True)
-    with pytest.raises(UserError, match=r"--vllm .*gone: no interpreter"):
-        sample_bench.find_vllm(SampleBenchConfig(vllm=str(tmp_path / "gone")), quiet)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    with pytest.raises(UserError, match="has no vLLM"):
-        sample_bench.find_vllm(SampleBenchConfig(vllm=str(tmp_path)), quiet)
-
-
-JOB = {"rows": 2, "max_model_len": 10}
-
-
-def stand_in(folder: Path, ready: str, answer: str) -> str:
-    """An interpreter that answers as vllm_sampler.py would."""
-    script = folder / "python"
-    script.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\njob = json.loads(sys.stdin.readline())\n{ready}\n"
-        f"for line in sys.stdin:\n    asked = json.loads(line)\n    {answer}\n"
-    )
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    return str(script)
-
-
-READY = (
-    "print('a log')\nprint(json.dumps({'vllm': os.environ['VLLM_CPU_KVCACHE_SPACE'], 'threads': "
-    "int(os.environ['OMP_NUM_THREADS']), 'cache_tokens': 20}), flush=True)"
-)
-ECHO = (
-    "print(json.dumps({'ids': asked['prompts'], 'seconds': asked['max_new_tokens']}), flush=True)"
-)
-
-
-def test_vllm_waits_between_calls(tmp_path: Path) -> None:
-    """Catches a worker that is started for every turn, or answers that are not those of the prompts."""
-    engine = VllmSampler(stand_in(tmp_path, READY, ECHO), JOB, threads=3, cache_gb=7)
-    assert engine.version == "7"
-    for limit in (1, 2):
-        assert engine.sample([[5], [6, 7]], limit, 0) == SampledAnswers([[5], [6, 7]], limit)
-    engine.close()
-    assert engine.process.poll() is not None
-
-
-@pytest.mark.parametrize(
-    ("ready", "answer", "says"),
-    [
-        (READY.replace("20}", "19}"), ECHO, "--vllm_cache_gb"),
-        (READY.replace("int(os", "1 + int(os"), ECHO, "--threads"),
-        ("raise SystemExit('out of luck')", ECHO, "out of luck"),
-        ("""print('{"error": "no such layer"}', flush=True)""", ECHO, "no such layer"),
-        (READY, "raise SystemExit('out of room')", "out of room"),
-    ],
-)
-def test_what_vllm_says_reaches_the_user(
-    ready: str, answer: str, says: str, tmp_path: Path
-) -> None:
-    """Catches a vLLM that is short of cache or has other threads, and a failure that is lost or waited for."""
-    with pytest.raises(UserError, match=says):
-        VllmSampler(stand_in(tmp_path, ready, answer), JOB, 2, 1).sample([[5]], 1, 0)
-
-
-def test_the_worker_imports_nothing_of_ours() -> None:
-    """Catches a worker that needs packages which vLLM's environment does not have."""
-    tree = ast.parse(sampling_engines.WORKER_SCRIPT.read_text())
-    modules = {name.name for x in ast.walk(tree) if isinstance(x, ast.Import) for name in x.names}
-    modules |= {x.module or "" for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
-    assert {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names) == {
-        "torch",
-        "vllm",
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not VLLM, reason="VLLM_PYTHON names no interpreter with vLLM")
-def test_vllm_samples_as_the_others_do(folder: Path, likeliest: list[tuple[int, float]]) -> None:
-    """Catches a vLLM that is asked for other stop tokens or another law, or whose answers lack their EOS."""
-    job = {
-        "target": str(folder), "dtype": "float32", "rows": 4, "max_model_len": 40, "eos": EOS, "eager": True, "seed": 0,
-    }  # fmt: skip
-    check_samples(VllmSampler(VLLM, job, threads=1, cache_gb=1), 12, likeliest)

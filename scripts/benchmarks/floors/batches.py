@@ -131,21 +131,28 @@ def mixed_precision(target: Target) -> Iterator[None]:
         yield
 
 
-def training_ms(target: Target, rows: list[SampleRow]) -> float:
-    """Milliseconds of an optimiser step of an EAGLE-3 head on these samples with the live target as teacher."""
+def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.Tensor]:
+    """An optimiser step of an EAGLE-3 head on these samples with the live target as teacher; it returns the loss."""
     device = target.decoder.device
     torch.manual_seed(0)
     settings = DistillConfig(draft=head_config(target))
     context = FamilyContext(settings, target, rows, str(device))
     trained = family_trainer("eagle3").build(context)
-    optimizer = torch.optim.AdamW([p for p in trained.model.parameters() if p.requires_grad])
+    trainable = [p for p in trained.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-4)
     batch = collate(rows, pad_id=0).to(device)
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         with mixed_precision(target):
             loss = trained.loss(trained.model, batch)["loss"]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
-    return MS * fastest_seconds(step, 2, device)
+    return step
+
+
+def training_ms(target: Target, rows: list[SampleRow]) -> float:
+    """Milliseconds of `training_step`."""
+    return MS * fastest_seconds(training_step(target, rows), 2, target.decoder.device)
