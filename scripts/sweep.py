@@ -31,9 +31,9 @@ from decode.common import files, lock, run_dir
 from decode.common.cli import to_yaml
 from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
-from scripts.sweeps.plan import SweepConfig, plan_trials
-from scripts.sweeps.results import collect_results, write_results
-from scripts.sweeps.trial_pool import TrialPool, check_launch
+from scripts.lab.sweep_plan import SweepConfig, plan_trials
+from scripts.lab.sweep_pool import TrialPool, check_launch
+from scripts.lab.sweep_results import collect_results, write_results
 
 COMMAND = "scripts/sweep.py"
 

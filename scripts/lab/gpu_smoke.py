@@ -38,7 +38,7 @@ from decode.engine.records import collect_outputs
 from decode.model.loading import Target, load_target
 from eval.benchmark.timing import synchronize
 from eval.tasks.loading import Task, load_task_prompts
-from scripts.benchmarks.floors.batches import sample_rows, training_step
+from scripts.lab.floor_work import sample_rows, training_step
 
 SAME_KERNELS = {"captured": "eager", "graph": "compiled"}
 """{mode that replays CUDA graphs: the mode that launches the same kernels one by one}."""

@@ -136,7 +136,7 @@ NUMBERS = {
         ("sampling.top_p", "0 2 .nan"),
     ],
     "scripts/export.py": [("k", "0 -1")],
-    "scripts/building/build_target.py": [
+    "scripts/lab/build_target.py": [
         ("tokens", "0 -1"),
         ("batch_tokens", "0 -1"),
         ("window", "0 -1"),
@@ -170,7 +170,7 @@ NUMBERS = {
         ("workers", "-1"),
         ("retries", "-1"),
     ],
-    "scripts/experiments/compare_trainers.py": [
+    "scripts/lab/compare_trainers.py": [
         ("rounds", "0"),
         ("warm", "0"),
         ("steps", "0"),
@@ -182,7 +182,7 @@ NUMBERS = {
         ("eagle_vocab", "-1"),
         ("eagle_steps", "0"),
     ],
-    "scripts/experiments/data_curve.py": [
+    "scripts/lab/data_curve.py": [
         ("sizes", "'[5]' '[0, 5]' '[5, 5]' '[5, 100000]' '[1, 2]'"),
         ("points", "1 0"),
         ("span", "1 .nan"),
@@ -196,13 +196,13 @@ NUMBERS = {
         ("worth", "-2 .nan"),
         ("distill.loop.lr", "0 .nan"),
     ],
-    "scripts/experiments/task_prompts.py": [
+    "scripts/lab/task_prompts.py": [
         ("math_count", "-1"),
         ("code_count", "-1 x"),
         ("article_count", "-1"),
         ("seed", "-1"),
     ],
-    "scripts/benchmarks/sample_bench.py": [
+    "scripts/lab/bench_decoding.py": [
         ("count", "0"),
         ("max_new_tokens", "0 1000"),
         ("batches", "'[]' '[0]'"),
@@ -210,7 +210,7 @@ NUMBERS = {
         ("repeats", "0"),
         ("seed", "-1"),
     ],
-    "scripts/benchmarks/floor.py": [
+    "scripts/lab/floor.py": [
         ("rows", "'[]' '[0]'"),
         ("repeats", "0"),
         ("max_new_tokens", "0"),
@@ -218,7 +218,7 @@ NUMBERS = {
         ("samples", "-1"),
         ("sample_tokens", "0 1"),
     ],
-    "scripts/benchmarks/train_bench.py": [("steps", "0")],
+    "scripts/lab/bench_training.py": [("steps", "0")],
     "scripts/lab/gpu_smoke.py": [("k", "0"), ("rows", "0"), ("max_new_tokens", "0")],
     "scripts/engine_compat/llamacpp_parity.py": [
         ("k", "0 -1"),

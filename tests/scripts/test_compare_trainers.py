@@ -1,4 +1,4 @@
-"""scripts/experiments/compare_trainers.py: all trainers that it compares compute the same loss on the same samples."""
+"""scripts/lab/compare_trainers.py: all trainers that it compares compute the same loss on the same samples."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decode.model.loading import load_model, load_target
-from scripts.experiments.trainers import plain_eagle3, reference_trainers
+from scripts.lab import reference_trainers
 from tests import worlds
 from tests.tiny import tiny_prompts
 from train.data import batching
@@ -99,9 +99,9 @@ def test_the_plain_loss_of_eagle3_is_that_of_our_trainer(world: worlds.World, vo
     want = {name: p.grad.clone() for name, p in ours.net.named_parameters() if p.grad is not None}
     ours.net.zero_grad()
     teacher = load_model(str(world.target), "target", "cpu", "float32")
-    plain = plain_eagle3.PlainEagle3(ours.net, teacher, 3)
+    plain = reference_trainers.PlainEagle3(ours.net, teacher, 3)
     inputs = reference_trainers.pad_rows(rows)
-    loss = plain_eagle3.plain_loss(plain, inputs) * inputs["input_ids"].numel()
+    loss = reference_trainers.plain_loss(plain, inputs) * inputs["input_ids"].numel()
     loss.backward()
     assert loss.item() == pytest.approx(sums["loss"].item(), rel=1e-4)
     assert want.keys() >= {"fc.weight", "layers.0.self_attn.k_proj.weight"}
@@ -125,7 +125,7 @@ def test_all_arms_read_the_same_samples(world: worlds.World, tmp_path: Path) -> 
     """Catches a trainer that reads shorter texts, or fewer of them, in the measured time."""
     data = worlds.sampled(world, tmp_path, "--max_new_tokens", 40)
     done = worlds.run(
-        "scripts/experiments/compare_trainers.py", "--target", world.target, "--draft", world.draft,
+        "scripts/lab/compare_trainers.py", "--target", world.target, "--draft", world.draft,
         "--data", data, "--steps", 2, "--warm", 1, "--rounds", 1, "--out", tmp_path / "out.json",
         "--arms", "[ours, ours-features, trainer, ours-on-policy, eagle3, eagle3-features, eagle3-trainer]",
         "--eagle_vocab", 40, "--eagle_steps", 2,

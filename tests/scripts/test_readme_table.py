@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from scripts.tables import readme_table
+from scripts import readme_table
 
 
 def entry(name: str, task: str, speedup: float, **more: Any) -> dict[str, Any]:

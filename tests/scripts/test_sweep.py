@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from scripts.sweeps.plan import DrawnRange, SweepConfig, draw, plan_trials
-from scripts.sweeps.results import is_number, look_up
-from scripts.sweeps.trial_pool import last_error, launch_environment, split_launch
+from scripts.lab.sweep_plan import DrawnRange, SweepConfig, draw, plan_trials
+from scripts.lab.sweep_pool import last_error, launch_environment, split_launch
+from scripts.lab.sweep_results import is_number, look_up
 from tests import worlds
 
 STAND_IN = "tests/scripts/stand_in.py"

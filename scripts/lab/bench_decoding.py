@@ -1,7 +1,7 @@
 """Sampling throughput on a CPU: this project's engine beside transformers', in generated tokens a second.
 
-    python scripts/benchmarks/sample_bench.py                           # bundled target and prompts
-    python scripts/benchmarks/sample_bench.py --target T --prompts outputs/prompts/prompts.jsonl --dtype bfloat16 \\
+    python scripts/lab/bench_decoding.py                           # bundled target and prompts
+    python scripts/lab/bench_decoding.py --target T --prompts outputs/prompts/prompts.jsonl --dtype bfloat16 \\
       --out sampling.json
 
 The engines (--engines), all at temperature 1 without top-k or top-p, on the same prompts with the same stop tokens:
@@ -17,13 +17,16 @@ mean lengths of answers, and the shares that ended with EOS, should agree betwee
 distribution. The last line is JSON. What vLLM samples a second is printed by `train/sample.py --engine vllm`.
 """
 
+import contextlib
 import json
+import logging
 import statistics
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -31,31 +34,31 @@ if not __package__:
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, Seed
 from decode.common.run_dir import check_file
+from decode.engine.engine import SpeculativeEngine, row_seeds
+from decode.engine.records import collect_outputs
 from decode.engine.warm_up import run_first_rounds
 from decode.model.loading import Target, load_model, load_target
-from scripts.benchmarks.sampling_engines import (
-    ContinuousSampler,
-    PaddedSampler,
-    RefillingSampler,
-    SampledAnswers,
-    SamplingEngine,
-    answer_length,
-)
+from decode.verification.sampling import SamplingParams
 from train.data.prompts import encode_prompt, read_prompts
 from train.data.sources import PromptSource
 
 EngineName = Literal["ours", "ours-compiled", "generate", "generate_batch"]
 WARM_UP_TOKENS = 8
+PREFILL_TOKENS = 512
+"""Tokens of one pass of transformers' continuous batching, which attends from each of them to those of all rows."""
+PAGE = 256
+"""Tokens of a page of its cache, as in its default configuration."""
 
 
 @dataclass
-class SampleBenchConfig:
+class BenchDecodingConfig:
     target: str = "assets/target"
     """The target model: a folder, a GGUF file or a Hub name."""
     prompts: str = ""
@@ -80,7 +83,160 @@ class SampleBenchConfig:
     """File for the JSON of the last line; empty: none."""
 
 
-def load_prompt_ids(s: SampleBenchConfig, target: Target) -> list[list[int]]:
+@dataclass(frozen=True)
+class SampledAnswers:
+    """Answers in the order of the prompts, and the seconds that all of them took together."""
+
+    ids: list[list[int]]
+    seconds: float
+
+
+class SamplingEngine(Protocol):
+    """What is compared."""
+
+    def sample(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
+    ) -> SampledAnswers:
+        """An answer of at most `max_new_tokens` tokens to each prompt."""
+
+    def close(self) -> None:
+        """Frees what the engine holds besides the model."""
+
+
+def answer_length(ids: Sequence[int], eos: Collection[int], limit: int) -> int:
+    """Generated tokens of an answer: those up to its first EOS, which counts, and `limit` at most."""
+    ends = (at for at, token in enumerate(ids[:limit], 1) if token in eos)
+    return next(ends, min(len(ids), limit))
+
+
+class RefillingSampler:
+    """This project's engine as train/sample.py runs it: a row that is done takes the next prompt."""
+
+    def __init__(self, target: Target, rows: int, mode: str = "eager"):
+        self.rows = rows
+        sampling = SamplingParams(temperature=1.0)
+        self.engine = SpeculativeEngine(target, None, k=1, sampling=sampling, mode=mode)
+
+    def sample(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
+    ) -> SampledAnswers:
+        start = time.perf_counter()
+        records = self.engine.speculate(
+            list(prompts),
+            rows=self.rows,
+            max_new_tokens=max_new_tokens,
+            seeds=row_seeds(seed, len(prompts)),
+        )
+        outputs = collect_outputs(prompts, records)
+        return SampledAnswers([out.output_ids for out in outputs], time.perf_counter() - start)
+
+    def close(self) -> None: ...
+
+
+def sampling_config(eos: Sequence[int], max_new_tokens: int) -> GenerationConfig:
+    """Plain sampling at temperature 1, as transformers' generate takes it."""
+    return GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(eos) or None,
+        pad_token_id=eos[0] if eos else 0,
+    )
+
+
+def pad_left(prompts: Sequence[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, attention mask), both [B, T]: each prompt at the end of its row."""
+    width = max(map(len, prompts))
+    ids = [[pad] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+class PaddedSampler:
+    """transformers' generate: `rows` prompts after `rows` prompts, each batch until its longest answer is done.
+
+    `model` gets a generation config without settings of its own, which would be mixed into those of a call.
+    """
+
+    def __init__(self, model: Any, eos: Sequence[int], rows: int):
+        self.model, self.eos, self.rows = model, eos, rows
+        model.generation_config = GenerationConfig()
+
+    def sample(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
+    ) -> SampledAnswers:
+        start = time.perf_counter()
+        torch.manual_seed(seed)
+        config = sampling_config(self.eos, max_new_tokens)
+        answers = []
+        for first in range(0, len(prompts), self.rows):
+            ids, mask = pad_left(prompts[first : first + self.rows], config.pad_token_id)
+            out = self.model.generate(ids, attention_mask=mask, generation_config=config)
+            for row in out[:, ids.shape[1] :].tolist():
+                answers.append(row[: answer_length(row, self.eos, max_new_tokens)])
+        return SampledAnswers(answers, time.perf_counter() - start)
+
+    def close(self) -> None: ...
+
+
+class ContinuousSampler:
+    """transformers' generate_batch: continuous batching with a paged cache, which has room for all rows.
+
+    `model` gets a generation config without settings of its own. `longest` is the number of tokens of the longest
+    prompt with its answer. The cache is allocated at the first call and kept.
+    """
+
+    def __init__(self, model: Any, eos: Sequence[int], rows: int, longest: int, seed: int):
+        self.model, self.eos = model, eos
+        model.generation_config = GenerationConfig()
+        self.config = ContinuousBatchingConfig(
+            page_size=PAGE,
+            num_blocks=rows * (-(-longest // PAGE) + 1),
+            max_batch_tokens=max(rows, PREFILL_TOKENS),
+            max_requests_per_batch=rows,
+            allow_block_sharing=False,  # each turn has the same prompts
+            seed=seed,
+        )
+
+    def sample(
+        self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
+    ) -> SampledAnswers:
+        """The random numbers go on from call to call: `seed` is not used."""
+        with _without_warnings():
+            start = time.perf_counter()
+            out = self.model.generate_batch(
+                list(prompts),
+                generation_config=sampling_config(self.eos, max_new_tokens),
+                continuous_batching_config=self.config,
+                persistent_manager=True,
+                max_new_tokens=max_new_tokens,
+            )
+            seconds = time.perf_counter() - start
+        errors = [one.error for one in out.values() if one.error is not None]
+        if errors or len(out) != len(prompts):
+            reason = errors[0] if errors else "its thread ended"
+            raise UserError(f"generate_batch failed ({reason}): leave it out of --engines")
+        return SampledAnswers([list(one.generated_tokens) for one in out.values()], seconds)
+
+    def close(self) -> None:
+        self.model.destroy_cached_continuous_batching_manager()
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """In the block transformers' continuous batching, which has a logger of its own, writes errors only."""
+    logger = logging.getLogger("ContinuousBatchingLogger")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def load_prompt_ids(s: BenchDecodingConfig, target: Target) -> list[list[int]]:
     """Token ids of `s.count` prompts, sorted by length. UserError if none leaves room for its answer."""
     kind: Literal["file", "bundled"] = "file" if s.prompts else "bundled"
     source = PromptSource(kind, s.prompts or "all", limit=s.count)
@@ -96,7 +252,7 @@ def load_prompt_ids(s: SampleBenchConfig, target: Target) -> list[list[int]]:
 
 
 def start_engines(
-    s: SampleBenchConfig, target: Target, model: Any, rows: int, longest: int
+    s: BenchDecodingConfig, target: Target, model: Any, rows: int, longest: int
 ) -> dict[str, SamplingEngine]:
     """{name: engine} of `s.engines` for batches of `rows`; `model` is the target as transformers loads it.
 
@@ -129,7 +285,7 @@ def count_run(done: SampledAnswers, eos: Collection[int], limit: int) -> dict[st
 
 
 def take_turns(
-    s: SampleBenchConfig,
+    s: BenchDecodingConfig,
     engines: Mapping[str, SamplingEngine],
     prompts: Sequence[list[int]],
     rows: int,
@@ -196,7 +352,7 @@ def print_cells(console: Console, cells: Sequence[Mapping[str, Any]]) -> None:
     console.print(table)
 
 
-def main(s: SampleBenchConfig) -> None:
+def main(s: BenchDecodingConfig) -> None:
     if not s.batches or not s.engines:
         raise UserError("batches or engines is empty: give at least one of each")
     check_file(s.out, [s.prompts])
@@ -233,4 +389,4 @@ def main(s: SampleBenchConfig) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, SampleBenchConfig, __doc__)
+    run_command(main, BenchDecodingConfig, __doc__)

@@ -1,6 +1,6 @@
 """Tests whether two sampled sets of the same prompts follow one distribution: ours and a server's, say.
 
-    python scripts/checks/compare_samples.py outputs/samples_ours --b outputs/samples_vllm --out compared.json
+    python scripts/compare_samples.py outputs/samples_ours --b outputs/samples_vllm --out compared.json
 
 Two engines with the same law give other texts, because their random numbers differ. Three things are compared over the
 prompts that both sets answer: the distribution of answer lengths (largest distance of the two cumulative shares, as in
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 from rich.console import Console
@@ -31,7 +31,7 @@ from decode.common.run_dir import check_file
 from eval.metrics.bootstrap import Array
 from train.data.manifest import load_set
 
-COMMAND = "scripts/checks/compare_samples.py"
+COMMAND = "scripts/compare_samples.py"
 
 
 @dataclass

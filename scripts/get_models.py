@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from decode.common import damage
 from decode.common.errors import UserError

@@ -12,8 +12,8 @@ from decode.common.progress import duration
 from eval.reporting import plots
 from eval.reporting.formatting import NOT_MEASURED, Table, escape_markdown, table_markdown
 from eval.reporting.plots import ChartSeries, Point
-from scripts.sweeps.plan import SweepConfig, Trial, to_text
-from scripts.sweeps.trial_pool import STDOUT, read_record
+from scripts.lab.sweep_plan import SweepConfig, Trial, to_text
+from scripts.lab.sweep_pool import STDOUT, read_record
 
 SHOWN_NAMES = 8
 LOG_SPAN = 10.0

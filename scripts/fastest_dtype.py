@@ -1,6 +1,6 @@
 """Prints the dtype in which the decoder multiplies matrices fastest on this machine, and accelerate's name for it.
 
-    python scripts/checks/fastest_dtype.py        # "bfloat16 bf16" or "float32 no"
+    python scripts/fastest_dtype.py        # "bfloat16 bf16" or "float32 no"
 
 scripts/env.sh asks it, because the flags of a processor do not tell: some that have bfloat16 instructions multiply
 float32 faster. On a GPU the answer is bfloat16 without a measurement.
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 

@@ -1,6 +1,6 @@
 """How τ and α on held-out prompts grow with the training data, what twice the data would give, and when to stop.
 
-    python scripts/experiments/data_curve.py --config configs/compare/data_curve.yaml
+    python scripts/lab/data_curve.py --config configs/compare/data_curve.yaml
 
 Trains one draft on each of several nested parts of a sampled set (for each seed the parts of another permutation of its
 rows) and decodes the evaluation prompts with it. A saturating power law is fitted to the results
@@ -28,6 +28,8 @@ from typing import Annotated, Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from collections.abc import Sequence
+
 import numpy as np
 from rich.console import Console
 
@@ -43,21 +45,27 @@ from decode.common.ranges import (
     above,
     at_least,
 )
-from decode.drafts.base import METADATA_FILE
-from decode.drafts.registry import DRAFT_FAMILIES
+from decode.drafts.base import METADATA_FILE, check_request
+from decode.drafts.registry import DRAFT_FAMILIES, load_draft
+from decode.engine.active_request import check_draft_length
+from decode.model.loading import load_target
+from decode.verification.sampling import SamplingParams
+from eval.checks.transfer import count_acceptance
+from eval.metrics.bootstrap import Array
 from eval.reporting import plots
 from eval.reporting.formatting import table_markdown
 from eval.scaling import chart, data_curve
 from eval.scaling.data_curve import TrainedPoint
-from eval.tasks.loading import Task, task_version
-from scripts.experiments import held_out, nested_sets
+from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
 from train import distill
-from train.data import batching
+from train.data import batching, mixture
 from train.data.mixture import MixturePart
-from train.distill import DistillConfig
+from train.data.sample_store import SampleRow
+from train.distill import DistillConfig, RunComponents
+from train.families.registry import family_trainer
 from train.hub.upload import TrainingPublishConfig
 
-COMMAND = "scripts/experiments/data_curve.py"
+COMMAND = "scripts/lab/data_curve.py"
 OWNED_FILES = (
     "data_curve.json",
     "data_curve.md",
@@ -130,6 +138,87 @@ class CurvePlan:
     """Its name, revision and tokenizer."""
 
 
+def geometric_sizes(total: int, count: int, span: float) -> list[int]:
+    """`count` sizes from total ÷ span to `total`, each the same factor above the one before it."""
+    return [round(size) for size in np.geomspace(total / span, total, count)]
+
+
+def nested_rows(tokens: Sequence[int], sizes: Sequence[int], seed: int) -> list[Array]:
+    """For each of the ascending `sizes` the indices, ascending, of the rows that make it up.
+
+    `tokens` are the supervised tokens of each row. Rows are those of a `limit` (train/data/mixture.py) that is just
+    high enough for `size` tokens. UserError for a size above the sum of `tokens`, and for two sizes with the same rows.
+    """
+    order = mixture.shuffled(len(tokens), seed)
+    sums = np.cumsum(np.asarray(tokens)[order])
+    if sizes[-1] > sums[-1]:
+        raise UserError(
+            f"sizes holds {sizes[-1]:,}, and the data have {sums[-1]:,} supervised tokens: give at most that"
+        )
+    counts = [int(np.searchsorted(sums, size)) + 1 for size in sizes]
+    for i in range(1, len(sizes)):
+        if counts[i] == counts[i - 1]:
+            raise UserError(
+                f"sizes {sizes[i - 1]:,} and {sizes[i]:,} are the same {counts[i]} rows: give fewer sizes, further "
+                "apart, or sample more"
+            )
+    return [np.sort(order[:count]) for count in counts]
+
+
+def check_comparison(s: DataCurveConfig, run: DistillConfig) -> RunComponents:
+    """The parts of a training with the settings `run`, which reads no features and writes nothing.
+
+    UserError for what would fail only after a training, and for an evaluation prompt that is in the data.
+    """
+    for name in ("seeds", "temperatures", "tasks"):
+        values = list(map(str, vars(s)[name]))
+        if not values or len(set(values)) < len(values):
+            raise UserError(f"{name} is empty or names one twice: give at least one, each once")
+    run = replace(run, features="", overwrite=True)
+    run, accelerator = distill.init_accelerator(run)
+    if accelerator.num_processes > 1:
+        raise UserError("several processes: start this command with python, in one process")
+    _, parts = distill.load_components(run, accelerator)
+    check_draft_length(parts.target, s.k)
+    for temperature in s.temperatures:
+        check_request(parts.trainable.to_draft(), s.k, SamplingParams(temperature))
+    rows, _ = distill.load_rows(replace(run, supervise="answers"), parts.target)  # as they are
+    check_held_out(load_fitting_prompts(s.tasks, parts.target), rows, str(s.distill.data))
+    return parts
+
+
+def input_paths(s: DataCurveConfig) -> list[str]:
+    """What the command reads: folders and files, or names on the Hub."""
+    return [*distill.input_paths(s.distill), *(task.path for task in s.tasks)]
+
+
+def measure_draft(s: DataCurveConfig, folder: str) -> dict[str, list[list[int]]]:
+    """What `count_acceptance` returns of the draft in `folder`."""
+    trainer, name, revision = (
+        family_trainer(s.distill.draft.family),
+        s.distill.target,
+        s.distill.revision,
+    )
+    if trainer.trains_target:
+        name, revision = str(Path(folder) / trainer.target_folder), None
+    target = load_target(name, "auto", s.distill.target_dtype, revision)
+    prompts = load_fitting_prompts(s.tasks, target)
+    draft = load_draft(folder, target)
+    return count_acceptance(target, draft, prompts, s.temperatures, s.k, s.max_new_tokens)
+
+
+def check_held_out(prompts: Sequence[TaskPrompt], rows: Sequence[SampleRow], data: str) -> None:
+    """UserError for an evaluation prompt that is also the prompt of a row of the sampled set `data`."""
+    known = {np.asarray(item.prompt_ids, dtype=np.int32).tobytes(): item for item in prompts}
+    for row in rows:
+        start = min(span[0] for span in row["loss_spans"])
+        found = known.get(np.asarray(row["input_ids"][:start], dtype=np.int32).tobytes())
+        if found is not None:
+            raise UserError(
+                f"prompt {found.id} of task {found.task!r} is in {data} too: give tasks that are held out"
+            )
+
+
 def check_and_plan(s: DataCurveConfig) -> CurvePlan:
     """All runs. UserError for what would fail only in them, and for an evaluation prompt that is in the data."""
     sizes = sorted(s.sizes)
@@ -137,14 +226,14 @@ def check_and_plan(s: DataCurveConfig) -> CurvePlan:
         raise UserError(f"sizes is {s.sizes}: give at least two, each once, or none")
     if not isinstance(s.distill.data, str):
         raise UserError("distill.data is a list: give one sampled set, which is divided")
-    parts = held_out.check_comparison(s, run_settings(s, 1, 0, 0, ""))
+    parts = check_comparison(s, run_settings(s, 1, 0, 0, ""))
     target = parts.target
     tokens = [len(batching.supervised_positions(row)) for row in parts.rows]
-    sizes = sizes or nested_sets.geometric_sizes(sum(tokens), s.points, s.span)
+    sizes = sizes or geometric_sizes(sum(tokens), s.points, s.span)
     runs = [
         PlannedRun(size, seed, len(part), int(np.take(tokens, part).sum()), count_steps(s, len(part)))
         for seed in s.seeds
-        for size, part in zip(sizes, nested_sets.nested_rows(tokens, sizes, seed), strict=True)
+        for size, part in zip(sizes, nested_rows(tokens, sizes, seed), strict=True)
     ]  # fmt: skip
     about = target.describe()
     return CurvePlan(sorted(runs, key=lambda run: run.size), about)
@@ -180,7 +269,7 @@ def measure_point(s: DataCurveConfig, run: PlannedRun) -> TrainedPoint:
     out = Path(s.out)
     file = out / "points" / f"{run.name}.json"
     if not file.is_file():
-        counts = held_out.measure_draft(s, str(train_draft(s, run)))
+        counts = measure_draft(s, str(train_draft(s, run)))
         point = TrainedPoint(run.size, run.seed, run.tokens, run.rows, run.steps, counts)
         files.write_atomically(file, json.dumps(asdict(point)) + "\n")
     shutil.rmtree(out / "drafts" / run.name / "checkpoints", ignore_errors=True)
@@ -193,7 +282,7 @@ def measure_untrained(s: DataCurveConfig) -> TrainedPoint | None:
         return None
     file = Path(s.out) / "points" / "before.json"
     if not file.is_file():
-        point = TrainedPoint(0, 0, 0, 0, 0, held_out.measure_draft(s, s.distill.draft.init))
+        point = TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, s.distill.draft.init))
         files.write_atomically(file, json.dumps(asdict(point)) + "\n")
     return read_point(file)
 
@@ -239,7 +328,7 @@ def main(s: DataCurveConfig) -> None:
     run_dir.check_folder(Path(s.out))
     plan = check_and_plan(s)
     console = Console(stderr=True)
-    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, held_out.input_paths(s)):
+    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, input_paths(s)):
         before = measure_untrained(s)
         points = []
         for number, run in enumerate(plan.runs, start=1):

@@ -1,4 +1,4 @@
-"""scripts/benchmarks/sample_bench.py: all engines sample the same law on the same prompts, and only text is counted."""
+"""scripts/lab/bench_decoding.py: all engines sample the same law on the same prompts, and only text is counted."""
 
 import json
 import shutil
@@ -11,15 +11,18 @@ import torch
 from rich.console import Console
 
 from decode.model.loading import Target, load_model, load_target
-from scripts.benchmarks import sampling_engines
-from scripts.benchmarks.sample_bench import SampleBenchConfig, count_run, summarize_runs, take_turns
-from scripts.benchmarks.sampling_engines import (
+from scripts.lab import bench_decoding
+from scripts.lab.bench_decoding import (
+    BenchDecodingConfig,
     ContinuousSampler,
     PaddedSampler,
     RefillingSampler,
     SampledAnswers,
     SamplingEngine,
     answer_length,
+    count_run,
+    summarize_runs,
+    take_turns,
 )
 from tests import worlds
 
@@ -73,7 +76,7 @@ def test_only_text_up_to_the_first_eos_counts() -> None:
 
 def test_prompts_are_padded_on_the_left() -> None:
     """Catches a model that continues from padding, or attends to it."""
-    ids, mask = sampling_engines.pad_left([[5, 6, 7], [8]], 0)
+    ids, mask = bench_decoding.pad_left([[5, 6, 7], [8]], 0)
     assert ids.tolist() == [[5, 6, 7], [0, 0, 8]]
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
 
@@ -163,7 +166,7 @@ class Recorder:
 def test_engines_take_turns() -> None:
     """Catches an engine that always runs first, or is timed while it warms up; and a median over other turns."""
     turns: list[tuple[str, int, int]] = []
-    s = SampleBenchConfig(max_new_tokens=3, repeats=3, seed=10)
+    s = BenchDecodingConfig(max_new_tokens=3, repeats=3, seed=10)
     engines = {name: Recorder(name, turns) for name in ("ours", "generate")}
     quiet = Console(quiet=True)
     runs = take_turns(s, engines, PROMPTS, 4, {0}, quiet)
@@ -185,7 +188,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
     (tmp_path / "chats.jsonl").write_text(lines)
     done = worlds.call(
-        "scripts/benchmarks/sample_bench.py", "--target", folder, "--prompts", tmp_path / "chats.jsonl",
+        "scripts/lab/bench_decoding.py", "--target", folder, "--prompts", tmp_path / "chats.jsonl",
         "--count", 5, "--max_new_tokens", 4, "--batches", "[2, 3]", "--repeats", 2, "--threads", 1,
         "--dtype", "bfloat16", "--out", tmp_path / "out.json",
     )  # fmt: skip

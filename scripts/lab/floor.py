@@ -1,7 +1,7 @@
 """What a step of the target could take at best on this machine, and how near this project's decoder comes to it.
 
-    python scripts/benchmarks/floor.py                                   # bundled target
-    python scripts/benchmarks/floor.py --target T --dtype bfloat16 --out floor.json
+    python scripts/lab/floor.py                                   # bundled target
+    python scripts/lab/floor.py --target T --dtype bfloat16 --out floor.json
 
 A step that computes R rows (a text's R tokens to verify, or R texts) reads every weight once and does 2 operations for
 each weight and row. For each R the table has
@@ -58,15 +58,18 @@ from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics.roofline import measure_bandwidth
 from eval.tasks.loading import Task, load_fitting_prompts
-from scripts.benchmarks.floors.batches import (
+from scripts.lab.floor_work import (
+    MS,
     body_layers,
     extraction_ms,
+    fastest_ms,
+    linear_layers,
     sample_rows,
+    time_products,
     training_flops,
     training_ms,
     vocabulary_ms,
 )
-from scripts.benchmarks.floors.products import MS, fastest_ms, linear_layers, time_products
 
 MOST_VERIFIED = 16
 """Rows up to which one text is verified; more rows are a batch of texts."""

@@ -1,7 +1,7 @@
 """Prompts like those of GSM8K, HumanEval and CNN/DailyMail, on which a draft for such tasks is trained.
 
-    python scripts/experiments/task_prompts.py --out outputs/smollm2/prompts
-    python scripts/experiments/task_prompts.py --out outputs/smollm2/summaries --articles outputs/smollm2/articles
+    python scripts/lab/task_prompts.py --out outputs/smollm2/prompts
+    python scripts/lab/task_prompts.py --out outputs/smollm2/summaries --articles outputs/smollm2/articles
 
 The first command writes math.jsonl (GSM8K's training questions), code.jsonl (functions of Python's standard library:
 name, parameters and docstring) and articles.jsonl (news to be written). The second takes the target's answers to
@@ -28,7 +28,7 @@ from decode.model.loading import load_tokenizer
 from eval.tasks.row_files import load_hub_dataset
 from train.data import manifest, python_corpus
 
-COMMAND = "scripts/experiments/task_prompts.py"
+COMMAND = "scripts/lab/task_prompts.py"
 OWNED_FILES = ("math.jsonl", "code.jsonl", "articles.jsonl", "summaries.jsonl")
 MATH = (
     "{text}",

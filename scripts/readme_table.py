@@ -1,7 +1,7 @@
 """Writes the table of a report into the README, or into another page, between its two markers.
 
-python scripts/tables/readme_table.py
-python scripts/tables/readme_table.py --layout positions --name families \
+python scripts/readme_table.py
+python scripts/readme_table.py --layout positions --name families \
   --report docs/results/families_smollm2.json --readme docs/families.md
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import yaml
 

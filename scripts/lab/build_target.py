@@ -3,8 +3,8 @@
 The corpus is Python's standard library and language reference, which every Python installation has, and the training
 questions of GSM8K. The run saves checkpoints (--save_every) and the same command continues it.
 
-    python scripts/building/build_target.py --model target --gsm8k openai/gsm8k
-    python scripts/building/build_target.py --model draft  --gsm8k path/to/train.jsonl
+    python scripts/lab/build_target.py --model target --gsm8k openai/gsm8k
+    python scripts/lab/build_target.py --model draft  --gsm8k path/to/train.jsonl
 """
 
 import contextlib
@@ -34,10 +34,10 @@ from decode.common.files import parse_jsonl, read_text
 from decode.common.ranges import Count, LearningRate, Seed, Share, at_least
 from decode.common.run_dir import check_folder, replace_folder
 from eval.tasks.row_files import load_hub_dataset
-from scripts.building.scratch_training import ScratchTraining, train_from_scratch
+from scripts.lab.scratch_training import ScratchTraining, train_from_scratch
 from train.data import python_corpus
 
-COMMAND = "python scripts/building/build_target.py"
+COMMAND = "python scripts/lab/build_target.py"
 EOS = "<|endoftext|>"
 HELD_OUT_QUESTIONS = 400  # the last ones of GSM8K's training set
 SHAPES: dict[
@@ -266,7 +266,7 @@ README = """# The bundled {model}
 
 A {parameters:,}-parameter Llama (layers: {layers}, width {width}, heads of 64, tied embeddings,
 4,096-entry byte-level BPE without a chat template, context {window}), trained from scratch by this
-project. Weights: bf16 safetensors. The facts below are written by `scripts/building/build_target.py` from its
+project. Weights: bf16 safetensors. The facts below are written by `scripts/lab/build_target.py` from its
 own run; `provenance.json` holds all of them.
 
 Rebuild: `{command}`

@@ -1,8 +1,8 @@
 """This project's training beside widely used trainers: tokens per second and peak memory on the same batches.
 
-    python scripts/experiments/compare_trainers.py --out docs/results/trainers.json
-    python scripts/experiments/compare_trainers.py --arms '[ours-on-policy, gkd-on-policy]'
-    python scripts/experiments/compare_trainers.py --target T --data D \\
+    python scripts/lab/compare_trainers.py --out docs/results/trainers.json
+    python scripts/lab/compare_trainers.py --arms '[ours-on-policy, gkd-on-policy]'
+    python scripts/lab/compare_trainers.py --target T --data D \\
       --arms '[eagle3, eagle3-features, eagle3-trainer]'
 
 The trainers (--arms):
@@ -14,7 +14,7 @@ The trainers (--arms):
   ours-on-policy, gkd-on-policy: the draft writes the texts that it is trained on, GKD before every step (lmbda 1),
     ours for on_policy_every steps at once
   eagle3, eagle3-features: as the first two, with an EAGLE-3 head instead of --draft
-  eagle3-trainer: transformers' Trainer with the loss as public trainers compute it (trainers/plain_eagle3.py)
+  eagle3-trainer: transformers' Trainer with the loss as public trainers compute it (reference_trainers.py)
 
 All of them train every weight of the same draft, or head, on the same samples in the same order. Each run is a process
 of its own, and the trainers take turns. Memory added is the peak minus what was in use before the first step. The last
@@ -48,8 +48,8 @@ from decode.common.progress import progress_bars
 from decode.common.ranges import Count, CountOrZero
 from decode.common.run_dir import check_file
 from decode.model.loading import load_model, load_target
-from scripts.experiments.trainers import reference_trainers
-from scripts.experiments.trainers.step_timer import StepTimer
+from scripts.lab import reference_trainers
+from scripts.lab.reference_trainers import StepTimer
 from train import distill
 from train.data import mixture
 from train.data.sample_store import SampleRow

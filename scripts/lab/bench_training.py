@@ -1,8 +1,8 @@
 """Training throughput of every draft family: tokens per second, peak memory, and where a step's time goes.
 
-    python scripts/benchmarks/train_bench.py                       # two target sizes that fit a CPU
-    python scripts/benchmarks/train_bench.py --sizes '[llama-8b]' --dtype bfloat16   # on a GPU
-    python scripts/benchmarks/train_bench.py --lengths '[2048,8192]' --sizes '[12x256]' --families '[eagle3]'
+    python scripts/lab/bench_training.py                       # two target sizes that fit a CPU
+    python scripts/lab/bench_training.py --sizes '[llama-8b]' --dtype bfloat16   # on a GPU
+    python scripts/lab/bench_training.py --lengths '[2048,8192]' --sizes '[12x256]' --families '[eagle3]'
 
 Targets have random weights of the given shape, rows have no padding, half of each row is supervised. Each pair of
 family and size runs in a process of its own, because peak memory is measured per process. With `lengths` a batch is one
@@ -68,7 +68,7 @@ BATCH_KEYS = ("rows", "length", "draft_vocab")
 
 
 @dataclass
-class TrainBenchConfig:
+class BenchTrainingConfig:
     sizes: list[str] = field(default_factory=lambda: ["12x256", "12x512"])
     """Target shapes, keys of SIZES; 12x256 is that of the bundled target."""
     families: list[str] = field(default_factory=lambda: ["causal", "medusa", "eagle1", "eagle3"])
@@ -92,7 +92,7 @@ class TrainBenchConfig:
     """Measure only the first family at the first size, in this process, and print its JSON (used internally)."""
 
 
-def batch_shape(size: str, s: TrainBenchConfig) -> dict[str, int]:
+def batch_shape(size: str, s: BenchTrainingConfig) -> dict[str, int]:
     """SIZES[size], with a batch of one sample of the first of `s.lengths` if there are any."""
     if not s.lengths:
         return SIZES[size]
@@ -100,7 +100,7 @@ def batch_shape(size: str, s: TrainBenchConfig) -> dict[str, int]:
     return SIZES[size] | {"rows": 1, "length": length, "max_position_embeddings": length}
 
 
-def draft_config(family: str, shape: dict[str, int], s: TrainBenchConfig) -> DraftConfig:
+def draft_config(family: str, shape: dict[str, int], s: BenchTrainingConfig) -> DraftConfig:
     """The draft of a cell."""
     draft = DraftConfig(family=family, activation_checkpointing=s.activation_checkpointing)
     if family == "causal":
@@ -110,7 +110,7 @@ def draft_config(family: str, shape: dict[str, int], s: TrainBenchConfig) -> Dra
     return draft
 
 
-def estimated_bytes(family: str, size: str, s: TrainBenchConfig, mixed: bool) -> int:
+def estimated_bytes(family: str, size: str, s: BenchTrainingConfig, mixed: bool) -> int:
     """What train/planning/resources.py estimates for a step, in bf16 (`mixed`) or fp32; nothing is allocated."""
     shape = batch_shape(size, s)
     config = LlamaConfig(**{k: v for k, v in shape.items() if k not in BATCH_KEYS})  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ class StepProfiler:
             module.register_forward_hook(leave)
 
 
-def measure_cell(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any]:
+def measure_cell(family: str, size: str, s: BenchTrainingConfig) -> dict[str, Any]:
     """Throughput, peak memory and shares of the step time of one family at one target size."""
     torch.manual_seed(0)
     shape = batch_shape(size, s)
@@ -252,7 +252,7 @@ def train_step(trainee: TrainableDraft, batch: Batch, optimizer: torch.optim.Opt
     optimizer.zero_grad(set_to_none=True)
 
 
-def main(s: TrainBenchConfig) -> None:
+def main(s: BenchTrainingConfig) -> None:
     check_file(s.out)
     pick_device(s.device)  # UserErrors here rather than in every run
     find_dtype(s.dtype, NUMBER_TYPES)
@@ -298,7 +298,7 @@ def main(s: TrainBenchConfig) -> None:
     print(line)
 
 
-def measured_apart(family: str, size: str, s: TrainBenchConfig) -> dict[str, Any]:
+def measured_apart(family: str, size: str, s: BenchTrainingConfig) -> dict[str, Any]:
     """`measure_cell` in a process of its own; without its numbers if that process fails for lack of memory."""
     command = [
         sys.executable, __file__, "--one", "true", "--sizes", json.dumps([size]),
@@ -324,7 +324,7 @@ def cell_numbers(cell: dict[str, Any]) -> list[str]:
     return [f"{cell['tokens_per_second']:,.0f}", step, peak, estimate, *shares]
 
 
-def gpu_estimates(s: TrainBenchConfig) -> list[dict[str, Any]]:
+def gpu_estimates(s: BenchTrainingConfig) -> list[dict[str, Any]]:
     """Estimated bytes on a GPU in bf16 for an 8B target, for each family and long length, one sample at a time."""
     found = []
     for family, length, again in itertools.product(
@@ -338,4 +338,4 @@ def gpu_estimates(s: TrainBenchConfig) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    run_command(main, TrainBenchConfig, __doc__)
+    run_command(main, BenchTrainingConfig, __doc__)

@@ -25,7 +25,7 @@ from decode.common import files, lock
 from decode.common.errors import UserError
 from decode.common.progress import duration, progress_bars
 from decode.common.secret_patterns import redact
-from scripts.sweeps.plan import ROOT, SweepConfig, Trial
+from scripts.lab.sweep_plan import ROOT, SweepConfig, Trial
 
 RECORD, STDOUT, STDERR = "record.json", "stdout.txt", "stderr.txt"
 """Files in a trial's folder: how it ended, and what its last process printed."""
