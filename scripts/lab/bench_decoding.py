@@ -18,13 +18,13 @@ distribution. The last line is JSON. What vLLM samples a second is printed by `t
 """
 
 import contextlib
-import json
 import logging
 import statistics
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from decode.common import files, provenance
+from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, Seed
@@ -46,6 +46,7 @@ from decode.engine.records import collect_outputs
 from decode.engine.warm_up import run_first_rounds
 from decode.model.loading import Target, load_model, load_target
 from decode.verification.sampling import SamplingParams
+from scripts.lab.cells import Cell, Json, cells_beside, finish, middle, run_cells
 from train.data.prompts import encode_prompt, read_prompts
 from train.data.sources import PromptSource
 
@@ -271,7 +272,7 @@ def start_engines(
     return engines
 
 
-def count_run(done: SampledAnswers, eos: Collection[int], limit: int) -> dict[str, float]:
+def count_run(done: SampledAnswers, eos: Collection[int], limit: int) -> Json:
     """What one turn generated: tokens and tokens a second, answers, and those that ended with EOS."""
     lengths = [answer_length(ids, eos, limit) for ids in done.ids]
     ended = sum(ids[length - 1] in eos for ids, length in zip(done.ids, lengths, strict=True))
@@ -291,42 +292,56 @@ def take_turns(
     rows: int,
     eos: Collection[int],
     console: Console,
-) -> dict[str, list[dict[str, float]]]:
-    """{engine: a `count_run` for each of its turns}, after a warm-up on the shortest and the longest prompts."""
-    for engine in engines.values():
-        for some in (prompts[:rows], prompts[-rows:]):
-            engine.sample(some, min(s.max_new_tokens, WARM_UP_TOKENS), s.seed)
-        if isinstance(engine, RefillingSampler):  # compiled code is of the buffers' size as well
-            run_first_rounds(engine.engine, list(prompts[-rows:]), s.max_new_tokens)
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
-    for turn in range(s.repeats):
-        for name in engines if turn % 2 == 0 else reversed(list(engines)):
-            done = engines[name].sample(prompts, s.max_new_tokens, s.seed + 1 + turn)
-            run = count_run(done, eos, s.max_new_tokens)
-            runs[name].append(run)
-            console.print(
-                f"batch {rows}, turn {turn + 1}, {name}: {run['tokens_per_second']:,.0f} tokens/s"
-            )
-    return runs
+    kept: Path | None = None,
+) -> dict[str, list[Json]]:
+    """{engine: a `count_run` for each of its turns}, after a warm-up on the shortest and the longest prompts.
+
+    What the folder `kept` has is not measured again, and no engine is warmed up before one is.
+    """
+
+    @cache
+    def warm_up() -> None:
+        for engine in engines.values():
+            for some in (prompts[:rows], prompts[-rows:]):
+                engine.sample(some, min(s.max_new_tokens, WARM_UP_TOKENS), s.seed)
+            if isinstance(
+                engine, RefillingSampler
+            ):  # compiled code is of the buffers' size as well
+                run_first_rounds(engine.engine, list(prompts[-rows:]), s.max_new_tokens)
+
+    def measure(name: str, turn: int) -> Json:
+        warm_up()
+        done = engines[name].sample(prompts, s.max_new_tokens, s.seed + 1 + turn)
+        run = count_run(done, eos, s.max_new_tokens)
+        speed = f"{run['tokens_per_second']:,.0f} tokens/s"
+        console.print(f"batch {rows}, turn {turn + 1}, {name}: {speed}")
+        return run
+
+    cells = [Cell(f"{name}-{rows}", partial(measure, name)) for name in engines]
+    try:
+        runs = run_cells(cells, kept, s.repeats)
+    finally:
+        if warm_up.cache_info().currsize:
+            for engine in engines.values():
+                engine.close()
+    return {name: runs[f"{name}-{rows}"] for name in engines}
 
 
-def summarize_runs(
-    rows: int, runs: Mapping[str, Sequence[dict[str, float]]]
-) -> list[dict[str, Any]]:
+def summarize_runs(rows: int, runs: Mapping[str, Sequence[Json]]) -> list[Json]:
     """One cell for each engine: medians and ranges over its turns, and its speed ÷ generate's of the same turn."""
     cells = []
     for name, each in runs.items():
         speeds = [run["tokens_per_second"] for run in each]
         base = [run["tokens_per_second"] for run in runs.get("generate", [])]
         ratios = [speed / other for speed, other in zip(speeds, base, strict=False)]
-        answers = sum(run["answers"] for run in each)
+        speed, answers = middle(speeds), sum(run["answers"] for run in each)
         cells.append(
             {
                 "engine": name,
                 "batch": rows,
-                "tokens_per_second": statistics.median(speeds),
-                "least": min(speeds),
-                "most": max(speeds),
+                "tokens_per_second": speed["median"],
+                "least": speed["least"],
+                "most": speed["most"],
                 "over_generate": statistics.median(ratios) if ratios else None,
                 "tokens_per_answer": sum(run["tokens"] for run in each) / answers,
                 "ended": sum(run["ended"] for run in each) / answers,
@@ -336,7 +351,7 @@ def summarize_runs(
     return cells
 
 
-def print_cells(console: Console, cells: Sequence[Mapping[str, Any]]) -> None:
+def print_cells(console: Console, cells: Sequence[Json]) -> None:
     """Prints a table with a line for each cell."""
     table = Table(
         "batch", "engine", "tokens/s", "range", "× generate", "length", "ended",
@@ -365,27 +380,21 @@ def main(s: BenchDecodingConfig) -> None:
         model = load_model(s.target, "target", "cpu", s.dtype)
     prompts = load_prompt_ids(s, target)
     longest = len(prompts[-1]) + s.max_new_tokens
-    cells: list[dict[str, Any]] = []
-    for rows in s.batches:
-        engines = start_engines(s, target, model, rows, longest)
-        try:
-            runs = take_turns(s, engines, prompts, rows, target.eos, console)
-        finally:
-            for engine in engines.values():
-                engine.close()
-        cells += summarize_runs(rows, runs)
-    print_cells(console, cells)
-    lengths = [len(prompt) for prompt in prompts]
-    result = {
-        "cells": cells,
-        "settings": {name: value for name, value in vars(s).items() if name != "out"},
-        "prompt_tokens": {"median": statistics.median(lengths), "most": lengths[-1]},
-        **provenance.collect(),
-    }
-    line = json.dumps(result)
-    if s.out:
-        files.write_atomically(Path(s.out), line + "\n")
-    print(line)
+    with cells_beside(s.out, s) as kept:
+        cells: list[Json] = []
+        for rows in s.batches:
+            engines = start_engines(s, target, model, rows, longest)
+            cells += summarize_runs(
+                rows, take_turns(s, engines, prompts, rows, target.eos, console, kept)
+            )
+        print_cells(console, cells)
+        lengths = [len(prompt) for prompt in prompts]
+        settings = {name: value for name, value in vars(s).items() if name != "out"}
+        about = {"median": statistics.median(lengths), "most": lengths[-1]}
+        finish(
+            s.out,
+            {"cells": cells, "settings": settings, "prompt_tokens": about, **provenance.collect()},
+        )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import itertools
 import json
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from decode.common import files, provenance
+from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero
@@ -39,6 +38,7 @@ from decode.common.run_dir import check_file
 from decode.model.attention import METHODS, training_attention
 from decode.model.loading import NUMBER_TYPES, Target, find_dtype, pick_device
 from decode.model.runner import ModelRunner
+from scripts.lab.cells import Cell, Json, cells_beside, finish, measure_apart, run_cells
 from train.data.batching import Batch, collate
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
@@ -272,46 +272,44 @@ def main(s: BenchTrainingConfig) -> None:
         with training_attention(s.attention[0] if s.lengths else "auto"):
             print(json.dumps(measure_cell(s.families[0], s.sizes[0], s)))
         return
-    columns = [
-        "target", "family", "length", "attention", "tokens/s", "s/step", "peak GB", "estimate",
-        "draft", "loss", "backward",
-    ]  # fmt: skip
-    table = Table(*columns)
-    cells = []
     cases = [(n, how) for n in s.lengths for how in s.attention] or [(0, "auto")]
+    cells = []
     for size, family, (length, how) in itertools.product(s.sizes, s.families, cases):
         one = replace(s, lengths=[length] if length else [], attention=[how])
-        cell = measured_apart(family, size, one)
-        cells.append(cell)
-        table.add_row(size, family, str(cell["length"]), how, *cell_numbers(cell))
+        name = f"{size}-{family}-{length}-{how}" if length else f"{size}-{family}"
+        cells.append(Cell(name, lambda _, at=(family, size, one): measured_apart(*at)))
+    with cells_beside(s.out, s) as kept:
+        report(s, [cell for (cell,) in run_cells(cells, kept).values()])
+
+
+def report(s: BenchTrainingConfig, cells: list[Json]) -> None:
+    """Prints the table and writes the result."""
+    table = Table(
+        "target", "family", "length", "attention", "tokens/s", "s/step", "peak GB", "estimate", "draft", "loss",
+        "backward",
+    )  # fmt: skip
+    for cell in cells:
+        names = (cell["size"], cell["family"], str(cell["length"]), cell["attention"])
+        table.add_row(*names, *cell_numbers(cell))
     Console(stderr=True, width=110).print(table)
-    result = {
-        "cells": cells,
-        "shapes": {size: SIZES[size] for size in s.sizes},
-        "gpu_estimates": gpu_estimates(s),
-        "dtype": s.dtype,
-        **provenance.collect(),
-    }
-    line = json.dumps(result)
-    if s.out:
-        files.write_atomically(Path(s.out), line + "\n")
-    print(line)
+    shapes = {size: SIZES[size] for size in s.sizes}
+    about = {"shapes": shapes, "gpu_estimates": gpu_estimates(s), "dtype": s.dtype}
+    finish(s.out, {"cells": cells, **about, **provenance.collect()})
 
 
-def measured_apart(family: str, size: str, s: BenchTrainingConfig) -> dict[str, Any]:
-    """`measure_cell` in a process of its own; without its numbers if that process fails for lack of memory."""
-    command = [
-        sys.executable, __file__, "--one", "true", "--sizes", json.dumps([size]),
-        "--families", json.dumps([family]), "--steps", str(s.steps), "--device", s.device,
-        "--dtype", s.dtype, "--lengths", json.dumps(s.lengths), "--memory_gb", str(s.memory_gb),
-        "--attention", json.dumps(s.attention),
-        "--activation_checkpointing", str(s.activation_checkpointing).lower(),
-    ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=not s.lengths)
-    cell: dict[str, Any] = {"family": family, "size": size, "attention": s.attention[0]}
+def measured_apart(family: str, size: str, s: BenchTrainingConfig) -> Json:
+    """`measure_cell` in a process of its own; without its numbers if with `lengths` that process fails, for lack of
+    memory."""
+    cell: Json = {"family": family, "size": size, "attention": s.attention[0]}
     cell |= {"length": batch_shape(size, s)["length"]}
     cell |= {"estimated_bytes": estimated_bytes(family, size, s, mixed=False)}
-    return cell | (json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else {})
+    try:
+        return cell | measure_apart(__file__, s, families=[family], sizes=[size])
+    except UserError as error:
+        if not s.lengths:
+            raise
+        sys.stderr.write(f"{family}, {size}, {cell['length']} tokens: {error}\n")
+        return cell
 
 
 def cell_numbers(cell: dict[str, Any]) -> list[str]:

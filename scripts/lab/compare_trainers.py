@@ -24,8 +24,6 @@ line is JSON.
 import contextlib
 import importlib.util
 import json
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,7 +39,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from decode.common import files, provenance
+from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.progress import progress_bars
@@ -49,6 +47,7 @@ from decode.common.ranges import Count, CountOrZero
 from decode.common.run_dir import check_file
 from decode.model.loading import load_model, load_target
 from scripts.lab import reference_trainers
+from scripts.lab.cells import Cell, Json, cells_beside, finish, measure_apart, middle, run_cells
 from scripts.lab.reference_trainers import StepTimer
 from train import distill
 from train.data import mixture
@@ -179,18 +178,6 @@ def run_arm(s: CompareTrainersConfig, arm: str) -> dict[str, float]:
         return reference_trainers.train_reference(s, arm, parts.trainable.net)
 
 
-def run_in_subprocess(arm: str, s: CompareTrainersConfig) -> dict[str, float]:
-    """One run of a trainer in a process of its own. UserError if it fails."""
-    flags = {name: value for name, value in vars(s).items() if name not in ("arms", "one", "out")}
-    command = [sys.executable, __file__, "--one", "true", "--arms", json.dumps([arm])]
-    for name, value in flags.items():
-        command += [f"--{name}", str(value)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise UserError(f"{arm} failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def main(s: CompareTrainersConfig) -> None:
     if s.one:
         torch.manual_seed(0)
@@ -210,34 +197,37 @@ def main(s: CompareTrainersConfig) -> None:
     if importlib.util.find_spec("trl") is None and any(arm.startswith("gkd") for arm in arms):
         console.print("gkd is skipped: it needs `pip install trl`")
         arms = [arm for arm in arms if not arm.startswith("gkd")]
-    runs_of: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
-    for turn in range(s.rounds):
-        for name in arms if turn % 2 == 0 else reversed(arms):
-            runs_of[name].append(run_in_subprocess(name, s))
+    cells = [Cell(arm, lambda _, arm=arm: measure_apart(__file__, s, arms=[arm])) for arm in arms]
+    with cells_beside(s.out, s) as kept:
+        runs_of = run_cells(cells, kept, s.rounds)
+        report(console, s, runs_of)
+
+
+def report(console: Console, s: CompareTrainersConfig, runs_of: dict[str, list[Json]]) -> None:
+    """Prints the table of {trainer: its runs} and writes the result."""
     table = Table(
         "trainer", "tokens/s", "least to most", "with the pass", "s a step", "memory added, GB", "in all"
     )  # fmt: skip
-    cells = {}
+    arms = {}
     for name, each in runs_of.items():
-        columns = {key: sorted(one[key] for one in each) for key in each[0]}
-        middle = {key: statistics.median(values) for key, values in columns.items()}
-        speeds = columns["tokens_per_second"]
-        cells[name] = {"median": middle, "runs": each}
-        with_pass = middle.get("with_pass_tokens_per_second")
+        columns = {key: middle([one[key] for one in each]) for key in each[0]}
+        median, speed = (
+            {key: own["median"] for key, own in columns.items()},
+            columns["tokens_per_second"],
+        )
+        arms[name] = {"median": median, "runs": each}
+        with_pass = median.get("with_pass_tokens_per_second")
         table.add_row(
-            name, f"{middle['tokens_per_second']:,.0f}", f"{speeds[0]:,.0f} to {speeds[-1]:,.0f}",
+            name, f"{speed['median']:,.0f}", f"{speed['least']:,.0f} to {speed['most']:,.0f}",
             "–" if with_pass is None else f"{with_pass:,.0f}",
-            f"{middle['seconds_per_step']:.3f}", f"{middle['peak_bytes'] / 1e9:.2f}",
-            f"{middle['peak_bytes_in_all'] / 1e9:.2f}",
+            f"{median['seconds_per_step']:.3f}", f"{median['peak_bytes'] / 1e9:.2f}",
+            f"{median['peak_bytes_in_all'] / 1e9:.2f}",
         )  # fmt: skip
     console.print(table)
     settings = {key: value for key, value in vars(s).items() if key not in ("one", "out")}
     made = provenance.collect()
     made["versions"]["trl"] = _package_version("trl")
-    line = json.dumps({"arms": cells, "settings": settings, **made})
-    if s.out:
-        files.write_atomically(Path(s.out), line + "\n")
-    print(line)
+    finish(s.out, {"arms": arms, "settings": settings, **made})
 
 
 def _package_version(package: str) -> str | None:

@@ -31,7 +31,6 @@ if not __package__:
 from collections.abc import Sequence
 
 import numpy as np
-from rich.console import Console
 
 from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
@@ -57,6 +56,7 @@ from eval.reporting.formatting import table_markdown
 from eval.scaling import chart, data_curve
 from eval.scaling.data_curve import TrainedPoint
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
+from scripts.lab.cells import Cell, Json, run_cells
 from train import distill
 from train.data import batching, mixture
 from train.data.mixture import MixturePart
@@ -264,34 +264,40 @@ def train_draft(s: DataCurveConfig, run: PlannedRun) -> Path:
     return out
 
 
-def measure_point(s: DataCurveConfig, run: PlannedRun) -> TrainedPoint:
-    """The result of one run, from points/NAME.json if it is there. What only training needs is deleted afterwards."""
-    out = Path(s.out)
-    file = out / "points" / f"{run.name}.json"
-    if not file.is_file():
-        counts = measure_draft(s, str(train_draft(s, run)))
-        point = TrainedPoint(run.size, run.seed, run.tokens, run.rows, run.steps, counts)
-        files.write_atomically(file, json.dumps(asdict(point)) + "\n")
-    shutil.rmtree(out / "drafts" / run.name / "checkpoints", ignore_errors=True)
-    return read_point(file)
+def measure_point(s: DataCurveConfig, run: PlannedRun) -> Json:
+    """The TrainedPoint of one run. What only training needs is deleted afterwards."""
+    counts = measure_draft(s, str(train_draft(s, run)))
+    shutil.rmtree(Path(s.out) / "drafts" / run.name / "checkpoints", ignore_errors=True)
+    return asdict(TrainedPoint(run.size, run.seed, run.tokens, run.rows, run.steps, counts))
 
 
-def measure_untrained(s: DataCurveConfig) -> TrainedPoint | None:
-    """The draft that training starts from; None if it starts from none."""
-    if not s.distill.draft.init:
-        return None
-    file = Path(s.out) / "points" / "before.json"
-    if not file.is_file():
-        point = TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, s.distill.draft.init))
-        files.write_atomically(file, json.dumps(asdict(point)) + "\n")
-    return read_point(file)
+def curve_cells(s: DataCurveConfig, runs: Sequence[PlannedRun]) -> list[Cell]:
+    """A cell for each run."""
+    return [
+        Cell(
+            run.name,
+            lambda _, run=run: measure_point(s, run),
+            f"{run.tokens:,} supervised tokens in {run.rows:,} rows, seed {run.seed}, {run.steps:,} steps",
+        )
+        for run in runs
+    ]
 
 
-def read_point(file: Path) -> TrainedPoint:
-    """A point that was kept. UserError if it is damaged."""
-    keys = tuple(TrainedPoint.__dataclass_fields__)
-    kept = files.read_json_object(file, "a point of this command: delete it", keys)
-    return TrainedPoint(**{key: kept[key] for key in keys})
+def untrained_cells(s: DataCurveConfig) -> list[Cell]:
+    """A cell for the draft that training starts from, if it starts from one."""
+    start = s.distill.draft.init
+
+    def measure(_: int) -> Json:
+        return asdict(TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, start)))
+
+    return [Cell("before", measure)] if start else []
+
+
+def measure_points(s: DataCurveConfig, cells: Sequence[Cell]) -> list[TrainedPoint]:
+    """The points of the cells, in their order; those of an earlier start are read from points/NAME.json."""
+    keys = list(TrainedPoint.__dataclass_fields__)
+    found = run_cells(cells, Path(s.out) / "points", keys=keys)
+    return [TrainedPoint(**{key: kept[key] for key in keys}) for (kept,) in found.values()]
 
 
 def write_results(s: DataCurveConfig, target: dict[str, Any], curve: dict[str, Any]) -> Path:
@@ -327,17 +333,9 @@ def write_results(s: DataCurveConfig, target: dict[str, Any], curve: dict[str, A
 def main(s: DataCurveConfig) -> None:
     run_dir.check_folder(Path(s.out))
     plan = check_and_plan(s)
-    console = Console(stderr=True)
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, input_paths(s)):
-        before = measure_untrained(s)
-        points = []
-        for number, run in enumerate(plan.runs, start=1):
-            console.print(
-                f"{number} of {len(plan.runs)}: {run.tokens:,} supervised tokens in {run.rows:,} rows, seed "
-                f"{run.seed}, {run.steps:,} steps",
-                highlight=False,
-            )
-            points.append(measure_point(s, run))
+        before = next(iter(measure_points(s, untrained_cells(s))), None)
+        points = measure_points(s, curve_cells(s, plan.runs))
         curve = data_curve.build_curve(points, before, s.temperatures, s.k, s.worth)
         path = write_results(s, plan.target, curve)
     print((path.parent / "data_curve.md").read_text(encoding="utf-8"))

@@ -29,12 +29,12 @@ Weights come from memory: all layers are multiplied in turn, which is more than 
 than that. Run it on an idle machine. The last line is JSON.
 """
 
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from decode.common import files, provenance
+from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, at_least
@@ -58,6 +58,7 @@ from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics.roofline import measure_bandwidth
 from eval.tasks.loading import Task, load_fitting_prompts
+from scripts.lab.cells import Cell, Json, cells_beside, finish, run_cells
 from scripts.lab.floor_work import (
     MS,
     body_layers,
@@ -232,17 +233,38 @@ def main(s: FloorConfig) -> None:
     layers = linear_layers(model)
     weights = sum(layer.weight.numel() for layer in layers)
     weight_bytes = sum(layer.weight.nbytes for layer in layers)
-    bandwidth = measure_bandwidth(device)
     if s.split_kv:
         attention.use_split_kv(True)
-    engine, first_requests = zip(
-        *(round_ms(target, s, prompts, rows) for rows in s.rows), strict=True
-    )
-    products = time_products(layers, s.rows, s.repeats)
-    batches = measure_batches(target, s, prompts)
-    steps = summarize(s.rows, weights, weight_bytes, bandwidth, products, engine)
-    for x, seconds in zip(steps, first_requests, strict=True):
-        x["first_request_s"] = seconds
+
+    def one_round(rows: int, _: int) -> Json:
+        milliseconds, first = round_ms(target, s, prompts, rows)
+        return {"ms": milliseconds, "first_request_s": first}
+
+    cells = [
+        Cell("bandwidth", lambda _: {"bytes_per_second": measure_bandwidth(device)}),
+        *(Cell(f"engine-{rows}", partial(one_round, rows)) for rows in s.rows),
+        Cell("products", lambda _: dict(time_products(layers, s.rows, s.repeats))),
+        Cell("batches", lambda _: {"found": measure_batches(target, s, prompts)}),
+    ]
+    with cells_beside(s.out, s) as kept:
+        (bandwidth,), *engine, (products,), (batches,) = run_cells(cells, kept).values()
+        speed, rounds = bandwidth["bytes_per_second"], [one["ms"] for (one,) in engine]
+        steps = summarize(s.rows, weights, weight_bytes, speed, products, rounds)
+        for x, (one,) in zip(steps, engine, strict=True):
+            x["first_request_s"] = one["first_request_s"]
+        print_tables(weight_bytes, speed, steps, batches["found"])
+        finish(s.out, {
+            "target": target.name, "dtype": s.dtype, "mode": s.mode, "split_kv": s.split_kv, "prompts": len(prompts),
+            "context": statistics.mean(map(len, prompts)) + s.max_new_tokens / 2, "weight_bytes": weight_bytes,
+            "bandwidth": speed, "products": products, "steps": steps,
+            "batches": batches["found"], **provenance.collect(),
+        })  # fmt: skip
+
+
+def print_tables(
+    weight_bytes: int, bandwidth: float, steps: Sequence[Json], batches: Sequence[Json]
+) -> None:
+    """Prints the tables of `summarize` and of `measure_batches`."""
     console = Console(stderr=True, width=110)
     console.print(
         f"{weight_bytes / 1e6:.0f} MB of weights; {bandwidth / 1e9:.1f} GB/s; milliseconds a step"
@@ -258,16 +280,6 @@ def main(s: FloorConfig) -> None:
         )  # fmt: skip
     console.print(table)
     console.print(batch_table(batches))
-    facts = {
-        "target": target.name, "dtype": s.dtype, "mode": s.mode, "split_kv": s.split_kv, "prompts": len(prompts),
-        "context": statistics.mean(map(len, prompts)) + s.max_new_tokens / 2, "weight_bytes": weight_bytes,
-        "bandwidth": bandwidth, "products": products, "steps": steps,
-        "batches": batches, **provenance.collect(),
-    }  # fmt: skip
-    line = json.dumps(facts)
-    if s.out:
-        files.write_atomically(Path(s.out), line + "\n")
-    print(line)
 
 
 if __name__ == "__main__":

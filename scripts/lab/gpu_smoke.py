@@ -13,7 +13,6 @@ Then an EAGLE-3 head is trained for a step, after which its loss on the same sam
 JSON: the machine, the versions, what was measured, and `problems`. Exit code 1 if there are any.
 """
 
-import json
 import sys
 import time
 import warnings
@@ -27,7 +26,7 @@ if not __package__:
 
 import torch
 
-from decode.common import files, provenance
+from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.ranges import Count, DraftLength
 from decode.common.run_dir import check_file
@@ -38,6 +37,7 @@ from decode.engine.records import collect_outputs
 from decode.model.loading import Target, load_target
 from eval.benchmark.timing import synchronize
 from eval.tasks.loading import Task, load_task_prompts
+from scripts.lab.cells import finish
 from scripts.lab.floor_work import sample_rows, training_step
 
 SAME_KERNELS = {"captured": "eager", "graph": "compiled"}
@@ -138,10 +138,7 @@ def main(s: GpuSmokeConfig) -> None:
     # No text ends early: otherwise rounds may be over before their waits are looked for.
     target = replace(load_target(s.target, s.device, s.dtype), eos=frozenset())
     found = measure(s, target, load_draft(s.draft, target, dtype=s.dtype))
-    line = json.dumps({**found, "settings": vars(s), **provenance.collect()})
-    if s.out:
-        files.write_atomically(Path(s.out), line + "\n")
-    print(line)
+    finish(s.out, {**found, "settings": vars(s), **provenance.collect()})
     sys.stderr.write("".join(f"PROBLEM {problem}\n" for problem in found["problems"]))
     sys.exit(1 if found["problems"] else 0)
 

@@ -1,7 +1,6 @@
 """The results of a sweep: the metric of each trial, averaged over seeds, as a table, as JSON and as a chart."""
 
 import json
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,15 @@ from decode.common import files, provenance
 from decode.common.errors import UserError
 from decode.common.progress import duration
 from eval.reporting import plots
-from eval.reporting.formatting import NOT_MEASURED, Table, escape_markdown, table_markdown
+from eval.reporting.formatting import (
+    NOT_MEASURED,
+    Table,
+    escape_markdown,
+    format_with_interval,
+    table_markdown,
+)
 from eval.reporting.plots import ChartSeries, Point
+from scripts.lab.cells import mean_and_spread, paired_difference
 from scripts.lab.sweep_plan import SweepConfig, Trial, to_text
 from scripts.lab.sweep_pool import STDOUT, read_record
 
@@ -38,10 +44,11 @@ def collect_results(s: SweepConfig, trials: list[Trial]) -> dict[str, Any]:
     for result in results:
         groups.setdefault(json.dumps(without_seed(result.trial.settings)), []).append(result)
     sign = -1 if s.goal == "max" else 1
-    rows = sorted(
-        map(pool_seeds, groups.values()),
-        key=lambda row: (row["metric"] is None, sign * (row["metric"] or 0.0)),
+    ranked = sorted(
+        ((pool_seeds(group), group) for group in groups.values()),
+        key=lambda one: (one[0]["metric"] is None, sign * (one[0]["metric"] or 0.0)),
     )
+    rows = [row | {"to_best": difference(group, ranked[0][1])} for row, group in ranked]
     problems = {result.trial.name: result.problem for result in results if result.problem}
     shown = ("command", "recipe", "words", "metric", "goal", "point")
     settings = {name: vars(s)[name] for name in shown}
@@ -102,21 +109,47 @@ def pool_seeds(results: list[TrialResult]) -> dict[str, Any]:
     """One row: mean and standard deviation of the metric over the trials, which differ in their seed only."""
     values = [result.value for result in results if result.value is not None]
     seconds = [result.record["seconds"] for result in results if result.value is not None]
+    mean, spread = mean_and_spread(values)
     return {
         "settings": without_seed(results[0].trial.settings),
-        "metric": statistics.mean(values) if values else None,
-        "spread": statistics.stdev(values) if len(values) > 1 else None,
+        "metric": mean,
+        "spread": spread,
         "values": values,
         "trials": len(results),
-        "seconds": statistics.mean(seconds) if seconds else None,
+        "seconds": mean_and_spread(seconds)[0],
         "outputs": [str(result.trial.out) for result in results],
     }
+
+
+def difference(results: list[TrialResult], best: list[TrialResult]) -> dict[str, Any] | None:
+    """{mean, ci, seeds}: the metric of these trials minus that of the best row's, paired by seed, with a 95 % interval.
+
+    None for the best row itself, and for fewer than two common seeds.
+    """
+    own, base = by_seed(results), by_seed(best)
+    common = [seed for seed in own if seed in base]
+    found = paired_difference([own[seed] for seed in common], [base[seed] for seed in common])
+    if results is best or found is None:
+        return None
+    return {"mean": found[0], "ci": found[1], "seeds": len(common)}
+
+
+def by_seed(results: list[TrialResult]) -> dict[str, float]:
+    """{its seeds: the value of each trial that has one}."""
+    found = {}
+    for result in results:
+        if result.value is not None:
+            swept, rest = result.trial.settings, without_seed(result.trial.settings)
+            found[json.dumps({k: v for k, v in swept.items() if k not in rest})] = result.value
+    return found
 
 
 def write_results(s: SweepConfig, facts: dict[str, Any]) -> str:
     """Writes sweep.json, sweep.md and, if one number is swept, sweep.svg; returns the Markdown."""
     out, svg = Path(s.out), chart(s, facts["rows"])
     parts = [table_markdown(results_table(s, facts["rows"]))]
+    if any(row["to_best"] for row in facts["rows"]):
+        parts.append(table_markdown(differences_table(s, facts["rows"])))
     if svg:
         files.write_atomically(out / "sweep.svg", plots.recolor(svg))
         parts.append(f"![{s.metric}](sweep.svg)")
@@ -151,6 +184,20 @@ def results_table(s: SweepConfig, rows: list[dict[str, Any]]) -> Table:
         lines.append(line)
     header = [*names, s.metric, *(["seeds"] if seeds else []), "time"]
     return Table(f"Sweep of {s.command}", header, lines)
+
+
+def differences_table(s: SweepConfig, rows: list[dict[str, Any]]) -> Table:
+    """A line for each row that shares seeds with the best one."""
+    names = varying_names(rows)
+    lines = []
+    for row in (row for row in rows if row["to_best"] is not None):
+        found = row["to_best"]
+        change = format_with_interval(found["mean"], found["ci"], 4)
+        lines.append(
+            [*(to_text(row["settings"][name]) for name in names), change, str(found["seeds"])]
+        )
+    title = f"{s.metric} minus that of the first row, paired by seed"
+    return Table(title, [*names, "difference [95 %]", "seeds"], lines)
 
 
 def chart(s: SweepConfig, rows: list[dict[str, Any]]) -> str:
