@@ -13,8 +13,8 @@ The engines (--engines), all at temperature 1 without top-k or top-p, on the sam
 A token counts if it was generated, up to an answer's first EOS and that included; padding and what is generated behind
 an EOS do not. All engines have --threads threads. They answer all prompts in turn, in reversed order every other time.
 Loading and a short warm-up are not timed, and prefixes are not cached, because every turn has the same prompts. The
-mean lengths of answers, and the shares that ended with EOS, should agree between engines: all sample from one
-distribution. The last line is JSON. What vLLM samples a second is printed by `train/sample.py --engine vllm`.
+mean lengths of answers, and the shares that ended with EOS, should agree: all sample from one distribution. Stopped,
+the same command goes on (OUT.cells). The last line is JSON. `train/sample.py --engine vllm` says what vLLM samples.
 """
 
 import contextlib
@@ -93,8 +93,6 @@ class SampledAnswers:
 
 
 class SamplingEngine(Protocol):
-    """What is compared."""
-
     def sample(
         self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
     ) -> SampledAnswers:
@@ -313,8 +311,8 @@ def take_turns(
         warm_up()
         done = engines[name].sample(prompts, s.max_new_tokens, s.seed + 1 + turn)
         run = count_run(done, eos, s.max_new_tokens)
-        speed = f"{run['tokens_per_second']:,.0f} tokens/s"
-        console.print(f"batch {rows}, turn {turn + 1}, {name}: {speed}")
+        speed = run["tokens_per_second"]
+        console.print(f"batch {rows}, turn {turn + 1}, {name}: {speed:,.0f} tokens/s")
         return run
 
     cells = [Cell(f"{name}-{rows}", partial(measure, name)) for name in engines]
@@ -329,7 +327,7 @@ def take_turns(
 
 def summarize_runs(rows: int, runs: Mapping[str, Sequence[Json]]) -> list[Json]:
     """One cell for each engine: medians and ranges over its turns, and its speed ÷ generate's of the same turn."""
-    cells = []
+    cells: list[Json] = []
     for name, each in runs.items():
         speeds = [run["tokens_per_second"] for run in each]
         base = [run["tokens_per_second"] for run in runs.get("generate", [])]

@@ -7,7 +7,8 @@
 Targets have random weights of the given shape, rows have no padding, half of each row is supervised. Each pair of
 family and size runs in a process of its own, because peak memory is measured per process. With `lengths` a batch is one
 sample, trained by each of `attention`, and each cell has the estimate of train/planning beside what was measured; one
-that fails for lack of memory is listed without numbers. The last line is JSON.
+that fails for lack of memory is listed without numbers. Stopped, the same command goes on (OUT.cells). The last line is
+JSON.
 """
 
 import itertools
@@ -19,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +279,7 @@ def main(s: BenchTrainingConfig) -> None:
     for size, family, (length, how) in itertools.product(s.sizes, s.families, cases):
         one = replace(s, lengths=[length] if length else [], attention=[how])
         name = f"{size}-{family}-{length}-{how}" if length else f"{size}-{family}"
-        cells.append(Cell(name, lambda _, at=(family, size, one): measured_apart(*at)))
+        cells.append(Cell(name, partial(measured_apart, family, size, one)))
     with cells_beside(s.out, s) as kept:
         report(s, [cell for (cell,) in run_cells(cells, kept).values()])
 
@@ -297,7 +299,7 @@ def report(s: BenchTrainingConfig, cells: list[Json]) -> None:
     finish(s.out, {"cells": cells, **about, **provenance.collect()})
 
 
-def measured_apart(family: str, size: str, s: BenchTrainingConfig) -> Json:
+def measured_apart(family: str, size: str, s: BenchTrainingConfig, _: int) -> Json:
     """`measure_cell` in a process of its own; without its numbers if with `lengths` that process fails, for lack of
     memory."""
     cell: Json = {"family": family, "size": size, "attention": s.attention[0]}

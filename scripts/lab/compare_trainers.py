@@ -17,8 +17,8 @@ The trainers (--arms):
   eagle3-trainer: transformers' Trainer with the loss as public trainers compute it (reference_trainers.py)
 
 All of them train every weight of the same draft, or head, on the same samples in the same order. Each run is a process
-of its own, and the trainers take turns. Memory added is the peak minus what was in use before the first step. The last
-line is JSON.
+of its own, and the trainers take turns; stopped, the same command goes on (OUT.cells). Memory added is the peak minus
+what was in use before the first step. The last line is JSON.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -178,6 +179,11 @@ def run_arm(s: CompareTrainersConfig, arm: str) -> dict[str, float]:
         return reference_trainers.train_reference(s, arm, parts.trainable.net)
 
 
+def measure_arm(s: CompareTrainersConfig, arm: str, _: int) -> Json:
+    """One run of a trainer in a process of its own."""
+    return measure_apart(__file__, s, arms=[arm])
+
+
 def main(s: CompareTrainersConfig) -> None:
     if s.one:
         torch.manual_seed(0)
@@ -197,7 +203,7 @@ def main(s: CompareTrainersConfig) -> None:
     if importlib.util.find_spec("trl") is None and any(arm.startswith("gkd") for arm in arms):
         console.print("gkd is skipped: it needs `pip install trl`")
         arms = [arm for arm in arms if not arm.startswith("gkd")]
-    cells = [Cell(arm, lambda _, arm=arm: measure_apart(__file__, s, arms=[arm])) for arm in arms]
+    cells = [Cell(arm, partial(measure_arm, s, arm)) for arm in arms]
     with cells_beside(s.out, s) as kept:
         runs_of = run_cells(cells, kept, s.rounds)
         report(console, s, runs_of)

@@ -22,6 +22,7 @@ import math
 import shutil
 import sys
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -264,7 +265,7 @@ def train_draft(s: DataCurveConfig, run: PlannedRun) -> Path:
     return out
 
 
-def measure_point(s: DataCurveConfig, run: PlannedRun) -> Json:
+def measure_point(s: DataCurveConfig, run: PlannedRun, _: int) -> Json:
     """The TrainedPoint of one run. What only training needs is deleted afterwards."""
     counts = measure_draft(s, str(train_draft(s, run)))
     shutil.rmtree(Path(s.out) / "drafts" / run.name / "checkpoints", ignore_errors=True)
@@ -276,7 +277,7 @@ def curve_cells(s: DataCurveConfig, runs: Sequence[PlannedRun]) -> list[Cell]:
     return [
         Cell(
             run.name,
-            lambda _, run=run: measure_point(s, run),
+            partial(measure_point, s, run),
             f"{run.tokens:,} supervised tokens in {run.rows:,} rows, seed {run.seed}, {run.steps:,} steps",
         )
         for run in runs

@@ -97,7 +97,6 @@ def decode_in(
     for _ in range(3 * s.rows):  # first tokens come from prefill, which may upload its prompts
         next(records, None)
     waits = find_waits(target.decoder.device, lambda: [next(records, None) for _ in range(8)])
-    records.close()
     return {"ids": ids, "tokens_per_second": sum(map(len, ids)) / seconds, "waits": waits}
 
 
