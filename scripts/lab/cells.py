@@ -90,26 +90,28 @@ def cells_beside(out: str, settings: Any) -> Iterator[Path | None]:
     kept = to_dict(settings) | {"out": ""}
     begun = json.dumps([kept, provenance.hardware(), provenance.git_sha()]) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
-    with lock.hold(folder / lock.LOCK_FILE, folder):
-        file = folder / BEGUN
-        if not file.is_file() and any(folder.glob("*.json")):
-            raise UserError(f"{folder} holds files that no run wrote: name another file with --out")
-        if not file.is_file() or files.read_text(file) != begun:
-            _delete_cells(folder)
-            files.write_atomically(file, begun)
-        try:
-            yield folder
-        except BaseException as error:
-            if [*folder.glob("*.json")] == [file]:  # nothing was measured
+    try:
+        with lock.hold(folder / lock.LOCK_FILE, folder):
+            file = folder / BEGUN
+            if not file.is_file() and any(folder.glob("*.json")):
+                raise UserError(f"{folder} holds files that no run wrote: name another with --out")
+            if not file.is_file() or files.read_text(file) != begun:
                 _delete_cells(folder)
-            elif isinstance(error, KeyboardInterrupt | Terminated):
-                error.add_note(
-                    f"what is measured is kept in {folder}, and the same command goes on"
-                )
-            raise
-        _delete_cells(folder)
-    with suppress(OSError):  # files of others stay
-        folder.rmdir()
+                files.write_atomically(file, begun)
+            try:
+                yield folder
+            except BaseException as error:
+                if [*folder.glob("*.json")] == [file]:  # nothing was measured
+                    _delete_cells(folder)
+                elif isinstance(error, KeyboardInterrupt | Terminated):
+                    error.add_note(
+                        f"what is measured is kept in {folder}, and the same command goes on"
+                    )
+                raise
+            _delete_cells(folder)
+    finally:
+        with suppress(OSError):  # a folder that is not empty stays
+            folder.rmdir()
 
 
 def _delete_cells(folder: Path) -> None:
@@ -132,7 +134,8 @@ def measure_apart(script: str, settings: Any, **changes: Any) -> Json:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UserError(f"{last.removeprefix('error: ')} (from {' '.join(command)})")
+        what = ", ".join(f"{name} {json.dumps(value)}" for name, value in changes.items())
+        raise UserError(f"{what}: {last.removeprefix('error: ')}")
     return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
 
 

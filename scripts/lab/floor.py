@@ -235,6 +235,7 @@ def main(s: FloorConfig) -> None:
     weight_bytes = sum(layer.weight.nbytes for layer in layers)
     if s.split_kv:
         attention.use_split_kv(True)
+    SpeculativeEngine(target, mode=s.mode)  # UserError here rather than after the first cell
 
     def one_round(rows: int, _: int) -> Json:
         milliseconds, first = round_ms(target, s, prompts, rows)

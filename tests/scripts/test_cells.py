@@ -139,7 +139,7 @@ def test_a_bench_that_measured_nothing_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Terminated) as stopped:
         measure_beside(tmp_path / "out.json", BenchConfig(), [], 1)
     assert not getattr(stopped.value, "__notes__", [])
-    assert list((tmp_path / "out.json.cells").glob("*.json")) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_bench_goes_on(tmp_path: Path) -> None:
@@ -165,9 +165,7 @@ def test_a_killed_bench_goes_on(tmp_path: Path) -> None:
 
 def test_a_failed_process_is_named_with_its_reason(tmp_path: Path) -> None:
     command = [STAND_IN, "--names", "[a, bad]", "--log", tmp_path / "log", "--out", tmp_path / "o"]
-    error = worlds.run(*command).error()
-    assert error.startswith("error: bad has no cell: name another (from ")
-    assert '--names=["bad"]' in error
+    assert worlds.run(*command).error() == 'error: names ["bad"]: bad has no cell: name another'
 
 
 def test_intervals_of_pairs_cover_what_they_promise() -> None:
