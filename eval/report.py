@@ -35,7 +35,7 @@ class ReportConfig:
     tuned: str = ""
     """A tuned.json of eval/tune.py on the same target: adds its plots and tuned settings."""
     data_curve: str = ""
-    """A data_curve.json of scripts/experiments/data_curve.py on the same target: adds its plots."""
+    """A data_curve.json of scripts/lab/data_curve.py on the same target: adds its plots."""
 
 
 def main(s: ReportConfig) -> None:

@@ -6,7 +6,7 @@
 
 The first target is the one that the draft was trained for. The draft decodes the same prompts with each; τ, α and the
 share of accepted tokens that is left are compared prompt by prompt. With the data curve of that draft
-(scripts/experiments/data_curve.py) it also says how many supervised tokens the loss is worth, a guide to how many are
+(scripts/lab/data_curve.py) it also says how many supervised tokens the loss is worth, a guide to how many are
 needed to fine-tune. Decoding stays lossless in any case: a draft that does not fit is slow, not wrong.
 The last line is JSON.
 """

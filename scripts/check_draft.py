@@ -5,7 +5,7 @@
 Each finding says what the engine does: `refused` is an error at the start or at the first request; `silent` serves
 another function than was trained, with few tokens accepted; `ignored` is harmless. Exit code 1 for the first two. The
 rules are tables in scripts/engine_compat/rules/, each rule with its source. Those of vLLM were also run
-(scripts/engine_compat/corruption_study.py). The rule `decoder` is why this project's own decoder refuses the draft.
+(docs/results/served_damage.json). The rule `decoder` is why this project's own decoder refuses the draft.
 """
 
 import json

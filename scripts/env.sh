@@ -26,6 +26,6 @@ launch="accelerate launch --config_file configs/accelerate/one_gpu.yaml"
 launch="$launch --num_cpu_threads_per_process $(nproc 2>/dev/null || sysctl -n hw.ncpu)"
 # What samples and trains fastest, bfloat16 or float32, in $dtype and $precision: measured once for the environment.
 pick_dtype() {
-  [ -s .venv/dtype ] || python scripts/checks/fastest_dtype.py > .venv/dtype
+  [ -s .venv/dtype ] || python scripts/fastest_dtype.py > .venv/dtype
   read -r dtype precision < .venv/dtype
 }

@@ -11,4 +11,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/env.sh >&2
 pick_dtype >&2
-exec python scripts/building/get_models.py --dtype "$dtype" "$@"
+exec python scripts/get_models.py --dtype "$dtype" "$@"

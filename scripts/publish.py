@@ -55,7 +55,7 @@ class PublishConfig:
     tuned: str = ""
     """tuned.json of eval/tune.py on this draft: the serving files and the card use its draft length."""
     data_curve: str = ""
-    """data_curve.json of scripts/experiments/data_curve.py: the card shows what more data of this kind would give."""
+    """data_curve.json of scripts/lab/data_curve.py: the card shows what more data of this kind would give."""
     forecast: str = ""
     """forecast.json of eval/forecast.py on this draft: the card shows τ by task for each draft length."""
     samples: str = ""

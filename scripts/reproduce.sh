@@ -14,10 +14,10 @@ target=$(bash scripts/get_models.sh smollm2)
 
 python train/write_prompts.py --target "$target" --dtype "$dtype" --batch_size 64 --count 1300 --max_new_tokens 200 \
   --out $out/written
-python scripts/experiments/task_prompts.py --math "${GSM8K:-openai/gsm8k}" --article_count 240 --out $out/prompts
+python scripts/lab/task_prompts.py --math "${GSM8K:-openai/gsm8k}" --article_count 240 --out $out/prompts
 sample="$launch train/sample.py --config configs/smollm2/sample.yaml --dtype $dtype"
 $sample --sources "[{kind: file, path: $out/prompts/articles.jsonl}]" --max_new_tokens 400 --out $out/samples_articles
-python scripts/experiments/task_prompts.py --articles $out/samples_articles --out $out/summaries
+python scripts/lab/task_prompts.py --articles $out/samples_articles --out $out/summaries
 $sample
 $sample --sources "[{kind: file, path: $out/prompts/math.jsonl}, {kind: file, path: $out/prompts/code.jsonl}]" \
   --sampling.temperature 0 --out $out/samples_greedy

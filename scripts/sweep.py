@@ -13,7 +13,8 @@ the same path share the work if each runs the same command.
 
 Stopped or killed, the same command goes on: finished trials are kept, others resume, failed ones are tried again. More
 values or draws add trials to a finished sweep. OUT receives sweep.md, sweep.json and, if one number is swept,
-sweep.svg: the settings that vary and the metric, with mean ± standard deviation over the values of a setting `seed`.
+sweep.svg: the settings that vary and the metric, with mean ± standard deviation over the values of a setting `seed`,
+and the difference from the best row, paired by seed, with its interval.
 The last line on stdout is JSON. For `wandb agent` see configs/sweep/wandb.yaml.
 """
 
@@ -31,9 +32,9 @@ from decode.common import files, lock, run_dir
 from decode.common.cli import to_yaml
 from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
-from scripts.sweeps.plan import SweepConfig, plan_trials
-from scripts.sweeps.results import collect_results, write_results
-from scripts.sweeps.trial_pool import TrialPool, check_launch
+from scripts.lab.sweep_plan import SweepConfig, plan_trials
+from scripts.lab.sweep_pool import TrialPool, check_launch
+from scripts.lab.sweep_results import collect_results, write_results
 
 COMMAND = "scripts/sweep.py"
 

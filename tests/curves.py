@@ -46,7 +46,7 @@ def curve(
         "least_steps": 10,
         "steps": 0,
         **build_curve(points, point(0, 0, 1.31), [0.0, 1.0], 4, worth),
-        "argv": ["scripts/experiments/data_curve.py"],
+        "argv": ["scripts/lab/data_curve.py"],
         "git": "484a9eb4872de3f5cf111c91f2d764b3cd5eee92",
         "versions": {"python": "3.11.7"},
         "hardware": {"device": "AMD EPYC", "gpus": 0, "threads": 2},

@@ -62,13 +62,8 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "hub": {"data", "families"},
     },
     "scripts": {
-        "building": set(),
-        "benchmarks": set(),
-        "experiments": set(),
-        "tables": set(),
         "engine_compat": set(),
-        "sweeps": set(),
-        "checks": set(),
+        "lab": set(),
     },
 }
 """{package: {subpackage: the subpackages of the same package that it may import}}, each after those that it may import.

@@ -17,7 +17,7 @@ from decode.common.errors import UserError
 from decode.common.ranges import Range, at_least, check_ranges, range_of
 from eval.benchmark import config
 from eval.benchmark.config import MethodConfig, TreeConfig
-from scripts.building import build_target
+from scripts.lab import build_target
 from tests.tiny import tiny_model, tiny_target
 from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
 

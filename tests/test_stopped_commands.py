@@ -278,7 +278,7 @@ def test_building_the_target(
 
     def build(name: str) -> Done:
         return worlds.call(
-            "scripts/building/build_target.py", "--gsm8k", questions, "--work", tmp_path / name / "work",
+            "scripts/lab/build_target.py", "--gsm8k", questions, "--work", tmp_path / name / "work",
             "--assets", tmp_path / name, "--compile", "false", "--window", 64, "--short_window", 32,
             "--batch_tokens", 64, "--tokens", 64 * 8,
         )  # fmt: skip

@@ -220,11 +220,12 @@ def owns(pattern: str, path: Path) -> bool:
 
 
 def check_command(path: Path, settings: Any, command: str) -> None:
-    """UserError unless the folder is absent, empty, or of an earlier run of this command."""
+    """UserError unless the folder is absent, empty, or of an earlier run of this command, wherever it lay then."""
     run_file = path / RUN_FILE
     if run_file.is_file():
         writer = _written_by(run_file, settings, command)
-        if writer != command:
+        # By the file's name alone: a command that has moved to another folder goes on with what it wrote before.
+        if Path(writer).name != Path(command).name:
             raise UserError(
                 f"{path} was written by {writer}, not by {command}: name another folder with --out"
             )

@@ -82,7 +82,7 @@ def use_split_kv(on: bool) -> None:
     """Makes decode steps run split_kv_attention.py (Triton) from now on, or, if not `on`, SDPA with a dense mask.
 
     UserError without Triton. Which one is faster depends on the GPU and on the length of the buffers:
-    scripts/benchmarks/gpu_bench.py measures both.
+    scripts/lab/floor.py --split_kv true measures it.
     """
     if on and not HAS_TRITON:
         raise UserError("split_kv needs Triton, which comes with torch for CUDA: leave it off here")

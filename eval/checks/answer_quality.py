@@ -1,5 +1,6 @@
-"""Scores answers that have a reference: exact match of numbers, ROUGE-L, and whether code passes its tests."""
+"""Scores answers: exact match of numbers, ROUGE-L, whether code passes its tests, and whether an answer is JSON."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,12 @@ from eval.tasks.loading import TaskPrompt
 NUMBER_PATTERN = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 WORD_PATTERN = re.compile(r"\w+")
 CODE_BLOCK_PATTERN = re.compile(r"```(?:[Pp]ython)?[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-METRIC_NAMES = {"number": "exact match", "rouge-l": "ROUGE-L", "code": "pass@1"}
+METRIC_NAMES = {
+    "number": "exact match",
+    "rouge-l": "ROUGE-L",
+    "code": "pass@1",
+    "json": "valid JSON",
+}
 """Names in a report by `metric` of a task."""
 
 
@@ -47,6 +53,15 @@ def _lcs_length(a: Sequence[str], b: Sequence[str]) -> int:
     return row[-1]
 
 
+def is_json(answer: str) -> float:
+    """1 if the whole answer is one JSON value, else 0."""
+    try:
+        json.loads(answer)
+    except ValueError:
+        return 0.0
+    return 1.0
+
+
 def build_test_program(answer: str, prefix: str, tests: str, stop: Sequence[str]) -> str:
     """The program to run: the answer's fenced code block, else `prefix` with the answer after it; then the tests.
 
@@ -70,6 +85,8 @@ def score_answer(
         return exact_match(answer, item.reference)
     if item.metric == "rouge-l":
         return rouge_l(answer, item.reference)
+    if item.metric == "json":
+        return is_json(answer)
     return float(
         sandbox.run(build_test_program(answer, item.prefix, item.reference, item.stop)).passed
     )

@@ -6,7 +6,7 @@
 - costs: milliseconds of a round by batch, context and K, measured with our engine or with vLLM.
 - schedule: throughput against concurrency, and the best K by batch size in the form that engines read.
 - vllm_ngram: vLLM's n-gram matches as a draft of ours.
-- served: a forecast compared with what vLLM did.
+- served: a forecast beside what vLLM accepted.
 - engines: which rule each engine has.
 - pages: forecast.json as Markdown.
 

@@ -25,14 +25,6 @@ def expected_tokens(alpha_by_position: Sequence[float]) -> float:
     return total
 
 
-def leviathan_speedup(alpha: float, k: int, c: float) -> float:
-    """(1 - α^(K + 1)) / ((1 - α)(K c + 1)), theorem 3.8 of the paper above: c is a draft step over a target step.
-
-    It takes α as the same at all positions, verification of K + 1 tokens as one target step, and has no prefill.
-    """
-    return expected_tokens([alpha] * k) / (k * c + 1)
-
-
 @dataclass(frozen=True)
 class RoundCost:
     """Milliseconds of a round as a straight line in K, through rounds measured inside the decoding loop.
@@ -52,15 +44,6 @@ def fit_round_cost(short: tuple[float, float], long: tuple[float, float]) -> Rou
     """Through two measured points (K, milliseconds a round)."""
     per_token = (long[1] - short[1]) / (long[0] - short[0])
     return RoundCost(short[1] - per_token * short[0], per_token)
-
-
-def mirror_round_ms(lower_ms: float, upper_ms: float, draft_ms: float, redraft_ms: float) -> float:
-    """Milliseconds of a round whose drafting runs beside the target's upper layers, on a device of its own.
-
-    T(1..ℓe) + max(T(ℓe+1..N), T_draft) + (1 - ρ) · T_draft (Mirror-SD, arXiv 2510.13161). `lower_ms` includes what else
-    of a round is beside nothing; `redraft_ms` is a mean over all rounds, with 0 for those that used a branch.
-    """
-    return lower_ms + max(upper_ms, draft_ms) + redraft_ms
 
 
 def predicted_speedup(

@@ -4,5 +4,5 @@
 - data_curve: the content of data_curve.json, its verdict, sentences and tables.
 - chart: its figures.
 
-scripts/experiments/data_curve.py measures the curve. May import eval.metrics, eval.reporting and decode.
+scripts/lab/data_curve.py measures the curve. May import eval.metrics, eval.reporting and decode.
 """

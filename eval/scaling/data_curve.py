@@ -20,7 +20,7 @@ from eval.scaling import power_law
 
 DataCurve = Mapping[str, Any]
 """The content of data_curve.json."""
-WHAT = "data_curve.json of scripts/experiments/data_curve.py"
+WHAT = "data_curve.json of scripts/lab/data_curve.py"
 METRICS = {"tau": (0, 1), "alpha": (2, 3)}
 """{metric: places of its numerator and its denominator in the counts of a prompt}."""
 STOP, GO_ON, NOT_CLEAR = "stop", "go on", "not clear"

@@ -52,7 +52,8 @@ class DatasetSpec:
     """Texts that end an answer, besides EOS and the run's max_new_tokens, for a target without a chat template; a chat
     model ends its turns with EOS."""
     metric: str = ""
-    """number (the last one of an answer), rouge-l, code (whether it passes its tests), or empty for no score."""
+    """number (the last one of an answer), rouge-l, code (whether it passes its tests), json (whether it is JSON), or
+    empty for no score."""
     metrics: dict[str, str] = field(default_factory=dict)
     """{domain: metric} where domains have different ones."""
     reference: str = ""

@@ -34,9 +34,9 @@ class Task:
     """A named set of prompts."""
 
     name: str
-    """code, prose and arithmetic are bundled; mt-bench, humaneval, mbpp, gsm8k, xsum, cnn-dailymail, wmt-en-de and
-    alpaca come from a local file or the Hub; spec-bench, speed-bench, speculator-benchmarks and any other name need a
-    path."""
+    """code, prose, arithmetic and json are bundled; mt-bench, humaneval, mbpp, gsm8k, xsum, cnn-dailymail, wmt-en-de
+    and alpaca come from a local file or the Hub; spec-bench, speed-bench, speculator-benchmarks and any other name need
+    a path."""
     path: str = ""
     """A .jsonl, .json, .parquet or .txt file, also .gz or .zst; a folder of them or of `save_to_disk`; or a Hub name,
     whose split is the spec's, else test. Without a spec its rows hold `turns` (the user's messages, in order), else
@@ -63,7 +63,7 @@ class TaskPrompt:
     stop: tuple[str, ...] = ()
     """Texts that end an answer."""
     metric: str = ""
-    """How an answer is scored: number, rouge-l, code, or empty for not at all."""
+    """How an answer is scored: number, rouge-l, code, json, or empty for not at all."""
     reference: str = ""
     """What it is scored against: a text, or the program that tests it."""
     prefix: str = ""

@@ -6,7 +6,6 @@ checker.py           a draft's files against an engine's rules (scripts/check_dr
 rules/               the rules of each engine
 checkpoint_edits.py  edits of a saved draft
 corruptions.py       known mistakes of exporters, as edits with the rules that must find them
-corruption_study.py  command: corrupted drafts in vLLM, and the causes that the audit names
 greedy_parity.py     greedy decoding in another engine and here, prompt by prompt
 audit/               which way of reading a draft's files gives what an engine serves (scripts/audit.py)
 vllm_parity.py       the same draft and prompts in vLLM and here (scripts/referee.py)

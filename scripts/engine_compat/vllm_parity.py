@@ -22,9 +22,15 @@ from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import tree_from_paths
+from eval import forecast
 from eval.benchmark import vllm_client
+from eval.forecast import ForecastConfig
+from eval.forecasting.chains import ChainSettings, measure_chains
+from eval.forecasting.rounds import RULES
+from eval.forecasting.served import compare
 from eval.metrics import permutation_test
-from eval.tasks.loading import Task
+from eval.reporting.formatting import format_with_interval
+from eval.tasks.loading import Task, TaskPrompt
 from scripts.engine_compat.greedy_parity import (
     PromptCounts,
     compare_greedy,
@@ -68,6 +74,8 @@ class VllmParityConfig:
     """At a temperature: vLLM drafts greedily and we sample, which the test must detect."""
     repair: bool = True
     """At a temperature: repair the broken sampling of vLLM's CPU build first (see eval/benchmark/vllm_worker.py)."""
+    forecast: bool = False
+    """Also forecast what vLLM accepts, as eval/forecast.py does, and compare."""
     out: str = ""
     """File for the JSON of the last line; empty writes none."""
 
@@ -177,6 +185,21 @@ def compare_sampled(
     }
 
 
+def check_forecast(
+    s: VllmParityConfig, target: Target, items: Sequence[TaskPrompt], served: PromptCounts
+) -> dict[str, Any]:
+    """The forecast for these prompts beside `served`, the sums of vLLM's counts. UserError for a draft without one."""
+    asked = ForecastConfig(target=s.target, draft=s.draft, engines=["vllm"])
+    draft = forecast.load(asked, target)
+    asked_for = items if s.temperature == 0 else [x for x in items for _ in range(s.draws)]
+    chains = ChainSettings(s.k, s.temperature, s.max_new_tokens, BATCH_ROWS)
+    texts = measure_chains(target, draft, asked_for, chains, s.seed)
+    drawn = s.temperature > 0 and draft_sampling(s)["vllm"] == "drawn"
+    rule = "probabilistic" if drawn else "greedy"
+    others = [other for other in RULES if other != rule] if s.temperature > 0 else []
+    return compare(texts, rule, served, others, s.seed)
+
+
 def print_comparison(totals: dict[str, PromptCounts], result: dict[str, Any]) -> None:
     """Tables of both sides' counts and of the test's parts, on stderr."""
     console = Console(stderr=True)
@@ -190,6 +213,12 @@ def print_comparison(totals: dict[str, PromptCounts], result: dict[str, Any]) ->
             table.add_row(part["name"], *rates, f"{part['p_value']:.4f}", f"{part['detects']:.3f}")
         console.print(table)
         console.print(f"all parts together: p = {result['p_value']:.5f}, level {result['level']}")
+    if "forecast" in result:
+        row, served = result["forecast"]["forecast"], result["forecast"]["served"]
+        length = format_with_interval(row["mean_accept_length"], row["mean_accept_length_ci"], 3)
+        console.print(
+            f"mean accepted length: forecast {length}, vLLM {served['mean_accept_length']:.3f}"
+        )
 
 
 def main(s: VllmParityConfig) -> None:
@@ -217,6 +246,8 @@ def main(s: VllmParityConfig) -> None:
         found = compare_greedy("vllm", s.margin, target, items, ours, vllm)
         agree = not found["differ"]
     totals = {"ours": sum_counts(ours), "vllm": sum_counts(vllm)}
+    if s.forecast:
+        found["forecast"] = check_forecast(s, target, items, totals["vllm"])
     print_comparison(totals, found)
     result = {
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft),

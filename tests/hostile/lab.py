@@ -71,10 +71,9 @@ BASE = {
     "scripts/export.py": "$lab/eagle3 --format flat --target $lab/target --out $out",
     "scripts/publish.py": "--draft $lab/eagle3 --repo me/draft --out $out",
     "scripts/check_draft.py": "$lab/eagle3 --engine vllm --target $lab/target",
-    "scripts/building/build_target.py": "--gsm8k $lab/gsm8k.jsonl --work $tmp/work --assets $tmp/assets --tokens 20000 "
+    "scripts/lab/build_target.py": "--gsm8k $lab/gsm8k.jsonl --work $tmp/work --assets $tmp/assets --tokens 20000 "
     "--compile false",
-    "scripts/building/build_seq2seq.py": "--steps 2 --batch_size 2 --train_prompts 2 --eval_prompts 2 --out $out",
-    "scripts/tables/readme_table.py": "--report $lab/report/report.json --readme $tmp/page.md",
+    "scripts/readme_table.py": "--report $lab/report/report.json --readme $tmp/page.md",
     "scripts/track_report.py": "--run $tmp/causal --report $lab/report",
     "scripts/sweep.py": "--words '[--target, $lab/target, --data, $lab/samples, --draft.init, $lab/draft, "
     "--loop.steps, 2, --loop.batch_size, 2, --loop.micro_batch, 2, --loop.eval_every, 0, --loop.max_length, 64, "
@@ -82,35 +81,22 @@ BASE = {
     "scripts/referee.py": "$lab/causal --target $lab/target --python $lab/python",
     "scripts/audit.py": "$lab/causal --target $lab/target --served none --k 2 --max_new_tokens 4 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --device cpu --out $out",
-    "scripts/experiments/compare_losses.py": "--sources '{a: {data: $lab/samples, losses: [forward_kl]}}' "
-    "--target $lab/target --init $lab/draft --tokens 40 --batch_size 2 --seeds '[0]' --max_new_tokens 4 --limit 1 "
-    "--drafts $tmp/drafts --out $tmp/losses.json",
-    "scripts/experiments/compare_trainers.py": "--target $lab/target --draft $lab/draft --data $lab/samples "
+    "scripts/lab/compare_trainers.py": "--target $lab/target --draft $lab/draft --data $lab/samples "
     "--arms '[ours]' --rounds 1 --warm 1 --steps 1 --batch_size 2 --out $tmp/out.json",
-    "scripts/experiments/data_curve.py": "--distill.target $lab/target --distill.data $lab/samples "
+    "scripts/lab/data_curve.py": "--distill.target $lab/target --distill.data $lab/samples "
     "--distill.draft.init $lab/draft --distill.loop.batch_size 2 --distill.loop.micro_batch 2 --sizes '[5, 20]' "
     "--seeds '[0]' --steps 1 --k 2 --tasks '[{name: code, limit: 2}]' --max_new_tokens 4 --out $out",
-    "scripts/experiments/task_prompts.py": "--math $lab/gsm8k.jsonl --math_count 2 --code_count 2 "
+    "scripts/lab/task_prompts.py": "--math $lab/gsm8k.jsonl --math_count 2 --code_count 2 "
     "--article_count 2 --out $out",
-    "scripts/experiments/reference_eagle3.py": "--distill.target $lab/target --distill.data $lab/samples "
-    "--distill.draft.vocab 64 --distill.draft.steps 2 --distill.draft.taps '[0, 1]' --distill.loop.steps 1 "
-    "--distill.loop.batch_size 2 --seeds '[0]' --max_new_tokens 4 --tasks '[{name: code, limit: 2}]' --k 2 --out $out",
-    "scripts/experiments/forecast_check.py": "--target $lab/target --drafts '[$lab/causal]' --temperatures '[0.0]' "
-    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 3}]' --calibration 1 --max_new_tokens 6 "
-    "--vllm_python $lab/python --out $out",
-    "scripts/benchmarks/decoder_bench.py": "--target $lab/target --drafts '[$lab/causal]' --compiled false "
-    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 4 --device cpu --out $tmp/out.json",
-    "scripts/benchmarks/sample_bench.py": "--target $lab/target --prompts $lab/prompts.jsonl --batches '[2]' "
+    "scripts/lab/bench_decoding.py": "--target $lab/target --prompts $lab/prompts.jsonl --batches '[2]' "
     "--engines '[ours, generate]' --count 4 --max_new_tokens 4 --repeats 1 --threads 1 --out $tmp/out.json",
-    "scripts/benchmarks/floor.py": "--target $lab/target --rows '[1, 2]' --max_new_tokens 2 --repeats 1 "
+    "scripts/lab/floor.py": "--target $lab/target --rows '[1, 2]' --max_new_tokens 2 --repeats 1 "
     "--sampled_rows '[2]' --samples 2 --sample_tokens 16 "
     "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --out $tmp/out.json",
-    "scripts/benchmarks/train_bench.py": "--sizes '[12x256]' --families '[medusa]' --device cpu --out $tmp/out.json",
-    "scripts/benchmarks/gpu_bench.py": "--target $lab/target --draft $lab/causal --shape self-test --device cpu "
-    "--tasks '[{name: own, path: $lab/prompts.txt, limit: 2}]' --max_new_tokens 4 --out $tmp/out.json",
+    "scripts/lab/bench_training.py": "--sizes '[12x256]' --families '[medusa]' --device cpu --out $tmp/out.json",
+    "scripts/lab/gpu_smoke.py": "--target $lab/target --draft $lab/causal --rows 1 --k 2 --max_new_tokens 8 "
+    "--compiled false --device cpu --out $tmp/out.json",
     "scripts/engine_compat/llamacpp_parity.py": "$lab/causal --target $lab/target --server $lab/python",
-    "scripts/engine_compat/corruption_study.py": "--drafts $lab --target $root/assets/target --python $lab/python "
-    "--out $tmp/out.json",
 }
 """Arguments of each command that work, or would with vLLM, a GPU or more time."""
 EARLIER_RUNS = {

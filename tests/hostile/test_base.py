@@ -16,20 +16,17 @@ QUICK = {
     "eval/forecast.py": (),
     "train/doctor.py": (),
     "decode/generate.py": (),
-    "scripts/benchmarks/sample_bench.py": (),
-    "scripts/benchmarks/floor.py": (),
+    "scripts/lab/bench_decoding.py": (),
+    "scripts/lab/floor.py": (),
     "scripts/export.py": (),
     "scripts/publish.py": (),
     "scripts/check_draft.py": (),
     "scripts/audit.py": (),
-    "scripts/tables/readme_table.py": (
-        write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),
-    ),
+    "scripts/readme_table.py": (write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n"),),
     "scripts/track_report.py": (copy("causal"),),
     "scripts/sweep.py": (),
-    "scripts/experiments/data_curve.py": (),
-    "scripts/experiments/reference_eagle3.py": (),
-    "scripts/experiments/task_prompts.py": (),
+    "scripts/lab/data_curve.py": (),
+    "scripts/lab/task_prompts.py": (),
 }
 """Commands, besides those whose results make the lab, that need neither minutes nor another machine."""
 

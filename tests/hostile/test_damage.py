@@ -244,7 +244,7 @@ READERS = {
     "scripts/publish.py": "--report $tmp/r.json",
     "scripts/publish.py --tuned": "--tuned $tmp/r.json",
     "scripts/publish.py --referee": "--referee $tmp/r.json",
-    "scripts/tables/readme_table.py": "--report $tmp/r.json",
+    "scripts/readme_table.py": "--report $tmp/r.json",
 }
 PAGE = write("page.md", "<!-- table: begin -->\n<!-- table: end -->\n")
 FEW = ("list", "deep", "schema only", "methods text")

@@ -46,9 +46,8 @@ FOREIGN = [
     Case("scripts/publish.py", "", "out", (THESIS,)),
     Case("scripts/sweep.py", "", "out", (THESIS,)),
     Case("scripts/sweep.py", "", ("train/distill.py", "out"), (copy("causal", "out"),)),
-    Case("scripts/experiments/data_curve.py", "", "out", (THESIS,)),
-    Case("scripts/experiments/data_curve.py", "--overwrite true", "out", (copy("causal", "out"),)),
-    Case("scripts/experiments/reference_eagle3.py", "", "out", (THESIS,)),
+    Case("scripts/lab/data_curve.py", "", "out", (THESIS,)),
+    Case("scripts/lab/data_curve.py", "--overwrite true", "out", (copy("causal", "out"),)),
     Case("scripts/publish.py", "", "out", (write("out/draftsmith.json", "{}"), THESIS)),
     Case("scripts/publish.py", "--out $tmp/..", "out"),
     Case("scripts/export.py", "--out $lab/eagle3", "eagle3"),
@@ -77,7 +76,7 @@ INPUTS = [
     Case("eval/tune.py", "--tasks '[{name: own, path: $tmp/out/prompts.txt}]'", "prompts.txt", (copy("prompts.txt", "out/prompts.txt"),)),
     Case("eval/advise.py", "--report $tmp/r.json --out $tmp/r.json", "r.json", (copy("report/report.json", "r.json"),)),
     Case("eval/rescore.py", "--log $tmp/a.jsonl --json $tmp/a.jsonl", "--json", (write("a.jsonl", "{}"),)),
-    Case("scripts/tables/readme_table.py", "--report $tmp/r.json --readme $tmp/r.json", "r.json", (copy("report/report.json", "r.json"),)),
+    Case("scripts/readme_table.py", "--report $tmp/r.json --readme $tmp/r.json", "r.json", (copy("report/report.json", "r.json"),)),
 ]  # fmt: skip
 
 

@@ -136,7 +136,7 @@ NUMBERS = {
         ("sampling.top_p", "0 2 .nan"),
     ],
     "scripts/export.py": [("k", "0 -1")],
-    "scripts/building/build_target.py": [
+    "scripts/lab/build_target.py": [
         ("tokens", "0 -1"),
         ("batch_tokens", "0 -1"),
         ("window", "0 -1"),
@@ -144,19 +144,6 @@ NUMBERS = {
         ("muon_lr", "-1 .nan"),
         ("adam_lr", "-1 .nan"),
         ("decay", "-1 .nan 2"),
-        ("save_every", "0"),
-        ("seed", "-1"),
-    ],
-    "scripts/building/build_seq2seq.py": [
-        ("steps", "0 -1"),
-        ("batch_size", "0"),
-        ("muon_lr", "0 .nan"),
-        ("adam_lr", "-1 .inf"),
-        ("decay", "-1 .nan 2"),
-        ("vocab", "10 100000"),
-        ("train_prompts", "0"),
-        ("eval_prompts", "0 -1"),
-        ("threads", "-1"),
         ("save_every", "0"),
         ("seed", "-1"),
     ],
@@ -183,17 +170,7 @@ NUMBERS = {
         ("workers", "-1"),
         ("retries", "-1"),
     ],
-    "scripts/experiments/compare_losses.py": [
-        ("tokens", "-1"),
-        ("batch_size", "0"),
-        ("seeds", "'[]' '[-1]'"),
-        ("k", "0"),
-        ("max_new_tokens", "0"),
-        ("limit", "-1"),
-        ("temperatures", "'[.nan]' '[]'"),
-        ("workers", "0 -1"),
-    ],
-    "scripts/experiments/compare_trainers.py": [
+    "scripts/lab/compare_trainers.py": [
         ("rounds", "0"),
         ("warm", "0"),
         ("steps", "0"),
@@ -205,7 +182,7 @@ NUMBERS = {
         ("eagle_vocab", "-1"),
         ("eagle_steps", "0"),
     ],
-    "scripts/experiments/data_curve.py": [
+    "scripts/lab/data_curve.py": [
         ("sizes", "'[5]' '[0, 5]' '[5, 5]' '[5, 100000]' '[1, 2]'"),
         ("points", "1 0"),
         ("span", "1 .nan"),
@@ -219,36 +196,21 @@ NUMBERS = {
         ("worth", "-2 .nan"),
         ("distill.loop.lr", "0 .nan"),
     ],
-    "scripts/experiments/reference_eagle3.py": [
-        ("distill.loop.steps", "-1"),
-        ("usual_lr", "-1 .nan"),
-        ("seeds", "'[]' '[-1]' '[0, 0]'"),
-        ("temperatures", "'[]' '[.nan]' '[0.0, 0.0]'"),
-        ("k", "0"),
-        ("max_new_tokens", "0"),
-    ],
-    "scripts/benchmarks/decoder_bench.py": [
-        ("k", "0"),
-        ("max_new_tokens", "0"),
-        ("batches", "'[]' '[0]'"),
-        ("predict_limit", "-1"),
-    ],
-    "scripts/experiments/task_prompts.py": [
+    "scripts/lab/task_prompts.py": [
         ("math_count", "-1"),
         ("code_count", "-1 x"),
         ("article_count", "-1"),
         ("seed", "-1"),
     ],
-    "scripts/benchmarks/sample_bench.py": [
+    "scripts/lab/bench_decoding.py": [
         ("count", "0"),
         ("max_new_tokens", "0 1000"),
         ("batches", "'[]' '[0]'"),
         ("threads", "-1"),
         ("repeats", "0"),
-        ("vllm_cache_gb", "0"),
         ("seed", "-1"),
     ],
-    "scripts/benchmarks/floor.py": [
+    "scripts/lab/floor.py": [
         ("rows", "'[]' '[0]'"),
         ("repeats", "0"),
         ("max_new_tokens", "0"),
@@ -256,20 +218,8 @@ NUMBERS = {
         ("samples", "-1"),
         ("sample_tokens", "0 1"),
     ],
-    "scripts/benchmarks/train_bench.py": [("steps", "0")],
-    "scripts/benchmarks/gpu_bench.py": [
-        ("max_new_tokens", "0"),
-        ("minutes", "-1 .nan"),
-        ("context", "0"),
-        ("contexts", "'[0]'"),
-        ("widths", "'[0]'"),
-        ("ks", "'[0, 4]' '[]'"),
-        ("batches", "'[0]'"),
-        ("repeats", "0"),
-        ("inner", "0"),
-        ("bandwidth", "0 -1 .nan"),
-    ],
-    "scripts/engine_compat/corruption_study.py": [("k", "0"), ("max_new_tokens", "0")],
+    "scripts/lab/bench_training.py": [("steps", "0")],
+    "scripts/lab/gpu_smoke.py": [("k", "0"), ("rows", "0"), ("max_new_tokens", "0")],
     "scripts/engine_compat/llamacpp_parity.py": [
         ("k", "0 -1"),
         ("max_new_tokens", "0"),

@@ -105,11 +105,11 @@ OTHER = [
     Case("train/write_prompts.py", "--target $tmp/chat", "template", (copy("chat"), template("{% for x in %}"))),
     Case("train/write_prompts.py", "--target $tmp/chat", "no systems", (copy("chat"), template(REFUSES))),
     Case("train/distill.py", "--loop.max_length 1", "max_length"),
-    Case("scripts/experiments/task_prompts.py", "--math $tmp/a.jsonl", ("a.jsonl", "question"), (write("a.jsonl", '{"prompt": "a"}\n', "other"),)),
-    Case("scripts/experiments/task_prompts.py", "--math $tmp/a.jsonl", "a.jsonl:1", (write("a.jsonl", "{\n", "no JSON"),)),
-    Case("scripts/benchmarks/sample_bench.py", "--prompts $tmp/a.jsonl", "512", (write("a.jsonl", json.dumps({"prompt": LONG}) + "\n", "all too long"),)),
-    Case("scripts/benchmarks/sample_bench.py", "--prompts $tmp/a.jsonl", "a.jsonl", (write("a.jsonl", "3\n", "number"),)),
-    Case("scripts/benchmarks/sample_bench.py", "--prompts $tmp/c.jsonl", "chat template", (write("c.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', "a chat"),)),
+    Case("scripts/lab/task_prompts.py", "--math $tmp/a.jsonl", ("a.jsonl", "question"), (write("a.jsonl", '{"prompt": "a"}\n', "other"),)),
+    Case("scripts/lab/task_prompts.py", "--math $tmp/a.jsonl", "a.jsonl:1", (write("a.jsonl", "{\n", "no JSON"),)),
+    Case("scripts/lab/bench_decoding.py", "--prompts $tmp/a.jsonl", "512", (write("a.jsonl", json.dumps({"prompt": LONG}) + "\n", "all too long"),)),
+    Case("scripts/lab/bench_decoding.py", "--prompts $tmp/a.jsonl", "a.jsonl", (write("a.jsonl", "3\n", "number"),)),
+    Case("scripts/lab/bench_decoding.py", "--prompts $tmp/c.jsonl", "chat template", (write("c.jsonl", '{"messages": [{"role": "user", "content": "a"}]}\n', "a chat"),)),
 ]  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""scripts/checks/compare_samples.py: equal laws pass, other lengths, tokens or ends are found."""
+"""scripts/compare_samples.py: equal laws pass, other lengths, tokens or ends are found."""
 
 import numpy as np
 import pytest
 
-from scripts.checks.compare_samples import AnswerSet, compare, select
+from scripts.compare_samples import AnswerSet, compare, select
 
 N = 400
 

@@ -1,6 +1,7 @@
-"""scripts/experiments/compare_trainers.py: all trainers that it compares compute the same loss on the same samples."""
+"""scripts/lab/compare_trainers.py: all trainers that it compares compute the same loss on the same samples."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,37 @@ import pytest
 import torch
 
 from decode.model.loading import load_model, load_target
-from scripts.experiments.reference_eagle3 import ReferenceEagleTrainer
-from scripts.experiments.trainers import plain_eagle3, reference_trainers
+from scripts.lab import reference_trainers
 from tests import worlds
 from tests.tiny import tiny_prompts
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
+from train.families.alignment import AlignedIndices, Alignment
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
+from train.families.heads.eagle import EagleTrainer
 from train.families.registry import family_trainer
+from train.losses import divergences
+
+
+class UnshiftedAlignment(Alignment):
+    """As public trainers mask: slot t is trained if token t is part of a reply and what it predicts of the same one."""
+
+    def step(self, j: int) -> AlignedIndices:
+        places = super().step(j)
+        before = torch.zeros_like(self.run_length[:, :1])
+        in_reply = torch.cat([before, self.run_length[:, :-1]], 1) > 0
+        return replace(places, valid=places.valid & in_reply)
+
+
+class ReferenceEagleTrainer(EagleTrainer):
+    """EagleTrainer with that mask, without positions whose most likely token is not in the draft's vocabulary."""
+
+    alignment = UnshiftedAlignment
+
+    def loss_positions(self, p_logits: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        return valid & divergences.argmax_in_vocabulary(p_logits, self.net.ids)[:, None]
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +99,9 @@ def test_the_plain_loss_of_eagle3_is_that_of_our_trainer(world: worlds.World, vo
     want = {name: p.grad.clone() for name, p in ours.net.named_parameters() if p.grad is not None}
     ours.net.zero_grad()
     teacher = load_model(str(world.target), "target", "cpu", "float32")
-    plain = plain_eagle3.PlainEagle3(ours.net, teacher, 3)
+    plain = reference_trainers.PlainEagle3(ours.net, teacher, 3)
     inputs = reference_trainers.pad_rows(rows)
-    loss = plain_eagle3.plain_loss(plain, inputs) * inputs["input_ids"].numel()
+    loss = reference_trainers.plain_loss(plain, inputs) * inputs["input_ids"].numel()
     loss.backward()
     assert loss.item() == pytest.approx(sums["loss"].item(), rel=1e-4)
     assert want.keys() >= {"fc.weight", "layers.0.self_attn.k_proj.weight"}
@@ -103,7 +125,7 @@ def test_all_arms_read_the_same_samples(world: worlds.World, tmp_path: Path) -> 
     """Catches a trainer that reads shorter texts, or fewer of them, in the measured time."""
     data = worlds.sampled(world, tmp_path, "--max_new_tokens", 40)
     done = worlds.run(
-        "scripts/experiments/compare_trainers.py", "--target", world.target, "--draft", world.draft,
+        "scripts/lab/compare_trainers.py", "--target", world.target, "--draft", world.draft,
         "--data", data, "--steps", 2, "--warm", 1, "--rounds", 1, "--out", tmp_path / "out.json",
         "--arms", "[ours, ours-features, trainer, ours-on-policy, eagle3, eagle3-features, eagle3-trainer]",
         "--eagle_vocab", 40, "--eagle_steps", 2,

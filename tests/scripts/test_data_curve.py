@@ -1,4 +1,4 @@
-"""scripts/experiments/data_curve.py: parts are nested, points are kept, and the command runs on a tiny target."""
+"""scripts/lab/data_curve.py: parts are nested, points are kept, and the command runs on a tiny target."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from decode.common.errors import UserError
-from scripts.experiments import data_curve, held_out, nested_sets
+from scripts.lab import data_curve
 from tests import worlds
 from tests.test_stopped_commands import on_call
 from train import distill
@@ -18,7 +18,7 @@ from train.data import batching, mixture
 from train.distill import DistillConfig
 from train.trainer.loop import LoopConfig
 
-COMMAND = "scripts/experiments/data_curve.py"
+COMMAND = "scripts/lab/data_curve.py"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_parts_are_nested_and_reach_their_sizes(seed: int) -> None:
     """Catches parts drawn one by one, and parts that stop a row early or late."""
     tokens = np.random.default_rng(9).integers(1, 40, 200).tolist()
     sizes = [30, 300, 1000, sum(tokens)]
-    parts = nested_sets.nested_rows(tokens, sizes, seed)
+    parts = data_curve.nested_rows(tokens, sizes, seed)
     for size, part in zip(sizes, parts, strict=True):
         total = sum(tokens[i] for i in part)
         assert size <= total < size + max(tokens)
@@ -57,7 +57,7 @@ def test_parts_are_nested_and_reach_their_sizes(seed: int) -> None:
 
 def test_each_seed_takes_other_rows() -> None:
     tokens = [10] * 100
-    first, again, other = (nested_sets.nested_rows(tokens, [200], s)[0] for s in (0, 0, 1))
+    first, again, other = (data_curve.nested_rows(tokens, [200], s)[0] for s in (0, 0, 1))
     assert first.tolist() == again.tolist() != other.tolist()
 
 
@@ -66,11 +66,11 @@ def test_each_seed_takes_other_rows() -> None:
 )
 def test_impossible_sizes_are_refused(sizes: list[int], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        nested_sets.nested_rows([10] * 100, sizes, 0)
+        data_curve.nested_rows([10] * 100, sizes, 0)
 
 
 def test_default_sizes_span_two_decades() -> None:
-    assert nested_sets.geometric_sizes(60_000, 5, 100) == [600, 1897, 6000, 18974, 60_000]
+    assert data_curve.geometric_sizes(60_000, 5, 100) == [600, 1897, 6000, 18974, 60_000]
 
 
 def test_a_run_trains_on_the_rows_of_its_part(data: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_run_trains_on_the_rows_of_its_part(data: Path) -> None:
     s = data_curve.DataCurveConfig(distill=DistillConfig(data=str(data)))
     sizes = [sum(tokens) // 8, sum(tokens) // 2, sum(tokens)]
     for seed in (0, 3):
-        for part in nested_sets.nested_rows(tokens, sizes, seed):
+        for part in data_curve.nested_rows(tokens, sizes, seed):
             settings = data_curve.run_settings(s, 1, seed, len(part), "")
             rows, _ = mixture.load(settings.data, 512, seed=settings.seed)
             assert [row["id"] for row in rows] == [rows.whole[int(i)]["id"] for i in part]
@@ -102,8 +102,8 @@ def test_prompts_of_the_data_are_not_held_out(world: worlds.World, data: Path) -
     rows, _ = mixture.load(str(data), 512)
     own = load_fitting_prompts([Task("own", str(world.prompts), limit=3)], target)
     with pytest.raises(UserError, match="task 'own' is in somewhere too"):
-        held_out.check_held_out(own, rows, "somewhere")
-    held_out.check_held_out(load_fitting_prompts([Task("code", limit=3)], target), rows, "x")
+        data_curve.check_held_out(own, rows, "somewhere")
+    data_curve.check_held_out(load_fitting_prompts([Task("code", limit=3)], target), rows, "x")
 
 
 # ---- the command ----

@@ -1,8 +1,8 @@
-"""scripts/checks/fastest_dtype.py: the choice, and what it prints."""
+"""scripts/fastest_dtype.py: the choice, and what it prints."""
 
 import pytest
 
-from scripts.checks import fastest_dtype
+from scripts import fastest_dtype
 
 
 @pytest.mark.parametrize(

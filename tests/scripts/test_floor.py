@@ -1,4 +1,4 @@
-"""scripts/benchmarks/floor.py: kernels multiply what the decoder multiplies, and shares come from the right floors."""
+"""scripts/lab/floor.py: kernels multiply what the decoder multiplies, and shares come from the right floors."""
 
 import json
 
@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from decode.common.errors import UserError
-from scripts.benchmarks import floor
-from scripts.benchmarks.floor import FloorConfig
-from scripts.benchmarks.floors import batches, products
+from scripts.lab import floor, floor_work
+from scripts.lab.floor import FloorConfig
 from tests.tiny import tiny_model, tiny_target
 
 
@@ -23,7 +22,7 @@ def test_every_kernel_computes_the_layer(name: str, rows: int) -> None:
     dtype = torch.bfloat16 if name == "int8" else torch.float32
     x = torch.randn(rows, 64, dtype=dtype)
     wanted = x.float() @ layer.weight.T
-    found = products.kernels(torch.device("cpu"))[name](layer)(x).float()
+    found = floor_work.kernels(torch.device("cpu"))[name](layer)(x).float()
     assert found.shape == (rows, 96)
     error = (found - wanted).norm() / wanted.norm()
     assert error < (0.02 if name == "int8" else 1e-5)
@@ -32,15 +31,15 @@ def test_every_kernel_computes_the_layer(name: str, rows: int) -> None:
 def test_layers_are_the_models_own() -> None:
     """Catches a floor without the LM head, or with layers counted twice."""
     model = tiny_model("llama")
-    counted = sum(layer.weight.numel() for layer in products.linear_layers(model))
+    counted = sum(layer.weight.numel() for layer in floor_work.linear_layers(model))
     config = model.config
-    assert model.get_output_embeddings() in products.linear_layers(model)
+    assert model.get_output_embeddings() in floor_work.linear_layers(model)
     norms = (2 * config.num_hidden_layers + 1) * config.hidden_size
     embedding = model.get_input_embeddings().weight.numel()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert counted == sum(p.numel() for p in model.parameters()) - norms - embedding * (not tied)
     with pytest.raises(UserError, match="linear"):
-        products.linear_layers(nn.LayerNorm(3))
+        floor_work.linear_layers(nn.LayerNorm(3))
 
 
 def test_the_roofline_is_the_slower_of_reading_and_computing() -> None:
@@ -85,10 +84,10 @@ def test_the_command_measures_each_number_of_rows(capsys: pytest.CaptureFixture[
 def test_the_floor_of_training_counts_the_head_and_the_live_target() -> None:
     """Catches a floor without backward or without the target, which would flatter nothing but be wrong."""
     target = tiny_target(tiny_model("llama"))
-    rows = batches.sample_rows([[1, 2, 3]], 2, 24)
+    rows = floor_work.sample_rows([[1, 2, 3]], 2, 24)
     assert [row["input_ids"][:4] for row in rows] == [[1, 2, 3, 1]] * 2
-    body = sum(layer.weight.numel() for layer in batches.body_layers(target.decoder.model))
-    one, two = (batches.training_flops(target, rows[:n]) for n in (1, 2))
+    body = sum(layer.weight.numel() for layer in floor_work.body_layers(target.decoder.model))
+    one, two = (floor_work.training_flops(target, rows[:n]) for n in (1, 2))
     assert two == pytest.approx(2 * one)
     assert one > 2 * 24 * body
 
@@ -96,6 +95,6 @@ def test_the_floor_of_training_counts_the_head_and_the_live_target() -> None:
 def test_layers_of_features_are_without_the_lm_head() -> None:
     """Catches a floor of features that multiplies by the vocabulary, which the pass does not."""
     model = tiny_model("llama")
-    body = batches.body_layers(model)
+    body = floor_work.body_layers(model)
     assert model.get_output_embeddings() not in body
-    assert len(body) == len(products.linear_layers(model)) - 1
+    assert len(body) == len(floor_work.linear_layers(model)) - 1

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from scripts.building import get_models
-from scripts.building.get_models import MODELS, IndexNotReachedError, WheelModel
+from scripts import get_models
+from scripts.get_models import MODELS, IndexNotReachedError, WheelModel
 from tests.gguf_writer import Case, write_case
 from tests.worlds import ROOT
 

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from scripts.tables import draft_sizes, large_target, readme_table
-from scripts.tables.large_target import DraftReads, LargeTarget
+from scripts import readme_table
 
 
 def entry(name: str, task: str, speedup: float, **more: Any) -> dict[str, Any]:
@@ -85,97 +84,3 @@ def test_the_layout_of_positions_shows_where_a_draft_fails_and_what_it_costs() -
         "*transformers, prompt lookup*": ["–", "–"],
         "eagle3": ["0.50, 0.25, –", "4.3"],
     }
-
-
-def sizes_report() -> dict[str, Any]:
-    """Two drafts on two tasks at T = 0 and 1, small listed first; a target step takes 10 ms."""
-    alphas = {"small": 0.5, "large": 0.75}
-    milliseconds = {"plain": 0.0, "small": 4.0, "large": 12.0}
-    methods = []
-    for temperature in (1.0, 0.0):
-        for name, ms in milliseconds.items():
-            for task in ("all", "words", "news"):
-                k = 0 if name == "plain" else 4
-                row = entry(
-                    name, task, 1.0, k=k, temperature=temperature, alpha_ci=None, speedup_ci=None
-                )
-                row["alpha"] = None if k == 0 else alphas[name] - 0.25 * temperature
-                row["speedup"] = {"plain": 1.0, "small": 1.5, "large": 1.25}[name]
-                verify = 10.0 if k == 0 else 11.0
-                timed = {"draft": ms, "verify": verify, "overhead": 0.0}
-                row["phase_ms"] = timed if task == "all" else None
-                methods.append(row)
-    return {**make_report([]), "methods": methods, "engines": []}
-
-
-def test_the_layout_of_sizes_has_the_columns_of_leviathan() -> None:
-    """Bug: c of a round and not of a token, verification in place of a plain step, or rows in another order."""
-    head, _, *rows = rows_of(sizes_report(), "sizes")
-    assert head == ["task", "T", "draft", "γ", "α [95 %]", "c", "τ", "predicted", "speed-up [95 %]"]
-    cells = [("words", "0"), ("words", "1"), ("news", "0"), ("news", "1")]
-    assert [tuple(row[:3]) for row in rows] == [
-        (*cell, name) for cell in cells for name in ("small", "large")
-    ]
-    # 1 + 0.5 + 0.25 + 0.125 + 0.0625 = 1.9375 tokens in 4 · 0.1 + 1 target steps
-    assert rows[0][3:] == ["4", "0.500", "0.10", "2.00", "1.38×", "1.50×"]
-    assert rows[1][3:8] == ["4", "0.750", "0.30", "2.00", "1.39×"]
-
-
-def test_orderings_are_counted_as_they_came_out() -> None:
-    """Bug: an ordering that failed is reported as held."""
-    report = sizes_report()
-    text = draft_sizes.orderings_text(report)
-    assert text == (
-        "Of 4 pairs of task and T, α rises with every step from small to large in 4; greedy α is above sampled α in 4 "
-        "of 4; fastest: small 4, large 0; the formula names the fastest draft in 2 of 4."
-    )
-    for m in report["methods"]:
-        if (m["name"], m["task"], m["temperature"]) == ("large", "news", 0.0):
-            m |= {"alpha": 0.25, "speedup": 3.0}
-    text = draft_sizes.orderings_text(report)
-    assert (
-        "small to large in 3; greedy α is above sampled α in 3 of 4; fastest: small 3, large 1"
-        in text
-    )
-    assert text in readme_table.render_table(report, "sizes")
-
-
-def test_untimed_phases_leave_dashes() -> None:
-    """Bug: a report without phases (phase_prompts: 0) ends the table."""
-    report = sizes_report()
-    for m in report["methods"]:
-        m["phase_ms"] = None
-    _, _, *rows = rows_of(report, "sizes")
-    assert {(row[5], row[7]) for row in rows} == {("–", "–")}
-    assert draft_sizes.orderings_text(report).endswith("fastest: small 4, large 0.")
-
-
-def test_costs_are_those_of_a_drafted_token_and_of_a_large_target() -> None:
-    """Bug: the draft's time of a round taken for that of a token, another method's bound, tokens per draft for τ."""
-    report = make_report(["math"])
-    report["engines"] = []
-    drafting = {"phase_ms": {"draft": 6.0, "verify": 21.0}, "counts": {"drafted": 30, "rounds": 10}}
-    for m in report["methods"]:
-        m |= {"predicted_speedup": 1.25, **drafting}
-    plain = {
-        "k": 0,
-        "phase_ms": {"verify": 20.0},
-        "alpha": None,
-        "counts": {"drafted": 0, "rounds": 9},
-    }
-    report["methods"].append(entry("plain", "all", 1.0, **plain))
-    large = {"eagle3": DraftReads(layers=0.25, head=1.0)}
-    head, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in readme_table.render_table(report, "costs", large).splitlines()
-        if line[:1] == "|" and "---" not in line
-    ]
-    assert head[2:] == ["τ [95 %]", "α", "c", "predicted", "speed-up [95 %]", "80 layers"]
-    shown = {row[1]: row for row in rows}
-    assert shown["eagle3"][4:6] == ["0.100", "1.25×"]
-    assert shown["plain"][4] == shown["plain"][-1] == "–"
-    target = LargeTarget()
-    assert 69e9 < target.weights + target.vocab * target.hidden < 71e9  # with its embedding
-    c = (20 * target.layer_weights + target.vocab * target.hidden) / target.weights
-    assert shown["eagle3"][-1] == f"{2.5 / (1 + 3 * c):.2f}×"
-    assert large_target.speedup(report["methods"][0], DraftReads(), target) == 2.5

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from scripts.sweeps.plan import DrawnRange, SweepConfig, draw, plan_trials
-from scripts.sweeps.results import is_number, look_up
-from scripts.sweeps.trial_pool import last_error, launch_environment, split_launch
+from scripts.lab.sweep_plan import DrawnRange, SweepConfig, draw, plan_trials
+from scripts.lab.sweep_pool import last_error, launch_environment, split_launch
+from scripts.lab.sweep_results import is_number, look_up
 from tests import worlds
 
 STAND_IN = "tests/scripts/stand_in.py"
@@ -52,11 +52,36 @@ def test_a_grid_is_ranked_and_averaged_over_seeds(tmp_path: Path) -> None:
     assert "| lr | score | seeds | time |" in text
     assert "| 0.3 | 1.01 ± 0.014 | 2 of 2 |" in text
     assert (out / "sweep.svg").is_file()
+    # The seed adds the same to every trial: paired, it leaves no spread at all.
+    assert rows[0]["to_best"] is None
+    assert rows[1]["to_best"] == {
+        "mean": pytest.approx(-0.04),
+        "ci": [pytest.approx(-0.04)] * 2,
+        "seeds": 2,
+    }
+    assert "| 0.9 | -0.3600 [-0.3600, -0.3600] | 2 |" in text
     done = sweep(out, grid="{lr: [0.3, 0.1, 0.9, 0.5], seed: [0, 2]}", goal="min")
     assert done.code == 0, done.err
     assert all(len(starts) == 1 for starts in lines_of(out, "starts.txt").values())
     assert [row["settings"]["lr"] for row in table(out)["rows"]] == [0.9, 0.1, 0.5, 0.3]
     assert json.loads(done.out.splitlines()[-1])["best"]["settings"] == {"lr": 0.9}
+
+
+def test_differences_are_of_common_seeds(tmp_path: Path) -> None:
+    """Catches pairs of different seeds where a trial failed, and an interval from one pair."""
+    out, more = tmp_path / "out", {"retries": 0}
+    grid = "{lr: [0.3, 0.4], fails: [0], seed: [0, 1, 2]}"
+    assert sweep(out, grid=grid, **more).code == 0
+    (metrics,) = out.glob("trials/lr=0.4,*seed=1-*/out/metrics.jsonl")
+    metrics.write_text('{"other": 1}\n')
+    done = sweep(out, grid=grid, **more)
+    assert "no score in" in done.err
+    (row,) = (row for row in table(out)["rows"] if row["to_best"])
+    assert (row["settings"]["lr"], row["to_best"]["seeds"]) == (0.4, 2)
+    assert row["to_best"]["mean"] == pytest.approx(-0.01)
+    assert sweep(out, grid="{lr: [0.3, 0.4], fails: [0], seed: [0]}", **more).code == 0
+    assert [row["to_best"] for row in table(out)["rows"]] == [None, None]
+    assert "paired by seed" not in (out / "sweep.md").read_text()
 
 
 def test_metrics_are_found_where_they_are(tmp_path: Path) -> None:

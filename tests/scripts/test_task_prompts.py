@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from scripts.experiments.task_prompts import COMMAND, function_stubs
+from scripts.lab.task_prompts import COMMAND, function_stubs
 from tests import worlds
 from train.data import sample_store
 

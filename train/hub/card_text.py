@@ -43,7 +43,7 @@ class CardInputs:
     tuned: Mapping[str, Any] | None = None
     """Those of tuned.json of eval/tune.py."""
     data_curve: Mapping[str, Any] | None = None
-    """Those of data_curve.json of scripts/experiments/data_curve.py."""
+    """Those of data_curve.json of scripts/lab/data_curve.py."""
     forecast: Mapping[str, Any] | None = None
     """Those of forecast.json of eval/forecast.py."""
     hashed: Sequence[str] = ("model.safetensors", "config.json")

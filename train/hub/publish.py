@@ -90,7 +90,7 @@ def build_draft_folder(
     and for a card that cites a file which the folder lacks.
 
     `checks` is {engine: findings of its rules} of each engine that was checked, `tuned` is tuned.json of eval/tune.py,
-    `data_curve` is data_curve.json of scripts/experiments/data_curve.py, `forecast` forecast.json of eval/forecast.py.
+    `data_curve` is data_curve.json of scripts/lab/data_curve.py, `forecast` forecast.json of eval/forecast.py.
     """
     check_repo_id(repo)
     check_output_folder(out, draft)

@@ -421,7 +421,7 @@ DATA_CURVE = {
     "verdict": name,
     **PROVENANCE,
 }
-"""data_curve.json of scripts/experiments/data_curve.py."""
+"""data_curve.json of scripts/lab/data_curve.py."""
 FORECAST = {
     "schema": number,
     "target": TARGET,

@@ -1,4 +1,4 @@
-"""The rules of vLLM, from the source of 0.32.0 and run there (corruption_study.py); 0.33.0 from notes.
+"""The rules of vLLM, from the source of 0.32.0 and run there (docs/results/served_damage.json); 0.33.0 from notes.
 
 Its EAGLE loaders do not report missing tensors, refuse unknown ones and skip unknown biases; the Medusa loader does the
 reverse.

@@ -376,3 +376,13 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match="link to"), replace_folder(tmp_path / "gone"):
         pass
+
+
+@pytest.mark.parametrize("folder", ["scripts/experiments", "eval", "train/older/place"])
+def test_a_command_that_has_moved_goes_on_with_its_folder(out: Path, folder: str) -> None:
+    """Catches a folder of an earlier version that a command in another place takes for a stranger's."""
+    run(out)
+    text = (out / RUN_FILE).read_text()
+    (out / RUN_FILE).write_text(text.replace(COMMAND, f"{folder}/work.py"))
+    assert run(out)
+    assert (out / RUN_FILE).read_text() == text

@@ -19,7 +19,6 @@ from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import config
 from eval.benchmark.config import EvalConfig, MethodConfig, TreeConfig
-from scripts.experiments import constrained
 from tests import worlds
 from tests.worlds import World
 
@@ -210,26 +209,6 @@ def test_settings_that_know_no_grammar_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=message):
             config.check(EvalConfig(constraint=constraint, **changes))  # type: ignore[arg-type]
-
-
-def test_the_experiment_measures_all_arms(
-    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches an arm without its grammar or draft, and validity that accepts anything."""
-    out, schema = tmp_path / "found.json", tmp_path / "schema.json"
-    schema.write_text(INLINE)
-    constrained.main(
-        constrained.ConstrainedConfig(
-            limit=1, max_new_tokens=40, device="cpu", out=str(out), json_schema=str(schema)
-        )
-    )
-    capsys.readouterr()
-    arms = {arm["arm"]: arm for arm in json.loads(out.read_text())["arms"]}
-    for name, arm in arms.items():
-        assert arm["valid"] == float("grammar" in name)
-        assert (arm["forced_share"] > 0) is ("forced" in name)
-        assert (arm["alpha"] is None) is ("draft" not in name)
-    assert arms["grammar + forced"]["text"] == arms["grammar"]["text"]
 
 
 def test_the_draft_of_a_command_is_found_by_its_name(target: Target) -> None:

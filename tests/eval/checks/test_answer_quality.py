@@ -76,6 +76,18 @@ def test_parity_is_paired_and_has_an_interval() -> None:
     assert worse["difference_ci"][1] < 0
 
 
+@pytest.mark.parametrize(
+    ("answer", "valid"),
+    [
+        ('{"name": "A", "ages": [1, 2]}', 1.0), (' [1]\n', 1.0), ('"a"', 1.0),
+        ('{"name": "A"', 0.0), ('{"a": 1} and more', 0.0), ("```json\n{}\n```", 0.0), ("", 0.0), ("{'a': 1}", 0.0),
+    ],
+)  # fmt: skip
+def test_only_a_whole_json_value_is_valid(answer: str, valid: float) -> None:
+    """Bug: an answer that was cut off, or wrapped in talk, counts as JSON."""
+    assert answer_quality.is_json(answer) == valid
+
+
 def test_code_is_only_run_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: code that a model wrote runs although run_code is off."""
     monkeypatch.setattr(sandbox, "run", lambda code: pytest.fail("it ran"))

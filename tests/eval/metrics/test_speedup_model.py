@@ -12,8 +12,6 @@ from eval.metrics.speedup_model import (
     expected_tokens,
     fit_round_cost,
     fit_speedup_model,
-    leviathan_speedup,
-    mirror_round_ms,
     predicted_speedup,
     prediction_record,
     round_speedup_with_interval,
@@ -29,17 +27,6 @@ def test_worked_examples() -> None:
     assert expected_tokens([0.4] * 5) == pytest.approx(1.66, abs=0.005)
     assert expected_tokens([0.7] * 5) == pytest.approx(2.94, abs=0.005)
     assert expected_tokens([0.6] * 8) == pytest.approx(2.47, abs=0.005)
-
-
-def test_the_speedup_of_a_cost_ratio() -> None:
-    """Catches c paid once a round, not per drafted token, and α = 1 divided by zero. Leviathan et al., theorem 3.8."""
-    assert leviathan_speedup(0.75, 7, 0.02) == pytest.approx(
-        (1 - 0.75**8) / (0.25 * (7 * 0.02 + 1))
-    )
-    assert leviathan_speedup(0.9, 1, 0.9) == pytest.approx(
-        1.0
-    )  # α = c: drafting one token just pays
-    assert leviathan_speedup(1.0, 4, 0.25) == pytest.approx(2.5)
 
 
 def test_expected_tokens_equals_every_outcome_walked() -> None:
@@ -110,9 +97,3 @@ def test_speedup_of_rounds_pools_tokens() -> None:
     assert steady.is_precise
     assert prediction_record(3, 1.1, steady)["error"] == pytest.approx(0.1)
     assert round_speedup_with_interval(plain, [sample(0, [], 1)]) is None
-
-
-def test_a_mirrored_round_takes_the_longer_side() -> None:
-    """Catches the sum in place of the longer side, and drafting again that is left out."""
-    assert mirror_round_ms(5.0, 8.0, 3.0, 1.0) == 14.0
-    assert mirror_round_ms(5.0, 8.0, 10.0, 1.0) == 16.0

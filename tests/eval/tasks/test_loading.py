@@ -125,13 +125,26 @@ def test_rows_become_prompts(name: str, target: Target, tmp_path: Path) -> None:
     assert item.reference.endswith(reference)
 
 
+def test_the_bundled_json_task_scores_whole_values(target: Target) -> None:
+    """Bug: the file beside the prompts is not found, or its answers have no metric and are not scored."""
+    item = load_task_prompts(Task("json", limit=1), target)[0]
+    assert "Maria Keller is 34" in text_of(item, target)
+    assert (item.id, item.metric, item.domain) == ("person-01", "json", "extraction")
+    ids = target.tokenizer('{"name": "Maria"}')["input_ids"]
+    scores = [
+        answer_quality.score_answer(item, ids[:end], target.tokenizer, run_code=False)
+        for end in (len(ids), len(ids) - 1)
+    ]
+    assert scores == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("name", [*sorted(NEED_PATH), "cod"])
 def test_a_task_that_needs_a_path_is_not_said_to_need_none(name: str, target: Target) -> None:
     """Bug: the error offers the very task that it refuses, or another one that has no rows of its own."""
     with pytest.raises(UserError, match="needs a path; known without one: ") as caught:
         load_task_prompts(Task(name), target)
     offered = str(caught.value).split("known without one: ")[1].split(", ")
-    assert offered == sorted({"arithmetic", "code", "prose", *ROWS} - NEED_PATH)
+    assert offered == sorted({"arithmetic", "code", "json", "prose", *ROWS} - NEED_PATH)
 
 
 def test_a_renamed_field_is_named(target: Target, tmp_path: Path) -> None:

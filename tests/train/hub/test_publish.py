@@ -282,7 +282,7 @@ def test_the_card_shows_tau_for_each_draft_length(tmp_path: Path) -> None:
         ({"family": "medusa"}, "is not of family eagle3 and tokenizer 33c2eb365440cc00"),
         ({"target": {"name": "x", "tokenizer": "0" * 16}}, "is not of family eagle3 and tokenizer"),
         ({"target": None}, "target has no 'name'"),
-        ({"points": None}, "is not data_curve.json of scripts/experiments/data_curve.py"),
+        ({"points": None}, "is not data_curve.json of scripts/lab/data_curve.py"),
         ({"points": []}, "has no points"),
         ({"worth": "much"}, "data_curve.json: worth is not a number"),
     ],

@@ -25,7 +25,6 @@ from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig, MethodConfig, check
 from eval.benchmark.methods import build_draft
-from scripts.tables import swift_matchness
 from tests import worlds
 from tests.decode.drafts.self_speculation.test_exit_adapter import target_logits
 from tests.decode.engine.test_engine import texts
@@ -498,24 +497,3 @@ def test_targets_without_separate_sublayers_are_refused(arch: str) -> None:
 def test_two_layers_are_too_few() -> None:
     with pytest.raises(UserError, match="at least 3 layers"):
         SwiftDraft(tiny_target(tiny_model("llama", num_hidden_layers=2)), SwiftConfig())
-
-
-def test_the_curve_of_a_search(tmp_path: Path) -> None:
-    """Catches a mean over other tries, a best that falls, and a picture of a search that tried nothing."""
-    best, means = swift_matchness.curves([0.2, 0.6, 0.4, 0.4, 0.9], 2)
-    assert [(p.x, p.y) for p in best.points] == [(1, 0.2), (2, 0.6), (4, 0.6)]
-    assert [(p.x, p.y) for p in means.points] == [(2, pytest.approx(0.4)), (4, pytest.approx(0.4))]
-    draft = draft_of(tiny_target(deep("llama")))
-    for score in (0.5, 0.25):
-        draft.search.record(draft.search.candidate(), score)
-    draft.save(tmp_path)
-    words = [tmp_path, "--every", 1, "--out", tmp_path / "curve.svg"]
-    done = worlds.call("scripts/tables/swift_matchness.py", "--state", *words)
-    assert done.code == 0, done.err
-    assert json.loads(done.out.splitlines()[-1])["best_at"] == 1
-    assert "best set so far" in (tmp_path / "curve.svg").read_text()
-    draft_of(tiny_target(deep("llama"))).save(tmp_path)
-    assert (
-        "tried nothing yet"
-        in worlds.call("scripts/tables/swift_matchness.py", "--state", *words).error()
-    )

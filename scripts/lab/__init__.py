@@ -1,0 +1,18 @@
+"""The laboratory: what a machine can do, and experiments of which the log keeps the results.
+
+cells.py             the harness of all of them: cells in alternating turns, kept one by one, averages and intervals
+bench_decoding.py    command: sampling throughput on a CPU beside transformers'
+bench_training.py    command: training throughput of every draft family, and where a step's time goes
+floor.py             command: what a step of the target could take at best on this machine, and what it takes; also
+                     sampling, a pass of features and a training step. floor_work.py has what it times
+gpu_smoke.py         command: what a GPU must show first; not run on one yet
+compare_trainers.py  command: this training loop beside those of reference_trainers.py
+data_curve.py        command: how acceptance grows with the data, and what twice the data would give
+task_prompts.py      command: prompts like those of GSM8K, HumanEval and CNN/DailyMail to train on
+build_target.py      command: trains the bundled target and base draft; scratch_training.py is its resumable loop
+sweep_plan.py        the settings of scripts/sweep.py and its trials, checked by the swept command's own parser
+sweep_pool.py        runs trials in processes: claimed by a lock, resumed, tried again when they fail
+sweep_results.py     the metric of each trial, the table and the chart
+
+May import decode, eval and train.
+"""

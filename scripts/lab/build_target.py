@@ -1,0 +1,375 @@
+"""Trains the bundled target (`assets/target`) or the small base draft (`assets/draft`) from scratch.
+
+The corpus is Python's standard library and language reference, which every Python installation has, and the training
+questions of GSM8K. The run saves checkpoints (--save_every) and the same command continues it.
+
+    python scripts/lab/build_target.py --model target --gsm8k openai/gsm8k
+    python scripts/lab/build_target.py --model draft  --gsm8k path/to/train.jsonl
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import platform
+import re
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from decode.common import lock
+from decode.common.command import Terminated, run_command
+from decode.common.errors import UserError
+from decode.common.files import parse_jsonl, read_text
+from decode.common.ranges import Count, LearningRate, Seed, Share, at_least
+from decode.common.run_dir import check_folder, replace_folder
+from eval.tasks.row_files import load_hub_dataset
+from scripts.lab.scratch_training import ScratchTraining, train_from_scratch
+from train.data import python_corpus
+
+COMMAND = "python scripts/lab/build_target.py"
+EOS = "<|endoftext|>"
+HELD_OUT_QUESTIONS = 400  # the last ones of GSM8K's training set
+SHAPES: dict[
+    str, dict[str, Any]
+] = {  # heads of 64 throughout: some engines' CPU builds know few head sizes
+    "target": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 12, "heads": 4},
+    # One layer: at this size a step costs what its layers cost to launch, not what they compute.
+    "draft": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 1, "heads": 4},
+}
+DOMAIN_WEIGHTS = {
+    "code": 0.63,
+    "prose": 0.05,
+    "arithmetic": 0.32,
+}  # share of the windows of a batch
+
+
+@dataclass
+class BuildTargetConfig:
+    model: Literal["target", "draft"] = "target"
+    """target: 12 layers of 256; draft: one layer of 256 on the target's tokenizer."""
+    gsm8k: str = "openai/gsm8k"
+    """A Hub name, or a local jsonl with `question` and `answer`."""
+    work: str = "outputs/build_target"
+    """Checkpoints and the tokenised corpus."""
+    assets: str = "assets"
+    """The folder that receives target/ or draft/."""
+    tokens: Count = 8_000_000
+    """Tokens to train on."""
+    batch_tokens: Count = 8192
+    """Tokens a step."""
+    window: Annotated[int, at_least(2)] = 512
+    """The model's context length, and the window of the last fifth of the run."""
+    short_window: Annotated[int, at_least(2)] = 256
+    """Window, in tokens, until then: attention over short windows is cheaper."""
+    muon_lr: LearningRate = 0.02
+    """Peak learning rate of Muon, which trains the matrices of the layers."""
+    adam_lr: LearningRate = 0.004
+    """Peak learning rate of AdamW, which trains embeddings and norms."""
+    decay: Share = 0.5
+    """Share of the run, at its end, over which the learning rate falls linearly to zero."""
+    seed: Seed = 0
+    """Of the order of the windows."""
+    compile: bool = True
+    """Compile the training step."""
+    save_every: Count = 100
+    """Steps between checkpoints."""
+
+
+def gsm8k_documents(source: str) -> list[str]:
+    """`Question: …\\nAnswer: …\\n` texts without the calculator annotations. UserError for a file without them."""
+    if Path(source).exists() or source.endswith(".jsonl"):
+        rows = [row for _, row in parse_jsonl(read_text(source), source)]
+    else:
+        rows = list(load_hub_dataset(source, "main", "train"))
+    right = [isinstance(r, dict) and {"question", "answer"} <= r.keys() for r in rows]
+    if not all(right) or len(rows) <= HELD_OUT_QUESTIONS:
+        raise UserError(
+            f"gsm8k {source}: {sum(right)} of {len(rows)} rows have `question` and `answer`: give over "
+            f"{HELD_OUT_QUESTIONS}, all with both"
+        )
+    clean = re.compile(r"<<.*?>>")
+    return [
+        f"Question: {r['question'].strip()}\nAnswer: {clean.sub('', r['answer']).strip()}\n"
+        for r in rows
+    ]
+
+
+def load_corpus(gsm8k: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """({domain: training documents}, {domain: held-out documents})."""
+    questions = gsm8k_documents(gsm8k)
+    seen = {
+        "code": list(python_corpus.read_modules(False).values()),
+        "prose": list(python_corpus.read_help_topics(False).values()),
+        "arithmetic": questions[:-HELD_OUT_QUESTIONS],
+    }
+    unseen = {
+        "code": list(python_corpus.read_modules(True).values()),
+        "prose": list(python_corpus.read_help_topics(True).values()),
+        "arithmetic": questions[-HELD_OUT_QUESTIONS:],
+    }
+    return seen, unseen
+
+
+def build_tokenizer(documents: dict[str, list[str]]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 4,096 entries, digits apart, no chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((d for docs in documents.values() for d in docs), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> np.ndarray:
+    """The ids of all documents in one stream [N], each document followed by EOS."""
+    ids = tokenizer(documents, add_special_tokens=False)["input_ids"]
+    return np.concatenate([np.array([*row, tokenizer.eos_token_id], dtype=np.int64) for row in ids])
+
+
+def new_model(name: str, vocab: int, window: int) -> Any:
+    """A randomly initialised Llama of SHAPES[name]."""
+    shape = dict(SHAPES[name])
+    heads = shape.pop("heads")
+    config = LlamaConfig(
+        vocab_size=vocab,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=64,
+        max_position_embeddings=window,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        bos_token_id=0,
+        eos_token_id=0,
+        **shape,
+    )
+    model = LlamaForCausalLM(config)
+    for name_, weight in model.named_parameters():  # residual branches start small
+        if name_.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.data.div_(math.sqrt(2 * config.num_hidden_layers))
+    return model
+
+
+def sample_batch(
+    streams: dict[str, np.ndarray], s: BuildTargetConfig, step: int, window: int
+) -> torch.Tensor:
+    """[windows, window + 1] ids. They depend only on (seed, step), so that a resumed run gets the same batches."""
+    rng = np.random.default_rng([s.seed, step])
+    rows = []
+    for domain in rng.choice(
+        list(DOMAIN_WEIGHTS), size=s.batch_tokens // window, p=list(DOMAIN_WEIGHTS.values())
+    ):
+        at = rng.integers(0, len(streams[domain]) - window - 1)
+        rows.append(streams[domain][at : at + window + 1])
+    return torch.from_numpy(np.stack(rows))
+
+
+def next_token_loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats of ids [B, T + 1], in bfloat16."""
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train(s: BuildTargetConfig, model: Any, streams: dict[str, np.ndarray], device: str) -> dict:
+    """Trains in place, from the checkpoint if there is one; {steps, tokens, minutes, train_loss}."""
+    steps = s.tokens // s.batch_tokens
+    next_loss = torch.compile(next_token_loss) if s.compile else next_token_loss
+
+    def loss_at(step: int) -> torch.Tensor:
+        window = s.short_window if step < 0.8 * steps else s.window
+        if device == "cpu":  # explicit attention is the faster one on a CPU up to 256 tokens
+            model.set_attn_implementation("eager" if window <= 256 else "sdpa")
+        return next_loss(model, sample_batch(streams, s, step, window).to(device))
+
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
+    settings = ScratchTraining(
+        steps=steps,
+        per_step=s.batch_tokens,
+        unit="tokens",
+        muon_lr=s.muon_lr,
+        adam_lr=s.adam_lr,
+        decay=s.decay,
+        save_every=s.save_every,
+        checkpoint=Path(s.work) / f"{s.model}.pt",
+    )
+    return train_from_scratch(settings, model, matrices, loss_at)
+
+
+@torch.no_grad()
+def evaluate(model: Any, streams: dict[str, np.ndarray], window: int, device: str) -> dict:
+    """{domain: {loss, accuracy, tokens}} of next-token prediction in fp32 over non-overlapping windows."""
+    out = {}
+    for domain, stream in streams.items():
+        loss, right, count = 0.0, 0, 0
+        for at in range(0, min(len(stream) - 1, 160_000), window):
+            ids = torch.from_numpy(stream[at : at + window + 1]).to(device)[None]
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()[0]
+            loss += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+            right += int((logits.argmax(-1) == ids[0, 1:]).sum())
+            count += ids.shape[1] - 1
+        out[domain] = {
+            "loss": round(loss / count, 4),
+            "accuracy": round(right / count, 4),
+            "tokens": count,
+        }
+    return out
+
+
+def provenance(
+    s: BuildTargetConfig, run: dict, held_out: dict, streams: dict[str, np.ndarray], parameters: int
+) -> dict:
+    """The content of provenance.json: settings, corpus with its checksum, training and held-out results."""
+    digest = hashlib.sha256()
+    for domain in sorted(streams):
+        digest.update(streams[domain].tobytes())
+    return {
+        "model": s.model,
+        "parameters": parameters,
+        "command": f"{COMMAND} --model {s.model} --gsm8k openai/gsm8k --tokens {s.tokens}",
+        "settings": {k: v for k, v in asdict(s).items() if k not in ("gsm8k", "work", "assets")},
+        "corpus": {
+            "python": platform.python_version(),
+            "tokens": {domain: len(stream) for domain, stream in streams.items()},
+            "weights": DOMAIN_WEIGHTS,
+            "sha256_of_ids": digest.hexdigest(),
+        },
+        "run": run,
+        "held_out": held_out,
+        "torch": torch.__version__,
+    }
+
+
+README = """# The bundled {model}
+
+A {parameters:,}-parameter Llama (layers: {layers}, width {width}, heads of 64, tied embeddings,
+4,096-entry byte-level BPE without a chat template, context {window}), trained from scratch by this
+project. Weights: bf16 safetensors. The facts below are written by `scripts/lab/build_target.py` from its
+own run; `provenance.json` holds all of them.
+
+Rebuild: `{command}`
+(resumes if stopped; on another Python version the standard library, and so the corpus, differs).
+
+| domain | corpus | tokens in it | share of windows | held-out loss (nats) | top-1 | held-out tokens |
+|---|---|---|---|---|---|---|
+{rows}
+
+Tokens seen: {tokens:,} in {minutes} minutes. Held out: the modules and topics listed in
+`train/data/python_corpus.py`, chosen by hand across subjects, and the last 400 questions of GSM8K's training
+set. Generated tables, code pages and test folders are in neither part.
+
+Licences: the weights are released under this project's Apache-2.0. Python's standard library and
+reference are under the PSF licence (version 2), GSM8K under MIT; neither text is included here.
+"""
+
+
+def save_model(
+    s: BuildTargetConfig, model: Any, tokenizer: PreTrainedTokenizerFast, facts: dict
+) -> Path:
+    """Writes weights in bfloat16, tokenizer, provenance.json and README.md to the assets folder, which it returns."""
+    out = Path(s.assets) / s.model
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    (out / "provenance.json").write_text(json.dumps(facts, indent=1) + "\n")
+    named = {
+        "code": "Python standard library",
+        "prose": "Python language reference",
+        "arithmetic": "GSM8K training set",
+    }
+    rows = "\n".join(
+        f"| {d} | {named[d]} | {facts['corpus']['tokens'][d]:,} | {DOMAIN_WEIGHTS[d]:.0%} | {v['loss']:.3f} | "
+        f"{v['accuracy']:.1%} | {v['tokens']:,} |"
+        for d, v in facts["held_out"].items()
+    )
+    config = model.config
+    (out / "README.md").write_text(
+        README.format(
+            model=s.model,
+            parameters=facts["parameters"],
+            layers=config.num_hidden_layers,
+            width=config.hidden_size,
+            window=s.window,
+            command=facts["command"],
+            rows=rows,
+            **facts["run"],
+        )
+    )
+    return out
+
+
+def main(s: BuildTargetConfig) -> None:
+    """Trains, evaluates and saves the model; the last line is JSON. UserError while another run uses the folders."""
+    longest = max(s.window, s.short_window)
+    if s.batch_tokens < longest:
+        raise UserError(
+            f"batch_tokens is {s.batch_tokens}: give at least {longest}, the longer window"
+        )
+    target = Path(s.assets) / "target"
+    if s.model == "draft" and not (target / "tokenizer.json").is_file():
+        raise UserError(f"{target} has no tokenizer.json: build the target first")
+    work, out = Path(s.work), Path(s.assets) / s.model
+    check_folder(work)
+    check_folder(out)
+    seen, unseen = load_corpus(s.gsm8k)
+    with contextlib.ExitStack() as stack:
+        for folder in (work, out):
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock.hold(folder / lock.LOCK_FILE, folder))
+        try:
+            build(s, work, seen, unseen)
+        except (KeyboardInterrupt, Terminated) as error:
+            error.add_note(f"checkpoints are kept in {work}, and the same command goes on")
+            raise
+
+
+def build(
+    s: BuildTargetConfig, work: Path, seen: dict[str, list[str]], unseen: dict[str, list[str]]
+) -> None:
+    """Trains on `seen`, evaluates on `unseen` and saves the model, with the tokenizer in `work` if there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(s.seed)
+    if s.model == "draft":
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(Path(s.assets) / "target")
+    elif (work / "tokenizer").is_dir():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    else:
+        tokenizer = build_tokenizer(seen)
+        with replace_folder(work / "tokenizer") as folder:
+            tokenizer.save_pretrained(folder)
+    streams = {domain: encode(tokenizer, documents) for domain, documents in seen.items()}
+    held_out = {domain: encode(tokenizer, documents) for domain, documents in unseen.items()}
+    print("corpus tokens", {d: f"{len(x):,}" for d, x in streams.items()})
+    model = new_model(s.model, len(tokenizer), s.window).to(device)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{s.model}: {parameters:,} parameters")
+    run = train(s, model, streams, device)
+    model = model.to(torch.bfloat16).float().eval()  # evaluated with the weights that are stored
+    scores = evaluate(model, held_out, s.window, device)
+    out = save_model(s, model, tokenizer, provenance(s, run, scores, streams, parameters))
+    print(json.dumps({"out": str(out), **run, "held_out": scores}))
+
+
+if __name__ == "__main__":
+    run_command(main, BuildTargetConfig, __doc__)

@@ -1,0 +1,249 @@
+"""This project's training beside widely used trainers: tokens per second and peak memory on the same batches.
+
+    python scripts/lab/compare_trainers.py --out docs/results/trainers.json
+    python scripts/lab/compare_trainers.py --arms '[ours-on-policy, gkd-on-policy]'
+    python scripts/lab/compare_trainers.py --target T --data D \\
+      --arms '[eagle3, eagle3-features, eagle3-trainer]'
+
+The trainers (--arms):
+  ours: train/trainer/loop.py with a causal draft and the live target as teacher
+  ours-features: the same with the target's hidden states read from disk (--features of train/distill.py); the pass
+    that stores them is timed too, and spread over --epochs
+  trainer: transformers' Trainer with the KL at supervised positions as its loss
+  gkd: TRL's GKDTrainer at lmbda 0 and beta 0, which is the same KL; skipped unless trl is installed
+  ours-on-policy, gkd-on-policy: the draft writes the texts that it is trained on, GKD before every step (lmbda 1),
+    ours for on_policy_every steps at once
+  eagle3, eagle3-features: as the first two, with an EAGLE-3 head instead of --draft
+  eagle3-trainer: transformers' Trainer with the loss as public trainers compute it (reference_trainers.py)
+
+All of them train every weight of the same draft, or head, on the same samples in the same order. Each run is a process
+of its own, and the trainers take turns; stopped, the same command goes on (OUT.cells). Memory added is the peak minus
+what was in use before the first step. The last line is JSON.
+"""
+
+import contextlib
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from decode.common import provenance
+from decode.common.command import run_command
+from decode.common.errors import UserError
+from decode.common.progress import progress_bars
+from decode.common.ranges import Count, CountOrZero
+from decode.common.run_dir import check_file
+from decode.model.loading import load_model, load_target
+from scripts.lab import reference_trainers
+from scripts.lab.cells import Cell, Json, cells_beside, finish, measure_apart, middle, run_cells
+from scripts.lab.reference_trainers import StepTimer
+from train import distill
+from train.data import mixture
+from train.data.sample_store import SampleRow
+from train.families.config import DraftConfig
+from train.families.heads.eagle import TrainableEagle
+from train.trainer import on_policy as trainer_on_policy
+from train.trainer.checkpoint import TrainingState
+from train.trainer.loop import LoopConfig, train
+from train.trainer.tracking import NullTracker
+
+TrainerName = Literal[
+    "ours", "ours-features", "trainer", "gkd", "ours-on-policy", "gkd-on-policy",
+    "eagle3", "eagle3-features", "eagle3-trainer",
+]  # fmt: skip
+
+
+@dataclass
+class CompareTrainersConfig:
+    target: str = "assets/target"
+    draft: str = "assets/draft"
+    """The small LM to train."""
+    data: str = "outputs/compare/samples"
+    """A sampled set from train/sample.py."""
+    arms: list[TrainerName] = field(default_factory=lambda: ["ours", "trainer", "gkd"])  # type: ignore[arg-type]
+    rounds: Count = 3
+    """Runs of each trainer."""
+    warm: Count = 3
+    """Untimed steps at the start of each run."""
+    steps: Count = 20
+    """Timed steps of each run."""
+    batch_size: Count = 8
+    max_length: Count = 256
+    """Longer samples are cut to this many tokens."""
+    max_new_tokens: Count = 64
+    """On policy: tokens of a continuation at most."""
+    pack: bool = False
+    """This project's trainers: rows packed into lines (--loop.pack of train/distill.py) instead of padded."""
+    epochs: Count = 3
+    """With features: epochs of training for which their pass is made."""
+    eagle_vocab: CountOrZero = 8192
+    """Size of the EAGLE-3 head's vocabulary; 0: all tokens of the target."""
+    eagle_steps: Count = 7
+    """Steps of the EAGLE-3 head's training-time test."""
+    on_policy_every: Count = 10
+    """ours-on-policy: number of steps whose texts are generated together."""
+    dtype: str = "float32"
+    """Data type of the target; drafts train in fp32, on a GPU in mixed bf16."""
+    out: str = ""
+    """File for the JSON of the last line; empty: none."""
+    one: bool = False
+    """Run only the first trainer, in this process, and print its JSON (used internally)."""
+
+
+class StepTimerTracker(NullTracker):
+    """Reports each step of the loop, which logs after every one (log_every 1), to a StepTimer."""
+
+    def __init__(self, clock: StepTimer):
+        self.clock = clock
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.clock.step()
+
+
+def distill_settings(s: CompareTrainersConfig, arm: str, folder: str) -> distill.DistillConfig:
+    """The settings of train/distill.py for a run of `arm` in `folder`."""
+    steps = s.warm + s.steps
+    on_policy = trainer_on_policy.OnPolicyConfig(
+        share=1.0 if arm == "ours-on-policy" else 0.0,
+        every=s.on_policy_every,
+        max_new_tokens=s.max_new_tokens,
+        batch_size=s.on_policy_every * s.batch_size,
+    )
+    eagle3 = DraftConfig(family="eagle3", vocab=s.eagle_vocab, steps=s.eagle_steps)
+    return distill.DistillConfig(
+        target=s.target, data=s.data, on_policy=on_policy, target_dtype=s.dtype, out=folder,
+        draft=eagle3 if arm.startswith("eagle3") else DraftConfig(init=s.draft),
+        features=str(Path(folder) / "features") if arm.endswith("features") else "",
+        loop=LoopConfig(
+            steps=steps, batch_size=s.batch_size, micro_batch=s.batch_size, max_length=s.max_length,
+            lr=1e-5, warmup=0, log_every=1, eval_every=0, save_every=steps, pack=s.pack,
+        ),
+    )  # fmt: skip
+
+
+def run_our_trainer(settings: distill.DistillConfig, s: CompareTrainersConfig) -> dict[str, float]:
+    """Runs this project's loop as train/distill.py does. Returns `StepTimer.results`, and with features the tokens per
+    second of their pass and of `s.epochs` epochs together with it."""
+    settings, accelerator = distill.init_accelerator(settings)
+    settings, parts = distill.load_components(settings, accelerator)
+    begun = time.perf_counter()
+    distill.fill_feature_store(accelerator, parts, Console(stderr=True))
+    pass_seconds = time.perf_counter() - begun
+    training = distill.build_training(settings, accelerator, parts)
+    tokens_read: list[int] = []
+
+    def select_batch(step: int) -> Sequence[SampleRow]:
+        rows = training.select_batch(step)
+        tokens_read.append(sum(len(row["input_ids"]) for row in rows))
+        return rows
+
+    clock = StepTimer(accelerator.device, s.warm, s.steps)
+    clock.start()
+    train(
+        replace(training, select_batch=select_batch), settings.loop,
+        TrainingState(parts.target.fingerprint), Path(settings.out),
+        StepTimerTracker(clock), dict, progress_bars(disable=True),
+    )  # fmt: skip
+    found = clock.results(tokens_read)
+    if settings.features:
+        pass_tokens = sum(len(parts.rows[i]["input_ids"]) for i in range(len(parts.rows)))
+        found["pass_tokens_per_second"] = pass_tokens / pass_seconds
+        seconds = 1 / found["tokens_per_second"] + pass_seconds / pass_tokens / s.epochs
+        found["with_pass_tokens_per_second"] = 1 / seconds
+    return found
+
+
+def run_arm(s: CompareTrainersConfig, arm: str) -> dict[str, float]:
+    """One run of a trainer in this process."""
+    with tempfile.TemporaryDirectory(prefix="draftsmith-") as folder:
+        settings = distill_settings(s, arm, folder)
+        if arm.startswith("ours") or arm in ("eagle3", "eagle3-features"):
+            return run_our_trainer(settings, s)
+        if arm != "eagle3-trainer":
+            return reference_trainers.train_reference(s, arm)
+        parts = distill.load_components(*distill.init_accelerator(settings))[1]
+        assert isinstance(parts.trainable, TrainableEagle)
+        return reference_trainers.train_reference(s, arm, parts.trainable.net)
+
+
+def measure_arm(s: CompareTrainersConfig, arm: str, _: int) -> Json:
+    """One run of a trainer in a process of its own."""
+    return measure_apart(__file__, s, arms=[arm])
+
+
+def main(s: CompareTrainersConfig) -> None:
+    if s.one:
+        torch.manual_seed(0)
+        with contextlib.redirect_stdout(sys.stderr):
+            found = run_arm(s, s.arms[0])
+        print(json.dumps(found))
+        return
+    if not s.arms:
+        raise UserError("arms is empty: name at least one trainer")
+    check_file(s.out)
+    load_target(s.target, "cpu", s.dtype)  # UserError here rather than in every run
+    if not all(arm.startswith("eagle3") for arm in s.arms):
+        load_model(s.draft, "draft", "cpu", "float32")
+    mixture.load(s.data, s.max_length)
+    console = Console(stderr=True)
+    arms: list[str] = list(s.arms)
+    if importlib.util.find_spec("trl") is None and any(arm.startswith("gkd") for arm in arms):
+        console.print("gkd is skipped: it needs `pip install trl`")
+        arms = [arm for arm in arms if not arm.startswith("gkd")]
+    cells = [Cell(arm, partial(measure_arm, s, arm)) for arm in arms]
+    with cells_beside(s.out, s) as kept:
+        runs_of = run_cells(cells, kept, s.rounds)
+        report(console, s, runs_of)
+
+
+def report(console: Console, s: CompareTrainersConfig, runs_of: dict[str, list[Json]]) -> None:
+    """Prints the table of {trainer: its runs} and writes the result."""
+    table = Table(
+        "trainer", "tokens/s", "least to most", "with the pass", "s a step", "memory added, GB", "in all"
+    )  # fmt: skip
+    arms = {}
+    for name, each in runs_of.items():
+        columns = {key: middle([one[key] for one in each]) for key in each[0]}
+        median, speed = (
+            {key: own["median"] for key, own in columns.items()},
+            columns["tokens_per_second"],
+        )
+        arms[name] = {"median": median, "runs": each}
+        with_pass = median.get("with_pass_tokens_per_second")
+        table.add_row(
+            name, f"{speed['median']:,.0f}", f"{speed['least']:,.0f} to {speed['most']:,.0f}",
+            "–" if with_pass is None else f"{with_pass:,.0f}",
+            f"{median['seconds_per_step']:.3f}", f"{median['peak_bytes'] / 1e9:.2f}",
+            f"{median['peak_bytes_in_all'] / 1e9:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    settings = {key: value for key, value in vars(s).items() if key not in ("one", "out")}
+    made = provenance.collect()
+    made["versions"]["trl"] = _package_version("trl")
+    finish(s.out, {"arms": arms, "settings": settings, **made})
+
+
+def _package_version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    run_command(main, CompareTrainersConfig, __doc__)

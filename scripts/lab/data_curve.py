@@ -1,0 +1,352 @@
+"""How τ and α on held-out prompts grow with the training data, what twice the data would give, and when to stop.
+
+    python scripts/lab/data_curve.py --config configs/compare/data_curve.yaml
+
+Trains one draft on each of several nested parts of a sampled set (for each seed the parts of another permutation of its
+rows) and decodes the evaluation prompts with it. A saturating power law is fitted to the results
+(eval/scaling/power_law.py) and says what twice the data would give: "stop", "go on" or "not clear", by `worth`.
+
+Each part is read `passes` times, however large it is. With equal steps (`steps`) small parts would be read many times
+more often than large ones and overfit, and the curve would show that. But a few rows make too few steps for the
+learning rate to warm up and the weights to move, so no run has fewer than `least_steps`. All runs share the stored
+features of the whole set (--distill.features).
+
+Stopped at any point, the same command goes on; finished points are kept. --out receives data_curve.json, data_curve.md,
+tau.svg, alpha.svg and the drafts. eval/report.py and scripts/publish.py take the JSON as --data_curve. The last line is
+JSON.
+"""
+
+import contextlib
+import json
+import math
+import shutil
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from decode.common import files, provenance, run_dir
+from decode.common.command import run_command
+from decode.common.errors import UserError
+from decode.common.ranges import (
+    Count,
+    CountOrZero,
+    DraftLength,
+    Seed,
+    Temperature,
+    above,
+    at_least,
+)
+from decode.drafts.base import METADATA_FILE, check_request
+from decode.drafts.registry import DRAFT_FAMILIES, load_draft
+from decode.engine.active_request import check_draft_length
+from decode.model.loading import load_target
+from decode.verification.sampling import SamplingParams
+from eval.checks.transfer import count_acceptance
+from eval.metrics.bootstrap import Array
+from eval.reporting import plots
+from eval.reporting.formatting import table_markdown
+from eval.scaling import chart, data_curve
+from eval.scaling.data_curve import TrainedPoint
+from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
+from scripts.lab.cells import Cell, Json, run_cells
+from train import distill
+from train.data import batching, mixture
+from train.data.mixture import MixturePart
+from train.data.sample_store import SampleRow
+from train.distill import DistillConfig, RunComponents
+from train.families.registry import family_trainer
+from train.hub.upload import TrainingPublishConfig
+
+COMMAND = "scripts/lab/data_curve.py"
+OWNED_FILES = (
+    "data_curve.json",
+    "data_curve.md",
+    "tau.svg",
+    "alpha.svg",
+    "points/*.json",
+    "drafts/**",
+)
+"""Patterns of the files that this command writes into its output folder."""
+
+
+@dataclass
+class DataCurveConfig:
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    """Settings of train/distill.py for every run, whose `data` is the sampled set to divide. Its seed, loop.steps,
+    loop.epochs, loop.eval_every, loop.keep_best, tracker, wandb, publish, out, resume, overwrite and dry_run have no
+    effect."""
+    sizes: list[Count] = field(default_factory=list)
+    """Supervised tokens of each part; empty: `points` sizes, geometric, from all tokens ÷ `span` to all tokens."""
+    points: Annotated[int, at_least(2, 100)] = 5
+    """Number of sizes if `sizes` is empty."""
+    span: Annotated[float, above(1, 10**6)] = 100.0
+    """Largest size ÷ smallest one if `sizes` is empty."""
+    seeds: list[Seed] = field(default_factory=lambda: [0, 1])
+    """Trainings of each size. Without a second one the chance of training shows only as scatter around the law."""
+    passes: Annotated[float, above(0, 10**6)] = 3.0
+    """How often each part is read."""
+    least_steps: CountOrZero = 100
+    """Optimiser steps of a run at least, which read small parts more often."""
+    steps: CountOrZero = 0
+    """Optimiser steps of every run, in place of `passes` and `least_steps`; 0: those are used."""
+    tasks: list[Task] = field(
+        default_factory=lambda: [Task("code", limit=16), Task("prose", limit=16), Task("arithmetic", limit=16)]
+    )  # fmt: skip
+    """The held-out prompts; of chats the first turn."""
+    k: DraftLength = 4
+    """Tokens drafted per round."""
+    temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
+    max_new_tokens: Count = 64
+    """Longest answer in evaluation, in tokens."""
+    worth: Annotated[float, at_least(-1, 100)] = 0.02
+    """Relative gain in τ from which on twice the data is worth it."""
+    out: str = "outputs/data_curve"
+    overwrite: bool = False
+    """Delete what an earlier run left in `out`."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One training: on how many rows, which have how many supervised tokens, and for how many steps."""
+
+    size: int
+    seed: int
+    rows: int
+    tokens: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.size}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class CurvePlan:
+    """What `check_and_plan` found."""
+
+    runs: list[PlannedRun]
+    """Small ones first."""
+    target: dict[str, Any]
+    """Its name, revision and tokenizer."""
+
+
+def geometric_sizes(total: int, count: int, span: float) -> list[int]:
+    """`count` sizes from total ÷ span to `total`, each the same factor above the one before it."""
+    return [round(size) for size in np.geomspace(total / span, total, count)]
+
+
+def nested_rows(tokens: Sequence[int], sizes: Sequence[int], seed: int) -> list[Array]:
+    """For each of the ascending `sizes` the indices, ascending, of the rows that make it up.
+
+    `tokens` are the supervised tokens of each row. Rows are those of a `limit` (train/data/mixture.py) that is just
+    high enough for `size` tokens. UserError for a size above the sum of `tokens`, and for two sizes with the same rows.
+    """
+    order = mixture.shuffled(len(tokens), seed)
+    sums = np.cumsum(np.asarray(tokens)[order])
+    if sizes[-1] > sums[-1]:
+        raise UserError(
+            f"sizes holds {sizes[-1]:,}, and the data have {sums[-1]:,} supervised tokens: give at most that"
+        )
+    counts = [int(np.searchsorted(sums, size)) + 1 for size in sizes]
+    for i in range(1, len(sizes)):
+        if counts[i] == counts[i - 1]:
+            raise UserError(
+                f"sizes {sizes[i - 1]:,} and {sizes[i]:,} are the same {counts[i]} rows: give fewer sizes, further "
+                "apart, or sample more"
+            )
+    return [np.sort(order[:count]) for count in counts]
+
+
+def check_comparison(s: DataCurveConfig, run: DistillConfig) -> RunComponents:
+    """The parts of a training with the settings `run`, which reads no features and writes nothing.
+
+    UserError for what would fail only after a training, and for an evaluation prompt that is in the data.
+    """
+    for name in ("seeds", "temperatures", "tasks"):
+        values = list(map(str, vars(s)[name]))
+        if not values or len(set(values)) < len(values):
+            raise UserError(f"{name} is empty or names one twice: give at least one, each once")
+    run = replace(run, features="", overwrite=True)
+    run, accelerator = distill.init_accelerator(run)
+    if accelerator.num_processes > 1:
+        raise UserError("several processes: start this command with python, in one process")
+    _, parts = distill.load_components(run, accelerator)
+    check_draft_length(parts.target, s.k)
+    for temperature in s.temperatures:
+        check_request(parts.trainable.to_draft(), s.k, SamplingParams(temperature))
+    rows, _ = distill.load_rows(replace(run, supervise="answers"), parts.target)  # as they are
+    check_held_out(load_fitting_prompts(s.tasks, parts.target), rows, str(s.distill.data))
+    return parts
+
+
+def input_paths(s: DataCurveConfig) -> list[str]:
+    """What the command reads: folders and files, or names on the Hub."""
+    return [*distill.input_paths(s.distill), *(task.path for task in s.tasks)]
+
+
+def measure_draft(s: DataCurveConfig, folder: str) -> dict[str, list[list[int]]]:
+    """What `count_acceptance` returns of the draft in `folder`."""
+    trainer, name, revision = (
+        family_trainer(s.distill.draft.family),
+        s.distill.target,
+        s.distill.revision,
+    )
+    if trainer.trains_target:
+        name, revision = str(Path(folder) / trainer.target_folder), None
+    target = load_target(name, "auto", s.distill.target_dtype, revision)
+    prompts = load_fitting_prompts(s.tasks, target)
+    draft = load_draft(folder, target)
+    return count_acceptance(target, draft, prompts, s.temperatures, s.k, s.max_new_tokens)
+
+
+def check_held_out(prompts: Sequence[TaskPrompt], rows: Sequence[SampleRow], data: str) -> None:
+    """UserError for an evaluation prompt that is also the prompt of a row of the sampled set `data`."""
+    known = {np.asarray(item.prompt_ids, dtype=np.int32).tobytes(): item for item in prompts}
+    for row in rows:
+        start = min(span[0] for span in row["loss_spans"])
+        found = known.get(np.asarray(row["input_ids"][:start], dtype=np.int32).tobytes())
+        if found is not None:
+            raise UserError(
+                f"prompt {found.id} of task {found.task!r} is in {data} too: give tasks that are held out"
+            )
+
+
+def check_and_plan(s: DataCurveConfig) -> CurvePlan:
+    """All runs. UserError for what would fail only in them, and for an evaluation prompt that is in the data."""
+    sizes = sorted(s.sizes)
+    if len(set(sizes)) < len(sizes) or len(sizes) == 1:
+        raise UserError(f"sizes is {s.sizes}: give at least two, each once, or none")
+    if not isinstance(s.distill.data, str):
+        raise UserError("distill.data is a list: give one sampled set, which is divided")
+    parts = check_comparison(s, run_settings(s, 1, 0, 0, ""))
+    target = parts.target
+    tokens = [len(batching.supervised_positions(row)) for row in parts.rows]
+    sizes = sizes or geometric_sizes(sum(tokens), s.points, s.span)
+    runs = [
+        PlannedRun(size, seed, len(part), int(np.take(tokens, part).sum()), count_steps(s, len(part)))
+        for seed in s.seeds
+        for size, part in zip(sizes, nested_rows(tokens, sizes, seed), strict=True)
+    ]  # fmt: skip
+    about = target.describe()
+    return CurvePlan(sorted(runs, key=lambda run: run.size), about)
+
+
+def count_steps(s: DataCurveConfig, rows: int) -> int:
+    """Optimiser steps of a run on this many rows."""
+    by_passes = math.ceil(s.passes * rows / s.distill.loop.batch_size)
+    return s.steps or max(s.least_steps, by_passes)
+
+
+def run_settings(s: DataCurveConfig, steps: int, seed: int, rows: int, out: str) -> DistillConfig:
+    """The settings of train/distill.py for one run on this many rows; 0: all."""
+    data = [MixturePart(str(s.distill.data), limit=rows)]
+    loop = replace(s.distill.loop, steps=steps, epochs=0.0, eval_every=0, keep_best=False)
+    return replace(
+        s.distill, data=data, loop=loop, seed=seed, out=out, tracker="none",
+        publish=TrainingPublishConfig(), resume=False, overwrite=False, dry_run=False,
+    )  # fmt: skip
+
+
+def train_draft(s: DataCurveConfig, run: PlannedRun) -> Path:
+    """The folder of the run's draft, which is trained there unless it is finished."""
+    out = Path(s.out) / "drafts" / run.name
+    if not (out / METADATA_FILE).is_file():
+        with contextlib.redirect_stdout(sys.stderr):
+            distill.main(run_settings(s, run.steps, run.seed, run.rows, str(out)))
+    return out
+
+
+def measure_point(s: DataCurveConfig, run: PlannedRun, _: int) -> Json:
+    """The TrainedPoint of one run. What only training needs is deleted afterwards."""
+    counts = measure_draft(s, str(train_draft(s, run)))
+    shutil.rmtree(Path(s.out) / "drafts" / run.name / "checkpoints", ignore_errors=True)
+    return asdict(TrainedPoint(run.size, run.seed, run.tokens, run.rows, run.steps, counts))
+
+
+def curve_cells(s: DataCurveConfig, runs: Sequence[PlannedRun]) -> list[Cell]:
+    """A cell for each run."""
+    return [
+        Cell(
+            run.name,
+            partial(measure_point, s, run),
+            f"{run.tokens:,} supervised tokens in {run.rows:,} rows, seed {run.seed}, {run.steps:,} steps",
+        )
+        for run in runs
+    ]
+
+
+def untrained_cells(s: DataCurveConfig) -> list[Cell]:
+    """A cell for the draft that training starts from, if it starts from one."""
+    start = s.distill.draft.init
+
+    def measure(_: int) -> Json:
+        return asdict(TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, start)))
+
+    return [Cell("before", measure)] if start else []
+
+
+def measure_points(s: DataCurveConfig, cells: Sequence[Cell]) -> list[TrainedPoint]:
+    """The points of the cells, in their order; those of an earlier start are read from points/NAME.json."""
+    keys = list(TrainedPoint.__dataclass_fields__)
+    found = run_cells(cells, Path(s.out) / "points", keys=keys)
+    return [TrainedPoint(**{key: kept[key] for key in keys}) for (kept,) in found.values()]
+
+
+def write_results(s: DataCurveConfig, target: dict[str, Any], curve: dict[str, Any]) -> Path:
+    """Writes data_curve.json, data_curve.md and both figures; returns the path of the first."""
+    loaded = s.distill
+    facts = {
+        "schema": 1,
+        "target": target,
+        "data": loaded.data,
+        "family": DRAFT_FAMILIES[loaded.draft.family].saved_name,
+        "loss": loaded.loss,
+        "tasks": [task_version(task) for task in s.tasks],
+        **{key: vars(s)[key] for key in ("k", "max_new_tokens", "temperatures", "seeds", "worth")},
+        **{key: vars(s)[key] for key in ("passes", "least_steps", "steps")},
+        **curve,
+        **provenance.collect(),
+    }
+    out = Path(s.out)
+    lines = "\n".join(f"- {line}" for line in data_curve.doubling_lines(facts))
+    tables = (data_curve.points_table(facts), data_curve.laws_table(facts))
+    figures = " ".join(f"![{metric}]({metric}.svg)" for metric in data_curve.METRICS)
+    key = f"{chart.marker_line(facts)}; dashed: fitted."
+    parts = ["# Data curve", lines, figures, key, *map(table_markdown, tables)]
+    files.write_atomically(out / "data_curve.md", "\n\n".join(parts) + "\n")
+    for metric in data_curve.METRICS:
+        svg = plots.recolor(chart.curve_panel(facts, metric)).rstrip("\n")
+        files.write_atomically(out / f"{metric}.svg", svg + "\n")
+    text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)
+    files.write_atomically(out / "data_curve.json", text + "\n")
+    return out / "data_curve.json"
+
+
+def main(s: DataCurveConfig) -> None:
+    run_dir.check_folder(Path(s.out))
+    plan = check_and_plan(s)
+    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, input_paths(s)):
+        before = next(iter(measure_points(s, untrained_cells(s))), None)
+        points = measure_points(s, curve_cells(s, plan.runs))
+        curve = data_curve.build_curve(points, before, s.temperatures, s.k, s.worth)
+        path = write_results(s, plan.target, curve)
+    print((path.parent / "data_curve.md").read_text(encoding="utf-8"))
+    gains = {
+        f"{f['temperature']:g}": {key: f[key] for key in ("gain", "gain_ci", "verdict")}
+        for f in curve["forecasts"]
+        if f["metric"] == "tau"
+    }
+    print(json.dumps({"curve": str(path), "doubling": gains, "verdict": curve["verdict"]}))
+
+
+if __name__ == "__main__":
+    run_command(main, DataCurveConfig, __doc__)

@@ -1,0 +1,242 @@
+"""What floor.py times: the products of a model's linear layers by several kernels, which every pass takes at least, and
+the work around decoding: what follows the logits, a pass of features, a training step of a head."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decode.common.errors import UserError
+from decode.drafts.base import Proposal
+from decode.engine.round import StepConfig, verify
+from decode.model.hidden_states import HiddenStateSpec
+from decode.model.layer_stack import layer_stack
+from decode.model.linear.packed_linear import PackedLinear
+from decode.model.loading import Target
+from decode.verification.sampling import CounterRNG, SamplingParams, has_finite_logits
+from eval.benchmark.timing import synchronize
+from train.data.batching import collate
+from train.data.sample_store import SampleRow
+from train.distill import DistillConfig
+from train.families.base import FamilyContext
+from train.families.config import DraftConfig
+from train.families.model_sizes import StepWorkload, target_shape
+from train.families.registry import family_trainer
+from train.planning.resources import total_step_flops
+from train.teacher.feature_codec import FINAL_STATES, hidden_state_schema
+from train.teacher.feature_extraction import extract_features
+from train.teacher.live import LiveTeacher
+
+MS = 1000.0
+Product = Callable[[Tensor], Tensor]
+HEAD_VOCAB, HEAD_STEPS = 8192, 3
+"""Of the EAGLE-3 head that is trained, as in configs/smollm2/eagle3.yaml."""
+
+
+def linear_layers(model: nn.Module) -> list[nn.Linear]:
+    """The linear layers that a token passes, the LM head among them. UserError for a model without any."""
+    found = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not found:
+        raise UserError("the target has no linear layer of torch: its products cannot be timed")
+    return found
+
+
+def usual_product(layer: nn.Linear) -> Product:
+    """By torch.nn.functional.linear."""
+    return lambda x: nn.functional.linear(x, layer.weight, layer.bias)
+
+
+def packed_product(layer: nn.Linear) -> Product:
+    """As the decoder does."""
+    return layer if isinstance(layer, PackedLinear) else PackedLinear(layer)
+
+
+def int8_product(layer: nn.Linear) -> Product:
+    """By weights rounded to 8 bits, one scale for each output."""
+    weight = layer.weight.detach().float()
+    scale = weight.abs().amax(1).clamp_min(1e-12) / 127
+    rounded = (weight / scale[:, None]).round().to(torch.int8)
+    scale = scale.to(torch.bfloat16)
+    return lambda x: torch._weight_int8pack_mm(x, rounded, scale)
+
+
+def kernels(device: torch.device) -> dict[str, Callable[[nn.Linear], Product]]:
+    """{name: how it multiplies by a layer}."""
+    if device.type != "cpu":
+        return {"linear": usual_product}
+    return {"linear": usual_product, "packed": packed_product, "int8": int8_product}
+
+
+@torch.inference_mode()
+def product_ms(
+    layers: Sequence[nn.Linear],
+    products: Sequence[Product],
+    rows: int,
+    repeats: int,
+    dtype: torch.dtype,
+) -> float:
+    """Milliseconds of one product of `rows` rows with every layer: the fastest of `repeats` turns."""
+    device = layers[0].weight.device
+    widths = {layer.weight.shape[1] for layer in layers}
+    inputs = {width: torch.randn(rows, width, device=device, dtype=dtype) for width in widths}
+    seconds = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        for layer, product in zip(layers, products, strict=True):
+            product(inputs[layer.weight.shape[1]])
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return MS * min(seconds[1:])
+
+
+def time_products(
+    layers: Sequence[nn.Linear], rows: Sequence[int], repeats: int
+) -> dict[str, list[float]]:
+    """{kernel: milliseconds for each of these numbers of rows}."""
+    found = {}
+    for name, kernel in kernels(layers[0].weight.device).items():
+        products = [kernel(layer) for layer in layers]
+        dtype = torch.bfloat16 if name == "int8" else layers[0].weight.dtype
+        found[name] = [product_ms(layers, products, count, repeats, dtype) for count in rows]
+    return found
+
+
+def fastest_ms(layers: Sequence[nn.Linear], rows: int, repeats: int) -> float:
+    """Milliseconds of the layers' products of `rows` rows by the fastest kernel that rounds no weights."""
+    layers = list(layers)
+    dtype = layers[0].weight.dtype
+    exact = [kernel for name, kernel in kernels(layers[0].weight.device).items() if name != "int8"]
+    return min(
+        product_ms(layers, [kernel(layer) for layer in layers], rows, repeats, dtype)
+        for kernel in exact
+    )
+
+
+def body_layers(model: Any) -> list[nn.Linear]:
+    """The linear layers of the model's layer stack: all but the LM head."""
+    return linear_layers(layer_stack(model))
+
+
+def fastest_seconds(work: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    """Seconds of `work`: the fastest of `repeats` turns, after one that does not count."""
+    seconds = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])
+
+
+@torch.inference_mode()
+def vocabulary_ms(
+    target: Target, prompts: Sequence[list[int]], rows: int, sampling: SamplingParams, repeats: int
+) -> float:
+    """Milliseconds of what a round does with the logits of `rows` rows, which are those after the prompts."""
+    decoder = target.decoder
+    texts = [prompt[-64:] for prompt in prompts[:rows]]
+    length = torch.tensor([len(text) for text in texts], device=decoder.device)
+    tokens = torch.zeros(len(texts), int(length.max()), dtype=torch.long)
+    for line, text in zip(tokens, texts, strict=True):
+        line[: len(text)] = torch.tensor(text)
+    decoder.allocate(len(texts), tokens.shape[1] + 1)
+    logits = decoder.prefill(tokens.to(decoder.device), length)
+    logits = logits[torch.arange(rows) % len(texts)][:, None]
+    none = Proposal(torch.zeros(rows, 0, dtype=torch.long, device=decoder.device), None)
+    rng = CounterRNG(torch.arange(rows, device=decoder.device))
+    config = StepConfig(1, sampling, rng)
+
+    def after_logits() -> None:
+        verify(none, logits, config)
+        has_finite_logits(logits)
+
+    return MS * fastest_seconds(after_logits, repeats, decoder.device)
+
+
+def sample_rows(prompts: Sequence[list[int]], count: int, length: int) -> list[SampleRow]:
+    """`count` samples of `length` tokens of the prompts, repeated; the second half of each is an answer."""
+    tokens = cycle([token for prompt in prompts for token in prompt])
+    return [
+        SampleRow(
+            id=str(i), source="floor", origin="target", input_ids=list(islice(tokens, length)),
+            loss_spans=[[length // 2, length]], finish_reason="length",
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def head_taps(target: Target) -> HiddenStateSpec:
+    """Three layers, low, middle and high, as EAGLE-3 reads them."""
+    layers = len(layer_stack(target.decoder.model))
+    return HiddenStateSpec(tuple(sorted({min(2, layers - 1), layers // 2, max(0, layers - 3)})))
+
+
+def extraction_ms(target: Target, rows: Sequence[SampleRow]) -> float:
+    """Milliseconds of a pass that packs EAGLE-3's hidden states and the final ones of these samples."""
+    taps = head_taps(target)
+    live = LiveTeacher(target, taps)
+    final = HiddenStateSpec(final=True)
+    kinds = [hidden_state_schema(spec, live.hidden) for spec in (taps, final)]
+    assert kinds[1].name == FINAL_STATES
+    return MS * fastest_seconds(
+        lambda: extract_features(live, 0, rows, kinds), 2, target.decoder.device
+    )
+
+
+def head_config(target: Target) -> DraftConfig:
+    """The draft that is trained."""
+    vocab = min(HEAD_VOCAB, target.decoder.vocab_size)
+    taps = list(head_taps(target).layers)
+    return DraftConfig(family="eagle3", vocab=vocab, steps=HEAD_STEPS, taps=taps)
+
+
+def training_flops(target: Target, rows: Sequence[SampleRow]) -> float:
+    """Operations of a training step on these samples, those of the live target included."""
+    config = target.decoder.model.config
+    length = len(rows[0]["input_ids"])
+    load = StepWorkload(len(rows), length, length / 2, length, length // 2, micro_batch=len(rows))
+    shape = family_trainer("eagle3").draft_shape(
+        head_config(target), config, target.decoder.vocab_size
+    )
+    return total_step_flops(target_shape(config), shape, load)
+
+
+@contextmanager
+def mixed_precision(target: Target) -> Iterator[None]:
+    """bf16 products of fp32 weights where the target is bf16."""
+    device, dtype = target.decoder.device.type, target.decoder.model.dtype
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        yield
+
+
+def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.Tensor]:
+    """An optimiser step of an EAGLE-3 head on these samples with the live target as teacher; it returns the loss."""
+    device = target.decoder.device
+    torch.manual_seed(0)
+    settings = DistillConfig(draft=head_config(target))
+    context = FamilyContext(settings, target, rows, str(device))
+    trained = family_trainer("eagle3").build(context)
+    trainable = [p for p in trained.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-4)
+    batch = collate(rows, pad_id=0).to(device)
+
+    def step() -> torch.Tensor:
+        with mixed_precision(target):
+            loss = trained.loss(trained.model, batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def training_ms(target: Target, rows: list[SampleRow]) -> float:
+    """Milliseconds of `training_step`."""
+    return MS * fastest_seconds(training_step(target, rows), 2, target.decoder.device)

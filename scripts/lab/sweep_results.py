@@ -1,0 +1,231 @@
+"""The results of a sweep: the metric of each trial, averaged over seeds, as a table, as JSON and as a chart."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decode.common import files, provenance
+from decode.common.errors import UserError
+from decode.common.progress import duration
+from eval.reporting import plots
+from eval.reporting.formatting import (
+    NOT_MEASURED,
+    Table,
+    escape_markdown,
+    format_with_interval,
+    table_markdown,
+)
+from eval.reporting.plots import ChartSeries, Point
+from scripts.lab.cells import mean_and_spread, paired_difference
+from scripts.lab.sweep_plan import SweepConfig, Trial, to_text
+from scripts.lab.sweep_pool import STDOUT, read_record
+
+SHOWN_NAMES = 8
+LOG_SPAN = 10.0
+"""A chart's axis is logarithmic from this ratio of the largest to the smallest value on."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """How a trial ended, and its metric."""
+
+    trial: Trial
+    record: dict[str, Any]
+    value: float | None
+    problem: str | None
+    """Why there is no value."""
+
+
+def collect_results(s: SweepConfig, trials: list[Trial]) -> dict[str, Any]:
+    """The content of sweep.json: a row for each combination of settings but the seed, the best first."""
+    results = [read_result(s, trial) for trial in trials]
+    groups: dict[str, list[TrialResult]] = {}
+    for result in results:
+        groups.setdefault(json.dumps(without_seed(result.trial.settings)), []).append(result)
+    sign = -1 if s.goal == "max" else 1
+    ranked = sorted(
+        ((pool_seeds(group), group) for group in groups.values()),
+        key=lambda one: (one[0]["metric"] is None, sign * (one[0]["metric"] or 0.0)),
+    )
+    rows = [row | {"to_best": difference(group, ranked[0][1])} for row, group in ranked]
+    problems = {result.trial.name: result.problem for result in results if result.problem}
+    shown = ("command", "recipe", "words", "metric", "goal", "point")
+    settings = {name: vars(s)[name] for name in shown}
+    return {"schema": 1, **settings, "rows": rows, "failed": problems, **provenance.collect()}
+
+
+def read_result(s: SweepConfig, trial: Trial) -> TrialResult:
+    """The result of a trial that has ended; without a value if it failed or has not written the metric."""
+    record = read_record(trial) or {"error": "it has not ended", "seconds": None, "attempts": 0}
+    if record["error"] is not None:
+        problem = f"{record['error']}, attempts: {record['attempts']}"
+        return TrialResult(trial, record, None, problem)
+    try:
+        return TrialResult(trial, record, read_metric(s, trial), None)
+    except UserError as error:
+        return TrialResult(trial, record, None, str(error))
+
+
+def read_metric(s: SweepConfig, trial: Trial) -> float:
+    """The metric in what the trial wrote. UserError that lists what is there instead."""
+    file = trial.out / s.result if trial.out.suffix == "" else trial.out
+    file = trial.folder / STDOUT if s.result == "stdout" else file
+    text = files.read_text(file)
+    if s.result == "stdout":
+        text = (text.strip().splitlines() or [""])[-1]
+    if file.suffix == ".jsonl":
+        values = [value for _, value in files.parse_jsonl(text, file)]
+    else:
+        values = [files.parse_json(text, str(file), "make it again")]
+    found = [look_up(value, s.metric) for value in values]
+    numbers = [x for x in found if isinstance(x, int | float) and not isinstance(x, bool)]
+    if len(numbers) == 0:
+        names = sorted({name for value in values if isinstance(value, dict) for name in value})
+        raise UserError(f"no {s.metric} in {file}, but {', '.join(names[:SHOWN_NAMES])}")
+    best = max if s.goal == "max" else min
+    return float(best(numbers) if s.point == "best" else numbers[-1])
+
+
+def look_up(value: Any, name: str) -> Any:
+    """The part of nested dicts and lists with this dotted name, whose parts may have dots; None if it is not there."""
+    if name == "":
+        return value
+    if isinstance(value, list):
+        value = dict(zip(map(str, range(len(value))), value, strict=True))
+    if not isinstance(value, dict):
+        return None
+    inner = [key for key in value if name == key or name.startswith(f"{key}.")]
+    key = max(inner, key=len, default=None)
+    return None if key is None else look_up(value[key], name[len(key) + 1 :])
+
+
+def without_seed(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that results are told apart by."""
+    return {name: value for name, value in settings.items() if name.split(".")[-1] != "seed"}
+
+
+def pool_seeds(results: list[TrialResult]) -> dict[str, Any]:
+    """One row: mean and standard deviation of the metric over the trials, which differ in their seed only."""
+    values = [result.value for result in results if result.value is not None]
+    seconds = [result.record["seconds"] for result in results if result.value is not None]
+    mean, spread = mean_and_spread(values)
+    return {
+        "settings": without_seed(results[0].trial.settings),
+        "metric": mean,
+        "spread": spread,
+        "values": values,
+        "trials": len(results),
+        "seconds": mean_and_spread(seconds)[0],
+        "outputs": [str(result.trial.out) for result in results],
+    }
+
+
+def difference(results: list[TrialResult], best: list[TrialResult]) -> dict[str, Any] | None:
+    """{mean, ci, seeds}: the metric of these trials minus that of the best row's, paired by seed, with a 95 % interval.
+
+    None for the best row itself, and for fewer than two common seeds.
+    """
+    own, base = by_seed(results), by_seed(best)
+    common = [seed for seed in own if seed in base]
+    found = paired_difference([own[seed] for seed in common], [base[seed] for seed in common])
+    if results is best or found is None:
+        return None
+    return {"mean": found[0], "ci": found[1], "seeds": len(common)}
+
+
+def by_seed(results: list[TrialResult]) -> dict[str, float]:
+    """{its seeds: the value of each trial that has one}."""
+    found = {}
+    for result in results:
+        if result.value is not None:
+            swept, rest = result.trial.settings, without_seed(result.trial.settings)
+            found[json.dumps({k: v for k, v in swept.items() if k not in rest})] = result.value
+    return found
+
+
+def write_results(s: SweepConfig, facts: dict[str, Any]) -> str:
+    """Writes sweep.json, sweep.md and, if one number is swept, sweep.svg; returns the Markdown."""
+    out, svg = Path(s.out), chart(s, facts["rows"])
+    parts = [table_markdown(results_table(s, facts["rows"]))]
+    if any(row["to_best"] for row in facts["rows"]):
+        parts.append(table_markdown(differences_table(s, facts["rows"])))
+    if svg:
+        files.write_atomically(out / "sweep.svg", plots.recolor(svg))
+        parts.append(f"![{s.metric}](sweep.svg)")
+    if facts["failed"]:
+        lines = [f"- {name}: {escape_markdown(why)}" for name, why in facts["failed"].items()]
+        parts += ["## Failed", "\n".join(lines)]
+    text = "\n\n".join(parts) + "\n"
+    files.write_atomically(out / "sweep.md", text)
+    content = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+    files.write_atomically(out / "sweep.json", content)
+    return text
+
+
+def varying_names(rows: list[dict[str, Any]]) -> list[str]:
+    """The settings that have several values."""
+    names = rows[0]["settings"]
+    return [n for n in names if len({to_text(row["settings"][n]) for row in rows}) > 1]
+
+
+def results_table(s: SweepConfig, rows: list[dict[str, Any]]) -> Table:
+    """A line for each row; the spread is the standard deviation over seeds."""
+    names = varying_names(rows)
+    seeds = max(row["trials"] for row in rows) > 1
+    lines = []
+    for row in rows:
+        mean, spread = row["metric"], row["spread"]
+        value = NOT_MEASURED if mean is None else f"{mean:.4g}"
+        value += "" if spread is None else f" ± {spread:.2g}"
+        line = [*(to_text(row["settings"][name]) for name in names), value]
+        line += [f"{len(row['values'])} of {row['trials']}"] if seeds else []
+        line.append(NOT_MEASURED if row["seconds"] is None else duration(row["seconds"]))
+        lines.append(line)
+    header = [*names, s.metric, *(["seeds"] if seeds else []), "time"]
+    return Table(f"Sweep of {s.command}", header, lines)
+
+
+def differences_table(s: SweepConfig, rows: list[dict[str, Any]]) -> Table:
+    """A line for each row that shares seeds with the best one."""
+    names = varying_names(rows)
+    lines = []
+    for row in (row for row in rows if row["to_best"] is not None):
+        found = row["to_best"]
+        change = format_with_interval(found["mean"], found["ci"], 4)
+        lines.append(
+            [*(to_text(row["settings"][name]) for name in names), change, str(found["seeds"])]
+        )
+    title = f"{s.metric} minus that of the first row, paired by seed"
+    return Table(title, [*names, "difference [95 %]", "seeds"], lines)
+
+
+def chart(s: SweepConfig, rows: list[dict[str, Any]]) -> str:
+    """SVG of the metric over the one swept number, a line for each combination of the others; "" if there is none."""
+    names = varying_names(rows)
+    numeric = [name for name in names if all(is_number(row["settings"][name]) for row in rows)]
+    if len(numeric) != 1 or all(row["metric"] is None for row in rows):
+        return ""
+    lines: dict[str, list[Point]] = {}
+    for row in (row for row in rows if row["metric"] is not None):
+        others = [to_text(row["settings"][name]) for name in names if name != numeric[0]]
+        spread = row["spread"] or 0.0
+        ends = (row["metric"] - spread, row["metric"] + spread)
+        point = Point(float(row["settings"][numeric[0]]), row["metric"], ends)
+        lines.setdefault(", ".join(others), []).append(point)
+    series = [ChartSeries(name, sorted(x, key=lambda p: p.x)) for name, x in lines.items()]
+    xs = [point.x for one in series for point in one.points]
+    log = min(xs) > 0 and max(xs) / min(xs) >= LOG_SPAN
+    entries = plots.legend_entries(list(lines)) if len(lines) > 1 else []
+    title = "  ".join(f"{glyph} {name}" for glyph, _, name in entries)
+    return plots.line_chart(
+        series, list(lines), title, numeric[0], s.metric, xscale="log" if log else "linear"
+    )
+
+
+def is_number(value: Any) -> bool:
+    """Whether the value is a number, or text of one, as 1e-3 is in YAML."""
+    try:
+        return not isinstance(value, bool) and float(value) is not None
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,36 @@
+"""Committed results on damaged drafts in vLLM: the checker sees each damage, and the page has what was measured."""
+
+import json
+from pathlib import Path
+
+from scripts.engine_compat.corruptions import all_corruptions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_results_list_what_was_served_in_silence() -> None:
+    """Catches a damage in the committed results that the checker did not see, or whose baseline is not beside it."""
+    rows = json.loads((ROOT / "docs/results/served_damage.json").read_text())["rows"]
+    good = {row["family"]: row for row in rows if row["damage"] == "none"}
+    known = all_corruptions(12)
+    for row in rows:
+        assert row["family"] in good
+        if row["damage"] == "none":
+            assert (row["checker"], row["vllm"]) == ([], "served")
+        else:
+            rules = [rule for rule, _, _ in row["checker"]]
+            assert known[row["damage"]].expected_rules["vllm"] in rules
+
+
+def test_the_committed_audit_is_what_the_page_says() -> None:
+    """Catches a page whose table is not the measured one, and an alarm that nobody reports."""
+    measured = json.loads((ROOT / "docs/results/audit_damage.json").read_text())
+    assert measured["summary"]["good"]["alarms"] == 0
+    lines = (ROOT / "docs/audit.md").read_text().splitlines()
+    for row in measured["rows"]:
+        if row["damage"] != "none":
+            (line,) = (x for x in lines if f"| {row['damage']} |" in x)
+            named = ", ".join(row["audit"]["named"]) or "–"
+            tau = f"{row['tau']:.3f}" if "tau" in row else "–"
+            assert f"| {row['vllm']} | {tau} |" in line, line
+            assert named in line.replace("**", ""), line
