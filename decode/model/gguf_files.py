@@ -239,7 +239,13 @@ def _save_tokenizer(file: Path, header: dict[str, Any], folder: Path) -> None:
         if (held := header.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             setattr(tokenizer, f"{role}_token", tokens[held])
     template = header.get("tokenizer.chat_template")
-    if template is not None:
+    named = {
+        name: header[f"tokenizer.chat_template.{name}"]
+        for name in header.get("tokenizer.chat_templates", [])
+    }
+    if named:
+        tokenizer.chat_template = named | ({} if template is None else {"default": template})
+    elif template is not None:
         tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
 

@@ -127,7 +127,13 @@ def build_draft_folder(
     k, source = serving_configs.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
     layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
     job = serving_configs.ServedDraft(
-        facts["family"], repo, target, facts["target"].get("revision"), k, layers
+        facts["family"],
+        repo,
+        target,
+        facts["target"].get("revision"),
+        k,
+        layers,
+        serving_configs.served_arguments(facts),
     )
     configs = serving_configs.build_serving_configs(job)
 
