@@ -108,7 +108,9 @@ def apply_template(
             f"the target's chat template refuses its messages ({one_line(error)}): change or remove it"
         ) from error
     # Jinja prints what is undefined as nothing: a value shows whether this chat's text would hold it.
-    for name in sorted(arguments_to_give(str(text), [*given, *tokenizer.special_tokens_map])):
+    for name in sorted(arguments_to_give(str(text), given)):
+        if name in tokenizer.special_tokens_map:
+            continue
         shown = ""
         with contextlib.suppress(
             Exception

@@ -85,28 +85,15 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int)
 
 
-def with_template(
-    tokenizer: Any, setting: Mapping[str, Any], own: Mapping[str, Any] | None = None
-) -> Any:
+def with_template(tokenizer: Any, setting: Mapping[str, Any]) -> Any:
     """A copy of the tokenizer (or processor) whose chat template is the one that `setting` (from `read_setting`) names,
-    the setting's arguments being its defaults; the tokenizer itself for {}. `own` are arguments of a row above them.
+    the setting's arguments being its defaults; the tokenizer itself for {}.
 
-    UserError for a name that it does not have, several templates of which none is the default, and an argument that
-    the template does not read.
+    UserError for a name that it does not have, and for several templates of which none is the default.
     """
-    there = tokenizer.chat_template
     arguments = {key: value for key, value in setting.items() if key != NAME}
-    name = setting.get(NAME, "")
-    if there is None and name != NONE and setting:
-        raise UserError(
-            f"the target's tokenizer has no chat template: drop --template {describe(setting)}"
-        )
-    chosen = _chosen(there, name)
-    texts = {} if chosen is None else chosen if isinstance(chosen, dict) else {"": chosen}
-    for key in arguments:
-        _check_read(key, texts.values())
-    arguments |= own or {}
-    if not setting and not arguments:
+    chosen = _chosen(tokenizer.chat_template, setting.get(NAME, ""))
+    if not setting:
         return tokenizer
     defaults = "".join(
         # trim_blocks drops the line break behind a block
@@ -114,9 +101,27 @@ def with_template(
         for key, value in arguments.items()
     )
     made = copy.copy(tokenizer)
-    whole = {key: defaults + text for key, text in texts.items()}
-    made.chat_template = whole if isinstance(chosen, dict) else whole.get("")
+    made.chat_template = {key: defaults + text for key, text in _texts(chosen).items()}
+    if not isinstance(chosen, dict):
+        made.chat_template = made.chat_template.get("")
     return made
+
+
+def check_setting(tokenizer: Any, setting: Mapping[str, Any]) -> None:
+    """UserError for a setting without effect: an argument that the chat template does not read, or no template."""
+    if tokenizer.chat_template is None and setting.get(NAME) != NONE and setting:
+        raise UserError(
+            f"the target's tokenizer has no chat template: drop --template {describe(setting)}"
+        )
+    texts = _texts(_chosen(tokenizer.chat_template, setting.get(NAME, ""))).values()
+    for key in setting:
+        if key != NAME:
+            _check_read(key, texts)
+
+
+def _texts(chosen: str | dict[str, str] | None) -> dict[str, str]:
+    """{name: template}; the name of an only one is ""."""
+    return chosen if isinstance(chosen, dict) else {} if chosen is None else {"": chosen}
 
 
 def _chosen(own: str | dict[str, str] | None, name: str) -> str | dict[str, str] | None:

@@ -9,6 +9,7 @@ from decode.common import damage
 from decode.drafts.base import read_metadata
 from decode.engine.template_choice import (
     TemplateSetting,
+    check_setting,
     describe,
     read_setting,
     template_hash,
@@ -25,7 +26,7 @@ def use_template(
     training of `drafts` (folders or other names), if all drafts agree, else with the tokenizer's own template.
 
     A line on stderr says which template was taken from a draft, and one for each draft that was trained with others.
-    UserError as from `with_template`.
+    UserError as from `with_template`, and for a setting without effect.
     """
     trained = {
         draft: found for draft in dict.fromkeys(drafts) if (found := trained_templates(draft))
@@ -36,6 +37,8 @@ def use_template(
         chosen = read_setting(setting)
     elif len(usual) == 1:
         (chosen,) = usual.values()
+    if setting is not None:
+        check_setting(target.tokenizer, chosen)
     tokenizer = with_template(target.tokenizer, chosen)
     if setting is None and chosen:
         damage.warn_once(

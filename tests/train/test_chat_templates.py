@@ -122,7 +122,8 @@ def test_what_rows_had_of_their_own_is_kept(target: Path, tmp_path: Path) -> Non
     own = [{**OFF, "unread": "x"}, OFF, {"enable_thinking": True}]
     assert sorted(kept, key=str) == sorted(own, key=str)
     made = read_manifest(tmp_path / "out")
-    counted = [(entry["arguments"], entry["prompts"]) for entry in made.row_templates]
+    assert made.row_templates[0] == {"arguments": {}, "prompts": 5}
+    counted = [(entry["arguments"], entry["prompts"]) for entry in made.row_templates[1:]]
     assert sorted(counted, key=str) == sorted([(one, 1) for one in own], key=str)
     assert made.templates()[0] == {"enable_thinking": True}
     assert {**OFF, "unread": "x"} in made.templates()

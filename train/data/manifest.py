@@ -56,16 +56,13 @@ class Manifest:
     """Which chat template rendered the prompts, and its arguments (`template_choice.read_setting`); {}: the tokenizer's
     own."""
     row_templates: list[dict[str, Any]] = field(default_factory=list)
-    """[{arguments, prompts}, …]: arguments that rows have of their own, which stand above those of `template`, and in
-    how many prompts; the most frequent first, MOST_TEMPLATES at most."""
+    """[{arguments, prompts}, …]: arguments that rows have of their own, which stand above those of `template`, and how
+    many prompts have them; the most frequent first, MOST_TEMPLATES at most. []: no row has any."""
 
     def templates(self) -> list[dict[str, Any]]:
         """Each setting that prompts were rendered with, the most frequent first."""
-        rows = sum(entry["prompts"] for entry in self.row_templates)
-        own = [{**self.template, **entry["arguments"]} for entry in self.row_templates]
-        plain = self.counts.get("asked", rows + 1) - rows
-        at = sum(entry["prompts"] > plain for entry in self.row_templates)
-        return [*own[:at], self.template, *own[at:]] if plain > 0 else own
+        own = [entry["arguments"] for entry in self.row_templates] or [{}]
+        return [{**self.template, **arguments} for arguments in own]
 
     def targets(self) -> list[ModelFingerprint]:
         """`fingerprints`, read."""
@@ -74,7 +71,9 @@ class Manifest:
 
 def count_arguments(found: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
     """`Manifest.row_templates` of prompts with these arguments of their own."""
-    counts = Counter(json.dumps(own, sort_keys=True) for own in found if own)
+    counts = Counter(json.dumps(own or {}, sort_keys=True) for own in found)
+    if set(counts) <= {"{}"}:
+        return []
     return [
         {"arguments": json.loads(text), "prompts": number}
         for text, number in counts.most_common(MOST_TEMPLATES)

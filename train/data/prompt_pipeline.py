@@ -16,6 +16,7 @@ from decode.common.errors import UserError
 from decode.engine.chat_template import Arguments
 from decode.engine.template_choice import (
     TemplateSetting,
+    check_setting,
     read_setting,
     template_hash,
     with_template,
@@ -80,13 +81,12 @@ class TargetTokenizer:
         """What manifests record of the chat template with its arguments; None without one."""
         return template_hash(self.tokenizer)
 
-    def with_template(
-        self, setting: TemplateSetting | None, own: Arguments | None = None
-    ) -> "TargetTokenizer":
-        """The same with the chat template that the setting names, and a row's own arguments. UserError as from
-        `template_choice.with_template`."""
+    def with_template(self, setting: TemplateSetting | None) -> "TargetTokenizer":
+        """The same with the chat template that the setting names. UserError as from `template_choice.with_template`,
+        and for a setting without effect."""
         template = read_setting(setting)
-        tokenizer = with_template(self.tokenizer, template, own)
+        check_setting(self.tokenizer, template)
+        tokenizer = with_template(self.tokenizer, template)
         made = replace(self, tokenizer=tokenizer, template=template)
         if self.identity is None:
             return made

@@ -5,15 +5,16 @@ text is rendered and tokenised again and compared in pairs.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, Seed, Share, zero_or
 from decode.engine.chat_template import Arguments
-from decode.engine.template_choice import TemplateSetting, describe, read_setting
+from decode.engine.template_choice import TemplateSetting, describe, with_template
 from decode.model.loading import load_config
 from train.data import mixture
 from train.data.conversations import TurnSelection
@@ -102,17 +103,21 @@ class Renderings:
         self.bare = reader
         self._found: dict[str, tuple[TargetTokenizer, ChatTemplate | None]] = {}
         parts = mixture.mixture_parts(s.data) if s.data else []
-        first = read_manifest(Path(parts[0].path)).template if parts else {}
-        self.usual = first if s.template is None else read_setting(s.template)
+        self.usual = read_manifest(Path(parts[0].path)).templates()[0] if parts else {}
+        """The one that says what the template does."""
+        if s.template is not None:
+            self.usual = reader.with_template(s.template).template
 
     def of(
         self, setting: dict[str, Any], own: Arguments | None = None
     ) -> tuple[TargetTokenizer, ChatTemplate | None]:
         """(the tokenizer with this setting and a row's own arguments, what its template does)."""
-        key = json.dumps([setting, own], sort_keys=True)
+        template = {**setting, **(own or {})}
+        key = json.dumps(template, sort_keys=True)
         if key not in self._found:
-            reader = self.bare.with_template(setting, own)
-            self._found[key] = reader, probe(reader.tokenizer)
+            tokenizer = with_template(self.bare.tokenizer, template)
+            reader = replace(self.bare, tokenizer=tokenizer, template=template)
+            self._found[key] = reader, probe(tokenizer)
         return self._found[key]
 
 
@@ -205,15 +210,17 @@ def examine_prompts(
     s: DoctorConfig, renderings: Renderings, prompts: list[Prompt], log: ReadLog
 ) -> Examination:
     """Checks prompts before sampling; `log` says how they were read, and how many equal ones were left out."""
-    reader, template = renderings.of(renderings.usual)
+    kinds = Counter(json.dumps(prompt.arguments) for prompt in prompts)
+    reader, template = renderings.of(renderings.usual, json.loads(kinds.most_common(1)[0][0]))
     overlap, mix = build_overlap(s), MixCheck()
     refused, too_long = Defect(), Defect()
     seen: list[tuple[SeenRow, Prompt]] = []
     chosen = set(mixture.shuffled(len(prompts), s.seed)[: s.rows or None].tolist())
     why = ""
+    bare, _ = renderings.of(renderings.usual)
     for i, prompt in enumerate(prompts):
         try:
-            ids = encode_prompt(reader.tokenizer, prompt)
+            ids = encode_prompt(bare.tokenizer, prompt)
         except UserError as error:
             why = why or f"{prompt.location}: {error}"
             refused.add(SeenRow(prompt.id, prompt_row(prompt, []), reader.tokenizer, None, False))

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from decode.common import damage
+from decode.common.errors import UserError
 from decode.common.ranges import Count, DraftLength
 from decode.drafts.base import Draft
 from decode.engine.active_request import check_draft_length
@@ -13,7 +15,7 @@ from decode.engine.template_choice import with_template
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.metrics import acceptance
-from train.data.prompts import encode_prompt, read_prompts
+from train.data.prompts import Prompt, encode_prompt, read_prompts
 from train.data.sample_store import SampleRow
 from train.data.sources import DOMAINS, PromptSource
 
@@ -56,11 +58,18 @@ class AcceptanceEval:
             return
         limit = max(1, s.prompts // len(DOMAINS))
         sources = [PromptSource("bundled", domain, limit=limit) for domain in DOMAINS]
+        prompts = read_prompts(sources, seed)
         tokenizers = [with_template(target.tokenizer, template) for template in templates]
+        usable = [one for one in tokenizers if _renders(one, prompts[0])]
+        if len(usable) < len(tokenizers):
+            damage.warn(
+                "acceptance in training is measured without the chat templates of the samples that need more than a "
+                "user's message, such as tools"
+            )
         self.prompts = [
             encode_prompt(tokenizer, prompt)
             for prompt, tokenizer in zip(
-                read_prompts(sources, seed), itertools.cycle(tokenizers), strict=False
+                prompts, itertools.cycle(usable or [target.tokenizer]), strict=False
             )
         ]
 
@@ -70,6 +79,15 @@ class AcceptanceEval:
         return measure_acceptance(
             self.target, draft, self.prompts, s.k, s.max_new_tokens, self.seed
         )
+
+
+def _renders(tokenizer: Any, prompt: Prompt) -> bool:
+    """Whether the tokenizer's chat template renders the prompt."""
+    try:
+        encode_prompt(tokenizer, prompt)
+    except UserError:
+        return False
+    return True
 
 
 def measure_acceptance(
