@@ -104,10 +104,10 @@ def answer_at_once(prompts: list[list[int]], **settings: Any) -> Iterator[RoundR
 
 def write_answers(s: SampleConfig, reader: TargetTokenizer, prompts: list[TokenizedPrompt]) -> None:
     """Answers the prompts as the local engine does, but for the model."""
-    target = SimpleNamespace(decoder=SimpleNamespace(context=reader.context), identity=None)
+    target = SimpleNamespace(decoder=SimpleNamespace(context=reader.context))
     engine = SimpleNamespace(target=target, speculate=answer_at_once)
     with progress_bars(disable=True) as bars:
-        local_engine.generate_answers(s, cast(SpeculativeEngine, engine), prompts, bars)
+        local_engine.generate_answers(s, cast(SpeculativeEngine, engine), None, prompts, bars)
 
 
 def measure(s: PromptsBenchConfig, folder: Path) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def measure(s: PromptsBenchConfig, folder: Path) -> dict[str, Any]:
     table.run("writing the rest", partial(write_answers, settings, reader, todo))
     served = replace(settings, engine="openai")  # counts skipped replies as well
     counts = table.run("counting", partial(sample.count_answers, served, prompts, dropped))
-    table.run("manifest", partial(sample.write_manifest, settings, reader, counts))
+    table.run("manifest", partial(sample.write_manifest, settings, reader, prompts, counts))
     left = table.run("looking through the set", unanswered)
     assert len(todo) == len(prompts) - len(done) > len(left) == 0
     tokens = sum(prompt.tokens() for prompt in prompts) / len(prompts)

@@ -28,7 +28,7 @@ which takes 1 % or 2 % more steps than one stream of all prompts."""
 def generate_answers(
     s: SampleConfig,
     engine: SpeculativeEngine,
-    identity: ModelFingerprint,
+    identity: ModelFingerprint | None,
     prompts: Sequence[TokenizedPrompt],
     bars: ProgressBars,
 ) -> Counter[str]:
