@@ -211,7 +211,9 @@ def _save_weights(parts: list[Path], plain: Path, dtype: torch.dtype, folder: Pa
     config.dtype = dtype
     config.save_pretrained(folder)
     for file in plain.iterdir():
-        if file.name not in ("config.json", SOURCE_FILE):
+        if file.is_dir():  # of named chat templates
+            shutil.copytree(file, folder / file.name)
+        elif file.name not in ("config.json", SOURCE_FILE):
             shutil.copyfile(file, folder / file.name)
     write_safetensors(weights, folder / "model.safetensors", dtype)
     shutil.copyfile(plain / SOURCE_FILE, folder / SOURCE_FILE)

@@ -278,12 +278,15 @@ def test_training_and_evaluation_use_the_sets_settings(target: Path, tmp_path: P
         sets.append({"path": str(folder / "out")})
     data = json.dumps(sets[1:])
     out = tmp_path / "draft"
-    done = worlds.call(
-        "train/distill.py", "--target", target, "--data", data, "--out", out, "--draft.family", "medusa",
-        "--draft.heads", 1, "--loop.steps", 1, "--loop.batch_size", 2, "--loop.micro_batch", 2,
+    words: list[object] = [
+        "--target", target, "--data", data, "--out", out, "--draft.init", target,
+        "--loop.steps", 1, "--loop.batch_size", 2, "--loop.micro_batch", 2,
         "--check.prompts", 3, "--check.k", 1, "--check.max_new_tokens", 2,
-    )  # fmt: skip
-    assert done.code == 0, done.err
+    ]  # fmt: skip
+    for again in ("false", "true"):  # the templates in the folder are this command's own
+        done = worlds.call("train/distill.py", *words, "--overwrite", again)
+        assert done.code == 0, done.err
+    assert load_tokenizer(str(out)).chat_template == TEMPLATES
     assert json.loads((out / METADATA_FILE).read_text())["templates"] == [OFF]
     assert trained_templates(str(out)) == [OFF]
     loaded = load_target(str(target), "cpu")
@@ -294,7 +297,7 @@ def test_training_and_evaluation_use_the_sets_settings(target: Path, tmp_path: P
     assert [text.endswith("<think>\n</think>\n") for text in texts] == [False, True] * 3
     # evaluation and generation: from the draft, with a line; another one with a warning
     done = worlds.call(
-        "eval/run.py", "--target", target, "--methods", json.dumps([{"name": "medusa", "draft": str(out)}]),
+        "eval/run.py", "--target", target, "--methods", json.dumps([{"name": "causal", "draft": str(out)}]),
         "--tasks", json.dumps([{"name": "own", "path": str(tmp_path / "s1" / "rows.jsonl")}]), "--k", 1,
         "--temperatures", "[0]", "--max_new_tokens", 3, "--phase_prompts", 0, "--out", tmp_path / "report",
     )  # fmt: skip

@@ -73,8 +73,11 @@ def test_the_card_names_the_settings_of_the_chat_template(tmp_path: Path) -> Non
     made_of = [{"enable_thinking": False}, {}, {"name": "rag", "persona": private, "docs": ["a"]}]
     report_of = {"name": "org/target", "revision": None, "template": {"enable_thinking": False}}
     folder = drafts.draft(tmp_path / "d", templates=made_of)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("R")
     sha = drafts.sha_of(folder)
     out = made(tmp_path, folder, drafts.report(sha) | {"target": report_of})
+    assert (out / "additional_chat_templates" / "rag.jinja").read_text() == "R"
     card = (out / "README.md").read_text()
     assert (
         "settings of the target's chat template: '{enable_thinking: false}' and the tokenizer's"
