@@ -17,6 +17,8 @@ from tests.train.doctor_checks.sets import examine, graves
 from tests.worlds import Done, byte_tokenizer
 from train.data import mixture, sample_store
 from train.data.manifest import read_manifest
+from train.doctor_checks import examination
+from train.doctor_checks.template import probe
 from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
 
 BODY = "{% for m in messages %}<2>{{ m['role'] }}\n{{ m['content'] }}<1>\n{% endfor %}"
@@ -257,6 +259,21 @@ def test_the_doctor_reads_sets_as_they_were_rendered(target: Path, tmp_path: Pat
         graves(examine(target, "", "--sources", write(tmp_path / "p.jsonl", ROWS[:1]), *mended))
         == []
     )
+
+
+def test_the_doctor_looks_at_so_many_arguments(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a set with a date in each row takes hours, or its other rows count as defects."""
+    rows = [{"prompt": f"zq {i}", "chat_template_kwargs": {"date": f"day {i}"}} for i in range(8)]
+    assert sample(target, tmp_path, rows, "--template", "dated").code == 0
+    grave = graves(examine(target, tmp_path / "out"))
+    assert "template refuses a simple chat" not in grave
+    monkeypatch.setattr(examination, "MOST_RENDERINGS", 3)
+    calls: list[Any] = []
+    monkeypatch.setattr(examination, "probe", lambda found: calls.append(found) or probe(found))
+    assert graves(examine(target, tmp_path / "out")) == grave
+    assert len(calls) == 3
 
 
 def test_the_doctor_names_the_setting_of_the_other_mode(target: Path, tmp_path: Path) -> None:

@@ -39,6 +39,10 @@ from train.doctor_checks.template import ChatTemplate, probe
 from train.doctor_checks.text_mix import MixCheck
 from train.doctor_checks.vocab_coverage import CoverageCheck
 
+MOST_RENDERINGS = 256
+"""Arguments of rows with which the template is looked at, which takes some hundredths of a second: rows with others,
+such as each with a date of its own, are not rendered again."""
+
 
 @dataclass
 class DoctorConfig:
@@ -111,9 +115,12 @@ class Renderings:
     def of(
         self, setting: dict[str, Any], own: Arguments | None = None
     ) -> tuple[TargetTokenizer, ChatTemplate | None]:
-        """(the tokenizer with this setting and a row's own arguments, what its template does)."""
+        """(the tokenizer with this setting and a row's own arguments, what its template does: None if it renders no
+        simple chat, or after too many others)."""
         template = {**setting, **(own or {})}
         key = json.dumps(template, sort_keys=True)
+        if own and key not in self._found and len(self._found) >= MOST_RENDERINGS:
+            return self.of(setting)[0], None
         if key not in self._found:
             tokenizer = with_template(self.bare.tokenizer, template)
             reader = replace(self.bare, tokenizer=tokenizer, template=template)
