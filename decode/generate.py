@@ -41,7 +41,9 @@ from decode.engine.active_request import check_draft_length
 from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
+from decode.engine.template_choice import TemplateSetting, with_template
 from decode.engine.text_stream import LabelledText, TextStream
+from decode.engine.trained_template import use_template
 from decode.model.loading import Target
 from decode.model.vision.image_prompts import ImagePrompt, encode_image_prompt, load_processor
 from decode.verification.sampling import SamplingParams
@@ -63,6 +65,9 @@ class GenerateConfig:
     """Folder or Hub name of the target."""
     revision: str | None = None
     """Commit, tag or branch of a target on the Hub."""
+    template: TemplateSetting | None = None
+    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
+    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
     draft: str = "ngram"
     """Folder or Hub name of a draft; `ngram`: lookup in the text so far; `grammar`: only tokens that a grammar forces;
     `none`: plain decoding."""
@@ -153,7 +158,8 @@ def read_prompt(target: Target, text: str, images: list[str]) -> ImagePrompt:
         raise UserError(
             f"target {target.name!r} reads text only: leave --image out, or choose a vision-language target"
         )
-    return encode_image_prompt(load_processor(target.name, target.revision), text, images)
+    processor = with_template(load_processor(target.name, target.revision), target.template)
+    return encode_image_prompt(processor, text, images)
 
 
 def main(s: GenerateConfig) -> None:
@@ -172,7 +178,8 @@ def generate(s: GenerateConfig) -> None:
         raise UserError("give --prompt TEXT or --prompt_file FILE")
     if (s.swift != SwiftConfig() or s.state) and s.draft != "swift":
         raise UserError("swift and state are settings of --draft swift")
-    target = load_target(s.placement, s.target, s.device, s.dtype, s.revision)
+    loaded = load_target(s.placement, s.target, s.device, s.dtype, s.revision)
+    target = use_template(loaded, s.template, [s.draft])
     check_draft_length(target, s.k)
     draft = (
         open_search(target, s.swift, s.state)

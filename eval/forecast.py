@@ -39,6 +39,8 @@ from decode.common.ranges import (
 from decode.drafts import causal
 from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import pick_draft
+from decode.engine.template_choice import TemplateSetting
+from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import Target, load_target
 from eval.benchmark import vllm_client
 from eval.benchmark.journal import Journal, earlier_targets, open_journal
@@ -80,6 +82,9 @@ class ForecastConfig:
         default_factory=lambda: [Task(x, limit=8) for x in ("code", "prose", "arithmetic")]
     )
     """Prompt sets; code, prose and arithmetic are bundled."""
+    template: TemplateSetting | None = None
+    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
+    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
     answers: Count = 1
     """Answers to each prompt above temperature 0."""
     max_new_tokens: Count = 64
@@ -291,13 +296,13 @@ def main(s: ForecastConfig) -> None:
     check(s)
     out = Path(s.out)
     inputs = [s.target, s.draft, s.costs, *(task.path for task in s.tasks)]
-    target = load_target(s.target, s.device, s.dtype)
+    target = use_template(load_target(s.target, s.device, s.dtype), s.template, [s.draft])
     draft = load(s, target)  # every mistake shows before the folder is changed
     items = load_fitting_prompts(s.tasks, target)
     check_room(target, items, ChainSettings(max(s.k), 0.0, s.max_new_tokens, s.rows))
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, inputs):
         checksums = {s.draft: draft_sha256(s.draft)}
-        journal = open_journal(out, target.identity, checksums, s.allow_changed)
+        journal = open_journal(out, rendering_identity(target), checksums, s.allow_changed)
         result = forecast(s, target, draft, items, journal)
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
         files.write_atomically(out / "forecast.json", text + "\n")

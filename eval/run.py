@@ -27,6 +27,7 @@ from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_target, run_placed
 from decode.drafts.base import check_request
 from decode.engine.records import DecodeRecord
+from decode.engine.trained_template import rendering_identity, use_template
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, config
 from eval.benchmark.config import EvalConfig
@@ -104,7 +105,8 @@ def main(s: EvalConfig) -> None:
 
 def measure(s: EvalConfig) -> None:
     """Measures the methods and writes the report, or goes on where an earlier start stopped."""
-    target = load_target(s.placement, s.target, s.device, s.dtype, s.revision)
+    loaded = load_target(s.placement, s.target, s.device, s.dtype, s.revision)
+    target = use_template(loaded, s.template, [m.draft for m in s.methods])
     if s.original:
         check_original(s.original, target)
     build_matcher(s.constraint, target)
@@ -116,7 +118,7 @@ def measure(s: EvalConfig) -> None:
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, config.input_paths(s)):
         out = Path(s.out)
         checksums = draft_checksums(s.methods)
-        journal = open_journal(out, target.identity, checksums, s.allow_changed)
+        journal = open_journal(out, rendering_identity(target), checksums, s.allow_changed)
         with progress_bars() as progress:
             report, lines = evaluate(s, target, journal, progress)
         outputs = out / "outputs.jsonl"

@@ -32,6 +32,8 @@ from decode.common.run_dir import check_file
 from decode.drafts.base import Draft, check_request
 from decode.drafts.registry import load_draft
 from decode.engine.active_request import check_draft_length
+from decode.engine.template_choice import TemplateSetting
+from decode.engine.trained_template import use_template
 from decode.model.loading import Target, find_dtype, load_config, load_target
 from decode.verification.sampling import SamplingParams
 from eval.checks import transfer
@@ -53,6 +55,9 @@ class TransferConfig:
         default_factory=lambda: [Task("code", limit=16), Task("prose", limit=16), Task("arithmetic", limit=16)]
     )  # fmt: skip
     """The prompts; of chats the first turn, each with the target's own chat template."""
+    template: TemplateSetting | None = None
+    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
+    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
     k: DraftLength = 4
     """Tokens drafted per round."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
@@ -125,6 +130,7 @@ def compare_targets(s: TransferConfig, console: Console) -> list[dict[str, Any]]
     for name, dtype in zip(s.targets, target_dtypes(s), strict=True):
         target = load_target(name, s.device, dtype)
         try:
+            target = use_template(target, s.template, [s.draft])
             draft = load_checked_draft(s, target)
         except UserError as error:
             if not first:

@@ -29,6 +29,7 @@ from decode.common import files, provenance, run_dir
 from decode.common.cli import to_yaml
 from decode.common.command import run_command
 from decode.common.progress import ProgressLog, progress_bars
+from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import load_target
 from eval.benchmark import config
 from eval.benchmark.config import TreeConfig
@@ -240,13 +241,14 @@ def terminal_table(tuned: dict[str, Any]) -> RichTable:
 
 def main(s: TuneConfig) -> None:
     check_config(s)
-    target = load_target(s.target, s.device, s.dtype, s.revision)
+    loaded = load_target(s.target, s.device, s.dtype, s.revision)
+    target = use_template(loaded, s.template, [m.draft for m in s.methods])
     methods = load_methods(s, target)  # every mistake shows before the folder is changed
     context = load_timing_context(s, target)
     console, out = Console(stderr=True), Path(s.out)
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, config.input_paths(to_eval_config(s))):
         checksums = draft_checksums(s.methods)
-        journal = open_journal(out, target.identity, checksums, s.allow_changed)
+        journal = open_journal(out, rendering_identity(target), checksums, s.allow_changed)
         with progress_bars(console) as progress:
             tuned = tune(s, context, methods, journal, progress)
         files.write_atomically(

@@ -41,6 +41,8 @@ from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, Seed, Temperature
 from decode.common.run_dir import open_run
+from decode.engine.template_choice import TemplateSetting
+from decode.engine.trained_template import use_template
 from decode.model.loading import Target, find_dtype, load_config, load_target
 from eval.benchmark import vllm_client
 from eval.engine_logs.reading import read_log
@@ -70,6 +72,9 @@ class AuditConfig:
         default_factory=lambda: [Task(name, limit=8) for name in ("code", "prose", "arithmetic")]
     )
     """The prompts; of chats the first turn. Fewer than twelve show large differences only."""
+    template: TemplateSetting | None = None
+    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
+    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
     k: DraftLength = 4
     """Tokens drafted a round."""
     max_new_tokens: Count = 32
@@ -181,7 +186,8 @@ def main(s: AuditConfig) -> None:
     log = None if s.served in ("vllm", "none") else read_log(s.served)
     with open_run(s.out, s, COMMAND, OUTPUTS, inputs=[s.draft, s.target, s.served]):
         folder = importers.resolve_folder(s.draft)
-        target = replace(load_target(s.target, s.device, s.dtype), eos=frozenset())
+        target = use_template(load_target(s.target, s.device, s.dtype), s.template, [folder])
+        target = replace(target, eos=frozenset())
         items = [item for task in s.tasks for item in load_task_prompts(task, target)]
         prompts = [item.prompt_ids for item in items]
         if s.served == "vllm" and s.temperature and len(prompts) < vllm_parity.MIN_PROMPTS:

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -19,6 +19,7 @@ from eval.benchmark import config
 from eval.benchmark.config import MethodConfig, TreeConfig
 from scripts.lab import build_target
 from tests.tiny import tiny_model, tiny_target
+from tests.worlds import byte_tokenizer
 from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -225,7 +226,7 @@ def test_a_step_of_the_bundled_models_holds_a_window() -> None:
 def refuse_long_drafts(command: str, monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> str:
     """The error of a command whose target has a context of 64 tokens."""
     module = importlib.import_module(command.removesuffix(".py").replace("/", "."))
-    target = tiny_target(tiny_model("llama"))
+    target = replace(tiny_target(tiny_model("llama")), tokenizer=byte_tokenizer())
     monkeypatch.setattr(module, "load_target", lambda *args: target)
     with pytest.raises(UserError) as error:
         module.main(parse_settings(settings_of(command), "", argv))

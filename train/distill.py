@@ -345,7 +345,8 @@ def load_components(
     inputs = training_inputs(s, target, rows)
     if not s.overwrite and accelerator.is_main_process:
         checkpoint.check_inputs(Path(s.out), inputs, s.allow_changed)
-    acceptance_eval = AcceptanceEval(s.check, target, s.seed, rows)
+    templates = mixture.templates_of(s.data)
+    acceptance_eval = AcceptanceEval(s.check, target, s.seed, rows, templates)
     draft = build_draft(s, target, rows)
     return s, RunComponents(target, rows, dropped, draft, acceptance_eval, inputs)
 

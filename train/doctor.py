@@ -22,13 +22,14 @@ from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.run_dir import check_file
+from decode.engine.template_choice import describe
 from train.data import mixture
 from train.data.prompt_pipeline import load_target_tokenizer
 from train.data.sources import ReadLog
-from train.doctor_checks import template as chat_template
 from train.doctor_checks.examination import (
     DoctorConfig,
     Examination,
+    Renderings,
     examine_prompts,
     examine_sets,
     read_sources,
@@ -58,16 +59,17 @@ def check(s: DoctorConfig) -> None:
 
 def examine(s: DoctorConfig) -> tuple[dict[str, Examination], dict[str, str]]:
     """({title: what was found}, facts about the chat template)."""
-    reader = load_target_tokenizer(s.target, s.revision)
-    template = chat_template.probe(reader.tokenizer)
+    renderings = Renderings(s, load_target_tokenizer(s.target, s.revision))
+    reader, template = renderings.of(renderings.usual)
     prompts, log = read_sources(s) if s.sources else ([], ReadLog())
     parts = {}
     if s.data:
         by_id = {prompt.id: prompt for prompt in prompts}
-        parts[DATA_TITLE] = examine_sets(s, reader, template, by_id)
+        parts[DATA_TITLE] = examine_sets(s, renderings, by_id)
     if s.sources:
-        parts[SOURCES_TITLE] = examine_prompts(s, reader, template, prompts, log)
-    return parts, {} if template is None else template.facts()
+        parts[SOURCES_TITLE] = examine_prompts(s, renderings, prompts, log)
+    rendered = {"settings": describe(reader.template)} if reader.template else {}
+    return parts, rendered if template is None else rendered | template.facts()
 
 
 def main(s: DoctorConfig) -> None:

@@ -77,7 +77,12 @@ def write_texts(
     return Counter()
 
 
-def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, int]) -> None:
+def write_manifest(
+    s: SampleConfig,
+    reader: TargetTokenizer,
+    prompts: Sequence[TokenizedPrompt],
+    counts: dict[str, int],
+) -> None:
     """Writes manifest.json: how the set was made, and how many prompts were answered or dropped."""
     sampling = {**asdict(s.sampling), "max_new_tokens": s.max_new_tokens}
     manifest.write_manifest(
@@ -94,6 +99,8 @@ def write_manifest(s: SampleConfig, reader: TargetTokenizer, counts: dict[str, i
             versions=provenance.versions(),
             engine=s.engine,
             encoder_decoder=reader.encoder_decoder,
+            template=reader.template,
+            row_templates=manifest.count_arguments(prompt.arguments for prompt in prompts),
         ),
     )
 
@@ -197,31 +204,38 @@ def check_engine(s: SampleConfig) -> None:
 def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, Engine]:
     """(the target's tokenizer, what writes the rows)."""
     if s.origin == "text":
-        return load_target_tokenizer(s.target, s.revision), partial(write_texts, s)
+        return load_reader(s), partial(write_texts, s)
     if s.served:
         with collective.raise_on_all_ranks(state):
             server = replace(client.connect(s), own=s.engine == "vllm")
-        reader = load_target_tokenizer(s.target, s.revision)
+        reader = load_reader(s)
         context = min(reader.context, server.context or reader.context)
-        reader = replace(reader, context=context, identity=served_identity(s, server.model))
+        reader = replace(reader, context=context, identity=served_identity(s, server.model, reader))
         return reader, partial(server_engine.generate_answers, s, server, reader)
     device = str(state.device) if s.device == "auto" else s.device
+    load_reader(s)  # UserError for a template before the weights are read
     target = load_target(s.placement, s.target, device, s.dtype, s.revision)
     check_draft_length(target, s.k)
     draft = pick_draft(s.draft, target, dtype=s.dtype)
     if draft is not None:
         check_request(draft, s.k, s.sampling)
     engine = SpeculativeEngine(target, draft, k=s.k, sampling=s.sampling, mode=s.mode)
-    write = partial(local_engine.generate_answers, s, engine)
-    return TargetTokenizer.from_target(target), write
+    reader = TargetTokenizer.from_target(target).with_template(s.template)
+    return reader, partial(local_engine.generate_answers, s, engine, reader.identity)
 
 
-def served_identity(s: SampleConfig, served_as: str) -> ModelFingerprint:
+def load_reader(s: SampleConfig) -> TargetTokenizer:
+    """The target's tokenizer with the chat template of the settings, without weights."""
+    return load_target_tokenizer(s.target, s.revision).with_template(s.template)
+
+
+def served_identity(s: SampleConfig, served_as: str, reader: TargetTokenizer) -> ModelFingerprint:
     """Of the target behind a server: its weights are known only where the server was started for this run."""
+    found = ModelFingerprint(served_as=served_as)
     if s.engine == "vllm":
         folder = model_folder(s.target, "target", s.revision)
-        return model_fingerprint(folder, s.revision, f"vllm-{s.dtype}")
-    return ModelFingerprint(served_as=served_as)
+        found = model_fingerprint(folder, s.revision, f"vllm-{s.dtype}")
+    return replace(found, chat_template=reader.chat_template_hash)
 
 
 def served_name(reader: TargetTokenizer) -> str:
@@ -244,6 +258,7 @@ def sample(s: SampleConfig) -> None:
         url = ""
         with collective.raise_on_all_ranks(state):
             if state.is_main_process:
+                load_reader(s)  # UserError for a template before the server starts
                 Console(stderr=True).print(f"vLLM starts to serve {s.target}")
                 url = server.enter_context(target_server(s, state.num_processes))
         at = replace(s, url=collective.broadcast(url))
@@ -296,7 +311,7 @@ def write_answers(
         if state.is_main_process:
             counts = count_answers(s, prompts, dropped)
             check_some_answered(s, counts, failures)
-            write_manifest(s, reader, counts)
+            write_manifest(s, reader, prompts, counts)
             too_long = len(prompts) - len(fitting)
             number = f"{too_long} " if s.served else ""
             console.print(

@@ -29,6 +29,8 @@ from decode.common.progress import progress_bars
 from decode.common.ranges import Count, Seed, at_least
 from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
+from decode.engine.template_choice import TemplateSetting
+from decode.engine.trained_template import use_template
 from decode.model.fingerprint import ModelFingerprint, difference
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
@@ -48,6 +50,8 @@ class WritePromptsConfig:
     """Commit, tag or branch of a Hub target."""
     systems: list[str] = field(default_factory=lambda: [""])
     """System messages, which steer what is asked; each gets an equal share. Empty: the template's own."""
+    template: TemplateSetting | None = None
+    """Which chat template, and its arguments, as in train/sample.py."""
     count: Annotated[int, at_least(1, 10_000_000)] = 1000
     """Prompts to write. Those that are cut off, empty or written twice are dropped afterwards."""
     sampling: SamplingParams = field(
@@ -200,7 +204,7 @@ def check_same_target(
 def main(s: WritePromptsConfig) -> None:
     if not s.systems:
         raise UserError("systems is empty: give a system message, or [''] for the template's own")
-    target = load_target(s.target, s.device, s.dtype, s.revision)
+    target = use_template(load_target(s.target, s.device, s.dtype, s.revision), s.template)
     turns = user_turns(s, target)
     out = Path(s.out)
     with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, [s.target]):

@@ -5,6 +5,7 @@ their types and writes `--help` from the docstrings of the fields; decode/common
 of settings are read too (decode/common/renamed_settings.py).
 """
 
+import copy
 import dataclasses
 import difflib
 import re
@@ -67,10 +68,16 @@ def parse_settings(settings: type[T], about: str, argv: Sequence[str] | None = N
             parser.parse_args([word])
     values = _read_values([word for word in words if word != "--print_config"], settings)
     try:
-        parsed = parser.instantiate(parser.parse_object(values))
+        parsed = parser.instantiate(parser.parse_object(copy.deepcopy(values)))
     except (OverflowError, TypeError, ValueError) as error:  # of converting a value
         raise UserError(f"the settings cannot be read: {first_line(error)}") from error
-    result = settings(**{name: parsed[name] for name in _types(settings)})
+    # jsonargparse would read the texts in a mapping of any values as YAML: "007" would be 7.
+    free = {
+        name: values[name]
+        for name, kind in _types(settings).items()
+        if dict[str, Any] in _arms(kind) and isinstance(values.get(name), dict)
+    }
+    result = settings(**{name: parsed[name] for name in _types(settings)} | free)
     check_ranges(result)
     if "--print_config" in words:
         sys.stdout.write(to_yaml(result))
@@ -116,7 +123,7 @@ def _read_values(words: Sequence[str], settings: type) -> dict[str, Any]:
             value = _parse_text(text, name, _type_of(new_name(name, renamed), settings))
             for group in reversed(name.split(".")):
                 value = {group: value}
-            _merge(given, value, settings)
+            _merge(given, value, None)
     _merge(values, rename_keys(given, renamed, "the command line"), settings)
     _check_shape(values, settings, "")
     return values
@@ -146,20 +153,23 @@ def _parse_text(text: str, name: str, kind: Any) -> Any:
         return read_yaml(text)
     takes_text = kind is None or any(arm is str or get_origin(arm) is Literal for arm in arms)
     takes_list = any(get_origin(arm) is list for arm in arms)
-    if takes_text and not (takes_list and text.startswith("[")):
+    takes_mapping = any(get_origin(arm) is dict for arm in arms)
+    is_other = (takes_list and text.startswith("[")) or (takes_mapping and text.startswith("{"))
+    if takes_text and not is_other:
         return text
     return parse_yaml_value(text, f"--{name}")
 
 
 def _merge(values: dict[str, Any], new: dict[str, Any], kind: Any) -> None:
-    """Sets what `new` sets; groups are merged, while lists and settings that are dicts are replaced."""
+    """Sets what `new` sets; groups are merged, while lists and settings that are dicts are replaced (with `kind` None
+    dicts are merged as well)."""
     types = _types(kind) if dataclasses.is_dataclass(kind) else {}
     for key, value in new.items():
         inner = types.get(key)
         if (
             isinstance(value, dict)
             and isinstance(values.get(key), dict)
-            and get_origin(inner) is not dict
+            and not any(get_origin(arm) is dict for arm in _arms(inner))
         ):
             _merge(values[key], value, inner)
         else:
@@ -213,7 +223,8 @@ def _type_of(name: str, settings: type) -> Any:
     """The type of the setting with this dotted name; None if there is none."""
     kind: Any = settings
     for part in name.split("."):
-        kind = _types(kind).get(part) if dataclasses.is_dataclass(kind) else None
+        inner = [get_args(arm)[1] for arm in _arms(kind) if get_origin(arm) is dict]
+        kind = _types(kind).get(part) if dataclasses.is_dataclass(kind) else (*inner, None)[0]
     return kind
 
 

@@ -26,6 +26,15 @@ MAX_YAML_NODES = 100_000
 """Values in a YAML file, each alias counted as a copy of what it stands for."""
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads dates as texts: no setting is a date, and JSON has none."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces `path` by a file with `content`; text is written as UTF-8. Missing parent folders are made.
 
@@ -164,7 +173,7 @@ def parse_yaml(text: str, name: str) -> dict[str, Any]:
 def parse_yaml_value(text: str, name: str) -> Any:
     """What the YAML `text` holds, None if nothing. UserError for what the docstring of this module lists."""
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is not None:
             _measure_node(node, name, {})
@@ -175,7 +184,7 @@ def parse_yaml_value(text: str, name: str) -> Any:
         raise UserError(f"{where} is not valid YAML ({error.problem}): correct it") from error
     except RecursionError as error:
         raise _too_deep(name) from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or a date that is none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number that is none
         reason = first_line(error).partition(";")[0]
         raise UserError(f"{name} is not valid YAML ({reason}): correct it") from error
     check_characters(value, name)

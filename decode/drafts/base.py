@@ -258,6 +258,7 @@ MODEL_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 )
 """Patterns of the files of a saved model with its tokenizer."""
 

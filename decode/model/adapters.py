@@ -43,6 +43,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
 )
 """Patterns of the files of a tokenizer."""
 BASE_FILES = ("generation_config.json", "*processor_config.json")
@@ -186,7 +187,7 @@ def merged_folder(
         )
     own = {file.name: damage.sha256_once(file) for file in _files(adapter.folder, [WEIGHTS_FILE])}
     own |= {
-        file.name: file.read_text()
+        str(file.relative_to(adapter.folder)): file.read_text()
         for file in _files(adapter.folder, [CONFIG_FILE, *BASE_FILES, *TOKENIZER_FILES])
         if file.suffix != ".model"
     }
@@ -226,7 +227,9 @@ def _make(adapter: Adapter, base_folder: str, config: Any, base: Any, made: Path
         }
         for folder, patterns in [*sources.items(), (tokenizer_files, TOKENIZER_FILES)]:
             for file in _files(folder, patterns):
-                shutil.copyfile(file, partial / file.name)
+                copy = partial / file.relative_to(folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
         note = {"adapter": adapter.name, "base": adapter.base, "peft_type": adapter.kind}
         write_atomically(partial / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
         partial.rename(made)

@@ -59,6 +59,9 @@ class ModelFingerprint:
     """Commit, tag or branch on the Hub. It says nothing more where the weights are known."""
     served_as: str | None = None
     """The server's name for the model, where a server computed."""
+    chat_template: str | None = None
+    """16 hex digits of the chat template, with its arguments, that rendered what was answered; None: it had none, or
+    nothing was rendered."""
 
     def to_json(self) -> dict[str, str]:
         """The fields that are known."""
@@ -74,6 +77,7 @@ def difference(then: ModelFingerprint, now: ModelFingerprint) -> str:
     """How `now` is another target than `then`: "weights 01… then, 23… now"; "" if it is the same or cannot be told."""
     known = then.weights is not None and now.weights is not None
     names = ("weights", "dtype") if known else ("revision", "dtype", "served_as")
+    names = (*names, "chat_template")
     pairs = {name: (vars(then)[name], vars(now)[name]) for name in names}
     return ", ".join(
         f"{name.replace('_', ' ')} {a} then, {b} now"

@@ -211,7 +211,9 @@ def _save_weights(parts: list[Path], plain: Path, dtype: torch.dtype, folder: Pa
     config.dtype = dtype
     config.save_pretrained(folder)
     for file in plain.iterdir():
-        if file.name not in ("config.json", SOURCE_FILE):
+        if file.is_dir():  # of named chat templates
+            shutil.copytree(file, folder / file.name)
+        elif file.name not in ("config.json", SOURCE_FILE):
             shutil.copyfile(file, folder / file.name)
     write_safetensors(weights, folder / "model.safetensors", dtype)
     shutil.copyfile(plain / SOURCE_FILE, folder / SOURCE_FILE)
@@ -239,7 +241,13 @@ def _save_tokenizer(file: Path, header: dict[str, Any], folder: Path) -> None:
         if (held := header.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             setattr(tokenizer, f"{role}_token", tokens[held])
     template = header.get("tokenizer.chat_template")
-    if template is not None:
+    named = {
+        name: header[f"tokenizer.chat_template.{name}"]
+        for name in header.get("tokenizer.chat_templates", [])
+    }
+    if named:
+        tokenizer.chat_template = named | ({} if template is None else {"default": template})
+    elif template is not None:
         tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
 

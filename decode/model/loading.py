@@ -5,7 +5,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ class Target:
     """Ids that end a text; empty when the model has none."""
     dtype: str | None = None
     """What is computed in: a key of DTYPES."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Which of its chat templates the tokenizer renders with, and the arguments; {}: its own."""
 
     @cached_property
     def identity(self) -> ModelFingerprint:
@@ -90,9 +92,11 @@ class Target:
         return model_fingerprint(folder, self.revision, self.dtype)
 
     def describe(self) -> dict[str, Any]:
-        """{name, revision, tokenizer, weights, dtype} as results record them."""
+        """{name, revision, tokenizer, template, weights, dtype} as results record them, `template` if it is not its own
+        one."""
         named = {"name": self.name, "revision": self.revision, "tokenizer": self.fingerprint}
-        return named | self.identity.to_json()
+        rendering = {"template": dict(self.template)} if self.template else {}
+        return named | rendering | self.identity.to_json()
 
     @property
     def is_encoder_decoder(self) -> bool:

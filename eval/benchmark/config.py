@@ -24,6 +24,7 @@ from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig, Mi
 from decode.drafts.mirror.mirror_draft import MirrorConfig
 from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.engine.engine import CAPTURED
+from decode.engine.template_choice import TemplateSetting
 from decode.model.loading import pick_device
 from decode.verification.registry import find_rule
 from eval.tasks.dataset_specs import load_dataset_specs
@@ -119,6 +120,9 @@ class EvalConfig:
         default_factory=lambda: [Task("code"), Task("prose"), Task("arithmetic")]
     )
     """Prompt sets; code, prose and arithmetic are bundled."""
+    template: TemplateSetting | None = None
+    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
+    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     """0 is greedy."""
     top_k: CountOrZero = 0

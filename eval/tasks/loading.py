@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero
-from decode.engine.chat_template import Messages, Tools, encode_prompt
+from decode.engine.chat_template import Arguments, Messages, Tools, encode_prompt
 from decode.model.loading import Target
 from eval.tasks import row_files
 from eval.tasks.dataset_specs import (
@@ -26,7 +26,7 @@ from eval.tasks.dataset_specs import (
     row_domain,
 )
 from eval.tasks.row_files import DatasetRow
-from eval.tasks.row_forms import read_row, read_tools
+from eval.tasks.row_forms import read_arguments, read_row, read_tools
 
 
 @dataclass
@@ -40,8 +40,9 @@ class Task:
     path: str = ""
     """A .jsonl, .json, .parquet or .txt file, also .gz or .zst; a folder of them or of `save_to_disk`; or a Hub name,
     whose split is the spec's, else test. Without a spec its rows hold `turns` (the user's messages, in order), else
-    `messages` (a chat, maybe as JSON), `prompt` and others, as training reads them, and maybe `tools`, `id` and
-    `domain`; the paragraphs of a .txt file are prompts. Empty: bundled, or the Hub data set of the spec."""
+    `messages` (a chat, maybe as JSON), `prompt` and others, as training reads them, and maybe `tools`,
+    `chat_template_kwargs`, `id` and `domain`; the paragraphs of a .txt file are prompts. Empty: bundled, or the Hub
+    data set of the spec."""
     kind: str = ""
     """Name of the spec to read the file by, where `name` is not one."""
     limit: CountOrZero = 0
@@ -71,6 +72,8 @@ class TaskPrompt:
     messages: Messages = field(default_factory=list)
     tools: Tools | None = None
     """What the chat may call."""
+    arguments: Arguments | None = None
+    """The row's own arguments of the chat template."""
     later_turns: tuple[str, ...] = ()
     """The user's messages after this turn."""
     error: str = ""
@@ -131,7 +134,7 @@ def _next_turn(
     reply = {"role": "assistant", "content": answer}
     messages = [*item.messages, reply, {"role": "user", "content": item.later_turns[0]}]
     base = item.id.removesuffix(f":{number - 1}")
-    ids = encode_prompt(target.tokenizer, messages, item.tools)
+    ids = encode_prompt(target.tokenizer, messages, item.tools, item.arguments)
     error = _context_error(ids, target)
     if error and too_long[item.task] == "refuse":
         raise UserError(
@@ -166,8 +169,9 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         prompt, tools = _read_own_row(row)
     else:
         prompt = render_template(template, row)
+    arguments = read_arguments(row.fields, row.location)
     try:
-        ids = encode_prompt(target.tokenizer, prompt, tools)
+        ids = encode_prompt(target.tokenizer, prompt, tools, arguments)
     except UserError as error:
         hint = "; or set the task's `turns: 1`" if len(users_turns) > 1 else ""
         raise UserError(f"{row.location}: {error}{hint}") from error
@@ -176,7 +180,8 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         raise UserError(
             f"{row.location} {error_text}: shorten it, or set the task's `too_long: fail`"
         )
-    hashed = json.dumps([prompt, tools] if tools else prompt)
+    others = [tools, arguments] if arguments else [tools] if tools else []
+    hashed = json.dumps([prompt, *others] if others else prompt)
     digest = hashlib.sha256(hashed.encode()).hexdigest()[:16]
     own_id = evaluate_expression(spec.id, row)
     domain = row_domain(spec, row)
@@ -195,6 +200,7 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         prefix=render_template(spec.prefix, row),
         messages=messages,
         tools=tools,
+        arguments=arguments,
         later_turns=tuple(users_turns[1:]),
         error=error_text,
     )

@@ -10,7 +10,8 @@ from typing import Any
 
 from decode.common.errors import UserError
 from decode.common.files import parse_json
-from decode.engine.chat_template import Messages, Tools
+from decode.engine.chat_template import Arguments, Messages, Tools
+from decode.engine.template_choice import check_arguments
 
 Content = str | tuple[str, str] | Messages
 """A text, a (prompt, answer) pair, or the messages of a chat."""
@@ -43,7 +44,7 @@ FORMS = (
     RowForm("text", answers=("response",), whole=True),
 )
 """Of the columns that a row has and that are not empty, the first one here is its prompt."""
-TOOLS = "tools"
+TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"
 ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "ai"), "assistant"),
@@ -67,6 +68,8 @@ class Row:
     prompt: str | Messages
     answer: str | Messages | None = None
     tools: Tools | None = None
+    arguments: Arguments | None = None
+    """Of the chat template, for this row alone."""
     whole: bool = False
     """`prompt` is a text that can be learned as a whole."""
     columns: tuple[str, ...] = ()
@@ -152,7 +155,9 @@ def read_row(
     # The tools of a text that is learned as it stands are in it, if anywhere.
     tools = None if answered and form.whole and reply is None else read_tools(fields, where)
     columns += [TOOLS] if tools else []
-    return Row(prompt, reply, tools, form.whole, tuple(columns))
+    arguments = read_arguments(fields, where)
+    columns += [ARGUMENTS] if arguments else []
+    return Row(prompt, reply, tools, arguments, form.whole, tuple(columns))
 
 
 def prompt_columns(fields: Mapping[str, Any]) -> list[str]:
@@ -286,6 +291,20 @@ def read_tools(fields: Mapping[str, Any], where: str) -> Tools | None:
             f"{what} must be a list of objects, not {value!r:.40}: correct or rename it"
         )
     return [_read_tool(tool, what) for tool in value]
+
+
+def read_arguments(fields: Mapping[str, Any], where: str) -> Arguments | None:
+    """The row's own arguments of the chat template, an object or its JSON; None for none. UserError for others."""
+    value, what = fields.get(ARGUMENTS), f"{where}: `{ARGUMENTS}`"
+    value = _parse_if(value, lambda parsed: parsed is None or _is_object(parsed), what)
+    if not value:
+        return None
+    if not isinstance(value, dict):
+        raise UserError(f"{what} must be an object, not {value!r:.40}: correct or rename it")
+    # Arrow gives every row the fields of all: null says nothing.
+    said = {name: item for name, item in value.items() if item is not None}
+    check_arguments(said, what)
+    return said or None
 
 
 def _read_tool(tool: dict[str, Any], what: str) -> dict[str, Any]:

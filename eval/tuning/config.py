@@ -18,6 +18,7 @@ from decode.common.ranges import (
     TreeWidth,
 )
 from decode.engine.active_request import check_draft_length
+from decode.engine.template_choice import TemplateSetting
 from decode.model.loading import Target
 from decode.verification.tree import DynamicTree, expected_tokens_per_round, optimal_static_tree
 from eval.benchmark import config
@@ -45,6 +46,9 @@ class TuneConfig:
         default_factory=lambda: [Task("code"), Task("prose"), Task("arithmetic")]
     )
     """Prompt sets; code, prose and arithmetic are bundled."""
+    template: TemplateSetting | None = None
+    """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
+    or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
     temperatures: list[Temperature] = field(default_factory=lambda: [0.0, 1.0])
     """0 is greedy."""
     ks: list[DraftLength] = field(default_factory=lambda: list(range(1, 11)))
@@ -120,6 +124,7 @@ def to_eval_config(s: TuneConfig) -> config.EvalConfig:
     """The settings of eval/run.py for the same measurement."""
     return config.EvalConfig(
         target=s.target, revision=s.revision, methods=s.methods, tasks=s.tasks,
+        template=s.template,
         temperatures=s.temperatures, top_k=s.top_k, top_p=s.top_p, max_new_tokens=s.max_new_tokens,
         mode=s.mode, device=s.device, dtype=s.dtype, seed=s.seed,
     )  # fmt: skip

@@ -184,8 +184,11 @@ def write_tokenizer(
     writer.add_token_types([*kinds, *(gguf.TokenType.UNUSED for _ in unused)])
     writer.add_token_merges(merges)
     writer.add_add_space_prefix(False)
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template:
+        writer.add_chat_template(template)
 
 
 def write_special_tokens(writer: gguf.GGUFWriter, tokenizer: Any, ends: list[int]) -> None:

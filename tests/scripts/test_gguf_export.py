@@ -14,8 +14,10 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from decode.common.errors import UserError
+from decode.engine.chat_template import encode_prompt
+from decode.engine.template_choice import with_template
 from decode.model.gguf_reader import read_file
-from decode.model.loading import Target, load_model, load_target
+from decode.model.loading import Target, load_model, load_target, load_tokenizer
 from scripts.engine_compat import gguf_export
 from scripts.engine_compat.gguf_export import write_gguf
 from tests.tiny import rope, tiny_model
@@ -73,6 +75,24 @@ def test_what_is_read_again_is_the_model(
     assert target.eos == original.eos
     assert target.eos >= {*ENDS}
     assert target.decoder.context == original.decoder.context
+
+
+def test_all_named_templates_are_written_and_read_again(tmp_path: Path) -> None:
+    """Catches a traceback while writing, and named templates that a GGUF's reader leaves out."""
+    path = save(tmp_path / "model")
+    tokenizer = load_tokenizer(path)
+    tokenizer.chat_template = {
+        "default": TEMPLATE,
+        "tool_use": "T" + TEMPLATE,
+        "rag": "R{{ date }}",
+    }
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(path)
+    assert load_tokenizer(path).chat_template == tokenizer.chat_template
+    read = read_back(path, tmp_path / "model.gguf")
+    assert read.tokenizer.chat_template == tokenizer.chat_template
+    asked = with_template(read.tokenizer, {"name": "rag", "date": "2026"})
+    assert asked.decode(encode_prompt(asked, "hi")) == "R2026"
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])

@@ -1,6 +1,7 @@
 """train/write_prompts.py: prompts in the target's own words, the same after a kill, and none that was cut off."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -124,3 +125,19 @@ def test_a_finished_run_can_be_started_again(target: str, tmp_path: Path) -> Non
     before = (tmp_path / "out" / PROMPT_FILE).read_text()
     write_prompts.main(once)
     assert (tmp_path / "out" / PROMPT_FILE).read_text() == before
+
+
+def test_one_of_several_templates_writes_the_prompts(target: str, tmp_path: Path) -> None:
+    """Catches a tokenizer with named templates, of which none is the default, that ends in a traceback."""
+    folder = tmp_path / "target"
+    shutil.copytree(target, folder)
+    (folder / "chat_template.jinja").unlink()
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS)
+    tokenizer.chat_template = {"a": CHAT, "b": "{{ day }}" + CHAT}
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match="has the chat templates a, b, and none is the default"):
+        write_prompts.main(settings(str(folder), tmp_path / "none"))
+    write_prompts.main(settings(target, tmp_path / "plain"))
+    write_prompts.main(replace(settings(str(folder), tmp_path / "a"), template="a"))
+    texts = [(tmp_path / name / PROMPT_FILE).read_text() for name in ("plain", "a")]
+    assert texts[0] == texts[1]

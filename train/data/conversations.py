@@ -191,7 +191,9 @@ def split_into_windows(
 def render_chat(tokenizer: Any, prompt: Prompt, messages: Messages, opened: bool) -> str:
     """The chat as text, with `opened` up to where the next reply begins. UserError if the template raises an error."""
     try:
-        return apply_template(tokenizer, messages, tools=prompt.tools, add_generation_prompt=opened)
+        return apply_template(
+            tokenizer, messages, prompt.arguments, tools=prompt.tools, add_generation_prompt=opened
+        )
     except UserError as error:
         raise UserError(f"prompt {prompt.id} of {prompt.source}: {error}") from error
 

@@ -6,7 +6,8 @@ checksum. Manifests of earlier versions only have the number of all rows.
 
 import dataclasses
 import json
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ ADVICE = (
     "run the train/sample.py command that made it again, which answers what is missing and nothing else, or download "
     "the set again"
 )
+MOST_TEMPLATES = 16
+"""Arguments of rows that a manifest lists: a date in each row would fill it."""
 MENDING = "the rows that the set now lacks are made again"
 
 
@@ -49,9 +52,32 @@ class Manifest:
     """The targets that answered, as the shards name them (`ModelFingerprint`): one, unless others were allowed; none
     for texts as they stand and in a manifest of an earlier version."""
 
+    template: dict[str, Any] = field(default_factory=dict)
+    """Which chat template rendered the prompts, and its arguments (`template_choice.read_setting`); {}: the tokenizer's
+    own."""
+    row_templates: list[dict[str, Any]] = field(default_factory=list)
+    """[{arguments, prompts}, …]: arguments that rows have of their own, which stand above those of `template`, and how
+    many prompts have them; the most frequent first, MOST_TEMPLATES at most. []: no row has any."""
+
+    def templates(self) -> list[dict[str, Any]]:
+        """Each setting that prompts were rendered with, the most frequent first."""
+        own = [entry["arguments"] for entry in self.row_templates] or [{}]
+        return [{**self.template, **arguments} for arguments in own]
+
     def targets(self) -> list[ModelFingerprint]:
         """`fingerprints`, read."""
         return [ModelFingerprint.from_json(one) for one in self.fingerprints]
+
+
+def count_arguments(found: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """`Manifest.row_templates` of prompts with these arguments of their own."""
+    counts = Counter(json.dumps(own or {}, sort_keys=True) for own in found)
+    if set(counts) <= {"{}"}:
+        return []
+    return [
+        {"arguments": json.loads(text), "prompts": number}
+        for text, number in counts.most_common(MOST_TEMPLATES)
+    ]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -85,6 +111,9 @@ def read_manifest(folder: Path) -> Manifest:
     )
     named = manifest.fingerprints
     whole &= isinstance(named, list) and all(isinstance(one, dict) for one in named)
+    own = manifest.row_templates
+    whole &= isinstance(manifest.template, dict) and isinstance(own, list)
+    whole &= all(isinstance(entry, dict) and {*entry} == {"arguments", "prompts"} for entry in own)
     if not whole or not isinstance(manifest.counts, dict):
         raise UserError(f"{path} is damaged: delete it and run train/sample.py again")
     return manifest

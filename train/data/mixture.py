@@ -172,6 +172,15 @@ def check_target(data: DataSpec, target: Target, allowed: bool) -> None:
                 )
 
 
+def templates_of(data: DataSpec) -> list[dict[str, Any]]:
+    """The settings of the chat template that the prompts of all sets were rendered with, each once: those of the first
+    set first, of each set the most frequent first."""
+    found: list[dict[str, Any]] = []
+    for part in mixture_parts(data):
+        found += [x for x in read_manifest(Path(part.path)).templates() if x not in found]
+    return found or [{}]
+
+
 def shuffled(count: int, seed: int) -> NDArray[np.int64]:
     """The indices of `count` rows in the order in which a limit takes them."""
     return np.random.default_rng(seed).permutation(count)

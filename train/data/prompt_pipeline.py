@@ -6,14 +6,21 @@
 4. filters.py          overlaps with evaluation, wrong lengths, near duplicates dropped
 """
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from decode.common.errors import UserError
+from decode.engine.chat_template import Arguments
+from decode.engine.template_choice import (
+    TemplateSetting,
+    check_setting,
+    read_setting,
+    template_hash,
+    with_template,
+)
 from decode.model import compatibility
 from decode.model.fingerprint import ModelFingerprint
 from decode.model.loading import (
@@ -66,12 +73,24 @@ class TargetTokenizer:
     """Prompts are read by an encoder, which ends them as the tokenizer does (T5: with EOS)."""
     identity: ModelFingerprint | None = None
     """Of the model that answers; None where nobody does."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Which chat template the tokenizer renders with, and its arguments (`read_setting`)."""
 
     @property
     def chat_template_hash(self) -> str | None:
-        """What manifests record of the chat template; None without one."""
-        template = self.tokenizer.chat_template
-        return template and hashlib.sha256(template.encode()).hexdigest()[:16]
+        """What manifests record of the chat template with its arguments; None without one."""
+        return template_hash(self.tokenizer)
+
+    def with_template(self, setting: TemplateSetting | None) -> "TargetTokenizer":
+        """The same with the chat template that the setting names. UserError as from `template_choice.with_template`,
+        and for a setting without effect."""
+        template = read_setting(setting)
+        check_setting(self.tokenizer, template)
+        tokenizer = with_template(self.tokenizer, template)
+        made = replace(self, tokenizer=tokenizer, template=template)
+        if self.identity is None:
+            return made
+        return replace(made, identity=replace(self.identity, chat_template=made.chat_template_hash))
 
     @classmethod
     def from_target(cls, target: Target) -> "TargetTokenizer":
@@ -95,6 +114,8 @@ class TokenizedPrompt:
     id: str
     source: str
     conversation: Conversation
+    arguments: Arguments | None = None
+    """Its own arguments of the chat template."""
 
     def tokens(self) -> int:
         """How many tokens must fit the context: those of the first prompt segment, or with replies all."""
@@ -145,7 +166,7 @@ def load_prompts(
         if reason:
             dropped[reason] += 1
         else:
-            kept.append(TokenizedPrompt(prompt.id, prompt.source, packed))
+            kept.append(TokenizedPrompt(prompt.id, prompt.source, packed, prompt.arguments))
     log.check_share()
     total = len(kept) + sum(dropped[name] for name in FILTERS)
     if total == 0 and dropped[UNANSWERED]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.common.errors import UserError
 from decode.engine import chat_template
-from decode.engine.chat_template import Tools
+from decode.engine.chat_template import Arguments, Tools
 from eval.tasks.row_forms import Content, message_text
 from train.data.sources import (
     BUNDLED_PROMPTS,
@@ -49,6 +49,8 @@ class Prompt:
     """What the chat may call."""
     location: str = ""
     """Where its row stands, for messages."""
+    arguments: Arguments | None = None
+    """Its own arguments of the chat template, which stand above those of the command."""
 
     @property
     def content_id(self) -> str:
@@ -129,7 +131,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     """The token ids that the target continues, in its chat template. UserError names the prompt."""
     content = prompt.text if prompt.text is not None else prompt.messages
     try:
-        return chat_template.encode_prompt(tokenizer, content or "", prompt.tools)
+        return chat_template.encode_prompt(tokenizer, content or "", prompt.tools, prompt.arguments)
     except UserError as error:
         raise UserError(f"prompt {prompt.id} of {prompt.source}: {error}") from error
 
@@ -140,9 +142,10 @@ def encode_prompts(
     """`encode_prompt` of each, many times faster for thousands of them."""
     contents = [prompt.text if prompt.text is not None else prompt.messages for prompt in prompts]
     tools = [prompt.tools for prompt in prompts]
+    arguments = [prompt.arguments for prompt in prompts]
     try:
         return chat_template.encode_prompts(
-            tokenizer, [content or "" for content in contents], tools
+            tokenizer, [content or "" for content in contents], tools, arguments
         )
     except UserError:
         return [encode_prompt(tokenizer, prompt) for prompt in prompts]  # names the prompt
@@ -153,7 +156,9 @@ def _drop_duplicates(
 ) -> Iterator[Prompt]:
     """The first samples of candidates whose id is not in `seen`, to which it is added; the others are counted."""
     for candidate in candidates:
-        prompt = make_prompt(candidate.label, candidate.content, 0, candidate.tools)
+        prompt = make_prompt(
+            candidate.label, candidate.content, 0, candidate.tools, candidate.arguments
+        )
         prompt = replace(prompt, location=candidate.location)
         if prompt.id in seen:
             log.dropped[REPEATS] += 1
@@ -162,17 +167,24 @@ def _drop_duplicates(
             yield prompt
 
 
-def make_prompt(label: str, content: Content, sample: int, tools: Tools | None = None) -> Prompt:
-    """The prompt of a content; its id is the hash of content and tools, and the sample's number."""
-    name = f"{_digest(content, tools)}#{sample}"
+def make_prompt(
+    label: str,
+    content: Content,
+    sample: int,
+    tools: Tools | None = None,
+    arguments: Arguments | None = None,
+) -> Prompt:
+    """The prompt of a content; its id is the hash of content, tools and arguments, and the sample's number."""
+    others = {"tools": tools, "arguments": arguments}
+    name = f"{_digest(content, {key: value for key, value in others.items() if value})}#{sample}"
     if isinstance(content, list):
-        return Prompt(name, label, None, content, sample, tools=tools)
+        return Prompt(name, label, None, content, sample, tools=tools, arguments=arguments)
     text, answer = (content, None) if isinstance(content, str) else content
-    return Prompt(name, label, text, None, sample, answer, tools)
+    return Prompt(name, label, text, None, sample, answer, tools, arguments=arguments)
 
 
-def _digest(content: Content, tools: Tools | None) -> str:
+def _digest(content: Content, others: dict[str, Any]) -> str:
     """The first 16 hex digits of the SHA-256 of a text, or of the JSON with sorted keys of anything else."""
-    hashed = {"content": content, "tools": tools} if tools else content
+    hashed = {"content": content, **others} if others else content
     text = hashed if isinstance(hashed, str) else json.dumps(hashed, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, TypedDict, cast, overload
+from typing import Literal, NotRequired, TypedDict, cast, overload
 
 import numpy as np
 import pyarrow as pa
@@ -31,8 +31,11 @@ SCHEMA = pa.schema(
         pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("loss_spans", pa.list_(pa.list_(pa.int32())), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("chat_template_kwargs", pa.string()),
     ]
 )
+OPTIONAL = SCHEMA.names[-1]
+"""Shards of earlier versions do not have it."""
 
 TARGET_KEY = b"draftsmith.target"
 """Key of the metadata of a shard that says which target answered."""
@@ -51,6 +54,7 @@ class SampleRow(TypedDict):
     input_ids: Sequence[int]  # read_shards gives a numpy int32 view of the shard's memory
     loss_spans: list[list[int]]
     finish_reason: str
+    chat_template_kwargs: NotRequired[str]  # JSON: the row's own arguments of the chat template
 
 
 class SampleStore(Sequence[SampleRow]):
@@ -266,7 +270,7 @@ def _open(path: Path) -> pq.ParquetFile:
         file = pq.ParquetFile(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         raise _damaged_shard_error(path, error) from error
-    missing = [name for name in SCHEMA.names if name not in file.schema_arrow.names]
+    missing = [n for n in SCHEMA.names if n not in (OPTIONAL, *file.schema_arrow.names)]
     if len(missing) > 0:
         raise UserError(
             f"shard {path} has no column {', '.join(missing)}: it is not a shard of this "
@@ -282,6 +286,8 @@ def _read(
     schema = pa.schema([SCHEMA.field(name) for name in columns])
     try:
         table = file.read(columns) if group is None else file.read_row_group(group, columns)
+        if OPTIONAL in columns and OPTIONAL not in table.column_names:
+            table = table.append_column(SCHEMA.field(OPTIONAL), pa.nulls(len(table), pa.string()))
         batches = table.select(columns).cast(schema).combine_chunks().to_batches()
     except (pa.ArrowException, OSError) as error:
         raise _damaged_shard_error(path, error) from error
@@ -300,6 +306,9 @@ def _rows_of_batch(batch: pa.RecordBatch) -> list[SampleRow]:
     ids = batch.column("input_ids")
     values, offsets = ids.values.to_numpy(), ids.offsets.to_numpy()
     others = batch.drop_columns(["input_ids"]).to_pylist()
+    for other in others:
+        if other[OPTIONAL] is None:
+            del other[OPTIONAL]
     return [
         cast(SampleRow, {**other, "input_ids": values[start:end]})
         for other, start, end in zip(others, offsets, offsets[1:], strict=False)

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from decode.common.errors import UserError
 from decode.common.ranges import Count, at_least
-from decode.engine.chat_template import Tools
+from decode.engine.chat_template import Arguments, Tools
 from eval.tasks.row_files import DatasetRow, read_hub_rows, read_rows
 from eval.tasks.row_forms import Content, check_said, prompt_columns, read_row
 from train.data import python_corpus
@@ -44,6 +44,8 @@ class Candidate:
     tools: Tools | None = None
     location: str = ""
     """Where it stands, for messages."""
+    arguments: Arguments | None = None
+    """Its own arguments of the chat template."""
 
 
 @dataclass
@@ -112,7 +114,7 @@ class PromptSource:
     (each also .gz or .zst), a folder of such files, or one of `save_to_disk`; hub: name of a data set. A row is read as
     the first of these that it holds: messages, conversations, conversation (chats, maybe as JSON); prompt,
     instruction with input, question, query (with their answers, for origin text); text. Its tools are offered to the
-    target."""
+    target, and the chat template gets the arguments in its chat_template_kwargs."""
 
     split: str = "train"
     """hub and folders: which split of the data set. Of a folder in which no file is named after it all are read."""
@@ -259,7 +261,7 @@ def _read_row(
             check_said(content, where)
         if (label, *row.columns) not in log.forms:
             log.forms[label, *row.columns] = f"{label}: {row.describe(fields)}"
-        return Candidate(label, content, row.tools, where)
+        return Candidate(label, content, row.tools, where, row.arguments)
     if answered and row is not None:
         log.dropped[UNANSWERED] += 1
         log.unanswered = log.unanswered or where

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from decode.common.errors import UserError
-from decode.engine.chat_template import Messages, Tools, encode_prompt
+from decode.engine.chat_template import Arguments, Messages, Tools, encode_prompt
 from train.data.prompts import Prompt
 from train.doctor_checks.findings import DataFinding, Defect, cost_or_note, percent, stop_or_cost
 from train.doctor_checks.seen_rows import SeenRow, decode
@@ -24,13 +24,9 @@ class BoundaryCheck:
     """Compares rows with the chat template's rendering; `prompts` are the prompts of some rows by id, if known."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        template: ChatTemplate | None,
-        eos: frozenset[int],
-        prompts: Mapping[str, Prompt],
+        self, template: ChatTemplate | None, eos: frozenset[int], prompts: Mapping[str, Prompt]
     ):
-        self.tokenizer, self.template, self.eos, self.prompts = tokenizer, template, eos, prompts
+        self.template, self.eos, self.prompts = template, eos, prompts
         self.rows = self.replied = self.endable = 0
         self.compared = self.rendered = self.tokenized = 0
         self.offsets: Counter[int] = Counter()
@@ -41,7 +37,7 @@ class BoundaryCheck:
     def add(self, row: SeenRow) -> None:
         """Checks one row; pieces of plain text have no boundary."""
         self.rows += 1
-        bos = self.tokenizer.bos_token_id
+        bos = row.tokenizer.bos_token_id
         doubled = bos is not None and row.ids[:2] == [bos, bos]
         if doubled:
             self.two_bos.add(row)
@@ -73,16 +69,18 @@ class BoundaryCheck:
         """Tokens by which a mask that begins at `start` begins too late (negative: too early); None if unknown."""
         prompt = self.prompts.get(row.row["id"])
         if prompt is not None and start == row.spans[0][0]:
-            golden = golden_ids(self.tokenizer, prompt.messages or prompt.text or "", prompt.tools)
+            golden = golden_ids(
+                row.tokenizer, prompt.messages or prompt.text or "", prompt.tools, prompt.arguments
+            )
             near = abs(start - len(golden)) <= FARTHEST
             if near and golden and row.ids[: len(golden)] == golden:
                 return start - len(golden)
-        if self.template is None:
+        if row.template is None:
             return 0
-        opening = self.template.opening_ids
+        opening = row.template.opening_ids
         if opening and row.ids[max(0, start - len(opening)) : start] == opening:
             return 0
-        return opening_offset(self.template, row.ids, start)
+        return opening_offset(row.template, row.ids, start)
 
     def _check_end(self, row: SeenRow) -> None:
         """Counts a row with a reply that ended, but whose EOS is not its last label."""
@@ -103,35 +101,36 @@ class BoundaryCheck:
         self.compared += 1
         prompt = self.prompts.get(row.row["id"])
         before: str | Messages | None = messages_before(row, 0)
-        tools = None
+        tools = arguments = None
         if prompt is not None and len(row.spans) == 1:
             before, tools = prompt.messages or prompt.text, prompt.tools
+            arguments = prompt.arguments
         if before is None:
-            if self.template is not None:
+            if row.template is not None:
                 self.unread.add(row)
             return
         given = row.ids[: row.spans[0][0]]
-        same = golden_ids(self.tokenizer, before, tools) == given
-        if not same and not self._is_switched(before, tools, given):
+        same = golden_ids(row.tokenizer, before, tools, arguments) == given
+        if not same and not self._is_switched(row, before, tools):
             self.other_prompt.add(row)
 
-    def _is_switched(self, before: str | Messages, tools: Tools | None, given: list[int]) -> bool:
-        """Whether the template gives these tokens with enable_thinking true or false."""
-        if self.template is None or not self.template.has_thinking_switch:
+    def _is_switched(self, row: SeenRow, before: str | Messages, tools: Tools | None) -> bool:
+        """Whether the template gives the row's prompt with enable_thinking true or false."""
+        if row.template is None or not row.template.has_thinking_switch:
             return False
         messages = [user(before)] if isinstance(before, str) else before
-        text = decode(self.tokenizer, given)
-        modes = (True, False)
+        text = decode(row.tokenizer, row.ids[: row.spans[0][0]])
+        modes = ({"enable_thinking": on} for on in (True, False))
         return text in [
-            render(self.tokenizer, messages, True, tools=tools, enable_thinking=on) for on in modes
+            render(row.tokenizer, messages, True, tools=tools, arguments=mode) for mode in modes
         ]
 
     def _check_rendering(self, row: SeenRow) -> None:
         """Counts a row whose whole chat, rendered by the template, is another text."""
-        if self.template is None or row.messages is None or row.messages[-1]["role"] != "assistant":
+        if row.template is None or row.messages is None or row.messages[-1]["role"] != "assistant":
             return
         self.rendered += 1
-        whole = render(self.tokenizer, row.messages) or ""
+        whole = render(row.tokenizer, row.messages) or ""
         if whole.startswith(row.text):
             if whole != row.text and whole[len(row.text) :].strip() == "":
                 self.trailing.add(row)
@@ -148,7 +147,7 @@ class BoundaryCheck:
         if "\ufffd" in row.text:
             return
         self.tokenized += 1
-        again = list(self.tokenizer(row.text, add_special_tokens=False)["input_ids"])
+        again = list(row.tokenizer(row.text, add_special_tokens=False)["input_ids"])
         if again == row.ids:
             return
         place = common_prefix(again, row.ids)
@@ -255,10 +254,12 @@ def opening_offset(template: ChatTemplate, ids: list[int], start: int) -> int | 
     return None
 
 
-def golden_ids(tokenizer: Any, prompt: str | Messages, tools: Tools | None) -> list[int]:
+def golden_ids(
+    tokenizer: Any, prompt: str | Messages, tools: Tools | None, arguments: Arguments | None
+) -> list[int]:
     """The tokens that the target continues; none if its template refuses the prompt."""
     try:
-        return encode_prompt(tokenizer, prompt, tools)
+        return encode_prompt(tokenizer, prompt, tools, arguments)
     except UserError:
         return []
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from decode.common.errors import UserError
+from decode.engine.chat_template import apply_template
 from eval.tasks.row_forms import message_text
 from train.data.conversations import TurnSelection
 from train.data.prompts import Prompt
@@ -104,11 +106,14 @@ class FeatureCheck:
         switch = self.template is not None and self.template.has_thinking_switch
         if self.thinking.rows == 0 and not switch:
             return None
+        setting = (
+            ": --template '{enable_thinking: false}', or chat_template_kwargs of rows" * switch
+        )
         served = "enable_thinking is a setting of the template" if switch else "no setting of it"
         return DataFinding(
             "thinking", "note", self.thinking.rows or rows, rows,
             f"{percent(thinking, rows)} of the answers think ({served}): acceptance measured here holds for serving "
-            "in the same mode", "sample both modes, in the shares in which they are served",
+            "in the same mode", "sample both modes, in the shares in which they are served" + setting,
             tuple(self.thinking.examples),
         )  # fmt: skip
 
@@ -173,8 +178,9 @@ def template_findings(
         return [
             DataFinding(
                 "template refuses a simple chat", "stops", 1, 1,
-                "the target's chat template renders no message of a user: no prompt reaches the target as served",
-                "mend chat_template.jinja of the target",
+                "the target's chat template renders no message of a user: no prompt reaches the target as served"
+                + _refusal(tokenizer),
+                "give its arguments (--template), or mend chat_template.jinja of the target",
             )
         ]  # fmt: skip
     if template.turn_end and template.turn_end[0] not in eos:
@@ -196,6 +202,15 @@ def template_findings(
             )
         )  # fmt: skip
     return found
+
+
+def _refusal(tokenizer: Any) -> str:
+    """Why the template renders no chat, in brackets; "" if it drops what the user says."""
+    try:
+        apply_template(tokenizer, [{"role": "user", "content": "a"}], add_generation_prompt=True)
+    except UserError as error:
+        return f" ({error})"
+    return ""
 
 
 def _lost(what: str, defect: Defect, kept: Kept, total: int) -> DataFinding | None:

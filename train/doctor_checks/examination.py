@@ -4,17 +4,21 @@ Rows are read one by one. In memory stay counts, digests of prompts, a few examp
 text is rendered and tokenised again and compared in pairs.
 """
 
+import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, Seed, Share, zero_or
+from decode.engine.chat_template import Arguments
+from decode.engine.template_choice import TemplateSetting, describe, with_template
 from decode.model.loading import load_config
 from train.data import mixture
 from train.data.conversations import TurnSelection
-from train.data.manifest import load_set
+from train.data.manifest import load_set, read_manifest
 from train.data.mixture import DataSpec
 from train.data.prompt_pipeline import TargetTokenizer, evaluation_texts
 from train.data.prompts import Prompt, encode_prompt, stream_prompts
@@ -31,9 +35,13 @@ from train.doctor_checks.findings import (
 )
 from train.doctor_checks.prompt_overlap import OverlapCheck
 from train.doctor_checks.seen_rows import SeenRow, prompt_row
-from train.doctor_checks.template import ChatTemplate
+from train.doctor_checks.template import ChatTemplate, probe
 from train.doctor_checks.text_mix import MixCheck
 from train.doctor_checks.vocab_coverage import CoverageCheck
+
+MOST_RENDERINGS = 256
+"""Arguments of rows with which the template is looked at, which takes some hundredths of a second: rows with others,
+such as each with a date of its own, are not rendered again."""
 
 
 @dataclass
@@ -42,6 +50,9 @@ class DoctorConfig:
     """The model that the data is for: folder or Hub name. Its tokenizer, template and config are read, no weights."""
     revision: str | None = None
     """Commit, tag or branch of a target on the Hub."""
+    template: TemplateSetting | None = None
+    """Which chat template, and its arguments, as in train/sample.py; null: those that the manifest of each set names,
+    and for `sources` those of the first set, if there is one."""
     data: DataSpec = ""
     """A sampled set from train/sample.py, or several: [{path: one}, {path: other}], read whole. May stand first."""
     sources: list[PromptSource] = field(default_factory=list)
@@ -89,25 +100,51 @@ class Examination:
     """The samples to show."""
 
 
+class Renderings:
+    """The target's tokenizer with each setting of the chat template that is met, and what each template does."""
+
+    def __init__(self, s: DoctorConfig, reader: TargetTokenizer):
+        self.bare = reader
+        self._found: dict[str, tuple[TargetTokenizer, ChatTemplate | None]] = {}
+        parts = mixture.mixture_parts(s.data) if s.data else []
+        self.usual = read_manifest(Path(parts[0].path)).templates()[0] if parts else {}
+        """The one that says what the template does."""
+        if s.template is not None:
+            self.usual = reader.with_template(s.template).template
+
+    def of(
+        self, setting: dict[str, Any], own: Arguments | None = None
+    ) -> tuple[TargetTokenizer, ChatTemplate | None]:
+        """(the tokenizer with this setting and a row's own arguments, what its template does: None if it renders no
+        simple chat, or after too many others)."""
+        template = {**setting, **(own or {})}
+        key = json.dumps(template, sort_keys=True)
+        if own and key not in self._found and len(self._found) >= MOST_RENDERINGS:
+            return self.of(setting)[0], None
+        if key not in self._found:
+            tokenizer = with_template(self.bare.tokenizer, template)
+            reader = replace(self.bare, tokenizer=tokenizer, template=template)
+            self._found[key] = reader, probe(tokenizer)
+        return self._found[key]
+
+
 def examine_sets(
-    s: DoctorConfig,
-    reader: TargetTokenizer,
-    template: ChatTemplate | None,
-    prompts: Mapping[str, Prompt],
+    s: DoctorConfig, renderings: Renderings, prompts: Mapping[str, Prompt]
 ) -> Examination:
     """Reads all rows of the sets in `data` once; `prompts` are those of some rows, by id.
 
     UserError for a set that cannot be read or was made with another tokenizer.
     """
+    reader, template = renderings.of(renderings.usual)
     size = vocab_size(s)
-    boundary = BoundaryCheck(reader.tokenizer, template, reader.eos, prompts)
+    boundary = BoundaryCheck(template, reader.eos, prompts)
     answers = AnswerCheck(reader.tokenizer, reader.eos, size, s.max_length, s.short)
     overlap, features, mix = build_overlap(s), FeatureCheck(template), MixCheck()
     coverage = CoverageCheck(size, reader.eos)
     first: list[SeenRow] = []
     looked = 0
     others: list[DataFinding] = []
-    for row in read_rows(s, reader, template, others):
+    for row in read_rows(s, renderings, others):
         answers.add(row)
         if not 0 <= min(row.ids, default=0) <= max(row.ids, default=0) < size:
             continue  # such ids have no text
@@ -139,10 +176,7 @@ def examine_sets(
 
 
 def read_rows(
-    s: DoctorConfig,
-    reader: TargetTokenizer,
-    template: ChatTemplate | None,
-    findings: list[DataFinding],
+    s: DoctorConfig, renderings: Renderings, findings: list[DataFinding]
 ) -> Iterator[SeenRow]:
     """The rows of all sets; of several sets ids are prefixed with the set's number, as in training.
 
@@ -151,43 +185,55 @@ def read_rows(
     parts = mixture.mixture_parts(s.data)
     for number, part in enumerate(parts):
         manifest, store = load_set(Path(part.path))
+        setting = manifest.template if s.template is None else renderings.usual
+        reader, _ = renderings.of(setting)
         if manifest.tokenizer_hash != reader.fingerprint:
             raise UserError(
                 f"samples in {part.path} were made with tokenizer {manifest.tokenizer_hash} (target "
                 f"{manifest.target}), but {reader.name} has {reader.fingerprint}: name the target of the samples"
             )
         if manifest.chat_template_hash != reader.chat_template_hash:
+            then = describe(manifest.template)
+            other = (
+                "by another template than the target has now" if manifest.template == setting
+                else f"with --template {then}, and this is {describe(setting)}"
+            )  # fmt: skip
             findings.append(
                 DataFinding(
                     "made with another chat template", "costs", len(store), len(store),
-                    f"all {len(store):,} rows of {part.path} were rendered by another template than the target has now",
+                    f"all {len(store):,} rows of {part.path} were rendered {other}",
                     "sample again, or serve with the template of the set",
                 )
             )  # fmt: skip
         chosen = set(mixture.shuffled(len(store), s.seed)[: s.rows or None].tolist())
         for i, row in enumerate(store):
             name = f"{number}/{row['id']}" if len(parts) > 1 else row["id"]
-            yield SeenRow(name, row, reader.tokenizer, template, i in chosen)
+            own = json.loads(row.get("chat_template_kwargs", "null"))
+            rendering, template = renderings.of(setting, own)
+            yield SeenRow(name, row, rendering.tokenizer, template, i in chosen)
 
 
 def examine_prompts(
-    s: DoctorConfig, reader: TargetTokenizer, template: ChatTemplate | None, prompts: list[Prompt],
-    log: ReadLog,
-) -> Examination:  # fmt: skip
+    s: DoctorConfig, renderings: Renderings, prompts: list[Prompt], log: ReadLog
+) -> Examination:
     """Checks prompts before sampling; `log` says how they were read, and how many equal ones were left out."""
+    kinds = Counter(json.dumps(prompt.arguments) for prompt in prompts)
+    reader, template = renderings.of(renderings.usual, json.loads(kinds.most_common(1)[0][0]))
     overlap, mix = build_overlap(s), MixCheck()
     refused, too_long = Defect(), Defect()
     seen: list[tuple[SeenRow, Prompt]] = []
     chosen = set(mixture.shuffled(len(prompts), s.seed)[: s.rows or None].tolist())
     why = ""
+    bare, _ = renderings.of(renderings.usual)
     for i, prompt in enumerate(prompts):
         try:
-            ids = encode_prompt(reader.tokenizer, prompt)
+            ids = encode_prompt(bare.tokenizer, prompt)
         except UserError as error:
             why = why or f"{prompt.location}: {error}"
             refused.add(SeenRow(prompt.id, prompt_row(prompt, []), reader.tokenizer, None, False))
             continue
-        row = SeenRow(prompt.id, prompt_row(prompt, ids), reader.tokenizer, template, i in chosen)
+        own, its = renderings.of(renderings.usual, prompt.arguments)
+        row = SeenRow(prompt.id, prompt_row(prompt, ids), own.tokenizer, its, i in chosen)
         if len(ids) >= reader.context:
             too_long.add(row)
         overlap.add(row)

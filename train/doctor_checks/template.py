@@ -92,7 +92,8 @@ def probe(tokenizer: Any) -> ChatTemplate | None:
     opening = opened[len(closed) :] if opened.startswith(closed) else ""
     opening = opening or user_to_reply  # "[/INST]" belongs to the user's message
     thinks, plain = (
-        render(tokenizer, [user(USER)], True, enable_thinking=value) for value in (True, False)
+        render(tokenizer, [user(USER)], True, arguments={"enable_thinking": value})
+        for value in (True, False)
     )
     bos = tokenizer.bos_token_id
     others = {thinks, plain} - {opened, None} if thinks != plain else set()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
+from decode.engine.template_choice import describe
 from eval.metrics.common import ALL_TASKS
 from eval.reporting.formatting import format_value, format_with_interval
 from eval.reporting.report_data import (
@@ -199,6 +200,13 @@ def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[
     chats = [made.get("chat_template_hash", "") for _, made in dataset_manifests(facts.draft)]
     if len(chats) > 0 and set(chats) == {None}:
         lines.append("Trained on plain text, without a chat template.")
+    templates = facts.draft.get("templates") or []
+    if any(templates):
+        settings = " and ".join(describe(one) for one in templates)
+        lines.append(
+            f"Its training prompts were rendered with these settings of the target's chat template: {settings}. Other "
+            "settings give other prompts, after which it may accept fewer tokens."
+        )
     if facts.draft.get("original_target"):
         inside = family_trainer(facts.draft["family"]).target_folder
         where = "this folder is that target" if inside == "." else f"serve the one in `{inside}/`"

@@ -75,7 +75,9 @@ def read_stats(folder: Path, target: str = "") -> DatasetStats:
         rows[kind] += 1
         tokens[kind] += len(row["input_ids"])
         supervised[kind] += sum(end - start for start, end in row["loss_spans"])
-        texts = (row["id"], row["source"], row["finish_reason"], tokenizer.decode(row["input_ids"]))
+        own = row.get("chat_template_kwargs", "")
+        text = tokenizer.decode(row["input_ids"])
+        texts = (row["id"], row["source"], row["finish_reason"], text, own)
         secret = next(filter(None, map(find_secret, texts)), None)
         if secret is not None:
             leaks[redact(row["id"])] = secret.what
@@ -107,8 +109,9 @@ def copy_shards(folder: Path, out: Path) -> None:
             known = redaction.select(target.to_json(), FINGERPRINT, "a shard's target")
             target = ModelFingerprint.from_json(known)
         metadata = sample_store.target_metadata(target)
+        columns = [n for n in sample_store.SCHEMA.names if n in fields.names]  # older ones lack one
         extra = (
-            fields.names != sample_store.SCHEMA.names
+            fields.names != columns
             or (fields.metadata or None) != metadata
             or any(f.metadata for f in fields)
         )
@@ -118,8 +121,8 @@ def copy_shards(folder: Path, out: Path) -> None:
             i = table.schema.get_field_index("source")
             table = table.set_column(i, table.schema.field(i), pa.array(clean, pa.string()))
             pq.write_table(
-                table.select(sample_store.SCHEMA.names)
-                .cast(sample_store.SCHEMA)
+                table.select(columns)
+                .cast(pa.schema([sample_store.SCHEMA.field(name) for name in columns]))
                 .replace_schema_metadata(metadata),
                 out / "shards" / path.name,
                 row_group_size=sample_store.ROW_GROUP_SIZE,

@@ -127,7 +127,13 @@ def build_draft_folder(
     k, source = serving_configs.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
     layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
     job = serving_configs.ServedDraft(
-        facts["family"], repo, target, facts["target"].get("revision"), k, layers
+        facts["family"],
+        repo,
+        target,
+        facts["target"].get("revision"),
+        k,
+        layers,
+        serving_configs.served_arguments(facts),
     )
     configs = serving_configs.build_serving_configs(job)
 
@@ -349,7 +355,7 @@ def _copy_published_files(source: Path, out: Path) -> list[str]:
     found = {path for pattern in MODEL_FILES for path in source.glob(pattern) if path.is_file()}
     kept = sorted(path for path in found if SAVED_NAME.fullmatch(path.name))
     for path in kept:
-        target = out / path.name
+        target = out / path.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         settings = path.name in ("tokenizer_config.json", "generation_config.json")
         content = read_json(path) if settings else None
@@ -358,7 +364,7 @@ def _copy_published_files(source: Path, out: Path) -> list[str]:
             shutil.copyfile(path, target)  # byte for byte
         else:
             _write(target, json.dumps(clean, indent=2, ensure_ascii=False) + "\n")
-    names = [path.name for path in kept] + [METADATA_FILE, RUN_FILE]
+    names = [path.relative_to(source).parts[0] for path in kept] + [METADATA_FILE, RUN_FILE]
     if (source / "target" / "config.json").is_file():
         _copy_published_files(source / "target", out / "target")
         names.append("target")

@@ -11,6 +11,8 @@ from typing import Any
 from decode.common.secret_patterns import find_secret
 from train.hub.redaction import NAME, Names, WrongTypeError, flag, match, name, number, word
 
+WITHHELD = "not published"
+"""Stands for a text that is not published."""
 SHORT_COMMIT = 12
 """Digits of a published commit or checksum of another file: enough to find it, too few for a key."""
 PLACE = r"\w[\w.@+-]*(?:/\w[\w.@+-]*){0,5}|"
@@ -27,7 +29,7 @@ def prompt_id(value: Any, known: Collection[str]) -> str:
 
 def withheld(value: Any, known: Collection[str]) -> str:
     """A text of other software, such as an error: only that there was one."""
-    return "not published"
+    return WITHHELD
 
 
 def sentence(value: Any, known: Collection[str]) -> str:
@@ -88,6 +90,14 @@ def option(value: Any, known: Collection[str]) -> Any:
     return word(value, known) if isinstance(value, str) else number(value, known)
 
 
+def argument(value: Any, known: Collection[str]) -> Any:
+    """An argument of a chat template: a number, true, false or a short text; of others only that there was one."""
+    if isinstance(value, bool | int | float):
+        return value
+    plain = isinstance(value, str) and re.fullmatch(r"[\w][\w ,.:-]{0,31}", value)
+    return value if plain else withheld(value, known)
+
+
 NUMBERS = [number]
 
 
@@ -105,8 +115,15 @@ TREE = {**numbers("width nodes"), "paths": [NUMBERS]}
 HARDWARE = {"device": name, **numbers("gpus threads"), "machine": name}
 VERSIONS = dict.fromkeys(("python", "torch", "transformers", "accelerate", "datasets"), version)
 PROVENANCE = {"git": digest, "versions": VERSIONS, "hardware": HARDWARE}
-FINGERPRINT = {"weights": digest, "dtype": word, "revision": revision, "served_as": served_name}
-TARGET = {"name": place, "tokenizer": digest, **FINGERPRINT}
+FINGERPRINT = {
+    "weights": digest,
+    "dtype": word,
+    "revision": revision,
+    "served_as": served_name,
+    "chat_template": digest,
+}
+TEMPLATE = Names(argument)
+TARGET = {"name": place, "tokenizer": digest, "template": TEMPLATE, **FINGERPRINT}
 SAMPLING = numbers("temperature top_k top_p")
 MANIFEST = {
     "target": place,
@@ -124,6 +141,8 @@ MANIFEST = {
     "engine": word,
     "encoder_decoder": flag,
     "fingerprints": [FINGERPRINT],
+    "template": TEMPLATE,
+    "row_templates": [{"arguments": TEMPLATE, "prompts": number}],
 }
 """manifest.json of a sampled set."""
 TRAINING = {
@@ -181,6 +200,7 @@ def draft_schema(facts: Mapping[str, Any]) -> dict[str, Any]:
         "training": training,
         **numbers("trained_steps samples processes"),
         "data_manifest": mixture,
+        "templates": [TEMPLATE],
         "inputs": [{"target": FINGERPRINT, "data": [digest], "init": digest}],
         "measured_in_training": Names(number),
         "cost": numbers("wall_seconds tokens"),

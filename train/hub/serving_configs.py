@@ -9,14 +9,16 @@ do.
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from decode.checkpoints import layouts
 from decode.common.errors import UserError
 from decode.drafts.registry import EngineMethods, saved_families
+from decode.engine.template_choice import NAME
 from eval.reporting.formatting import format_with_interval
 from eval.reporting.report_data import setting_title
+from train.hub.published_fields import WITHHELD
 
 ReportEntry = Mapping[str, Any]
 
@@ -39,6 +41,8 @@ class ServedDraft:
     k: int
     layers: tuple[int, ...] = ()
     """EAGLE-3: layers whose input hidden states it reads; empty for the default ones."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template that most of its training prompts were rendered with."""
 
     @property
     def engines(self) -> EngineMethods:
@@ -73,6 +77,13 @@ def build_serving_configs(job: ServedDraft) -> list[EngineServingConfig]:
     ]
 
 
+def served_arguments(draft: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the chat template for a server of this draft, by its published draftsmith.json: those of most
+    training prompts; {} if they are not published, or need one of several templates by name."""
+    usual = (draft.get("templates") or [{}])[0]
+    return {} if NAME in usual or WITHHELD in usual.values() else dict(usual)
+
+
 def vllm_speculative_config(job: ServedDraft) -> dict[str, Any]:
     """vLLM's speculative_config."""
     return {
@@ -90,6 +101,8 @@ def vllm_config(job: ServedDraft) -> EngineServingConfig:
     revision = ["--revision", job.revision] if job.revision else []
     words = ["vllm", "serve", job.target, *revision]
     words += ["--speculative-config", json.dumps(vllm_speculative_config(job))]
+    if job.template:
+        words += ["--default-chat-template-kwargs", json.dumps(job.template)]
     return EngineServingConfig(
         "vLLM", job.engines.vllm_versions, {"vllm.sh": _shell_script(job, words)}
     )
@@ -165,6 +178,8 @@ def llamacpp_config(job: ServedDraft) -> EngineServingConfig:
     ]
     words = ["llama-server", "-m", "gguf/target/model.gguf", "-md", "gguf/draft/model.gguf"]
     words += ["--spec-type", job.engines.llamacpp, "--spec-draft-n-max", str(job.k)]
+    if job.template:
+        words += ["--jinja", "--chat-template-kwargs", json.dumps(job.template)]
     note = (
         "of November 2026; Llama, Qwen 2 and Qwen 3. scripts/export.py, from a checkout of draftsmith, writes the GGUF "
         "files; a GGUF of the target from elsewhere will do if its tokenizer is the same"

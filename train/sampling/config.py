@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from decode.common.ranges import Count, CountOrZero, DraftLength, Seed, Share, above, at_least
 from decode.distributed.placement import PlacementConfig
+from decode.engine.template_choice import TemplateSetting
 from decode.verification.sampling import SamplingParams
 from train.data.conversations import TurnSelection
 from train.data.filters import FilterConfig
@@ -29,6 +30,10 @@ class SampleConfig:
     max_bad_rows: Share = 0.05
     """Largest share of the sources' rows that may be skipped because they cannot be read, or because the target's chat
     template refuses them. With more of them the run ends before it samples; 0: with the first one."""
+    template: TemplateSetting | None = None
+    """How the chat template renders prompts: its arguments, such as '{enable_thinking: false}'; the name of one of
+    several templates; both, '{name: rag, date: 2026-01-31}'; or none, for plain text. A row's own arguments, in its
+    column chat_template_kwargs, stand above these. Without a name the template called default is taken."""
     turns: TurnSelection = "last"
     """Which replies of a chat are generated and trained on. last: only the last one; all: every reply, the target's own
     replies replacing those of the chat. all needs a chat template that leaves earlier turns unchanged."""

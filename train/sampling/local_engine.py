@@ -11,6 +11,7 @@ from decode.common.errors import NotFiniteError, UserError
 from decode.common.progress import ProgressBars
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord, add_record
+from decode.model.fingerprint import ModelFingerprint
 from train.data import sample_store
 from train.data.prompt_pipeline import TokenizedPrompt
 from train.sampling.config import SampleConfig
@@ -27,10 +28,13 @@ which takes 1 % or 2 % more steps than one stream of all prompts."""
 def generate_answers(
     s: SampleConfig,
     engine: SpeculativeEngine,
+    identity: ModelFingerprint | None,
     prompts: Sequence[TokenizedPrompt],
     bars: ProgressBars,
 ) -> Counter[str]:
-    """Generates the replies to `prompts` and writes them as shards; returns {why prompts failed: how many}.
+    """Generates the replies to `prompts` and writes them as shards of the target `identity`.
+
+    Returns {why prompts failed: how many}.
 
     A prompt for which the target gives NaN fails alone: the other prompts that were being decoded begin again, with the
     same answers. UserError if more than `max_bad_rows` of all prompts, and more than one, fail.
@@ -41,7 +45,7 @@ def generate_answers(
     bar = bars.add_task("answering", total=len(prompts), speed="")
     tokens, start = 0, time.perf_counter()
     failures = Counter[str]()
-    with ShardWriter(s, engine.target.identity) as writer:
+    with ShardWriter(s, identity) as writer:
         for group in group_by_turns(prompts, GROUP_BATCHES * s.batch_size, s.shard_rows):
             waiting = [ConversationState(prompt) for prompt in group]
             while waiting:

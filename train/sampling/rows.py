@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 from pathlib import Path
 
 from decode.engine.records import DecodeRecord
@@ -105,7 +106,7 @@ def make_row(
     """A finished conversation as a row of the sampled set; replies that are too short get no loss spans."""
     ids, spans = join_turns(conversation.prompt_segments, conversation.replies)
     long_enough = sum(map(len, conversation.replies)) >= s.filters.min_answer
-    return {
+    row: sample_store.SampleRow = {
         "id": prompt.id,
         "source": prompt.source,
         "origin": s.origin,
@@ -113,3 +114,6 @@ def make_row(
         "loss_spans": spans if long_enough else [],
         "finish_reason": finish_reason or "text",
     }
+    if prompt.arguments:
+        row["chat_template_kwargs"] = json.dumps(prompt.arguments, ensure_ascii=False)
+    return row

@@ -1,16 +1,21 @@
 """Acceptance of a draft during training, measured with the decoder on a few fixed prompts."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from decode.common import damage
+from decode.common.errors import UserError
 from decode.common.ranges import Count, DraftLength
 from decode.drafts.base import Draft
 from decode.engine.active_request import check_draft_length
 from decode.engine.engine import decode
+from decode.engine.template_choice import with_template
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.metrics import acceptance
-from train.data.prompts import encode_prompt, read_prompts
+from train.data.prompts import Prompt, encode_prompt, read_prompts
 from train.data.sample_store import SampleRow
 from train.data.sources import DOMAINS, PromptSource
 
@@ -31,11 +36,17 @@ class AcceptanceEvalConfig:
 class AcceptanceEval:
     """Measures τ and α of a draft on the same prompts each time, equally many from each bundled domain.
 
-    With an encoder-decoder as target they are those of the first `rows`.
+    They are rendered with the settings of the chat template in `templates` (`read_setting`), each in turn. With an
+    encoder-decoder as target they are those of the first `rows`.
     """
 
     def __init__(
-        self, s: AcceptanceEvalConfig, target: Target, seed: int, rows: Sequence[SampleRow] = ()
+        self,
+        s: AcceptanceEvalConfig,
+        target: Target,
+        seed: int,
+        rows: Sequence[SampleRow] = (),
+        templates: Sequence[dict[str, Any]] = ({},),
     ):
         check_draft_length(target, s.k, "check.k")
         self.config, self.target, self.seed = s, target, seed
@@ -47,7 +58,20 @@ class AcceptanceEval:
             return
         limit = max(1, s.prompts // len(DOMAINS))
         sources = [PromptSource("bundled", domain, limit=limit) for domain in DOMAINS]
-        self.prompts = [encode_prompt(target.tokenizer, p) for p in read_prompts(sources, seed)]
+        prompts = read_prompts(sources, seed)
+        tokenizers = [with_template(target.tokenizer, template) for template in templates]
+        usable = [one for one in tokenizers if _renders(one, prompts[0])]
+        if len(usable) < len(tokenizers):
+            damage.warn(
+                "acceptance in training is measured without the chat templates of the samples that need more than a "
+                "user's message, such as tools"
+            )
+        self.prompts = [
+            encode_prompt(tokenizer, prompt)
+            for prompt, tokenizer in zip(
+                prompts, itertools.cycle(usable or [target.tokenizer]), strict=False
+            )
+        ]
 
     def measure(self, draft: Draft) -> dict[str, float]:
         """{"accept/tau", "accept/alpha", "accept/alpha_1", ...} of the draft with its present weights."""
@@ -55,6 +79,15 @@ class AcceptanceEval:
         return measure_acceptance(
             self.target, draft, self.prompts, s.k, s.max_new_tokens, self.seed
         )
+
+
+def _renders(tokenizer: Any, prompt: Prompt) -> bool:
+    """Whether the tokenizer's chat template renders the prompt."""
+    try:
+        encode_prompt(tokenizer, prompt)
+    except UserError:
+        return False
+    return True
 
 
 def measure_acceptance(

@@ -33,6 +33,7 @@ def build_metadata(
         "samples": samples,
         "processes": processes,
         "data_manifest": mixture.data_manifests(s.data),
+        "templates": mixture.templates_of(s.data),
         "inputs": state.inputs,
         "measured_in_training": state.measured,
         "cost": {"wall_seconds": round(state.seconds, 1), "tokens": state.learned},

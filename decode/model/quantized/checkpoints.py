@@ -30,6 +30,8 @@ SOURCE_FILE = "quantized.json"
 SHARD_BYTES = 4 << 30
 KEPT = (".json", ".jinja", ".txt", ".model")
 """Files beside the weights that are copied."""
+NAMED_TEMPLATES = "additional_chat_templates"
+"""The folder of chat templates beside the default one."""
 UNUSED = (".input_scale", ".output_scale", ".activation_scale")
 """Tensors for activations in eight bits; activations here keep the dtype that is computed in."""
 
@@ -195,7 +197,9 @@ def dequantize_folder(folder: Path, q: Config, source: str) -> Path:
     try:
         partial.mkdir(parents=True)
         for file in folder.iterdir():
-            if file.suffix in KEPT and not file.name.endswith(".index.json"):
+            if file.name == NAMED_TEMPLATES:
+                shutil.copytree(file, partial / file.name)
+            elif file.suffix in KEPT and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, partial / file.name)
         config = read_json_object(folder / "config.json", "a config.json")
         config.pop("quantization_config")

@@ -1,9 +1,12 @@
 """Settings from defaults, YAML and the command line, and what a user sees when one is wrong."""
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +44,14 @@ class Outer:
     """How text is drawn."""
     sweep: list[Inner] = field(default_factory=list)
     """Ways to draw it that are compared."""
+
+
+@dataclass(frozen=True)
+class Free:
+    """Settings of a command whose names a model chooses."""
+
+    template: str | dict[str, Any] | None = None
+    """A name, or values of any kind."""
 
 
 def read(*argv: str) -> Outer:
@@ -148,7 +159,6 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("tasks: [5]", r"tasks\[0\] is 5: write it in quotes"),
         ("target: 5", "target is 5: write it in quotes"),
         ("target: on", "target is True: write it in quotes"),
-        ("target: 2024-01-01", "target is 2024-01-01: write it in quotes"),
         ("sweep: [3]", r"sweep\[0\] is 3: give a mapping"),
         ("sweep: [tests.tiny.Other]", r"sweep\[0\] is 'tests.tiny.Other': give a mapping"),
         ("sweep: [{class_path: tests.tiny}]", r"no setting sweep\[0\].class_path"),
@@ -210,13 +220,46 @@ def test_arguments_of_the_wrong_shape_are_refused(argv: list[str], said: str) ->
         read(*argv)
 
 
-def test_text_is_taken_as_it_stands() -> None:
+def test_text_is_taken_as_it_stands(tmp_path: Path) -> None:
     """Catches a text that is read as YAML, or as the name of a file whose content replaces it."""
     for text in ("3", "null", "a: b: c", "[1, 2]", "{a", "&a [*a]", "2024-01-01", __file__, "- x"):
         assert read("--target", text).target == text
+    (tmp_path / "a.yaml").write_text("target: 2024-01-01")
+    assert read("--config", str(tmp_path / "a.yaml")).target == "2024-01-01"
     assert read("--target=--x").target == "--x"
     assert read("--target", "-- a comment").target == "-- a comment"
     assert read("--device", "null").device is None
+
+
+FREE: list[tuple[list[str], Any]] = [
+    (["tool_use"], "tool_use"),
+    (["none"], "none"),
+    (["007"], "007"),
+    (["{enable_thinking: false}"], {"enable_thinking": False}),
+    (['{a: 2024-07-26, b: "007", c: 26 Jul 2024}'], {"a": "2024-07-26", "b": "007", "c": "26 Jul 2024"}),
+    (['{a: null, b: [1, "2"], c: "{d: e}"}'], {"a": None, "b": [1, "2"], "c": "{d: e}"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "value"), FREE)
+def test_a_mapping_of_any_values_keeps_them(tmp_path: Path, words: list[str], value: Any) -> None:
+    """Catches texts that are read as YAML once more, dates that JSON cannot hold, and a file that reads otherwise."""
+    read_free = partial(parse_settings, Free, "A command.")
+    found = read_free(["--template", *words])
+    assert found.template == value
+    (tmp_path / "a.yaml").write_text(to_yaml(found))
+    assert read_free(["--config", str(tmp_path / "a.yaml")]) == found
+    json.dumps(to_dict(found))
+
+
+def test_dotted_names_of_a_mapping_add_up(tmp_path: Path) -> None:
+    """Catches the last one alone, a false that is a text, and values of the file beside those of the command line."""
+    (tmp_path / "a.yaml").write_text("template: {date: 2026-01-02}")
+    config = ["--config", str(tmp_path / "a.yaml")]
+    argv = ["--template.name", "rag", "--template.think", "false"]
+    found = parse_settings(Free, "A command.", [*config, *argv]).template
+    assert found == {"name": "rag", "think": False}
+    assert parse_settings(Free, "A command.", config).template == {"date": "2026-01-02"}
 
 
 def test_a_group_may_be_a_file(tmp_path: Path) -> None:

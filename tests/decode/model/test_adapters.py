@@ -269,6 +269,21 @@ def test_a_changed_adapter_or_base_is_merged_anew(tmp_path: Path, cache: Path) -
     assert own("a")["input_ids"] != load_tokenizer(str(base))("a")["input_ids"]
 
 
+@pytest.mark.parametrize("where", ["base", "adapter"])
+def test_named_chat_templates_are_kept(where: str, tmp_path: Path) -> None:
+    """Catches templates in a folder of their own, which a copy of single files leaves behind."""
+    base = write_base(tmp_path / "base")
+    write_adapter(tmp_path / "adapter", base, lora())
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "D", "rag": "R", "tool_use": "T"}
+    tokenizer.save_pretrained(tmp_path / where)
+    assert load_tokenizer(str(tmp_path / "adapter")).chat_template == tokenizer.chat_template
+    before = model_folder(str(tmp_path / "adapter"), "target")
+    (tmp_path / where / "additional_chat_templates" / "rag.jinja").write_text("R2")
+    assert load_tokenizer(str(tmp_path / "adapter")).chat_template["rag"] == "R2"
+    assert model_folder(str(tmp_path / "adapter"), "target") != before
+
+
 def test_a_base_is_found_beside_its_adapter_and_may_be_one(tmp_path: Path) -> None:
     """Catches relative paths that count from elsewhere, and adapters on adapters."""
     base = write_base(tmp_path / "base")

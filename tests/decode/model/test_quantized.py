@@ -74,6 +74,16 @@ def test_a_quantised_target_computes_what_its_numbers_mean(form: str, tmp_path: 
     assert [o.output_ids for o in decode(target, draft, prompts, max_new_tokens=16)] == plain
 
 
+def test_named_chat_templates_are_kept(tmp_path: Path) -> None:
+    """Catches templates in a folder of their own, which a copy of single files leaves behind."""
+    quantized("awq", tmp_path / "model")
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = {"default": "D", "rag": "R", "tool_use": "T"}
+    tokenizer.save_pretrained(tmp_path / "model")
+    target = load_target(str(tmp_path / "model"), "cpu")
+    assert target.tokenizer.chat_template == tokenizer.chat_template
+
+
 def test_planted_bugs_change_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a test that cannot fail: GPTQ's two versions exchanged, AWQ's columns in plain order."""
     for form, change in (("gptq4", {"checkpoint_format": "gptq_v2"}), ("awq", {})):

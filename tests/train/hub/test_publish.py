@@ -67,6 +67,31 @@ def test_the_folder_is_exactly_what_is_served(tmp_path: Path) -> None:
     assert yaml.safe_load((out / "run.yaml").read_text())["loop"] == {"steps": 312, "lr": 0.0023}
 
 
+def test_the_card_names_the_settings_of_the_chat_template(tmp_path: Path) -> None:
+    """Catches a draft of one mode of thinking that is served in the other, and arguments that are private."""
+    private = "You are Alice of /home/alice, " * 3
+    made_of = [{"enable_thinking": False}, {}, {"name": "rag", "persona": private, "docs": ["a"]}]
+    report_of = {"name": "org/target", "revision": None, "template": {"enable_thinking": False}}
+    folder = drafts.draft(tmp_path / "d", templates=made_of)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("R")
+    sha = drafts.sha_of(folder)
+    out = made(tmp_path, folder, drafts.report(sha) | {"target": report_of})
+    assert (out / "additional_chat_templates" / "rag.jinja").read_text() == "R"
+    card = (out / "README.md").read_text()
+    assert (
+        "settings of the target's chat template: '{enable_thinking: false}' and the tokenizer's"
+        in card
+    )
+    command = (out / "serving" / "vllm.sh").read_text()
+    assert """--default-chat-template-kwargs '{"enable_thinking": false}'""" in command
+    facts = json.loads((out / METADATA_FILE).read_text())
+    hidden = {"name": "rag", "persona": "not published", "docs": "not published"}
+    assert facts["templates"] == [{"enable_thinking": False}, {}, hidden]
+    assert json.loads((out / "report.json").read_text())["target"]["template"] == made_of[0]
+    assert all(b"alice" not in path.read_bytes() for path in out.rglob("*") if path.is_file())
+
+
 def test_local_paths_are_gone(tmp_path: Path) -> None:
     """Catches a home folder in draftsmith.json, run.yaml, the report or the card; weights keep their checksum."""
     home = str(tmp_path)

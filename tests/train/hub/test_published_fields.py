@@ -403,6 +403,34 @@ def test_columns_and_metadata_of_others_are_left_out(tmp_path: Path) -> None:
     assert MARKED["GitHub"] not in str(caught.value)
 
 
+def test_rows_keep_their_own_arguments_of_the_template(tmp_path: Path) -> None:
+    """Catches a copy without them, a secret in them, and older shards, without that column, that cannot be copied."""
+    samples = sampled(tmp_path / "s", {"0001#0": "plain text", "0002#0": "more"})
+    path, manifest = samples / "shards" / "0001.parquet", read_manifest(samples)
+    old = pq.read_table(path).drop_columns(["chat_template_kwargs"])
+    rows = list(sample_store.read_shards(samples))
+    pq.write_table(old, path)
+    assert [*map(str, sample_store.read_shards(samples))] == [*map(str, rows)]
+    write_manifest(samples, manifest)
+    copied = build(samples, tmp_path / "old") / "shards" / "0001.parquet"
+    assert copied.read_bytes() == path.read_bytes()
+    for number, own in enumerate(
+        ('{"enable_thinking": false}', f'{{"key": "{MARKED["GitHub"]}"}}')
+    ):
+        rows[1]["chat_template_kwargs"] = own
+        path.unlink()
+        sample_store.write_shard(samples, rows, "0001")
+        write_manifest(samples, manifest)
+        if number:
+            with pytest.raises(UserError, match="row 0002#0 of .* a GitHub token"):
+                build(samples, tmp_path / "secret")
+            continue
+        out = build(samples, tmp_path / "new")
+        assert (out / "shards" / "0001.parquet").read_bytes() == path.read_bytes()
+        kept = [row.get("chat_template_kwargs") for row in sample_store.read_shards(out)]
+        assert kept == [None, own]
+
+
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     """Catches a search of texts that are decoded with the wrong vocabulary, in which no secret is found."""
     samples = sampled(tmp_path / "s", {"0001#0": "plain text"})

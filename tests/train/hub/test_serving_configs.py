@@ -16,6 +16,7 @@ from train.hub.serving_configs import (
     ServedDraft,
     build_serving_configs,
     choose_k,
+    served_arguments,
     vllm_speculative_config,
 )
 
@@ -90,6 +91,37 @@ def test_engines_that_cannot_name_the_embedding_get_no_file() -> None:
     for engine in ("SGLang", "TensorRT-LLM"):
         assert not found[engine].files
         assert "embedding" in found[engine].note
+
+
+OFF = {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("templates", "given"),
+    [
+        (None, {}),
+        ([{}], {}),
+        ([{}, OFF], {}),
+        ([OFF, {}], OFF),
+        ([{"date": "it's 26 Jul"}], {"date": "it's 26 Jul"}),
+        ([{"name": "rag", **OFF}], {}),
+        ([{"persona": "not published"}], {}),
+    ],
+)
+def test_servers_render_as_the_training_prompts_were(templates: Any, given: dict[str, Any]) -> None:
+    """Catches a head of answers without thoughts behind a server that lets the target think."""
+    served = served_arguments({} if templates is None else {"templates": templates})
+    assert served == given
+    job = ServedDraft("causal", "me/d", "org/t", None, 4, template=served)
+    files = {path: text for way in build_serving_configs(job) for path, text in way.files.items()}
+    for name, flag in (
+        ("vllm.sh", "--default-chat-template-kwargs"),
+        ("llamacpp.sh", "--chat-template-kwargs"),
+    ):
+        words = shlex.split(files[name].replace("\\\n", " "), comments=True)
+        assert (flag in words) == bool(given)
+        if given:
+            assert json.loads(words[words.index(flag) + 1]) == given
 
 
 def recipe(k: int | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -409,3 +410,35 @@ def test_answers_of_another_served_model_are_refused(
     assert sample(world, server, out, "--allow_changed", "true").code == 0
     told = read_manifest(out).fingerprints
     assert sorted(one["served_as"] for one in told) == ["other", "tiny"]
+
+
+def test_servers_get_prompts_as_the_setting_renders_them(
+    server: StandIn, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Bug: a server's own template or mode decides what the target reads."""
+    world: World = request.getfixturevalue("chat_world")
+    target = tmp_path / "target"
+    shutil.copytree(world.target, target)
+    tokenizer = worlds.byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}[{{ date }}|{{ think }}]"
+    )
+    tokenizer.save_pretrained(target)
+    rows = [
+        {"prompt": "zq a"},
+        {"prompt": "zq b", "chat_template_kwargs": {"think": True}},
+        {"prompt": "zq c", "chat_template_kwargs": {"date": "other"}},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words: list[object] = [
+        "--engine", "openai", "--url", server.url, "--target", target, "--out", tmp_path / "out",
+        "--sources", sources(tmp_path / "rows.jsonl"), "--max_new_tokens", 8,
+    ]  # fmt: skip
+    refused = worlds.call(COMMAND, *words, "--template", "{date: 2026-01-31}")
+    assert "needs think, which nobody gave" in refused.error()
+    assert server.bodies == []
+    done = worlds.call(COMMAND, *words, "--template", "{date: 2026-01-31, think: no}")
+    assert done.code == 0, done.err
+    asked = {worlds.byte_tokenizer().decode(body["prompt"]) for body in server.bodies}
+    assert asked == {"zq a[2026-01-31|False]", "zq b[2026-01-31|True]", "zq c[other|False]"}
+    assert read_manifest(tmp_path / "out").template == {"date": "2026-01-31", "think": False}

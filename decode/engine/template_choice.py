@@ -1,0 +1,241 @@
+"""The setting `template`: which of a tokenizer's chat templates renders prompts, and with which arguments.
+
+    --template '{enable_thinking: false}'      the arguments of the template
+    --template tool_use                        one of several templates, by its name
+    --template '{name: rag, date: 2026-01-31}' both
+    --template none                            plain text, as for a tokenizer without a template
+
+A row's own arguments (`chat_template_kwargs`) stand above those of the setting, as those of a request stand above a
+server's.
+"""
+
+import copy
+import functools
+import hashlib
+import json
+import keyword
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+
+from decode.common.errors import UserError
+
+TemplateSetting = str | dict[str, Any]
+NAME, NONE, DEFAULT, TOOL_USE = "name", "none", "default", "tool_use"
+"""Key of the template's name in the setting; the name of no template; the names of those that transformers and servers
+take where no name is given: the second for chats with tools."""
+RESERVED = {
+    "name", "messages", "conversation", "tools", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens",
+}  # fmt: skip
+"""What a template gets from elsewhere, and parameters of `apply_chat_template`, which reach no template."""
+GIVEN = {
+    "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "unk_token",
+    "sep_token", "pad_token", "cls_token", "mask_token", "raise_exception", "strftime_now", "range",
+    "dict", "lipsum", "cycler", "joiner", "namespace", "loop", "caller", "varargs", "kwargs",
+}  # fmt: skip
+"""Names that every template may read."""
+PROBED = "zq_given"
+"""A value for arguments that nobody gave, which shows where they are printed."""
+
+
+def read_setting(setting: TemplateSetting | None) -> dict[str, Any]:
+    """The setting as {"name": …, argument: value, …}; {} for the tokenizer's own template without arguments.
+
+    UserError for what cannot be an argument.
+    """
+    if not isinstance(setting, dict):
+        return {NAME: setting} if setting else {}
+    name = setting.get(NAME, "")
+    if not isinstance(name, str):
+        raise UserError(f"--template: name is {name!r:.40}, give the name of a chat template")
+    arguments = {key: value for key, value in setting.items() if key != NAME}
+    check_arguments(arguments, "--template")
+    if name == NONE and arguments:
+        raise UserError("--template: without a template (name: none) there are no arguments")
+    return ({NAME: name} if name else {}) | arguments
+
+
+def check_arguments(arguments: Mapping[str, Any], what: str) -> None:
+    """UserError, which begins with `what`, unless a template can be given these arguments."""
+    for name, value in arguments.items():
+        if name in RESERVED:
+            raise UserError(f"{what}: {name} is no argument that can be given to a chat template")
+        if not str(name).isidentifier() or keyword.iskeyword(name):
+            raise UserError(f"{what}: {name!r:.40} cannot be the name of an argument")
+        if not _is_plain(value):
+            raise UserError(
+                f"{what}: {name} is {value!r:.40}: give a text, a number, true, false, a list or a mapping"
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold the value."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str | int)
+
+
+def with_template(tokenizer: Any, setting: Mapping[str, Any]) -> Any:
+    """A copy of the tokenizer (or processor) whose chat template is the one that `setting` (from `read_setting`) names,
+    the setting's arguments being its defaults; the tokenizer itself for {}.
+
+    UserError for a name that it does not have, and for several templates of which none is the default.
+    """
+    arguments = {key: value for key, value in setting.items() if key != NAME}
+    chosen = _chosen(tokenizer.chat_template, setting.get(NAME, ""))
+    if not setting:
+        return tokenizer
+    defaults = "".join(
+        # trim_blocks drops the line break behind a block
+        f"{{% set {key} = {key} if {key} is defined and {key} is not none else {value!r} %}}\n"
+        for key, value in arguments.items()
+    )
+    made = copy.copy(tokenizer)
+    made.chat_template = {key: defaults + text for key, text in _texts(chosen).items()}
+    if not isinstance(chosen, dict):
+        made.chat_template = made.chat_template.get("")
+    return made
+
+
+def check_setting(tokenizer: Any, setting: Mapping[str, Any]) -> None:
+    """UserError for a setting without effect: an argument that the chat template does not read, or no template."""
+    if tokenizer.chat_template is None and setting.get(NAME) != NONE and setting:
+        raise UserError(
+            f"the target's tokenizer has no chat template: drop --template {describe(setting)}"
+        )
+    texts = _texts(_chosen(tokenizer.chat_template, setting.get(NAME, ""))).values()
+    for key in setting:
+        if key != NAME:
+            _check_read(key, texts)
+
+
+def _texts(chosen: str | dict[str, str] | None) -> dict[str, str]:
+    """{name: template}; the name of an only one is ""."""
+    return chosen if isinstance(chosen, dict) else {} if chosen is None else {"": chosen}
+
+
+def _chosen(own: str | dict[str, str] | None, name: str) -> str | dict[str, str] | None:
+    """The template of that name; without a name those that are taken by default."""
+    if name == NONE or own is None:
+        return None
+    if not isinstance(own, dict):
+        if name not in ("", DEFAULT):
+            raise UserError(f"the target has no chat template {name!r:.60}: it has one, unnamed")
+        return own
+    if name:
+        if name not in own:
+            raise UserError(
+                f"the target has no chat template {name!r:.60}: choose among {', '.join(sorted(own))}"
+            )
+        return own[name]
+    if DEFAULT not in own:
+        names = sorted(own)
+        raise UserError(
+            f"the target has the chat templates {', '.join(names)}, and none is the default: choose one, such as "
+            f"--template {names[0]}"
+        )
+    return {key: own[key] for key in (DEFAULT, TOOL_USE) if key in own}
+
+
+def _check_read(name: str, texts: Iterable[str]) -> None:
+    """UserError if no template reads an argument of that name."""
+    known: set[str] = set()
+    for text in texts:
+        found = _names(text)
+        if found is None or name in found[0]:
+            return
+        known |= found[0] - found[1] - GIVEN
+    reads = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
+    raise UserError(f"--template: the chat template does not read {name}; {reads}")
+
+
+def template_text(tokenizer: Any, tools: Any = None) -> str | None:
+    """The template of a chat with these tools, as transformers chooses it; None for a name that is missing."""
+    own = tokenizer.chat_template
+    if not isinstance(own, dict):
+        return own
+    return own.get(TOOL_USE if tools is not None and TOOL_USE in own else DEFAULT)
+
+
+def template_hash(tokenizer: Any) -> str | None:
+    """16 hex digits of the tokenizer's chat template with its arguments; None without one."""
+    own = tokenizer.chat_template
+    text = json.dumps(own, sort_keys=True) if isinstance(own, dict) else own
+    return text and hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def describe(setting: Mapping[str, Any]) -> str:
+    """The setting as one would write it behind --template, such as '{enable_thinking: false}'."""
+    if not setting:
+        return "the tokenizer's own"
+    if set(setting) == {NAME}:
+        return str(setting[NAME])
+    written = (f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in setting.items())
+    return f"'{{{', '.join(written)}}}'"
+
+
+def arguments_to_give(text: str, given: Iterable[str]) -> frozenset[str]:
+    """Arguments that the template may print, and that are not among `given` and have no default in it."""
+    found = _names(text)
+    return frozenset() if found is None else found[2] - found[1] - GIVEN - set(given)
+
+
+def undefined_argument(text: str, error: Exception) -> str:
+    """The argument whose lack is the template's error; "" for any other error."""
+    found = _names(text)
+    name = re.match(r"'(\w+)' is undefined", str(error))
+    if found is None or name is None or not isinstance(error, jinja2.UndefinedError):
+        return ""
+    return name[1] if name[1] in found[0] - found[1] - GIVEN else ""
+
+
+def missing_argument_error(name: str) -> UserError:
+    """The error for a template that needs an argument which nobody gave."""
+    return UserError(
+        f"the target's chat template needs {name}, which nobody gave: add --template '{{{name}: …}}', or "
+        f"chat_template_kwargs to the row"
+    )
+
+
+@functools.lru_cache(256)
+def _names(text: str) -> tuple[frozenset[str], frozenset[str], frozenset[str]] | None:
+    """Names that a template (reads, sets itself, reads outside of conditions on them); None if it is no Jinja."""
+    plain = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", text)  # a tag of transformers
+    try:
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except jinja2.TemplateError:
+        return None
+    names = list(tree.find_all(nodes.Name))
+    bound = {name.name for name in names if name.ctx != "load"}
+    bound |= {macro.name for macro in tree.find_all(nodes.Macro)}
+    read = frozenset(name.name for name in names if name.ctx == "load")
+    return read, frozenset(bound), frozenset(_unconditional(tree))
+
+
+def _unconditional(node: nodes.Node) -> set[str]:
+    """Names that are read where no condition on them was asked before."""
+    if isinstance(node, nodes.Name):
+        return {node.name} if node.ctx == "load" else set()
+    if isinstance(node, nodes.Test | nodes.Compare | nodes.And | nodes.Or | nodes.Not):
+        return set()  # what is undefined is false there
+    children = list(node.iter_child_nodes())
+    asked: set[str] = set()
+    if isinstance(node, nodes.If | nodes.CondExpr):
+        asked = {name.name for name in node.test.find_all(nodes.Name)}
+        asked |= {node.test.name} if isinstance(node.test, nodes.Name) else set()
+        children.remove(node.test)
+    if isinstance(node, nodes.For):
+        children.remove(node.iter)  # what is undefined has no items
+    if isinstance(node, nodes.Filter) and node.name in ("default", "d") and node.node is not None:
+        children.remove(node.node)
+    return set().union(*map(_unconditional, children)) - asked
