@@ -6,13 +6,17 @@ error keeps its traceback.
 
 import ctypes
 import errno
+import hashlib
+import json
 import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from decode.common.cli import parse_settings
@@ -40,6 +44,13 @@ ADVICE = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 """{error number: what to do}: the errors of the world, which say nothing about the program."""
+
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable of torchrun that names the file in which a process leaves its error. The files of the processes that it
+started on this machine lie in folders side by side."""
+REPORTED = "reported-"
+"""What the names of empty files beside those folders begin with, one for each error that was printed."""
 
 
 class Terminated(BaseException):
@@ -177,13 +188,45 @@ def end_with_parent() -> None:
 
 
 def _end(code: int, line: str, error: BaseException) -> NoReturn:
-    """Prints the line with the notes of `error`; of several processes only the first prints the end by a signal."""
+    """Prints the line with the notes of `error`: of several processes of one launch the first that has it.
+
+    The end by a signal is the main process's to print, and nobody's if an error of another one is why the launcher sent
+    it.
+    """
     notes = "; ".join(getattr(error, "__notes__", []))
-    if code == 2 or os.environ.get("RANK", "0") == "0":
-        colon = "; " if code == 2 else ": "
-        print(redact(line + (colon + notes if notes else "")), file=sys.stderr, flush=True)
+    colon = "; " if code == 2 else ": "
+    line = redact(line + (colon + notes if notes else ""))
+    main = os.environ.get("RANK", "0") == "0"
+    if _is_first_to_report(line) if code == 2 else main and not _has_reported():
+        print(line, file=sys.stderr, flush=True)
     _leave_at_once_if_one_of_several(code)
     sys.exit(code)
+
+
+def _is_first_to_report(line: str) -> bool:
+    """Notes the error for torchrun, whose own report then ends with it; whether no other process of this launch and
+    machine has said it before."""
+    name = os.environ.get(ERROR_FILE)
+    if not name:
+        return True
+    stamp = {"py_callstack": line, "timestamp": str(int(time.time()))}
+    said = Path(name).parent.parent / f"{REPORTED}{hashlib.sha256(line.encode()).hexdigest()[:16]}"
+    try:
+        Path(name).write_text(json.dumps({"message": {"message": line, "extraInfo": stamp}}))
+        said.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except (
+        OSError
+    ):  # a full disk, or no folder of the launcher: better said by each process than by none
+        return True
+    return True
+
+
+def _has_reported() -> bool:
+    """Whether a process of this launch has ended with an error."""
+    name = os.environ.get(ERROR_FILE)
+    return bool(name) and any(Path(str(name)).parent.parent.glob(f"{REPORTED}*"))
 
 
 def _leave_at_once_if_one_of_several(code: int) -> None:
