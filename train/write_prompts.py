@@ -23,6 +23,7 @@ from rich.console import Console
 from decode.common import run_dir
 from decode.common.command import run_command
 from decode.common.damage import read_log
+from decode.common.disk_errors import naming
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.progress import progress_bars
@@ -161,8 +162,9 @@ def write_prompts(
                 "text": text,
                 "target": target.identity.to_json(),
             }
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
+            with naming(log):
+                file.write(json.dumps(entry) + "\n")
+                file.flush()
             bars.update(bar, speed=f"{tokens / (time.perf_counter() - start):,.0f} tokens/s")
             bars.advance(bar)
 

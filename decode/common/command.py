@@ -5,11 +5,9 @@ error keeps its traceback.
 """
 
 import ctypes
-import errno
 import hashlib
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -20,31 +18,11 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from decode.common.cli import parse_settings
+from decode.common.disk_errors import world_error
 from decode.common.errors import UserError
 from decode.common.secret_patterns import redact
 
 T = TypeVar("T")
-
-ADVICE = {
-    errno.ENOSPC: "free some space",
-    errno.EDQUOT: "free some of your quota",
-    errno.EROFS: "name a folder that can be written",
-    errno.EACCES: "change its permissions, or name another path",
-    errno.EPERM: "change its permissions, or name another path",
-    errno.ENOTDIR: "a part of the path is a file, name another path",
-    errno.EISDIR: "name a file",
-    errno.ENOENT: "check the path",
-    errno.EEXIST: "remove it, or name another path",
-    errno.ENAMETOOLONG: "give a shorter name",
-    errno.ELOOP: "a link of the path leads back to itself, name another path",
-    errno.EFBIG: "the file system takes no file of this size, name another folder",
-    errno.EIO: "check the disk",
-    errno.EBUSY: "it is in use or a mount point, name another path",
-    errno.EXDEV: "it lies on another disk, name another path",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-}
-"""{error number: what to do}: the errors of the world, which say nothing about the program."""
-
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """The variable of torchrun that names the file in which a process leaves its error. The files of the processes that it
@@ -93,28 +71,6 @@ def run_command(
         if line is None:
             raise
         _end(2, f"error: {line}", error)
-
-
-def world_error(error: BaseException | None) -> str | None:
-    """One line for an error of the world (see ADVICE) in `error` or in what caused it; None for any other error."""
-    if error is None:
-        return None
-    number = error.errno if isinstance(error, OSError) else _number_in(str(error))
-    if number in ADVICE:
-        files = (error.filename, error.filename2) if isinstance(error, OSError) else ()
-        where = " -> ".join(str(file) for file in files if file is not None)
-        return f"{where + ': ' if where else ''}{os.strerror(number)}: {ADVICE[number]}"
-    during = error.__context__ if isinstance(error, OSError | RuntimeError) else None
-    return world_error(error.__cause__ or during)
-
-
-def _number_in(message: str) -> int:
-    """The error number of libraries that write without Python's files; 0 if the message has none."""
-    found = re.search(r"os error (\d+)", message)
-    if found:
-        return int(found[1])
-    full = "No space left on device" in message or "iostream error" in message
-    return errno.ENOSPC if full else 0
 
 
 @contextmanager

@@ -303,8 +303,8 @@ def _blame_teacher(training: Training, rows: Sequence[SampleRow], loss: float, s
     bad = sorted(gather_object(named))
     if bad:
         raise UserError(
-            f"the loss is {loss} at step {step + 1}, because {training.teacher} gives NaN or infinity for row {bad[0]}: "
-            "change target_dtype (float16 overflows where bfloat16 and float32 do not), or leave the row out"
+            f"the loss is {loss} at step {step + 1}, because {training.teacher} gives NaN or infinity for row "
+            f"{bad[0]}: change target_dtype (float16 overflows where bfloat16 and float32 do not), or leave it out"
         )
     if step == 0:
         taught = "" if teacher is None else f" {training.teacher} gives numbers for each row:"
