@@ -19,10 +19,9 @@ from tests.decode.common.test_disk_errors import caused, full, largest_file
 from tests.decode.model.test_adapters import lora, write_adapter, write_base
 from tests.decode.model.test_quantized import quantized
 from tests.quantized import FORMS
-from tests.worlds import World
+from tests.worlds import Done, World
 from train.teacher import feature_store
-
-KEPT = "what is finished is kept in {out}, and the same command goes on"
+from train.teacher.feature_store import FeatureStore
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +49,20 @@ def words(command: str, world: World, data: Path, out: Path) -> list[object]:
     by_name: dict[str, list[object]] = {
         "sample": ["train/sample.py", *models, "--sources", source, "--max_new_tokens", 16],
         "train": train,
-        "features": [*train, "--draft.init", "", "--draft.family", "eagle3", "--features", out.parent / "features"],
+        "features": [*train, "--draft.init", "", "--draft.family", "eagle1", "--features", out.parent / "features"],
         "evaluate": ["eval/run.py", *models, "--tasks", tasks, "--max_new_tokens", 8,
                      "--methods", "[{name: ngram}]", "--temperatures", "[0.0]"],
     }  # fmt: skip
     return by_name[command]
+
+
+def assert_refused(done: Done, out: Path, file: str) -> None:
+    assert done.code == 2, done.err
+    said = done.err.splitlines()[-1]
+    assert said.startswith(f"error: {out.parent}/{file}"), said
+    assert "File too large: the file system takes no file of this size" in said
+    assert f"what is finished is kept in {out}, and the same command goes on" in said
+    assert list(out.parent.rglob("*.tmp")) == []
 
 
 @pytest.mark.parametrize(
@@ -62,7 +70,6 @@ def words(command: str, world: World, data: Path, out: Path) -> list[object]:
     [
         ("sample", 4_000, "out/shards/"),
         ("train", 100_000, "out/checkpoints/step-000002"),
-        ("features", 7_000, "features/"),
         ("evaluate", 12_000, "out/report.json"),
     ],
 )
@@ -74,14 +81,26 @@ def test_a_command_names_what_was_not_written_and_goes_on(
     line = words(command, world, data, out)
     with largest_file(size):
         done = worlds.call(*map(str, line))
-    assert done.code == 2, done.err
-    said = done.err.splitlines()[-1]
-    assert said.startswith(f"error: {tmp_path}/{file}"), said
-    assert "again" not in said.replace("run train/sample.py again", "")
-    assert KEPT.format(out=out) in said
-    assert list(out.rglob("*.tmp")) == []
+    assert_refused(done, out, file)
     again = worlds.call(*map(str, line))
     assert again.code == 0, again.err
+
+
+def test_features_name_their_shard(
+    world: World, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their shards are small, so that the limit holds for them alone."""
+    line = words("features", world, data, tmp_path / "out")
+    real = FeatureStore.write
+
+    def write(*args: Any) -> None:
+        with largest_file(400):
+            real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureStore, "write", write)
+        assert_refused(worlds.call(*map(str, line)), tmp_path / "out", "features/final/shards/")
+    assert worlds.call(*map(str, line)).code == 0
 
 
 def test_a_shard_that_may_not_be_read_is_not_taken_for_a_damaged_one(
