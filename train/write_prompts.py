@@ -32,6 +32,7 @@ from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
 from decode.model.fingerprint import ModelFingerprint, difference
 from decode.model.loading import Target, load_target
+from decode.model.vocabularies import check_embedded
 from decode.verification.sampling import SamplingParams
 from train.sampling.rows import reply_seed
 
@@ -106,6 +107,7 @@ def user_turns(s: WritePromptsConfig, target: Target) -> list[tuple[list[int], i
     turns = []
     for number, system in enumerate(s.systems):
         ids, end = user_turn(target.tokenizer, system)
+        check_embedded(target.tokenizer, ids, target.decoder.embedding_rows)
         if len(ids) >= target.decoder.context:
             raise UserError(
                 f"systems[{number}] makes a beginning of {len(ids)} tokens, and the target's context holds "

@@ -14,6 +14,7 @@ from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero
 from decode.engine.chat_template import Messages, Tools, encode_prompt
 from decode.model.loading import Target
+from decode.model.vocabularies import check_embedded
 from eval.tasks import row_files
 from eval.tasks.dataset_specs import (
     BUNDLED_PROMPTS_DIR,
@@ -131,7 +132,7 @@ def _next_turn(
     reply = {"role": "assistant", "content": answer}
     messages = [*item.messages, reply, {"role": "user", "content": item.later_turns[0]}]
     base = item.id.removesuffix(f":{number - 1}")
-    ids = encode_prompt(target.tokenizer, messages, item.tools)
+    ids = _encode(target, messages, item.tools)
     error = _context_error(ids, target)
     if error and too_long[item.task] == "refuse":
         raise UserError(
@@ -167,7 +168,7 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
     else:
         prompt = render_template(template, row)
     try:
-        ids = encode_prompt(target.tokenizer, prompt, tools)
+        ids = _encode(target, prompt, tools)
     except UserError as error:
         hint = "; or set the task's `turns: 1`" if len(users_turns) > 1 else ""
         raise UserError(f"{row.location}: {error}{hint}") from error
@@ -198,6 +199,12 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         later_turns=tuple(users_turns[1:]),
         error=error_text,
     )
+
+
+def _encode(target: Target, prompt: str | Messages, tools: Tools | None) -> list[int]:
+    ids = encode_prompt(target.tokenizer, prompt, tools)
+    check_embedded(target.tokenizer, ids, target.decoder.embedding_rows)
+    return ids
 
 
 def _read_own_row(row: DatasetRow) -> tuple[str | Messages, Tools | None]:

@@ -24,6 +24,7 @@ from decode.model.loading import (
     load_tokenizer,
     tokenizer_fingerprint,
 )
+from decode.model.vocabularies import check_embedded
 from train.data import conversations, prompts
 from train.data.conversations import Conversation
 from train.data.filters import EvaluationOverlap, FilterConfig, NearDuplicates, has_wrong_length
@@ -66,6 +67,14 @@ class TargetTokenizer:
     """Prompts are read by an encoder, which ends them as the tokenizer does (T5: with EOS)."""
     identity: ModelFingerprint | None = None
     """Of the model that answers; None where nobody does."""
+    embedded: int | None = None
+    """Tokens that the target embeds; None: not known."""
+
+    def check_embedded(self, conversation: Conversation) -> None:
+        """UserError for a token that was added to the tokenizer and that the target does not embed."""
+        if self.embedded is not None:
+            for ids in (*conversation.prompt_segments, *conversation.replies):
+                check_embedded(self.tokenizer, ids, self.embedded)
 
     @property
     def chat_template_hash(self) -> str | None:
@@ -85,6 +94,7 @@ class TargetTokenizer:
             target.eos,
             target.is_encoder_decoder,
             target.identity,
+            target.decoder.embedding_rows,
         )
 
 
@@ -117,6 +127,7 @@ def load_target_tokenizer(name: str, revision: str | None) -> TargetTokenizer:
         context=compatibility.context_length(text),
         eos=frozenset({*listed, tokenizer.eos_token_id} - {None}),
         encoder_decoder=config.is_encoder_decoder,
+        embedded=text.vocab_size,
     )
 
 
@@ -185,7 +196,10 @@ def tokenize_prompts(
     """Prompts whose replies the target will generate, tokenised many at a time; `log` counts those that are refused."""
 
     def convert(some: list[Prompt]) -> list[Conversation]:
-        return conversations.conversations_without_replies(reader.tokenizer, some, s.turns)
+        found = conversations.conversations_without_replies(reader.tokenizer, some, s.turns)
+        for conversation in found:
+            reader.check_embedded(conversation)
+        return found
 
     while some := list(itertools.islice(read, TOKENIZED_TOGETHER)):
         try:
@@ -205,6 +219,12 @@ def tokenize_texts(
     """
 
     def convert(prompt: Prompt) -> list[tuple[Prompt, Conversation]]:
+        found = tokenize(prompt)
+        for _, conversation in found:
+            reader.check_embedded(conversation)
+        return found
+
+    def tokenize(prompt: Prompt) -> list[tuple[Prompt, Conversation]]:
         if reader.encoder_decoder:
             return [(prompt, conversations.encoder_pair(reader.tokenizer, prompt))]
         if not has_replies(prompt):

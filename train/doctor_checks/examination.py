@@ -13,7 +13,7 @@ from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, Seed, Share, zero_or
 from decode.model.loading import load_config
 from train.data import mixture
-from train.data.conversations import TurnSelection
+from train.data.conversations import Conversation, TurnSelection
 from train.data.manifest import load_set
 from train.data.mixture import DataSpec
 from train.data.prompt_pipeline import TargetTokenizer, evaluation_texts
@@ -183,6 +183,7 @@ def examine_prompts(
     for i, prompt in enumerate(prompts):
         try:
             ids = encode_prompt(reader.tokenizer, prompt)
+            reader.check_embedded(Conversation([ids], []))
         except UserError as error:
             why = why or f"{prompt.location}: {error}"
             refused.add(SeenRow(prompt.id, prompt_row(prompt, []), reader.tokenizer, None, False))
