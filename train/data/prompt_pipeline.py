@@ -29,6 +29,7 @@ from train.data import conversations, prompts
 from train.data.conversations import Conversation
 from train.data.filters import EvaluationOverlap, FilterConfig, NearDuplicates, has_wrong_length
 from train.data.prompts import Prompt
+from train.data.rendered_text import template_marks
 from train.data.sources import ANSWER_ADVICE, REPEATS, UNANSWERED, PromptSource, ReadLog
 
 OVERLAPS = "dropped_as_evaluation"
@@ -147,9 +148,13 @@ def load_prompts(
     tokenize = tokenize_texts if s.origin == "text" else tokenize_prompts
     evaluation = EvaluationOverlap(evaluation_texts(s.decontaminate))
     unlike = NearDuplicates(s.filters.near_duplicates)
+    marks = template_marks(reader.tokenizer)
     kept: list[TokenizedPrompt] = []
     reason = ""
     for prompt, conversation in tokenize(s, read, reader, log):
+        if prompt.sample == 0 and (mark := marks.found_in_prompt(prompt)):
+            log.rendered += 1
+            log.first_rendered = log.first_rendered or f"{prompt.location or prompt.id} ({mark!r})"
         if prompt.sample == 0:  # the others have the same content, and are kept or dropped with it
             reason = _why_dropped(s, prompt, conversation, evaluation, unlike)
             packed = conversation.packed()
