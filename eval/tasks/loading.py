@@ -76,6 +76,8 @@ class TaskPrompt:
     """The user's messages after this turn."""
     error: str = ""
     """Why it cannot be decoded; empty if it can."""
+    form: str = ""
+    """How its row of a file of the user's was read, such as "read as prompt (columns prompt)"."""
 
 
 def load_task_prompts(task: Task, target: Target) -> list[TaskPrompt]:
@@ -154,7 +156,7 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
     template = spec.chat_prompt if chat and spec.chat_prompt else spec.prompt
     users_turns: list[str] = []
     prompt: str | Messages
-    tools = None
+    tools, form = None, ""
     if turns is not None:
         if not _is_text_list(turns):
             raise UserError(f"{row.location}: `turns` must be a list of the user's messages")
@@ -164,7 +166,7 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         prompt = first if len(users_turns) == 1 else [{"role": "user", "content": first}]
         tools = read_tools(row.fields, row.location)
     elif spec is CUSTOM_DATASET:
-        prompt, tools = _read_own_row(row)
+        prompt, tools, form = _read_own_row(row)
     else:
         prompt = render_template(template, row)
     try:
@@ -198,6 +200,7 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         tools=tools,
         later_turns=tuple(users_turns[1:]),
         error=error_text,
+        form=form,
     )
 
 
@@ -207,13 +210,13 @@ def _encode(target: Target, prompt: str | Messages, tools: Tools | None) -> list
     return ids
 
 
-def _read_own_row(row: DatasetRow) -> tuple[str | Messages, Tools | None]:
-    """(the prompt of a row of the user's file, its tools), as training reads them."""
+def _read_own_row(row: DatasetRow) -> tuple[str | Messages, Tools | None, str]:
+    """(the prompt of a row of the user's file, its tools, how it was read), as training reads them."""
     found = read_row(row.fields, row.location, answered=False)
     prompt = None if found is None else found.question()
     if found is None or prompt is None:
         raise UserError(f"{row.location} has no prompt: fill it or remove the row")
-    return prompt, found.tools
+    return prompt, found.tools, found.describe(row.fields)
 
 
 def _is_text_list(turns: Any) -> bool:

@@ -114,8 +114,6 @@ def test_only_what_is_asked_is_looked_at() -> None:
     marks = MARKS[CHATML]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<|im_start|>"}]
     assert marks.found_in_prompt(Prompt("1", "s", None, messages, 0)) == ""
-    parts = [{"role": "user", "content": [{"type": "text", "text": "a <|im_start|>user b"}]}]
-    assert marks.found_in_prompt(Prompt("1", "s", None, parts, 0)) == "<|im_start|>"
     system = [
         {"role": "system", "content": "<|im_start|>system"},
         {"role": "user", "content": "Hi"},
