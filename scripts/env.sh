@@ -21,8 +21,9 @@ fi
 PATH=$PWD/.venv/bin:$PATH
 export TOKENIZERS_PARALLELISM=false
 # One process on whatever device there is. With a file accelerate does not warn about defaults, and the commands' own
-# precision stands. On a CPU accelerate gives a process one thread by default.
-launch="accelerate launch --config_file configs/accelerate/one_gpu.yaml"
+# precision stands. On a CPU accelerate gives a process one thread by default. Quiet: without its own traceback below the
+# line with which a command ends.
+launch="accelerate launch --quiet --config_file configs/accelerate/one_gpu.yaml"
 launch="$launch --num_cpu_threads_per_process $(nproc 2>/dev/null || sysctl -n hw.ncpu)"
 # What samples and trains fastest, bfloat16 or float32, in $dtype and $precision: measured once for the environment.
 pick_dtype() {

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -107,6 +108,16 @@ def build(folder: Path, prompts: int = 48, layers: int = 2) -> World:
         prompts=write_prompts(folder / "prompts.jsonl", texts),
         texts=texts,
     )
+
+
+def overflowing(folder: Path) -> Path:
+    """A target that is fine but for one token, "~", whose states overflow in float16."""
+    tokenizer = byte_tokenizer()
+    model: Any = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=2048)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[tokenizer("~")["input_ids"][0]] = 65504.0
+        model.model.layers[0].mlp.down_proj.weight *= 200.0
+    return save(folder, model, tokenizer)
 
 
 def copied(world: World, folder: Path) -> World:

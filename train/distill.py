@@ -41,6 +41,7 @@ from decode.drafts.base import (
 )
 from decode.model import attention
 from decode.model.loading import Target
+from decode.model.vocabularies import check_embedded
 from decode.verification.sampling import SamplingParams
 from train.data import manifest, mixture, sample_store
 from train.data.mixture import DataSpec
@@ -150,6 +151,18 @@ def load_rows(s: DistillConfig, target: Target) -> tuple[mixture.Mixture, int]:
     return mixture.load(
         s.data, max_sample_length(s, target), target.fingerprint, target.name, s.supervise, s.seed
     )
+
+
+def check_embedded_rows(rows: Sequence[SampleRow], target: Target) -> None:
+    """UserError for a row with a token that was added to the tokenizer and that the target does not embed."""
+    size = target.decoder.embedding_rows
+    if max(target.tokenizer.get_vocab().values()) < size:
+        return
+    for row in rows:
+        try:
+            check_embedded(target.tokenizer, row["input_ids"], size)
+        except UserError as error:
+            raise UserError(f"sample {row['id']}: {error}; sampling again leaves it out") from error
 
 
 def check_encoder_decoder(s: DistillConfig, target: Target) -> None:
@@ -339,6 +352,7 @@ def load_components(
     )
     check_encoder_decoder(s, target)
     rows, dropped = load_rows(s, target)
+    check_embedded_rows(rows, target)
     if accelerator.is_main_process:
         mixture.check_target(s.data, target, s.allow_changed)
     s = replace(s, loop=s.loop.resolve_epochs(len(rows)))
@@ -347,6 +361,8 @@ def load_components(
         checkpoint.check_inputs(Path(s.out), inputs, s.allow_changed)
     templates = mixture.templates_of(s.data)
     acceptance_eval = AcceptanceEval(s.check, target, s.seed, rows, templates)
+    for prompt in acceptance_eval.prompts if s.loop.eval_every > 0 else []:
+        check_embedded(target.tokenizer, prompt, target.decoder.embedding_rows)
     draft = build_draft(s, target, rows)
     return s, RunComponents(target, rows, dropped, draft, acceptance_eval, inputs)
 

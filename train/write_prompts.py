@@ -23,6 +23,7 @@ from rich.console import Console
 from decode.common import run_dir
 from decode.common.command import run_command
 from decode.common.damage import read_log
+from decode.common.disk_errors import naming
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.progress import progress_bars
@@ -33,6 +34,7 @@ from decode.engine.template_choice import TemplateSetting
 from decode.engine.trained_template import use_template
 from decode.model.fingerprint import ModelFingerprint, difference
 from decode.model.loading import Target, load_target
+from decode.model.vocabularies import check_embedded
 from decode.verification.sampling import SamplingParams
 from train.sampling.rows import reply_seed
 
@@ -109,6 +111,7 @@ def user_turns(s: WritePromptsConfig, target: Target) -> list[tuple[list[int], i
     turns = []
     for number, system in enumerate(s.systems):
         ids, end = user_turn(target.tokenizer, system)
+        check_embedded(target.tokenizer, ids, target.decoder.embedding_rows)
         if len(ids) >= target.decoder.context:
             raise UserError(
                 f"systems[{number}] makes a beginning of {len(ids)} tokens, and the target's context holds "
@@ -165,8 +168,9 @@ def write_prompts(
                 "text": text,
                 "target": target.identity.to_json(),
             }
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
+            with naming(log):
+                file.write(json.dumps(entry) + "\n")
+                file.flush()
             bars.update(bar, speed=f"{tokens / (time.perf_counter() - start):,.0f} tokens/s")
             bars.advance(bar)
 

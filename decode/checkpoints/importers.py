@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from decode.checkpoints import layouts
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.checkpoints.eight_bit import dequantized
+from decode.common.disk_errors import disk_error
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.model.loading import adapter_folder
@@ -147,7 +148,8 @@ def tensor_files(path: str) -> dict[str, Path]:
                 with safe_open(folder / file, "pt") as tensors:
                     return dict.fromkeys(tensors.keys(), folder / file)
             except (OSError, SafetensorError) as error:
-                raise UserError(f"draft {path!r}: {file} cannot be read: {error}") from error
+                reason = disk_error(error, folder / file) or f"{file} cannot be read: {error}"
+                raise UserError(f"draft {path!r}: {reason}") from error
     for file in PICKLE_FILES:
         if (folder / file).is_file():
             return dict.fromkeys(_unpickle(folder / file), folder / file)
@@ -170,7 +172,8 @@ def raw_tensors(path: str) -> Tensors:
             with safe_open(file, "pt") as stored:
                 tensors |= {name: stored.get_tensor(name) for name in names}
         except (OSError, SafetensorError) as error:
-            raise UserError(f"draft {path!r}: {file.name} cannot be read: {error}") from error
+            reason = disk_error(error, file) or f"{file.name} cannot be read: {error}"
+            raise UserError(f"draft {path!r}: {reason}") from error
     return tensors
 
 
@@ -192,6 +195,9 @@ def _unpickle(file: Path) -> Tensors:
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+        refused = disk_error(error, file)
+        if refused:
+            raise UserError(refused) from error
         reason = "holds more than tensors" if "weights_only" in str(error) else "cannot be read"
         raise UserError(f"{file} {reason}: convert it to safetensors where you trust it") from error
     if not isinstance(content, dict) or not all(torch.is_tensor(t) for t in content.values()):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from decode.common.disk_errors import naming
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.model.compatibility import rope_configs
@@ -296,7 +297,8 @@ def write_checkpoint(
     """Writes config.json and the tensors, unchanged, into `file` of `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: value.contiguous() for name, value in tensors.items()}
-    save_file(contiguous, folder / file, metadata={"format": "pt"})
+    with naming(folder / file):
+        save_file(contiguous, folder / file, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 

@@ -5,41 +5,30 @@ error keeps its traceback.
 """
 
 import ctypes
-import errno
+import hashlib
+import json
 import os
-import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from decode.common.cli import parse_settings
+from decode.common.disk_errors import world_error
 from decode.common.errors import UserError
 from decode.common.secret_patterns import redact
 
 T = TypeVar("T")
 
-ADVICE = {
-    errno.ENOSPC: "free some space",
-    errno.EDQUOT: "free some of your quota",
-    errno.EROFS: "name a folder that can be written",
-    errno.EACCES: "change its permissions, or name another path",
-    errno.EPERM: "change its permissions, or name another path",
-    errno.ENOTDIR: "a part of the path is a file, name another path",
-    errno.EISDIR: "name a file",
-    errno.ENOENT: "check the path",
-    errno.EEXIST: "remove it, or name another path",
-    errno.ENAMETOOLONG: "give a shorter name",
-    errno.ELOOP: "a link of the path leads back to itself, name another path",
-    errno.EFBIG: "the file system takes no file of this size, name another folder",
-    errno.EIO: "check the disk",
-    errno.EBUSY: "it is in use or a mount point, name another path",
-    errno.EXDEV: "it lies on another disk, name another path",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-}
-"""{error number: what to do}: the errors of the world, which say nothing about the program."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable of torchrun that names the file in which a process leaves its error. The files of the processes that it
+started on this machine lie in folders side by side."""
+REPORTED = "reported-"
+"""What the names of empty files beside those folders begin with, one for each error that was printed."""
 
 
 class Terminated(BaseException):
@@ -82,28 +71,6 @@ def run_command(
         if line is None:
             raise
         _end(2, f"error: {line}", error)
-
-
-def world_error(error: BaseException | None) -> str | None:
-    """One line for an error of the world (see ADVICE) in `error` or in what caused it; None for any other error."""
-    if error is None:
-        return None
-    number = error.errno if isinstance(error, OSError) else _number_in(str(error))
-    if number in ADVICE:
-        files = (error.filename, error.filename2) if isinstance(error, OSError) else ()
-        where = " -> ".join(str(file) for file in files if file is not None)
-        return f"{where + ': ' if where else ''}{os.strerror(number)}: {ADVICE[number]}"
-    during = error.__context__ if isinstance(error, OSError | RuntimeError) else None
-    return world_error(error.__cause__ or during)
-
-
-def _number_in(message: str) -> int:
-    """The error number of libraries that write without Python's files; 0 if the message has none."""
-    found = re.search(r"os error (\d+)", message)
-    if found:
-        return int(found[1])
-    full = "No space left on device" in message or "iostream error" in message
-    return errno.ENOSPC if full else 0
 
 
 @contextmanager
@@ -177,13 +144,45 @@ def end_with_parent() -> None:
 
 
 def _end(code: int, line: str, error: BaseException) -> NoReturn:
-    """Prints the line with the notes of `error`; of several processes only the first prints the end by a signal."""
+    """Prints the line with the notes of `error`: of several processes of one launch the first that has it.
+
+    The end by a signal is the main process's to print, and nobody's if an error of another one is why the launcher sent
+    it.
+    """
     notes = "; ".join(getattr(error, "__notes__", []))
-    if code == 2 or os.environ.get("RANK", "0") == "0":
-        colon = "; " if code == 2 else ": "
-        print(redact(line + (colon + notes if notes else "")), file=sys.stderr, flush=True)
+    colon = "; " if code == 2 else ": "
+    line = redact(line + (colon + notes if notes else ""))
+    main = os.environ.get("RANK", "0") == "0"
+    if _is_first_to_report(line) if code == 2 else main and not _has_reported():
+        print(line, file=sys.stderr, flush=True)
     _leave_at_once_if_one_of_several(code)
     sys.exit(code)
+
+
+def _is_first_to_report(line: str) -> bool:
+    """Notes the error for torchrun, whose own report then ends with it; whether no other process of this launch and
+    machine has said it before."""
+    name = os.environ.get(ERROR_FILE)
+    if not name:
+        return True
+    stamp = {"py_callstack": line, "timestamp": str(int(time.time()))}
+    said = Path(name).parent.parent / f"{REPORTED}{hashlib.sha256(line.encode()).hexdigest()[:16]}"
+    try:
+        Path(name).write_text(json.dumps({"message": {"message": line, "extraInfo": stamp}}))
+        said.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except (
+        OSError
+    ):  # a full disk, or no folder of the launcher: better said by each process than by none
+        return True
+    return True
+
+
+def _has_reported() -> bool:
+    """Whether a process of this launch has ended with an error."""
+    name = os.environ.get(ERROR_FILE)
+    return bool(name) and any(Path(str(name)).parent.parent.glob(f"{REPORTED}*"))
 
 
 def _leave_at_once_if_one_of_several(code: int) -> None:

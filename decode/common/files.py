@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import yaml
 
+from decode.common.disk_errors import naming
 from decode.common.errors import UserError, first_line
 
 MAX_DEPTH = 100
@@ -44,11 +45,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with naming(path):
+            with temporary.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
     except OSError:  # such as a full disk
         with contextlib.suppress(OSError):
             temporary.unlink()

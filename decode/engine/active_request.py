@@ -10,6 +10,7 @@ from decode.drafts.causal import CausalDraft
 from decode.drafts.recurrent_draft import RecurrentDraft
 from decode.model.loading import Target
 from decode.model.vision.vision_runner import ImageInputs
+from decode.model.vocabularies import check_embedded
 
 
 @dataclass
@@ -104,6 +105,15 @@ def check_prompts(prompts: list[list[int]], context: int, max_new_tokens: int) -
             raise UserError(
                 f"prompt {i} has {len(prompt)} tokens and the target's context holds {context}: shorten it"
             )
+
+
+def check_tokens(
+    target: Target, prompts: list[list[int]], images: Sequence[ImageInputs | None] | None
+) -> None:
+    """UserError for a token that the target does not embed; what stands for an image may be one."""
+    for i, prompt in enumerate(prompts):
+        if images is None or images[i] is None:
+            check_embedded(target.tokenizer, prompt, target.decoder.embedding_rows)
 
 
 def check_images(

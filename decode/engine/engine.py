@@ -24,6 +24,7 @@ from decode.engine.active_request import (
     check_draft_length,
     check_images,
     check_prompts,
+    check_tokens,
     warn_of_short_draft,
 )
 from decode.engine.cuda_graph import AsyncHostCopy, CudaGraphRunner
@@ -153,10 +154,11 @@ class SpeculativeEngine:
         that its text does not depend on its batch. `choose` replaces all random choices (tests enumerate them; it needs
         a row for each prompt). `matchers` gives each prompt the grammar of its answer, or None; they themselves are not
         moved. `images` gives each prompt of a vision-language target the inputs of its images, or None; drafts see
-        their placeholder tokens. UserError for an empty prompt or one that leaves no room in the target's context, for
-        logits of target or draft that are NaN, for grammars in a mode other than eager or with a draft of trees, for
-        images that the target does not read, and for a target or draft that another generator uses: from its first
-        `next()` on, until it has ended, failed, been closed or been garbage-collected (decode/common/in_use.py).
+        their placeholder tokens. UserError for an empty prompt, one that leaves no room in the target's context, or has
+        a token that the target does not embed, for logits of target or draft that are NaN, for grammars in a mode other
+        than eager or with a draft of trees, for images that the target does not read, and for a target or draft that
+        another generator uses: from its first `next()` on, until it has ended, failed, been closed or been
+        garbage-collected (decode/common/in_use.py).
         """
         records = self._decode(
             prompts, max_new_tokens, rows, seed, seeds, choose, phases, matchers, images
@@ -202,6 +204,7 @@ class SpeculativeEngine:
         context = target.decoder.context
         check_prompts(prompts, context, max_new_tokens)
         check_images(target, prompts, images)
+        check_tokens(target, prompts, images)
         if rows is None or self.mode == "eager":  # compiled code is of a number of rows
             rows = min(rows or len(prompts), len(prompts))
         limits = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]

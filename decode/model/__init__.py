@@ -4,6 +4,7 @@
 - config_checks: whether the sizes in a config make sense
 - loading: models and tokenizers from a folder or the Hub, devices and dtypes, and `Target`
 - fingerprint: what a target is, wherever its files lie: its weights and the settings of its arithmetic
+- made_folders: cached folders that are made once of a model's files, by one process at a time
 - gguf_files: GGUF models, dequantised once into a cached folder for each dtype
 - gguf_reader: keys, tensors and parts of GGUF files, and their weights as safetensors
 - gguf_architectures: the config and parameters that keys and tensors mean; what is not followed is refused by name

@@ -13,7 +13,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,12 @@ from huggingface_hub import constants, hf_hub_download, list_repo_files, snapsho
 from safetensors import safe_open
 
 from decode.common import damage
+from decode.common.disk_errors import disk_error
 from decode.common.errors import UserError, one_line
 from decode.common.files import read_json_object, write_atomically
-from decode.common.lock import hold
 from decode.model import tied_heads
-from decode.model.names import is_local
+from decode.model.made_folders import made_folder
+from decode.model.names import cache_error, is_local
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -161,14 +162,17 @@ def without_adapter(folder: str) -> str:
     source = Path(folder).resolve()
     digest = hashlib.sha256(str(source).encode()).hexdigest()
     links = Path(constants.HF_HOME) / "draftsmith" / "whole" / digest[:16]
-    links.mkdir(parents=True, exist_ok=True)
     files = {file.name: file for file in source.iterdir() if not file.name.startswith("adapter_")}
-    for link in links.iterdir():
-        if link.name not in files:
-            link.unlink(missing_ok=True)
-    for name, file in files.items():
-        with contextlib.suppress(FileExistsError):
-            (links / name).symlink_to(file)
+    try:
+        links.mkdir(parents=True, exist_ok=True)
+        for link in links.iterdir():
+            if link.name not in files:
+                link.unlink(missing_ok=True)
+        for name, file in files.items():
+            with contextlib.suppress(FileExistsError):
+                (links / name).symlink_to(file)
+    except OSError as error:
+        raise UserError(f"{folder!r} is linked in the cache: {cache_error(error)}") from error
     return str(links)
 
 
@@ -193,48 +197,33 @@ def merged_folder(
     }
     content = [own, _identity(base_folder, config)]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-    made = Path(constants.HF_HOME) / "draftsmith" / "adapters" / digest
-    if not (made / SOURCE_FILE).is_file():
-        try:
-            made.parent.mkdir(parents=True, exist_ok=True)
-            # Processes of one launch come here together, and a merge takes the memory of the whole base.
-            with hold(made.with_suffix(".lock"), made, wait=True):
-                if not (made / SOURCE_FILE).is_file():
-                    _make(adapter, base_folder, config, load_base(), made)
-        except OSError as error:
-            raise UserError(
-                f"{adapter.what} {adapter.name!r} cannot be merged into {made} "
-                f"({error.strerror or one_line(error)}): free its disk, or set HF_HOME to a folder elsewhere"
-            ) from error
+    what = f"{adapter.what} {adapter.name!r}, an adapter,"
+    save = partial(_save_merged, adapter, base_folder, config, load_base)
+    made = made_folder("adapters", digest, SOURCE_FILE, what, save)
     damage.warn_once(
         f"{adapter.name!r} is an adapter ({adapter.kind}) of {adapter.base!r}: both are used, merged in {made}"
     )
     return made
 
 
-def _make(adapter: Adapter, base_folder: str, config: Any, base: Any, made: Path) -> None:
-    model = merge(adapter, base)
-    partial = made.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        model.save_pretrained(partial, safe_serialization=True)
-        base_files = _local_copy(base_folder, config)
-        has_tokenizer = any(_files(adapter.folder, ["tokenizer.json", "tokenizer.model"]))
-        tokenizer_files = adapter.folder if has_tokenizer else base_files
-        sources = {
-            base_files: BASE_FILES,
-            adapter.folder: ("generation_config.json",),
-        }
-        for folder, patterns in [*sources.items(), (tokenizer_files, TOKENIZER_FILES)]:
-            for file in _files(folder, patterns):
-                copy = partial / file.relative_to(folder)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, copy)
-        note = {"adapter": adapter.name, "base": adapter.base, "peft_type": adapter.kind}
-        write_atomically(partial / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
-        partial.rename(made)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def _save_merged(
+    adapter: Adapter, base_folder: str, config: Any, load_base: Callable[[], Any], made: Path
+) -> None:
+    merge(adapter, load_base()).save_pretrained(made, safe_serialization=True)
+    base_files = _local_copy(base_folder, config)
+    has_tokenizer = any(_files(adapter.folder, ["tokenizer.json", "tokenizer.model"]))
+    tokenizer_files = adapter.folder if has_tokenizer else base_files
+    sources = {
+        base_files: BASE_FILES,
+        adapter.folder: ("generation_config.json",),
+    }
+    for folder, patterns in [*sources.items(), (tokenizer_files, TOKENIZER_FILES)]:
+        for file in _files(folder, patterns):
+            copy = made / file.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
+    note = {"adapter": adapter.name, "base": adapter.base, "peft_type": adapter.kind}
+    write_atomically(made / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
 
 
 def merge(adapter: Adapter, base: Any) -> Any:
@@ -274,6 +263,9 @@ def merge(adapter: Adapter, base: Any) -> Any:
     except UserError:
         raise
     except Exception as error:  # a wrong base fails in any of a dozen ways
+        refused = disk_error(error, adapter.folder)
+        if refused is not None:
+            raise adapter.refusal(f": {refused}") from error
         raise adapter.refusal(
             f", and the two cannot be merged ({one_line(error)}): if it was trained on another base, write that into "
             f"base_model_name_or_path of {CONFIG_FILE}"

@@ -9,34 +9,31 @@ import errno
 import hashlib
 import json
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, hf_hub_download, list_repo_files
+from huggingface_hub import hf_hub_download, list_repo_files
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from decode.common import damage
+from decode.common.disk_errors import disk_error
 from decode.common.errors import UserError, first_line
 from decode.common.files import write_atomically
 from decode.model.gguf_architectures import build_config, list_weights
 from decode.model.gguf_reader import part_names, read_gguf, write_safetensors
+from decode.model.made_folders import made_folder
+from decode.model.names import cache_error
 
 SOURCE_FILE = "gguf.json"
 """Written last into a folder, so that a folder with it is whole."""
 FORMAT = 2
 """Of what is in a folder: those of another number are not used."""
-DISK_ERRORS = {
-    errno.ENOSPC: "is full",
-    errno.EDQUOT: "has no more room for this user",
-    errno.EFBIG: "takes no file of that size",
-    errno.EROFS: "is read-only",
-}
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -127,46 +124,14 @@ def dequantise(parts: list[Path], source: str, dtype: torch.dtype | None = None)
     """The cached folder of the GGUF in `parts`, made now unless it is there. `source` is noted in it."""
     with _errors_named(source):
         digest = _digest(parts)
-        root = Path(constants.HF_HOME) / "draftsmith" / "gguf"
-        plain = _made(
-            root / f"{digest[:16]}-v{FORMAT}",
-            lambda folder: _save_config(parts, source, digest, folder),
-        )
+        name, what = f"{digest[:16]}-v{FORMAT}", f"GGUF {source!r}"
+        save = partial(_save_config, parts, source, digest)
+        plain = made_folder("gguf", name, SOURCE_FILE, what, save)
         if dtype is None:
             return plain
-        name = str(dtype).removeprefix("torch.")
-        return _made(
-            root / f"{plain.name}-{name}", lambda folder: _save_weights(parts, plain, dtype, folder)
-        )
-
-
-def _made(folder: Path, make: Callable[[Path], None]) -> Path:
-    """`folder`, which `make` fills unless it is there whole."""
-    if (folder / SOURCE_FILE).is_file():
-        return folder
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        make(partial)
-        if not folder.exists():  # another process may have made it meanwhile
-            partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return folder
-
-
-def _disk_error(error: Exception) -> str | None:
-    """What the disk of the cache refuses; None for another error. Libraries in Rust put its number into a text."""
-    numbers = [number for number in DISK_ERRORS if f"(os error {number})" in str(error)]
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        numbers = [error.errno]
-    if numbers:
-        return f"that disk {DISK_ERRORS[numbers[0]]} ({first_line(error)})"
-    writing = (PermissionError, NotADirectoryError, FileExistsError)
-    at = str(getattr(error, "filename", None) or "")
-    if isinstance(error, writing) and at.startswith(str(constants.HF_HOME)):
-        return f"{at} cannot be made ({error.strerror})"
-    return None
+        name += f"-{str(dtype).removeprefix('torch.')}"
+        save = partial(_save_weights, parts, plain, dtype)
+        return made_folder("gguf", name, SOURCE_FILE, what, save)
 
 
 def _save_config(parts: list[Path], source: str, digest: str, folder: Path) -> None:
@@ -175,7 +140,6 @@ def _save_config(parts: list[Path], source: str, digest: str, folder: Path) -> N
     config = build_config(content, str(parts[0]))
     list_weights(content, config, str(parts[0]))
     keys = content.keys
-    folder.mkdir()
     config.save_pretrained(folder)
     ends = [keys.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
     GenerationConfig(
@@ -207,7 +171,6 @@ def _save_weights(parts: list[Path], plain: Path, dtype: torch.dtype, folder: Pa
         raise OSError(
             errno.ENOSPC, f"{needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free"
         )
-    folder.mkdir()
     config.dtype = dtype
     config.save_pretrained(folder)
     for file in plain.iterdir():
@@ -266,12 +229,9 @@ def _errors_named(name: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # a damaged file fails in any of a dozen ways
-        reason = _disk_error(error)
-        if reason is not None:
-            raise UserError(
-                f"GGUF {name!r} is converted in {constants.HF_HOME}, and {reason}: make room or allow writing there, "
-                "or set HF_HOME to another folder"
-            ) from error
+        refused = cache_error(error) or disk_error(error)
+        if refused is not None:
+            raise UserError(f"GGUF {name!r}: {refused}") from error
         if isinstance(error, OSError) and error.filename is not None:
             reason = f"{error.filename} cannot be read ({error.strerror})"
             raise UserError(f"GGUF {name!r}: {reason}") from error

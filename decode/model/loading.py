@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from decode.common import damage
+from decode.common.disk_errors import disk_error
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.model import tied_heads
@@ -33,7 +34,7 @@ from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.fingerprint import ModelFingerprint, weights_fingerprint
 from decode.model.gguf_files import gguf_folder
 from decode.model.linear.int8_weights import quantize_linear_layers
-from decode.model.names import check_name, is_local, load_error
+from decode.model.names import cache_error, check_name, is_local, load_error
 from decode.model.quantized.checkpoints import check_whole_numbers, quantized_folder
 from decode.model.runner import ModelRunner
 from decode.model.vision.vision_runner import is_vision_language
@@ -337,8 +338,11 @@ def check_finite(model: Any, what: str, dtype: str) -> None:
 def _load_error(
     name: str, what: str, folder: str, files: Sequence[str], error: Exception
 ) -> UserError:
-    """The UserError for `error`: what is wrong with the first bad one of the JSON `files` in a local `folder`, else
-    the reason that the library gives."""
+    """The UserError for `error`: what a disk refused, else what is wrong with the first bad one of the JSON `files` in
+    a local `folder`, else the reason that the library gives."""
+    refused = cache_error(error) or disk_error(error, folder)
+    if refused:
+        return UserError(f"{what} {name!r} cannot be loaded: {refused}")
     for path in (Path(folder) / file for file in files):
         if path.is_file():
             try:

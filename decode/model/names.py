@@ -12,6 +12,7 @@ from typing import Literal
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session
 
+from decode.common.disk_errors import disk_error, world_error
 from decode.common.errors import UserError, one_line
 
 Kind = Literal["model", "dataset"]
@@ -72,13 +73,28 @@ def check_name(name: str, what: str, kind: Kind = "model", revision: str | None 
 
 
 def load_error(name: str, kind: Kind, error: Exception) -> str:
-    """Why `name` could not be loaded, in one line: `error`, or that the Hub cannot be reached and has to be."""
+    """Why `name` could not be loaded, in one line: what a disk refused, that the Hub cannot be reached and has to be,
+    or `error`."""
+    refused = cache_error(error) or disk_error(error)
+    if refused:
+        return refused
     if constants.HF_HUB_OFFLINE and not is_local(name, kind) and not _cached(name, kind):
         return (
             f"there is no such path, the Hub's cache does not hold it, and {constants.ENDPOINT} is not reached (no "
             "network, or HF_HUB_OFFLINE is set): correct the name or the network"
         )
     return one_line(error)
+
+
+def cache_error(error: Exception) -> str | None:
+    """What the disk of the Hub's cache refused, in one line; None if it is not the cache's error.
+
+    That is an error of a path in it, or one of writing that names no file: only the cache is written while models load.
+    """
+    found = disk_error(error, written=constants.HF_HOME) or world_error(error)
+    files = (found or "").partition(": ")[0].split(" -> ")  # of a file that was copied two
+    inside = any(file.startswith((constants.HF_HOME, constants.HF_HUB_CACHE)) for file in files)
+    return f"{found}, or set HF_HOME to a folder on another disk" if inside else None
 
 
 def _cached(name: str, kind: Kind) -> bool:

@@ -1,7 +1,11 @@
-"""Whether two tokenizers give their ids to the same tokens, so that a draft of one can serve a target of the other."""
+"""Whether two tokenizers give their ids to the same tokens, so that a draft of one can serve a target of the other, and
+whether a model embeds the tokens of a text."""
 
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
+
+from decode.common.errors import UserError
 
 PROBE = "def f(x):\n    return x ** 2  # 1234567 Ünïcode → ok\n\n\t\tend"
 """A text that tokenizers of equal vocabularies may split in different ways."""
@@ -29,6 +33,18 @@ def disagreement(own: Any, other: Any) -> str | None:
 def unknown_ids(own: Any, other: Any, columns: int) -> list[int]:
     """The ids below `columns` that only one of two tokenizers has, in rising order: a draft does not draft them."""
     return sorted(n for n in _tokens(own).keys() ^ _tokens(other).keys() if n < columns)
+
+
+def check_embedded(tokenizer: Any, ids: Sequence[int], rows: int) -> None:
+    """UserError that names the first token of a text for which a model with `rows` of embedding has none."""
+    if max(ids, default=0) < rows:
+        return
+    token = next(int(one) for one in ids if one >= rows)
+    raise UserError(
+        f"token {tokenizer.convert_ids_to_tokens(token)!r} has id {token}, and the target embeds {rows} tokens, the "
+        f"last one with id {rows - 1}: it was added to the tokenizer alone; resize the model's embedding "
+        "(resize_token_embeddings) and train its row, or keep the token out of prompts and chat template"
+    )
 
 
 def _tokens(tokenizer: Any) -> dict[int, str]:

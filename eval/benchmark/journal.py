@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.common import damage, provenance, run_dir
+from decode.common.disk_errors import naming
 from decode.common.errors import UserError
 from decode.model.fingerprint import ModelFingerprint, difference
 
@@ -50,7 +51,7 @@ class Journal:
     def put(self, key: list[Any], value: Any) -> None:
         """Keeps `value`; it is on disk before this returns."""
         line = json.dumps({"key": key, "value": value})
-        with self.path.open("a", encoding="utf-8") as file:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         self._values[json.dumps(key)] = json.loads(line)["value"]
 

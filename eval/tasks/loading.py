@@ -14,6 +14,7 @@ from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero
 from decode.engine.chat_template import Arguments, Messages, Tools, encode_prompt
 from decode.model.loading import Target
+from decode.model.vocabularies import check_embedded
 from eval.tasks import row_files
 from eval.tasks.dataset_specs import (
     BUNDLED_PROMPTS_DIR,
@@ -78,6 +79,8 @@ class TaskPrompt:
     """The user's messages after this turn."""
     error: str = ""
     """Why it cannot be decoded; empty if it can."""
+    form: str = ""
+    """How its row of a file of the user's was read, such as "read as prompt (columns prompt)"."""
 
 
 def load_task_prompts(task: Task, target: Target) -> list[TaskPrompt]:
@@ -134,7 +137,7 @@ def _next_turn(
     reply = {"role": "assistant", "content": answer}
     messages = [*item.messages, reply, {"role": "user", "content": item.later_turns[0]}]
     base = item.id.removesuffix(f":{number - 1}")
-    ids = encode_prompt(target.tokenizer, messages, item.tools, item.arguments)
+    ids = _encode(target, messages, item.tools, item.arguments)
     error = _context_error(ids, target)
     if error and too_long[item.task] == "refuse":
         raise UserError(
@@ -156,7 +159,7 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
     template = spec.chat_prompt if chat and spec.chat_prompt else spec.prompt
     users_turns: list[str] = []
     prompt: str | Messages
-    tools = None
+    tools, form = None, ""
     if turns is not None:
         if not _is_text_list(turns):
             raise UserError(f"{row.location}: `turns` must be a list of the user's messages")
@@ -166,12 +169,12 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         prompt = first if len(users_turns) == 1 else [{"role": "user", "content": first}]
         tools = read_tools(row.fields, row.location)
     elif spec is CUSTOM_DATASET:
-        prompt, tools = _read_own_row(row)
+        prompt, tools, form = _read_own_row(row)
     else:
         prompt = render_template(template, row)
     arguments = read_arguments(row.fields, row.location)
     try:
-        ids = encode_prompt(target.tokenizer, prompt, tools, arguments)
+        ids = _encode(target, prompt, tools, arguments)
     except UserError as error:
         hint = "; or set the task's `turns: 1`" if len(users_turns) > 1 else ""
         raise UserError(f"{row.location}: {error}{hint}") from error
@@ -203,16 +206,25 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         arguments=arguments,
         later_turns=tuple(users_turns[1:]),
         error=error_text,
+        form=form,
     )
 
 
-def _read_own_row(row: DatasetRow) -> tuple[str | Messages, Tools | None]:
-    """(the prompt of a row of the user's file, its tools), as training reads them."""
+def _encode(
+    target: Target, prompt: str | Messages, tools: Tools | None, arguments: Arguments | None
+) -> list[int]:
+    ids = encode_prompt(target.tokenizer, prompt, tools, arguments)
+    check_embedded(target.tokenizer, ids, target.decoder.embedding_rows)
+    return ids
+
+
+def _read_own_row(row: DatasetRow) -> tuple[str | Messages, Tools | None, str]:
+    """(the prompt of a row of the user's file, its tools, how it was read), as training reads them."""
     found = read_row(row.fields, row.location, answered=False)
     prompt = None if found is None else found.question()
     if found is None or prompt is None:
         raise UserError(f"{row.location} has no prompt: fill it or remove the row")
-    return prompt, found.tools
+    return prompt, found.tools, found.describe(row.fields)
 
 
 def _is_text_list(turns: Any) -> bool:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from decode.common import damage
+from decode.common.disk_errors import disk_error
 from decode.common.errors import UserError
 from decode.common.files import parse_json, read_lines, read_text
-from decode.model.names import check_name, load_error
+from decode.model.names import cache_error, check_name, load_error
 from eval.tasks.row_forms import drop_arrow_nulls, prompt_columns
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
@@ -116,9 +117,11 @@ def load_hub_dataset(
             name, config, split=split, revision=revision, streaming=streaming
         )
     except Exception as error:  # network, name, format and script errors have no common class
+        what = f"hub data set {name!r} (config {config}, split {split!r}) cannot be loaded"
+        if refused := cache_error(error) or disk_error(error):
+            raise UserError(f"{what}: {refused}") from error
         raise UserError(
-            f"hub data set {name!r} (config {config}, split {split!r}) cannot be loaded "
-            f"({load_error(name, 'dataset', error)}): check its name, config, split and the network"
+            f"{what} ({load_error(name, 'dataset', error)}): check its name, config, split and the network"
         ) from error
 
 
@@ -238,6 +241,8 @@ def _parquet_rows(path: Path) -> Iterator[DatasetRow]:
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist: check the path") from error
     except (OSError, pyarrow.ArrowException) as error:
+        if refused := disk_error(error, path):
+            raise UserError(refused) from error
         raise UserError(f"{path} cannot be read as Parquet: download or save it again") from error
 
 
@@ -266,9 +271,9 @@ def _load_saved(path: Path, split: str) -> Any:
     try:
         data = datasets.load_from_disk(str(path))
     except Exception as error:  # files of other versions and damaged ones have no common class
-        raise UserError(
-            f"{path}: {load_error(str(path), 'dataset', error)}: save it again"
-        ) from error
+        refused = cache_error(error) or disk_error(error, path)
+        damaged = f"{path}: {load_error(str(path), 'dataset', error)}: save it again"
+        raise UserError(refused or damaged) from error
     if isinstance(data, datasets.Dataset):
         return data
     if split not in data:

@@ -4,6 +4,7 @@
     python_corpus.py    Python's standard library as text, with the held-out modules
     prompts.py          contents -> Prompts: ids from content hashes, limits, exact duplicates dropped
     conversations.py    Prompt -> Conversation: token ids of prompts and replies, turn by turn
+    rendered_text.py    texts that were rendered with a chat template already
     filters.py          drops prompts that overlap evaluation, near duplicates and wrong lengths
     prompt_pipeline.py  runs these steps for train/sample.py and counts what each of them dropped
     sample_store.py     the rows of a sampled set on disk: parquet shards

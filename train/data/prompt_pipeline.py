@@ -31,10 +31,12 @@ from decode.model.loading import (
     load_tokenizer,
     tokenizer_fingerprint,
 )
+from decode.model.vocabularies import check_embedded
 from train.data import conversations, prompts
 from train.data.conversations import Conversation
 from train.data.filters import EvaluationOverlap, FilterConfig, NearDuplicates, has_wrong_length
 from train.data.prompts import Prompt
+from train.data.rendered_text import template_marks
 from train.data.sources import ANSWER_ADVICE, REPEATS, UNANSWERED, PromptSource, ReadLog
 
 OVERLAPS = "dropped_as_evaluation"
@@ -75,6 +77,14 @@ class TargetTokenizer:
     """Of the model that answers; None where nobody does."""
     template: dict[str, Any] = field(default_factory=dict)
     """Which chat template the tokenizer renders with, and its arguments (`read_setting`)."""
+    embedded: int | None = None
+    """Tokens that the target embeds; None: not known."""
+
+    def check_embedded(self, conversation: Conversation) -> None:
+        """UserError for a token that was added to the tokenizer and that the target does not embed."""
+        if self.embedded is not None:
+            for ids in (*conversation.prompt_segments, *conversation.replies):
+                check_embedded(self.tokenizer, ids, self.embedded)
 
     @property
     def chat_template_hash(self) -> str | None:
@@ -104,6 +114,7 @@ class TargetTokenizer:
             target.eos,
             target.is_encoder_decoder,
             target.identity,
+            target.decoder.embedding_rows,
         )
 
 
@@ -138,6 +149,7 @@ def load_target_tokenizer(name: str, revision: str | None) -> TargetTokenizer:
         context=compatibility.context_length(text),
         eos=frozenset({*listed, tokenizer.eos_token_id} - {None}),
         encoder_decoder=config.is_encoder_decoder,
+        embedded=text.vocab_size,
     )
 
 
@@ -157,9 +169,13 @@ def load_prompts(
     tokenize = tokenize_texts if s.origin == "text" else tokenize_prompts
     evaluation = EvaluationOverlap(evaluation_texts(s.decontaminate))
     unlike = NearDuplicates(s.filters.near_duplicates)
+    marks = template_marks(reader.tokenizer)
     kept: list[TokenizedPrompt] = []
     reason = ""
     for prompt, conversation in tokenize(s, read, reader, log):
+        if prompt.sample == 0 and (mark := marks.found_in_prompt(prompt)):
+            log.rendered += 1
+            log.first_rendered = log.first_rendered or f"{prompt.location or prompt.id} ({mark!r})"
         if prompt.sample == 0:  # the others have the same content, and are kept or dropped with it
             reason = _why_dropped(s, prompt, conversation, evaluation, unlike)
             packed = conversation.packed()
@@ -206,7 +222,10 @@ def tokenize_prompts(
     """Prompts whose replies the target will generate, tokenised many at a time; `log` counts those that are refused."""
 
     def convert(some: list[Prompt]) -> list[Conversation]:
-        return conversations.conversations_without_replies(reader.tokenizer, some, s.turns)
+        found = conversations.conversations_without_replies(reader.tokenizer, some, s.turns)
+        for conversation in found:
+            reader.check_embedded(conversation)
+        return found
 
     while some := list(itertools.islice(read, TOKENIZED_TOGETHER)):
         try:
@@ -226,6 +245,12 @@ def tokenize_texts(
     """
 
     def convert(prompt: Prompt) -> list[tuple[Prompt, Conversation]]:
+        found = tokenize(prompt)
+        for _, conversation in found:
+            reader.check_embedded(conversation)
+        return found
+
+    def tokenize(prompt: Prompt) -> list[tuple[Prompt, Conversation]]:
         if reader.encoder_decoder:
             return [(prompt, conversations.encoder_pair(reader.tokenizer, prompt))]
         if not has_replies(prompt):

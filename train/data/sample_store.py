@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from decode.common.errors import UserError
+from decode.common.disk_errors import disk_error, naming
+from decode.common.errors import UserError, first_line
 from decode.common.files import write_atomically
 from decode.model.fingerprint import ModelFingerprint
 
@@ -266,10 +267,8 @@ def remove_partial(folder: Path) -> None:
 
 def _open(path: Path) -> pq.ParquetFile:
     """The opened shard, whose checksums are verified when it is read."""
-    try:
+    with _errors_named(path):
         file = pq.ParquetFile(path, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged_shard_error(path, error) from error
     missing = [n for n in SCHEMA.names if n not in (OPTIONAL, *file.schema_arrow.names)]
     if len(missing) > 0:
         raise UserError(
@@ -284,21 +283,27 @@ def _read(
 ) -> pa.RecordBatch:
     """The columns of one row group, or of all (None), cast to SCHEMA, as one record batch."""
     schema = pa.schema([SCHEMA.field(name) for name in columns])
-    try:
+    with _errors_named(path):
         table = file.read(columns) if group is None else file.read_row_group(group, columns)
         if OPTIONAL in columns and OPTIONAL not in table.column_names:
             table = table.append_column(SCHEMA.field(OPTIONAL), pa.nulls(len(table), pa.string()))
         batches = table.select(columns).cast(schema).combine_chunks().to_batches()
-    except (pa.ArrowException, OSError) as error:
-        raise _damaged_shard_error(path, error) from error
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema)
 
 
-def _damaged_shard_error(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"shard {path} cannot be read ({str(error).strip().splitlines()[0]:.80}): run train/sample.py again, which "
-        "only re-does the prompts that were in it"
-    )
+@contextlib.contextmanager
+def _errors_named(path: Path) -> Iterator[None]:
+    """UserError for a damaged shard; an error of its disk stays one, and names it: the shard may be whole."""
+    with naming(path):
+        try:
+            yield
+        except (pa.ArrowException, OSError) as error:
+            if disk_error(error):
+                raise
+            raise UserError(
+                f"shard {path} cannot be read ({first_line(error):.80}): run train/sample.py again, which only re-does "
+                "the prompts that were in it"
+            ) from error
 
 
 def _rows_of_batch(batch: pa.RecordBatch) -> list[SampleRow]:

@@ -64,6 +64,10 @@ class ReadLog:
     """Rows read from files and data sets."""
     refused: list[str] = field(default_factory=list)
     """Place and reason of the first refused rows."""
+    rendered: int = 0
+    """Prompts that were rendered with the target's chat template already."""
+    first_rendered: str = ""
+    """The place of the first of them, and the mark of the template in it."""
 
     def refuse(self, error: str) -> None:
         """Counts a row that is left out because of `error`, which names it. UserError if none may be."""
@@ -92,6 +96,11 @@ class ReadLog:
         if refused:
             skipped += [f"skipped {error}" for error in self.refused]
             skipped.append(f"{refused} of {self.rows} rows refused and skipped")
+        if self.rendered:
+            skipped.append(
+                f"{self.rendered} prompts were rendered with a chat template already, such as {self.first_rendered}: "
+                f"the template renders them once more; {RENDERED_ADVICE}"
+            )
         return [*self.forms.values(), *skipped]
 
 
@@ -99,6 +108,9 @@ ANSWER_ADVICE = (
     "origin text learns answers, and asks no one: name their column (`response` of the source), or a column of whole "
     "texts (`column`)"
 )
+
+
+RENDERED_ADVICE = "give the chats as `messages`, or the bare questions (`column` of the source)"
 
 
 @dataclass

@@ -95,7 +95,7 @@ class AnswerCheck:
                 f"{percent(self.loops.tokens, labels)} of the supervised tokens are loops "
                 f"({percent(self.loops.rows, answered)} of the answers end by repeating a phrase): the draft's "
                 "acceptance on them says nothing about other text",
-                "sampling.temperature above 0, sampling.repetition_penalty, a lower --max_new_tokens, other prompts",
+                "sampling.temperature above 0, a lower --max_new_tokens, other prompts",
             ),
             self.cut_off.finding(
                 "answers cut off", cost_or_note(self.cut_off.rows, answered, worth), answered,

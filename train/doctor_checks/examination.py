@@ -17,12 +17,13 @@ from decode.engine.chat_template import Arguments
 from decode.engine.template_choice import TemplateSetting, describe, with_template
 from decode.model.loading import load_config
 from train.data import mixture
-from train.data.conversations import TurnSelection
+from train.data.conversations import Conversation, TurnSelection
 from train.data.manifest import load_set, read_manifest
 from train.data.mixture import DataSpec
 from train.data.prompt_pipeline import TargetTokenizer, evaluation_texts
 from train.data.prompts import Prompt, encode_prompt, stream_prompts
-from train.data.sources import REFUSED, REPEATS, PromptSource, ReadLog
+from train.data.rendered_text import TemplateMarks, template_marks
+from train.data.sources import REFUSED, RENDERED_ADVICE, REPEATS, PromptSource, ReadLog
 from train.doctor_checks.answers import AnswerCheck
 from train.doctor_checks.boundary import BoundaryCheck
 from train.doctor_checks.chat_features import FeatureCheck, source_findings, template_findings
@@ -32,6 +33,7 @@ from train.doctor_checks.findings import (
     by_severity,
     cost_or_note,
     percent,
+    stop_or_cost,
 )
 from train.doctor_checks.prompt_overlap import OverlapCheck
 from train.doctor_checks.seen_rows import SeenRow, prompt_row
@@ -141,6 +143,7 @@ def examine_sets(
     answers = AnswerCheck(reader.tokenizer, reader.eos, size, s.max_length, s.short)
     overlap, features, mix = build_overlap(s), FeatureCheck(template), MixCheck()
     coverage = CoverageCheck(size, reader.eos)
+    rendered, marks = Defect(), template_marks(reader.tokenizer)
     first: list[SeenRow] = []
     looked = 0
     others: list[DataFinding] = []
@@ -150,6 +153,8 @@ def examine_sets(
             continue  # such ids have no text
         for check in (boundary, overlap, features, mix, coverage):
             check.add(row)
+        if holds_rendered_text(marks, row):
+            rendered.add(row)
         looked += row.chosen
         first += [row.kept()] if len(first) < s.show else []
     labels = answers.labels
@@ -161,6 +166,7 @@ def examine_sets(
             *answers.findings(s.worth),
             *overlap.findings(s.worth),
             *features.findings(labels, s.worth),
+            *([rendered_finding(rendered, answers.rows, "rows", s.worth)] if rendered.rows else []),
             *mix.findings(looked),
             *coverage.findings(s.vocabs, s.worth),
         ]
@@ -220,7 +226,8 @@ def examine_prompts(
     kinds = Counter(json.dumps(prompt.arguments) for prompt in prompts)
     reader, template = renderings.of(renderings.usual, json.loads(kinds.most_common(1)[0][0]))
     overlap, mix = build_overlap(s), MixCheck()
-    refused, too_long = Defect(), Defect()
+    refused, too_long, rendered = Defect(), Defect(), Defect()
+    marks = template_marks(reader.tokenizer)
     seen: list[tuple[SeenRow, Prompt]] = []
     chosen = set(mixture.shuffled(len(prompts), s.seed)[: s.rows or None].tolist())
     why = ""
@@ -228,6 +235,7 @@ def examine_prompts(
     for i, prompt in enumerate(prompts):
         try:
             ids = encode_prompt(bare.tokenizer, prompt)
+            bare.check_embedded(Conversation([ids], []))
         except UserError as error:
             why = why or f"{prompt.location}: {error}"
             refused.add(SeenRow(prompt.id, prompt_row(prompt, []), reader.tokenizer, None, False))
@@ -236,6 +244,8 @@ def examine_prompts(
         row = SeenRow(prompt.id, prompt_row(prompt, ids), own.tokenizer, its, i in chosen)
         if len(ids) >= reader.context:
             too_long.add(row)
+        if marks.found_in_prompt(prompt):
+            rendered.add(row)
         overlap.add(row)
         mix.add(row)
         seen.append((row, prompt))
@@ -253,6 +263,7 @@ def examine_prompts(
             f"{percent(too_long.rows, total)} of the prompts leave no room for an answer in {reader.context:,} tokens "
             "and are not sampled", "filters.max_prompt, or shorter prompts",
         ),
+        rendered_finding(rendered, total, "prompts", s.worth),
     ]  # fmt: skip
     unread = log.dropped[REFUSED]
     if unread:
@@ -290,6 +301,25 @@ def read_sources(s: DoctorConfig) -> tuple[list[Prompt], ReadLog]:
     if len(prompts) == 0:
         raise UserError("the sources hold no prompts: add a source or raise a limit")
     return prompts, log
+
+
+def holds_rendered_text(marks: TemplateMarks, row: SeenRow) -> bool:
+    """Whether marks of the chat template stand within what the user asked, or in a piece of plain text."""
+    if row.is_window:
+        return marks.found_in(row.text) != ""
+    turns = sum(message["role"] == "user" for message in row.messages or [])
+    counts = [row.text.count(word) for word in marks.words]  # what is asked ends before the first
+    return marks.found_in(row.asked) != "" or (turns > 0 and min(counts, default=0) > turns)
+
+
+def rendered_finding(rendered: Defect, total: int, what: str, worth: float) -> DataFinding:
+    """The finding about prompts or rows (`what`) that hold marks of the chat template."""
+    example = rendered.examples[0].id if rendered.examples else ""
+    return rendered.finding(
+        "text is rendered already", stop_or_cost(rendered.rows, total, worth), total,
+        f"{percent(rendered.rows, total)} of the {what} hold marks of the chat template, such as {example}: it renders "
+        "them once more, or learns marks and questions as answers", RENDERED_ADVICE,
+    )  # fmt: skip
 
 
 def build_overlap(s: DoctorConfig) -> OverlapCheck:

@@ -21,6 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from decode.common import files, lock, run_dir
+from decode.common.disk_errors import disk_error, naming
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.model.fingerprint import ModelFingerprint, difference
@@ -201,11 +202,14 @@ class FeatureStore:
 
     def _open(self, name: str, shard: int) -> Any:
         kind = next(kind for kind in self.kinds if kind.name == name)
-        try:
-            file = safe_open(self.path(kind, shard), "pt")
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise self._damaged(kind, shard, str(error)) from error
+        with naming(self.path(kind, shard)):
+            try:
+                file = safe_open(self.path(kind, shard), "pt")
+                slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            except (OSError, SafetensorError) as error:
+                if disk_error(error):  # the shard may be whole
+                    raise
+                raise self._damaged(kind, shard, str(error)) from error
         members = self.shard_members[shard]
         count = int(self.counts[kind.supervised][members].sum())
         expected: dict[str, tuple[str, list[int]]] = {"checksum": ("I64", [len(members)])}

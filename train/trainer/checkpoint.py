@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from decode.common import damage, files, run_dir
+from decode.common.disk_errors import naming
 from decode.common.errors import UserError
 from decode.model.fingerprint import ModelFingerprint, difference
 
@@ -160,7 +161,8 @@ def save(
         scratch.mkdir(parents=True)
     accelerator.wait_for_everyone()
     try:
-        accelerator.save_state(str(scratch), safe_serialization=True)
+        with naming(final):
+            accelerator.save_state(str(scratch), safe_serialization=True)
     except Exception:  # such as a full disk
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -169,7 +171,8 @@ def save(
         launch = asdict(LaunchKind.of(accelerator))
         contents = {**asdict(state), "launch": launch, "files": _digests(scratch)}
         text = json.dumps({**contents, "sha256": _contents_digest(contents)})
-        (scratch / CONTENTS).write_text(text)
+        with naming(final):
+            (scratch / CONTENTS).write_text(text)
         if final.is_symlink():
             final.unlink()
         shutil.rmtree(final, ignore_errors=True)  # the step was trained again after a kill

@@ -6,6 +6,7 @@ from typing import Any
 
 from decode.common import files, provenance, run_dir
 from decode.common.cli import to_dict
+from decode.common.disk_errors import naming
 from decode.drafts.base import METADATA_FILE, draft_sha256
 from decode.drafts.registry import DRAFT_FAMILIES
 from decode.model.loading import Target, model_fingerprint
@@ -47,7 +48,8 @@ def save_draft(
 ) -> None:
     """Writes the draft's folder, draftsmith.json last, and gives the tracker its files as artifacts."""
     out = Path(s.out)
-    trainable.save(out)
+    with naming(out):
+        trainable.save(out)
     if (
         "original_target" in metadata
     ):  # the target was trained as well, and is saved beside the draft

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from rich.console import Console
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +27,7 @@ from decode.engine.host_memory import keep_freed_memory
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import TrainableDraft
+from train.teacher.cached import Teacher
 from train.trainer import checkpoint
 from train.trainer.checkpoint import TrainingState
 from train.trainer.muon import Muon
@@ -241,12 +243,8 @@ def train_step(
             break
         for optimizer in training.optimizers:
             optimizer.zero_grad(set_to_none=True)
-    if step == 0 and not math.isfinite(values["loss"]):
-        raise UserError(
-            f"the loss is {values['loss']} at step 1, before any weight has changed: {training.teacher} gives NaN for "
-            "one of the rows (float16 overflows where bfloat16 and float32 do not: change target_dtype), or the draft "
-            "began with damaged weights"
-        )
+    if not math.isfinite(values["loss"]):
+        _blame_teacher(training, rank_rows, values["loss"], step)
     _check_finite(values["loss"], total_norm, step, out, accelerator.is_main_process)
     for optimizer in training.optimizers:
         optimizer.step()
@@ -297,10 +295,47 @@ def _lower_scale(scaler: torch.amp.GradScaler | None, loss: float, norm: float) 
     return True
 
 
-def _check_finite(loss: float, norm: float, step: int, out: Path, main: bool) -> None:
-    """UserError if the loss or the gradient is not finite.
+def _blame_teacher(training: Training, rows: Sequence[SampleRow], loss: float, step: int) -> None:
+    """UserError, on all ranks, for a loss that is no number and is not due to what was learned: the teacher gives none
+    for a row either, or no weight has changed yet."""
+    teacher = training.trainable.teacher
+    named = [] if teacher is None else _rows_without_numbers(teacher, rows, training.accelerator)
+    bad = sorted(gather_object(named))
+    if bad:
+        raise UserError(
+            f"the loss is {loss} at step {step + 1}, because {training.teacher} gives NaN or infinity for row "
+            f"{bad[0]}: change target_dtype (float16 overflows where bfloat16 and float32 do not), or leave it out"
+        )
+    if step == 0:
+        taught = "" if teacher is None else f" {training.teacher} gives numbers for each row:"
+        raise UserError(
+            f"the loss is {loss} at step 1, before any weight has changed:{taught} the draft began with weights that "
+            "give none; take other weights (draft.init), or mixed_precision bf16 or no instead of fp16"
+        )
 
-    A loss that is not finite means that the weights themselves are ruined, so their checkpoint is deleted as well.
+
+def _rows_without_numbers(
+    teacher: Teacher, rows: Sequence[SampleRow], accelerator: Accelerator
+) -> list[str]:
+    """The ids of the rows for which the teacher's states or logits are NaN or infinite."""
+    bad = []
+    for row in rows:
+        batch = batching.collate([row], pad_id=0).to(accelerator.device)
+        output = teacher.get_output(batch)
+        logits = teacher.head(output.head_inputs[batch.loss_mask])
+        # A logit may be -inf: the token cannot come.
+        fine = (logits < math.inf).all() & output.features[
+            0, : len(row["input_ids"])
+        ].isfinite().all()
+        if not fine:
+            bad.append(row["id"])
+    return bad
+
+
+def _check_finite(loss: float, norm: float, step: int, out: Path, main: bool) -> None:
+    """UserError if the loss or the gradient is not finite, which the weights that were learned are to blame for.
+
+    If it is the loss, their checkpoint is deleted as well.
     """
     if math.isfinite(loss) and math.isfinite(norm):
         return

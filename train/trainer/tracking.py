@@ -23,6 +23,7 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from decode.common import damage
+from decode.common.disk_errors import naming
 from decode.common.errors import UserError, first_line
 from decode.common.files import write_atomically
 from decode.common.secret_patterns import redact
@@ -82,8 +83,9 @@ class Tracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Appends the line {"step": step, **values} and flushes it. NaN and inf become null."""
         line = {"step": step, **{name: _finite(value) for name, value in values.items()}}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        with naming(self._file.name):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
         if self._run is not None and self._name == "wandb":
             self._call(lambda: self._run.log({"step": step, **values}))
         elif self._run is not None:

@@ -6,19 +6,21 @@ The folder holds the weights in float32, exactly as the checkpoint's numbers def
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, hf_hub_download, snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from decode.common.disk_errors import disk_error
 from decode.common.errors import UserError, first_line
 from decode.common.files import read_json_object, write_atomically
+from decode.model.made_folders import made_folder
 from decode.model.quantized import formats
 
 Config = dict[str, Any]
@@ -147,8 +149,13 @@ def quantized_folder(name: str, revision: str | None = None) -> str | None:
     try:
         return str(dequantize_folder(folder, q, name))
     except UserError as error:
+        if str(error).startswith(repr(name)):
+            raise
         raise UserError(f"{name!r}: {error}") from error
     except Exception as error:  # damaged tensors fail in any of a dozen ways
+        refused = disk_error(error, folder)
+        if refused is not None:
+            raise UserError(f"{name!r}: {refused}") from error
         raise UserError(
             f"the quantised weights of {name!r} cannot be read ({first_line(error)}): restore its files"
         ) from error
@@ -190,28 +197,22 @@ def dequantize_folder(folder: Path, q: Config, source: str) -> Path:
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
     content = [str(folder.resolve()), (folder / "config.json").read_text(), stats]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    made = Path(constants.HF_HOME) / "draftsmith" / "quantized" / digest[:16]
-    if (made / SOURCE_FILE).is_file():
-        return made
-    partial = made.with_name(f"{made.name}.{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-        for file in folder.iterdir():
-            if file.name == NAMED_TEMPLATES:
-                shutil.copytree(file, partial / file.name)
-            elif file.suffix in KEPT and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, partial / file.name)
-        config = read_json_object(folder / "config.json", "a config.json")
-        config.pop("quantization_config")
-        write_atomically(partial / "config.json", json.dumps(config, indent=2) + "\n")
-        _save_shards(plain_tensors(weights, q), partial)
-        note = {"source": source, "quant_method": q["quant_method"]}
-        write_atomically(partial / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
-        if not made.exists():  # another process may have made it meanwhile
-            partial.rename(made)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return made
+    save = partial(_save_plain, folder, weights, q, source)
+    return made_folder("quantized", digest[:16], SOURCE_FILE, f"{source!r}", save)
+
+
+def _save_plain(folder: Path, weights: list[Path], q: Config, source: str, made: Path) -> None:
+    for file in folder.iterdir():
+        if file.name == NAMED_TEMPLATES:
+            shutil.copytree(file, made / file.name)
+        elif file.suffix in KEPT and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, made / file.name)
+    config = read_json_object(folder / "config.json", "a config.json")
+    config.pop("quantization_config")
+    write_atomically(made / "config.json", json.dumps(config, indent=2) + "\n")
+    _save_shards(plain_tensors(weights, q), made)
+    note = {"source": source, "quant_method": q["quant_method"]}
+    write_atomically(made / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
 
 
 def plain_tensors(files: list[Path], q: Config) -> Iterator[tuple[str, torch.Tensor]]:

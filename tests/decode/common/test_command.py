@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
@@ -203,3 +204,77 @@ run_command(main, Settings, None, argv=[])
     done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert done.stdout.split() == (["done", "shutdown"] if processes == 1 else ["done"])
+
+
+class Launch:
+    """The processes of one launch, as torchrun tells each of them its number and where to leave its error."""
+
+    def __init__(
+        self, folder: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.folder, self.patch, self.capsys = folder, patch, capsys
+
+    def end(self, rank: int, error: BaseException) -> str:
+        """stderr of process `rank`, which raises `error`."""
+        file = self.error_file(rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.patch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        self.patch.setenv("RANK", str(rank))
+        return end_of(self.capsys, raises(error))[1]
+
+    def error_file(self, rank: int) -> Path:
+        return self.folder / "attempt_0" / str(rank) / "error.json"
+
+    def seen_by_launcher(self, rank: int) -> str:
+        """What torchrun's own report says of process `rank`, and blames if its time is the first."""
+        failure = ProcessFailure(rank, 1, 2, str(self.error_file(rank)))
+        assert abs(failure.timestamp - time.time()) < 60
+        assert isinstance(failure.message, dict)
+        return failure.message["extraInfo"]["py_callstack"]
+
+
+@pytest.fixture
+def launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Launch:
+    return Launch(tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_several_processes_the_first_says_the_error(launch: Launch, first: int) -> None:
+    """Bug: each of eight processes printed the line, and the launcher's report did not have it.
+
+    The first one to fail may be any: the launcher ends the others, which may not have come so far."""
+    error = "error: no such file: check the path"
+    assert launch.end(first, UserError("no such file: check the path")) == error + "\n"
+    assert launch.end(1 - first, UserError("no such file: check the path")) == ""
+    assert launch.end(2, UserError("no such file: check the path")) == ""
+    assert [launch.seen_by_launcher(rank) for rank in range(3)] == [error] * 3
+
+
+def test_other_errors_of_other_processes_are_said(launch: Launch) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "/x/a")
+    assert launch.end(0, full) == "error: /x/a: No space left on device: free some space\n"
+    assert launch.end(1, UserError("row 3 is bad: mend it")) == "error: row 3 is bad: mend it\n"
+    assert launch.end(2, full) == ""
+
+
+def test_the_launcher_s_signal_after_an_error_says_nothing(launch: Launch) -> None:
+    """Bug: the main process, which the launcher then ended, added that it was stopped."""
+    assert launch.end(0, Terminated()) == "stopped by SIGTERM\n"
+    assert launch.end(1, UserError("no: change it")) == "error: no: change it\n"
+    assert launch.end(0, Terminated()) == ""
+
+
+def test_an_error_is_said_where_the_launcher_s_folder_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none" / "0" / "error.json"))
+    for _ in range(2):
+        assert end_of(capsys, raises(UserError("no: change it"))) == (2, "error: no: change it\n")
+
+
+def test_no_secret_reaches_the_launcher_s_report(launch: Launch) -> None:
+    secret = "hf_" + "aB3" * 12
+    assert secret not in launch.end(0, UserError(f"the login {secret} is refused"))
+    assert secret not in launch.error_file(0).read_text()

@@ -19,6 +19,7 @@ from eval.checks import answer_quality, sandbox
 from eval.tasks import dataset_specs, row_files
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, task_version, with_later_turns
 from eval.tasks.stop_strings import StopMatcher, collect_until_stop, length_at_stop
+from tests import worlds
 from tests.decode.engine.test_text_stream import KINDS, llama, random_ids, rounds_of
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import EOS, byte_tokenizer
@@ -447,3 +448,36 @@ def test_both_arms_stop_at_the_same_token(rows: int, target: Target) -> None:
         kept = target.tokenizer.decode(ids)
         assert text.startswith(kept.rstrip("\ufffd"))
         assert (reason == "stop") == (stop[0] in text) == kept.endswith(stop[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"prompt": "Hi there", "note": 1}], ["read as prompt (columns prompt); not used: note"]),
+        ([{"question": "Hi?"}, {"question": "So?"}], ["read as question (columns question)"]),
+        ([{"messages": [{"role": "user", "content": "Hi"}], "prompt": "no"}],
+         ["read as messages (columns messages); not used: prompt"]),
+        ([{"prompt": "Hi"}, {"text": "So"}],
+         ["read as prompt (columns prompt)", "read as text (columns text)"]),
+        ([{"instruction": "Add", "input": "1 2"}], ["read as instruction (columns instruction, input)"]),
+        ([{"turns": ["Hi", "So"]}], []),
+    ],
+)  # fmt: skip
+def test_evaluation_says_how_own_rows_were_read(
+    tmp_path: Path, rows: list[dict[str, Any]], said: list[str]
+) -> None:
+    """Bug: sampling said it, and evaluation took columns without a word."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<2>{{ m.content }}<1>{% endfor %}"
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=256)
+    target = worlds.save(tmp_path / "target", model, tokenizer)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = worlds.call(
+        "eval/run.py", "--target", target, "--methods", "[{name: ngram}]", "--max_new_tokens", 2,
+        "--tasks", json.dumps([{"name": "mine", "path": str(path)}]), "--out", tmp_path / "out",
+        "--temperatures", "[0.0]",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    lines = [line for line in done.err.splitlines() if "read as" in line]
+    assert lines == [f"mine: {line}" for line in said]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from decode.common.errors import UserError
 from tests import worlds
@@ -153,13 +152,7 @@ def test_the_doctor_says_what_sampling_will_skip(target: Path, tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that is fine but for one token, "~", whose states overflow in float16."""
-    tokenizer = byte_tokenizer()
-    model: Any = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=2048)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[tokenizer("~")["input_ids"][0]] = 65504.0
-        model.model.layers[0].mlp.down_proj.weight *= 200.0
-    return worlds.save(tmp_path_factory.mktemp("overflow") / "target", model, tokenizer)
+    return worlds.overflowing(tmp_path_factory.mktemp("overflow") / "target")
 
 
 def rows_of(folder: Path) -> dict[str, list[int]]:

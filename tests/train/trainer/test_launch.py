@@ -493,6 +493,32 @@ def errors_of(done: Done) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        (["--loop.lrr", 3], "there is no setting loop.lrr (did you mean 'loop.lr'?)"),  # by each process alone
+        (["--data", "no-such-set"], "no-such-set"),  # agreed on by all
+    ],
+)  # fmt: skip
+def test_bad_input_under_the_real_launcher(
+    world: World, data: Path, tmp_path: Path, more: list[object], named: str
+) -> None:
+    """Bug: each process printed the line, and the launcher's report, the last thing to be read, did not have it."""
+    out, told = tmp_path / "out", ["--num_machines", "1", "--mixed_precision", "no"]
+    told += ["--dynamo_backend", "no", "--num_processes"]
+    several = ["--multi_gpu", "--main_process_port", "0"]
+    done = launched([*told, "2", *several], world, data, out, *more)
+    (error,) = errors_of(done)
+    assert named in error
+    blamed = done.err[done.err.index("Root Cause") :]
+    assert "exitcode  : 2 " in blamed
+    assert f"traceback : {error}" in blamed
+    done = launched([*told, "1", "--cpu", "--quiet"], world, data, out, *more)
+    assert done.err == error + "\n"
+    assert not out.exists()
+
+
+@pytest.mark.slow
 def test_one_process_under_accelerate_launch(
     train: Callable[..., Done], world: World, data: Path, tmp_path: Path
 ) -> None:
