@@ -46,7 +46,9 @@ FORMS = (
 TOOLS = "tools"
 ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model", "bot", "ai"), "assistant"),
+    **dict.fromkeys(
+        ("gpt", "chatgpt", "bing", "bard", "assistant", "model", "bot", "ai"), "assistant"
+    ),
     **dict.fromkeys(("system", "system_prompt"), "system"),
     **dict.fromkeys(
         ("tool", "observation", "function_response", "tool_response", "tool_result"), "tool"

@@ -194,7 +194,8 @@ CALL_TAGS = (
     "</tool_call>{% endfor %}"
 )
 CHATML = (
-    "{% if tools %}<|im_start|>system\nTools:{% for t in tools %}{{ '\n' ~ (t | tojson) }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>system\nTools:{% for t in tools %}{{ '\n' ~ (t | tojson) }}{% endfor %}<|im_end|>\n"
+    "{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}" + CALL_TAGS + "<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )  # fmt: skip
