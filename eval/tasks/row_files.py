@@ -238,7 +238,7 @@ def _json_rows(path: Path) -> Iterator[DatasetRow]:
 
 def _line_rows(path: Path) -> Iterator[DatasetRow]:
     for number, line in enumerate(read_lines(path), 1):
-        if line.strip("\ufeff\n\t ") != "":
+        if line.strip("\ufeff").strip() != "":
             yield _parse_row(line, f"{path}:{number}")
 
 
@@ -345,7 +345,7 @@ def _shuffled_lines(
                 if b"\r" in line.rstrip(b"\r\n"):  # which ends a line too
                     yield from _shuffled(rows, rng)
                     return
-                if line.decode().strip("\ufeff\r\n\t ") != "":
+                if line.decode().strip("\ufeff").strip() != "":
                     starts.append(end)
                     numbers.append(number)
                 end += len(line)
