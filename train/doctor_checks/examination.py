@@ -151,11 +151,7 @@ def read_rows(
     parts = mixture.mixture_parts(s.data)
     for number, part in enumerate(parts):
         manifest, store = load_set(Path(part.path))
-        if manifest.tokenizer_hash != reader.fingerprint:
-            raise UserError(
-                f"samples in {part.path} were made with tokenizer {manifest.tokenizer_hash} (target "
-                f"{manifest.target}), but {reader.name} has {reader.fingerprint}: name the target of the samples"
-            )
+        mixture.check_tokenizer(part.path, manifest, store, reader)
         if manifest.chat_template_hash != reader.chat_template_hash:
             findings.append(
                 DataFinding(
