@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from rich.console import Console
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +26,7 @@ from decode.common.ranges import Count, CountOrZero, LearningRate, above, at_lea
 from decode.engine.host_memory import keep_freed_memory
 from train.data import batching
 from train.data.sample_store import SampleRow
+from train.data.sources import NAMED_ROWS
 from train.families.base import TrainableDraft
 from train.trainer import checkpoint
 from train.trainer.checkpoint import TrainingState
@@ -241,12 +243,8 @@ def train_step(
             break
         for optimizer in training.optimizers:
             optimizer.zero_grad(set_to_none=True)
-    if step == 0 and not math.isfinite(values["loss"]):
-        raise UserError(
-            f"the loss is {values['loss']} at step 1, before any weight has changed: {training.teacher} gives NaN for "
-            "one of the rows (float16 overflows where bfloat16 and float32 do not: change target_dtype), or the draft "
-            "began with damaged weights"
-        )
+    if not math.isfinite(values["loss"]):
+        _check_teacher(training, rank_rows, values["loss"], step)
     _check_finite(values["loss"], total_norm, step, out, accelerator.is_main_process)
     for optimizer in training.optimizers:
         optimizer.step()
@@ -295,6 +293,33 @@ def _lower_scale(scaler: torch.amp.GradScaler | None, loss: float, norm: float) 
         return False
     scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
     return True
+
+
+def _check_teacher(training: Training, rows: Sequence[SampleRow], loss: float, step: int) -> None:
+    """UserError, on all ranks, that names the rows for which the teacher gives no numbers, or that the draft, whose
+    weights nothing has changed yet, began with such weights. Nothing if the training itself ruined them."""
+    teacher, device = training.trainable.teacher, training.accelerator.device
+    named: list[str] = []
+    for row in rows if teacher is not None else ():
+        batch = batching.collate([row], pad_id=0).to(device)
+        output = teacher.get_output(batch)  # type: ignore[union-attr]
+        states = output.features[batch.loss_mask]
+        logits = teacher.head(output.head_inputs[batch.loss_mask])  # type: ignore[union-attr]
+        if not (states.isfinite().all() and logits.isfinite().all()):
+            named.append(f"{row['id']} of {row['source']}")
+    named = gather_object(named)
+    if named:
+        more = f" and {len(named) - NAMED_ROWS} more" if len(named) > NAMED_ROWS else ""
+        raise UserError(
+            f"the loss is {loss} at step {step + 1}: {training.teacher} gives NaN or infinity for row "
+            f"{', '.join(named[:NAMED_ROWS])}{more}: change target_dtype (float16 overflows where bfloat16 and float32 "
+            "do not), or sample again without it"
+        )
+    if step == 0:
+        cause = "the target or the draft has" if teacher is None else "the draft began with"
+        raise UserError(
+            f"the loss is {loss} at step 1, before any weight has changed: {cause} damaged weights"
+        )
 
 
 def _check_finite(loss: float, norm: float, step: int, out: Path, main: bool) -> None:
