@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from decode.common.errors import UserError
+from decode.model import names
 from decode.model.loading import Target
 from eval.tasks import row_files
 from eval.tasks.loading import Task, load_task_prompts, task_version
@@ -303,7 +304,9 @@ def test_one_object_on_many_lines_is_one_row(tmp_path: Path) -> None:
         assert prompt.text == TEXTS[0]
 
 
-def hub(folder: Path, monkeypatch: pytest.MonkeyPatch, *splits: str) -> None:
+def hub(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *splits: str, configs: tuple[str, ...] = ("d",)
+) -> None:
     """Lets `datasets` find a data set `owner/name` with these splits, each with its name as the first prompt."""
     for name in splits:
         rows = [{"prompt": name}, *ROWS[:2]]
@@ -311,9 +314,8 @@ def hub(folder: Path, monkeypatch: pytest.MonkeyPatch, *splits: str) -> None:
         file = folder / "data" / f"{name}-00000-of-00001.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     files = "".join(f"  - split: {name}\n    path: data/{name}-*\n" for name in splits)
-    (folder / "README.md").write_text(
-        f"---\nconfigs:\n- config_name: d\n  data_files:\n{files}---\n"
-    )
+    described = "".join(f"- config_name: {name}\n  data_files:\n{files}" for name in configs)
+    (folder / "README.md").write_text(f"---\nconfigs:\n{described}---\n")
     for function in ("load_dataset", "get_dataset_split_names"):
         real = getattr(datasets, function)
         monkeypatch.setattr(
@@ -364,6 +366,23 @@ def test_one_of_several_splits_is_named_by_a_setting(
     assert first_prompt(target, Task("mine", "owner/name", split="train_sft[2:]")) == TEXTS[1]
     source = PromptSource("hub", "owner/name", split="train_sft")
     assert read_prompts([source], 0)[0].text == "train_sft"
+
+
+def test_the_configurations_of_a_hub_set_are_named(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a set of several configurations is said to have no such split, or in lines without their names."""
+    hub(tmp_path, monkeypatch, "train", "test", configs=("main", "socratic"))
+    monkeypatch.setattr(
+        names, "_cached", lambda *_: True
+    )  # else what is wrong is that nobody is asked
+    said = "'owner/name' .config None, split '{}'. cannot be loaded .*'main', 'socratic'.*check its name, config"
+    with pytest.raises(UserError, match=said.format("test")) as caught:
+        load_task_prompts(Task("mine", "owner/name"), target)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=said.format("train")):
+        read_prompts([PromptSource("hub", "owner/name")], 0)
+    assert read_prompts([PromptSource("hub", "owner/name", config="main")], 0)[0].text == "train"
 
 
 def test_a_task_s_split_chooses_among_files(target: Target, tmp_path: Path) -> None:
