@@ -148,9 +148,7 @@ class DistillConfig:
 
 def load_rows(s: DistillConfig, target: Target) -> tuple[mixture.Mixture, int]:
     """(samples that fit, how many were dropped). UserError for samples of another tokenizer."""
-    return mixture.load(
-        s.data, max_sample_length(s, target), target.fingerprint, target.name, s.supervise, s.seed
-    )
+    return mixture.load(s.data, max_sample_length(s, target), target, s.supervise, s.seed)
 
 
 def check_embedded_rows(rows: Sequence[SampleRow], target: Target) -> None:

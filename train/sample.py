@@ -313,9 +313,8 @@ def write_answers(
             check_some_answered(s, counts, failures)
             write_manifest(s, reader, prompts, counts)
             too_long = len(prompts) - len(fitting)
-            number = f"{too_long} " if s.served else ""
             console.print(
-                f"{counts['answered']} answered, {counts['failed']} failed ({number}too long for the context), "
+                f"{counts['answered']} answered, {counts['failed']} failed ({too_long} too long for the context), "
                 f"{counts['answers_too_short']} with too short an answer: {s.out}"
             )
             if s.engine == "openai":

@@ -20,7 +20,13 @@ from decode.constraints.rows import RowConstraints
 from decode.model.adapters import CONFIG_FILE as ADAPTER_FILE
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
-from decode.model.loading import Target, adapter_folder, load_tokenizer, tokenizer_fingerprint
+from decode.model.loading import (
+    Target,
+    adapter_folder,
+    load_tokenizer,
+    recorded_tokenizer,
+    tokenizer_fingerprint,
+)
 from decode.model.vocabularies import disagreement
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import Sampler, SamplingParams
@@ -389,9 +395,20 @@ def check_vocabulary(path: str, target: Target) -> Any:
 
 
 def check_tokenizer(path: str, draft_fingerprint: str, target: Target) -> None:
-    """UserError naming both tokenizers if draft and target would decode the same ids to different text."""
-    if draft_fingerprint != target.fingerprint:
+    """UserError naming both tokenizers if draft and target would decode the same ids to different text.
+
+    Where the target that the draft was trained for still has its tokenizer, vocabularies that extend each other are one
+    (`disagreement`); else only equal ones are.
+    """
+    if draft_fingerprint == target.fingerprint:
+        return
+    trained = read_metadata(path).get("target")
+    made = trained if isinstance(trained, dict) else {}
+    own = recorded_tokenizer(draft_fingerprint, made.get("name"), made.get("revision"))
+    found = "" if own is None else disagreement(own, target.tokenizer)
+    if found is not None:
         raise UserError(
             f"draft {path!r} (tokenizer {draft_fingerprint}) and target {target.name!r} (tokenizer "
-            f"{target.fingerprint}) disagree on token ids: use a draft trained for this target's tokenizer"
+            f"{target.fingerprint}) disagree on token ids{', ' * bool(found)}{found}: use a draft trained for this "
+            "target's tokenizer"
         )

@@ -74,7 +74,11 @@ def check_loads(path: str, target: str = "") -> None:
         config = load_config(folder, "draft")
     else:
         config = fitting_config(folder, family)
-    own = outline(config, fingerprint_for(folder, family, target))
+    tokenizer = tokenizer_for(folder, family, target)
+    recorded = str(read_metadata(folder).get("tokenizer_hash"))
+    own = outline(
+        config, recorded if tokenizer is None else tokenizer_fingerprint(tokenizer), tokenizer
+    )
     if family == "mtp":
         give_last_layer(own.decoder.model)
     copied = any(name.endswith(COPIED) for name in importers.tensor_files(folder))
@@ -83,15 +87,15 @@ def check_loads(path: str, target: str = "") -> None:
     load_draft(path, own)
 
 
-def fingerprint_for(folder: str, family: str, target: str) -> str:
-    """That of the target's tokenizer; where it is not known, the one that the draft was trained for."""
+def tokenizer_for(folder: str, family: str, target: str) -> Any:
+    """The target's tokenizer, of a language model without a target its own; None where it is not known."""
     if family in LANGUAGE_MODELS or target:
         try:
-            return tokenizer_fingerprint(load_tokenizer(target or folder))
+            return load_tokenizer(target or folder)
         except UserError:
             if family in LANGUAGE_MODELS:
                 raise
-    return str(read_metadata(folder).get("tokenizer_hash"))
+    return None
 
 
 def fitting_config(folder: str, family: str) -> LlamaConfig:
@@ -111,14 +115,14 @@ def fitting_config(folder: str, family: str) -> LlamaConfig:
     )
 
 
-def outline(config: Any, fingerprint: str) -> Target:
+def outline(config: Any, fingerprint: str, tokenizer: Any = None) -> Target:
     """A Target of this config without weights."""
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         zeros = torch.zeros(1, 1).expand(module.weight.shape)
         module.weight = UnknownMatrix(zeros, requires_grad=False)
-    return Target(RunnerOutline(model), None, "the target", None, fingerprint, frozenset())  # type: ignore[arg-type]
+    return Target(RunnerOutline(model), tokenizer, "the target", None, fingerprint, frozenset())  # type: ignore[arg-type]
 
 
 def give_last_layer(model: Any) -> None:

@@ -386,6 +386,15 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
         raise _load_error(name, "tokenizer of", folder, files, error) from error
 
 
+def recorded_tokenizer(fingerprint: str, model: Any, revision: Any = None) -> Any:
+    """The tokenizer with that fingerprint, if `model`, which had it, can be read and has it still; None otherwise."""
+    try:
+        found = load_tokenizer(str(model), None if revision is None else str(revision))
+    except UserError:
+        return None
+    return found if tokenizer_fingerprint(found) == fingerprint else None
+
+
 def check_tokenizer_size(tokenizer: Any, vocab_size: int, name: str) -> None:
     """UserError when words of the tokenizer have ids for which the model has no embedding.
 

@@ -11,14 +11,14 @@ PROBE = "def f(x):\n    return x ** 2  # 1234567 Ünïcode → ok\n\n\t\tend"
 """A text that tokenizers of equal vocabularies may split in different ways."""
 
 
-def disagreement(own: Any, other: Any) -> str | None:
-    """The first id that a draft's tokenizer and the target's give to different tokens, with both, in words; None if one
-    vocabulary extends the other, or each has tokens of its own at ids that the other lacks."""
+def disagreement(own: Any, other: Any, whose: str = "the draft") -> str | None:
+    """The first id that the tokenizer of a draft (or of `whose`) and the target's give to different tokens, with both,
+    in words; None if one vocabulary extends the other, or each has tokens of its own at ids that the other lacks."""
     names, wanted = _tokens(own), _tokens(other)
     shared = sorted(names.keys() & wanted.keys())
     for number in shared:
         if names[number] != wanted[number]:
-            return f"id {number} is {names[number]!r} for the draft and {wanted[number]!r} for the target"
+            return f"id {number} is {names[number]!r} for {whose} and {wanted[number]!r} for the target"
     if not shared:
         return "they share no id"
     split = [one(PROBE, add_special_tokens=False)["input_ids"] for one in (own, other)]
@@ -26,7 +26,7 @@ def disagreement(own: Any, other: Any) -> str | None:
         for ids in zip_longest(*split):
             if ids[0] != ids[1]:
                 first, second = (repr(names[n]) if n is not None else "no token" for n in ids)
-                return f"the same text is id {ids[0]} ({first}) for the draft and id {ids[1]} ({second}) for the target"
+                return f"the same text is id {ids[0]} ({first}) for {whose} and id {ids[1]} ({second}) for the target"
     return None
 
 

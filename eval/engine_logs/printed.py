@@ -141,6 +141,5 @@ def numbers(pattern: str, line: str) -> tuple[float, ...]:
 
 
 def log_lines(text: str, path: str) -> list[tuple[str, str]]:
-    """("path:line", line without colours) of a server's log."""
-    plain = COLOURS.sub("", text)
-    return [(f"{path}:{n}", line.rstrip("\r")) for n, line in enumerate(plain.split("\n"), 1)]
+    """("path:line", line) of a server's log."""
+    return [(f"{path}:{n}", line.rstrip("\r")) for n, line in enumerate(text.split("\n"), 1)]

@@ -1,5 +1,6 @@
 """Reads a log of any engine: JSON lines of responses, streams of them, a /metrics dump, or what a server printed."""
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from decode.common.files import parse_json, parse_jsonl, read_text
 from decode.common.secret_patterns import redact
 from eval.engine_logs import llamacpp_log, own_log, sglang_log, spec_counters, streams, vllm_log
 from eval.engine_logs.counts import EngineLog, FailedRequest, RequestCounts, check_answer
+from eval.engine_logs.printed import COLOURS
 
 Format = Literal["auto", "vllm", "sglang", "llamacpp", "draftsmith"]
 RESPONSES = {
@@ -54,7 +56,7 @@ def read_log(path: str, engine: Format = "auto", before: str = "") -> EngineLog:
 
     `before` is an earlier dump of the same server, which is subtracted. Requests that failed are named, and left out.
     """
-    text = _without_docker(read_text(path), path)
+    text = COLOURS.sub("", _without_docker(read_text(path), path))
     if not text.strip():
         raise UserError(f"{path} is empty: give a log of vLLM, SGLang or llama.cpp")
     printed = _engine_of_text(text, engine, path)
@@ -106,24 +108,38 @@ def _read_responses(lines: Sequence[tuple[str, Any]], engine: Format, path: str)
 def _responses(text: str, path: str) -> list[tuple[str, Any]]:
     """("path:line", value) of each response of JSON lines or of a stream; none for a text that is neither.
 
-    A line of text among JSON lines, such as "Internal Server Error", is what a request was answered with.
+    A line of text among JSON lines, such as "Internal Server Error", is what a request was answered with. So is a last
+    line that was cut off.
     """
     if streams.is_stream(text):
         return list(streams.answers(text, path))
     numbered = [(f"{path}:{n}", x.strip()) for n, x in enumerate(text.split("\n"), 1) if x.strip()]
     if not any(line.startswith(("{", "[")) for _, line in numbered):
         return []
-    values = [
-        (
-            where,
-            parse_json(line, where, "write one JSON value per line") if line[0] in "{[" else line,
-        )
-        for where, line in numbered
-    ]
+    values = _json_values(text, path, numbered)
     flat = [(w, x) for w, value in values for x in (value if isinstance(value, list) else [value])]
     if flat and all(streams.is_chunk(value) for _, value in flat):
         return list(streams.merge(flat))
     return [(where, _with_stream(value, where)) for where, value in flat]
+
+
+def _json_values(
+    text: str, path: str, numbered: Sequence[tuple[str, str]]
+) -> list[tuple[str, Any]]:
+    """The value of each line, a text where it is no JSON; of a file of one value over several lines that value."""
+    with contextlib.suppress(UserError):
+        return [(f"{path}:1", parse_json(text, path, ""))]
+    values: list[tuple[str, Any]] = []
+    for where, line in numbered:
+        try:
+            is_json = line[0] in "{["
+            value = parse_json(line, where, "write one JSON value per line") if is_json else line
+        except UserError:
+            if where != numbered[-1][0] or not values:
+                raise
+            value = streams.BROKE_OFF
+        values.append((where, value))
+    return values
 
 
 def _with_stream(line: Any, where: str) -> Any:

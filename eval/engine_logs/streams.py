@@ -4,10 +4,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from decode.common.errors import UserError
 from decode.common.files import parse_json
 
 PREFIX = "data:"
 END = "[DONE]"
+BROKE_OFF = "the stream broke off"
 
 
 @dataclass
@@ -30,17 +32,26 @@ def is_chunk(line: Any) -> bool:
 def answers(text: str, path: str) -> list[tuple[str, dict[str, Any]]]:
     """("path:line", answer) for each streamed answer, with the newest value of each field of its chunks.
 
-    Chunks of several answers may alternate if they have ids. An answer that ended before its last chunk has an "error".
-    Lines that are neither events nor JSON objects, such as comments and headers, are passed over.
+    Chunks of several answers may alternate if they have ids. An answer that ended before its last chunk has an "error":
+    that of an event which is no JSON, or that it broke off, as in the middle of the last line. Lines that are neither
+    events nor JSON objects, such as comments and headers, are passed over.
     """
     values: list[tuple[str, Any]] = []
-    for number, raw in enumerate(text.split("\n"), start=1):
+    lines = text.rstrip().split("\n")
+    for number, raw in enumerate(lines, start=1):
         line, where = raw.strip(), f"{path}:{number}"
         data = line.removeprefix(PREFIX).strip() if line.startswith(PREFIX) else line
         if data == END:
             values.append((where, END))
         elif data.startswith("{"):
-            values.append((where, parse_json(data, where, "save the stream as it came")))
+            try:
+                values.append((where, parse_json(data, where, "save the stream as it came")))
+            except UserError:
+                if number < len(lines):
+                    raise
+                values.append((where, {"error": BROKE_OFF}))
+        elif data and line.startswith(PREFIX):
+            values.append((where, {"error": data}))
     return merge(values)
 
 
@@ -63,11 +74,13 @@ def merge(values: Iterable[tuple[str, Any]]) -> list[tuple[str, dict[str, Any]]]
         answer = open_answers[key]
         answer.body |= {name: value for name, value in chunk.items() if value not in (None, [])}
         answer.finished = answer.finished or _finishes(chunk)
-        if chunk.get("stop") is True:  # the last chunk of /completion of llama-server
+        if chunk.get("stop") is True or chunk.get(
+            "error"
+        ):  # the last chunk of /completion of llama-server, or of any
             open_answers.pop(key)
     for answer in found:
         if not answer.finished:
-            answer.body.setdefault("error", "the stream broke off")
+            answer.body.setdefault("error", BROKE_OFF)
     return [(answer.where, answer.body) for answer in found]
 
 

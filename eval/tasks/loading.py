@@ -39,11 +39,12 @@ class Task:
     and alpaca come from a local file or the Hub; spec-bench, speed-bench, speculator-benchmarks and any other name need
     a path."""
     path: str = ""
-    """A .jsonl, .json, .parquet or .txt file, also .gz or .zst; a folder of them or of `save_to_disk`; or a Hub name,
-    whose split is the spec's, else test. Without a spec its rows hold `turns` (the user's messages, in order), else
-    `messages` (a chat, maybe as JSON), `prompt` and others, as training reads them, and maybe `tools`,
-    `chat_template_kwargs`, `id` and `domain`; the paragraphs of a .txt file are prompts. Empty: bundled, or the Hub
-    data set of the spec."""
+    """A .jsonl, .json, .parquet or .txt file, also .gz or .zst; a folder of them or of `save_to_disk`; or a Hub name.
+    Without a spec its rows hold `turns` (the user's messages, in order), else `messages` (a chat, maybe as JSON),
+    `prompt` and others, as training reads them, and maybe `tools`, `chat_template_kwargs`, `id` and `domain`; the
+    paragraphs of a .txt file are prompts. Empty: bundled, or the Hub data set of the spec."""
+    split: str = ""
+    """Which split of a Hub data set or of a folder; empty: the spec's, else test, or the only one that there is."""
     kind: str = ""
     """Name of the spec to read the file by, where `name` is not one."""
     limit: CountOrZero = 0
@@ -88,7 +89,7 @@ def load_task_prompts(task: Task, target: Target) -> list[TaskPrompt]:
 
     UserError names the file and line of a bad prompt, or of one that is too long (unless `task.too_long` counts it).
     """
-    spec = find_dataset_spec(task.kind or task.name)
+    spec = _task_spec(task)
     items: list[TaskPrompt] = []
     seen: set[str] = set()
     for row in load_rows(task.name, task.path, spec, task.limit):
@@ -168,7 +169,7 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         first = users_turns[0]
         prompt = first if len(users_turns) == 1 else [{"role": "user", "content": first}]
         tools = read_tools(row.fields, row.location)
-    elif spec is CUSTOM_DATASET:
+    elif spec.name == CUSTOM_DATASET.name:
         prompt, tools, form = _read_own_row(row)
     else:
         prompt = render_template(template, row)
@@ -227,6 +228,12 @@ def _read_own_row(row: DatasetRow) -> tuple[str | Messages, Tools | None, str]:
     return prompt, found.tools, found.describe(row.fields)
 
 
+def _task_spec(task: Task) -> DatasetSpec:
+    """The spec that the task is read by, with the task's own split if it names one."""
+    spec = find_dataset_spec(task.kind or task.name)
+    return replace(spec, split=task.split) if task.split else spec
+
+
 def _is_text_list(turns: Any) -> bool:
     return isinstance(turns, list) and bool(turns) and all(isinstance(x, str) and x for x in turns)
 
@@ -245,11 +252,14 @@ def task_version(task: Task) -> str:
 
     For example gsm8k@1+1a2b3c4d5e6f: version 1 of the spec, the file with that hash.
     """
-    spec = find_dataset_spec(task.kind or task.name)
+    spec = _task_spec(task)
     if task.path:
         path = spec.data_path(task.name, task.path)
-        digest = f"{task.path}:{spec.split}" if path is None else row_files.digest(path)
-        no_version = spec.name == "own" or spec.bundled
+        if path is None:
+            digest = f"{task.path}:{row_files.hub_split(task.path, None, spec.split)}"
+        else:
+            digest = row_files.digest(path) + (f":{task.split}" if task.split else "")
+        no_version = spec.name == CUSTOM_DATASET.name or spec.bundled
         return f"{task.name}@{digest}" if no_version else f"{task.name}@{spec.version}+{digest}"
     if spec.bundled:
         return f"{task.name}@{(BUNDLED_PROMPTS_DIR / 'VERSION').read_text().strip()}"

@@ -4,13 +4,14 @@ What a row means is decided in row_forms.py. A row that is no JSON object is giv
 may skip it; a file that cannot be read at all is a UserError.
 """
 
+import functools
 import hashlib
 import itertools
 import json
 import random
 import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,12 @@ from eval.tasks.row_forms import drop_arrow_nulls, prompt_columns
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 PACKED = (".gz", ".zst")
-NOT_ROWS = frozenset(("dataset_info.json", "dataset_infos.json"))
-"""Files of data sets that describe them."""
+NOT_ROWS = frozenset(
+    ("dataset_info", "dataset_infos", "readme", "license", "licence", "notice", "requirements")
+)
+"""Names, without endings and in small letters, of files beside rows that describe them."""
+HIDDEN = (".", "__")
+"""How the names of hidden files and folders begin, and of those that macOS leaves in archives."""
 ROWS_A_PASS = 50_000
 """Rows in memory while a file without places for its rows is read in random order."""
 SHUFFLE_BUFFER = 10_000
@@ -66,7 +71,7 @@ def read_rows(
     if rng is None:
         yield from rows()
     elif path.suffix == ".jsonl" and path.is_file():
-        yield from _shuffled_lines(path, rng)
+        yield from _shuffled_lines(path, rows, rng)
     else:
         yield from _shuffled(rows, rng)
 
@@ -107,7 +112,8 @@ def load_hub_dataset(
 ) -> Any:
     """One split of a data set of the Hugging Face Hub: a Dataset, or with `streaming` an IterableDataset.
 
-    A local folder of data files will do. UserError with name, config, split and reason if it cannot be loaded.
+    A local folder of data files will do. UserError with name, config, split and reason if it cannot be loaded, and as
+    in `pick_split`.
     """
     import datasets  # slow to import, and only Hub data sets need it
 
@@ -120,9 +126,39 @@ def load_hub_dataset(
         what = f"hub data set {name!r} (config {config}, split {split!r}) cannot be loaded"
         if refused := cache_error(error) or disk_error(error):
             raise UserError(f"{what}: {refused}") from error
+        found = hub_split(name, config, split, revision)
+        if found != split:
+            return load_hub_dataset(name, config, found, revision, streaming)
         raise UserError(
             f"{what} ({load_error(name, 'dataset', error)}): check its name, config, split and the network"
         ) from error
+
+
+@functools.cache
+def hub_split(name: str, config: str | None, split: str, revision: str | None = None) -> str:
+    """What `pick_split` takes of a data set of the Hub; `split` where the splits cannot be found out."""
+    import datasets
+
+    try:
+        names = datasets.get_dataset_split_names(name, config, revision=revision)
+    except Exception:  # load_hub_dataset meets it again and says it
+        return split
+    return pick_split(names, split, f"hub data set {name!r}")
+
+
+def pick_split(names: Sequence[str], split: str, where: str) -> str:
+    """`split` (or a slice or a sum that begins with it) if it is one of `names`, else their only one, with a warning.
+
+    UserError, which lists them, for several others.
+    """
+    if re.split(r"[\[+]", split)[0] in (*names, "all"):
+        return split
+    if len(names) != 1:
+        raise UserError(
+            f"{where} has no split {split!r}, but {', '.join(names)}: set `split` to one of them"
+        )
+    damage.warn_once(f"{where} has no split {split!r}: its only one, {names[0]!r}, is read")
+    return names[0]
 
 
 _ENDINGS = f"{', '.join(SUFFIXES)}, or in these and {' or '.join(PACKED)}"
@@ -137,16 +173,19 @@ def file_kind(path: Path) -> str:
 def data_files(folder: Path, split: str) -> list[Path]:
     """The files with rows in a folder and those below it, sorted; only those named after `split`, if there are any.
 
-    UserError for none.
+    UserError for none, and for a folder of `save_to_disk` below it.
     """
-    below = (file.relative_to(folder) for file in sorted(folder.rglob("*")))
+    below = [file.relative_to(folder) for file in sorted(folder.rglob("*"))]
     found = [
         file
         for file in below
         if file_kind(file)
-        and file.name not in NOT_ROWS
-        and not any(part.startswith(".") for part in file.parts)
+        and file.name.partition(".")[0].lower() not in NOT_ROWS
+        and not any(part.startswith(HIDDEN) for part in file.parts)
     ]
+    saved = next((folder / file for file in below if _is_saved(folder / file)), None)
+    if saved is not None:
+        raise UserError(f"{folder} holds {saved}, a folder of save_to_disk: name that one")
     name = re.compile(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])", re.IGNORECASE)
     named = [file for file in found if name.search(str(file))]
     if not found:
@@ -193,7 +232,7 @@ def _json_rows(path: Path) -> Iterator[DatasetRow]:
         values = json.loads(text)
     except (ValueError, RecursionError):
         values = parse_json(text, str(path), "write a list of objects, or one on each line")
-    rows = _list_inside(values) if isinstance(values, dict) else values
+    rows = (_list_inside(values) or [values]) if isinstance(values, dict) else values
     if not isinstance(rows, list):
         raise UserError(f"{path} is not a list of JSON objects, nor one object on each line")
     for number, row in enumerate(rows, 1):
@@ -202,7 +241,7 @@ def _json_rows(path: Path) -> Iterator[DatasetRow]:
 
 def _line_rows(path: Path) -> Iterator[DatasetRow]:
     for number, line in enumerate(read_lines(path), 1):
-        if line.strip() != "":
+        if line.strip("\ufeff").strip() != "":
             yield _parse_row(line, f"{path}:{number}")
 
 
@@ -216,7 +255,8 @@ def _list_inside(fields: dict[str, Any]) -> list[Any] | None:
 
 def _parse_row(line: str, where: str) -> DatasetRow:
     try:
-        fields = parse_json(line.rstrip("\n"), where, "write one JSON value per line")
+        # files that were put together may have a byte order mark within
+        fields = parse_json(line.strip("\ufeff\n"), where, "write one JSON value per line")
     except UserError as error:
         return DatasetRow({}, where, str(error))
     if not isinstance(fields, dict):
@@ -274,14 +314,9 @@ def _load_saved(path: Path, split: str) -> Any:
         refused = cache_error(error) or disk_error(error, path)
         damaged = f"{path}: {load_error(str(path), 'dataset', error)}: save it again"
         raise UserError(refused or damaged) from error
-    if isinstance(data, datasets.Dataset):
-        return data
-    if split not in data:
-        names = ", ".join(data)
-        raise UserError(
-            f"{path} has no split {split!r}, but {names}: name the folder of one of them"
-        )
-    return data[split]
+    return (
+        data if isinstance(data, datasets.Dataset) else data[pick_split([*data], split, str(path))]
+    )
 
 
 def _table_rows(data: Any, where: str, rng: random.Random | None) -> Iterator[DatasetRow]:
@@ -304,12 +339,17 @@ def _shuffled(rows: Callable[[], Iterator[DatasetRow]], rng: random.Random) -> I
         yield from (kept.pop(index) for index in chosen)
 
 
-def _shuffled_lines(path: Path, rng: random.Random) -> Iterator[DatasetRow]:
+def _shuffled_lines(
+    path: Path, rows: Callable[[], Iterator[DatasetRow]], rng: random.Random
+) -> Iterator[DatasetRow]:
     """`_shuffled` for a file of JSON lines, with only the places of the lines in memory."""
     starts, numbers, end = array("q"), array("q"), 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
+                if b"\r" in line.rstrip(b"\r\n"):  # which ends a line too
+                    yield from _shuffled(rows, rng)
+                    return
                 if line.decode().strip("\ufeff").strip() != "":
                     starts.append(end)
                     numbers.append(number)
@@ -318,7 +358,7 @@ def _shuffled_lines(path: Path, rng: random.Random) -> Iterator[DatasetRow]:
             rng.shuffle(order)  # type: ignore[arg-type]
             for i in order:
                 file.seek(starts[i])
-                yield _parse_row(file.readline().decode("utf-8-sig"), f"{path}:{numbers[i]}")
+                yield _parse_row(file.readline().decode(), f"{path}:{numbers[i]}")
     except (OSError, UnicodeDecodeError):
         read_text(path)  # raises the UserError that names the fault
         raise

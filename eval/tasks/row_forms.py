@@ -47,7 +47,9 @@ FORMS = (
 TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"
 ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "ai"), "assistant"),
+    **dict.fromkeys(
+        ("gpt", "chatgpt", "bing", "bard", "assistant", "model", "bot", "ai"), "assistant"
+    ),
     **dict.fromkeys(("system", "system_prompt"), "system"),
     **dict.fromkeys(
         ("tool", "observation", "function_response", "tool_response", "tool_result"), "tool"
@@ -131,9 +133,9 @@ def read_row(
     columns: list[str] = [form.column]
     reply: str | Messages | None = None
     after = fields.get(form.input)
-    if isinstance(prompt, str) and isinstance(after, str) and after.strip():
-        prompt = f"{prompt}\n\n{after}"
-        columns.append(form.input)
+    if isinstance(prompt, str) and isinstance(after, str):
+        prompt = f"{prompt}\n\n{after}" if after.strip() else prompt
+        columns.append(form.input)  # read, though it may be empty: rows of one set have one form
     for name in ((answer,) if answer else form.answers) if answered else ():
         what = f"{where}: `{name}`"
         if name == "answers":

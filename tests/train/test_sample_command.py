@@ -97,7 +97,7 @@ def test_every_prompt_is_answered_once_or_counted_as_failed(
     """Bug: prompts vanish, the last incomplete shard is not written, or counts do not add up."""
     out, done = undisturbed
     assert done.code == 0, done.err
-    assert "1 failed (too long" in done.err
+    assert "1 failed (1 too long" in done.err
     counts = read_manifest(out).counts
     assert {name: count for name, count in counts.items() if count} == {
         "asked": 50,

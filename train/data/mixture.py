@@ -1,6 +1,6 @@
 """Several sampled sets mixed by weight; the rows of a step are a function of seed and step alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -13,9 +13,11 @@ from decode.common import damage, files, run_dir
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, above
 from decode.model.fingerprint import difference
-from decode.model.loading import Target
+from decode.model.loading import Target, recorded_tokenizer
+from decode.model.vocabularies import disagreement
 from train.data import batching
-from train.data.manifest import MANIFEST_FILE, load_set, read_manifest
+from train.data.manifest import MANIFEST_FILE, Manifest, load_set, read_manifest
+from train.data.prompt_pipeline import TargetTokenizer
 from train.data.sample_store import SampleRow, Subset, rows_digest
 
 
@@ -113,16 +115,14 @@ class Mixture(Sequence[SampleRow]):
 def load(
     data: DataSpec,
     max_length: int,
-    tokenizer: str = "",
-    target: str = "",
+    target: Target | None = None,
     supervise: Supervised = "answers",
     seed: int = 0,
 ) -> tuple[Mixture, int]:
     """(the mixture with rows cut to `max_length` tokens, number of rows dropped because no label was left).
 
     With `supervise` all, the tokens of prompts are labels too. `seed` chooses the rows of a part with a limit.
-    `tokenizer` is the fingerprint of the tokenizer of `target`. UserError for a set made with another tokenizer, and as
-    in `load_set`.
+    UserError for a set that `check_tokenizer` refuses for the target, and as in `load_set`.
     """
     parts = mixture_parts(data)
     weights = [part.weight for part in parts]
@@ -131,11 +131,8 @@ def load(
     dropped = 0
     for part in parts:
         manifest, stored = load_set(Path(part.path))
-        if tokenizer and manifest.tokenizer_hash != tokenizer:
-            raise UserError(
-                f"samples in {part.path} were made with tokenizer {manifest.tokenizer_hash} (target "
-                f"{manifest.target}), but {target} has {tokenizer}: sample this target"
-            )
+        if target is not None:
+            check_tokenizer(part.path, manifest, stored, target)
         digests.append(rows_digest(stored))
         rows, rows_dropped = batching.truncate_rows(stored, max_length)
         if supervise == "all":
@@ -155,6 +152,31 @@ def load(
     chosen = Mixture(limited, weights, whole)
     chosen.digests = digests
     return chosen, dropped
+
+
+def check_tokenizer(
+    path: str, manifest: Manifest, rows: Iterable[SampleRow], target: Target | TargetTokenizer
+) -> None:
+    """UserError for a set whose ids are other tokens for the target, or that holds a token which the target lacks.
+
+    Where the model that was sampled still has its tokenizer, vocabularies that extend each other are one
+    (`disagreement`); else only equal ones are.
+    """
+    if manifest.tokenizer_hash == target.fingerprint:
+        return
+    own = recorded_tokenizer(manifest.tokenizer_hash, manifest.target, manifest.revision)
+    found = "" if own is None else disagreement(own, target.tokenizer, "the samples")
+    if own is not None and found is None:
+        lacking = {*own.get_vocab().values()} - {*target.tokenizer.get_vocab().values()}
+        foreign = (i for row in rows if lacking for i in row["input_ids"] if i in lacking)
+        token = next(foreign, None)
+        if token is None:
+            return
+        found = f"id {token} is {own.convert_ids_to_tokens(int(token))!r} for the samples and no token for the target"
+    raise UserError(
+        f"samples in {path} were made with tokenizer {manifest.tokenizer_hash} (target {manifest.target}), but "
+        f"{target.name} has {target.fingerprint}{', ' * bool(found)}{found}: sample this target"
+    )
 
 
 def check_target(data: DataSpec, target: Target, allowed: bool) -> None:

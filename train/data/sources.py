@@ -278,6 +278,8 @@ def _read_row(
         log.dropped[UNANSWERED] += 1
         log.unanswered = log.unanswered or where
     elif source.kind == "file":
+        if row is not None:
+            raise UserError(f"{where}: `{row.columns[0]}` holds replies alone: remove the line")
         columns = [source.column] if source.column else prompt_columns(fields)
         verb = "is" if len(columns) == 1 else "are"
         names = ", ".join(f"`{column}`" for column in columns)

@@ -193,11 +193,7 @@ def read_rows(
         manifest, store = load_set(Path(part.path))
         setting = manifest.template if s.template is None else renderings.usual
         reader, _ = renderings.of(setting)
-        if manifest.tokenizer_hash != reader.fingerprint:
-            raise UserError(
-                f"samples in {part.path} were made with tokenizer {manifest.tokenizer_hash} (target "
-                f"{manifest.target}), but {reader.name} has {reader.fingerprint}: name the target of the samples"
-            )
+        mixture.check_tokenizer(part.path, manifest, store, reader)
         if manifest.chat_template_hash != reader.chat_template_hash:
             then = describe(manifest.template)
             other = (

@@ -1,6 +1,7 @@
 """Drafts whose tokenizer has a few tokens more or fewer than the target's, all shared ids equal."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.causal import CausalDraft, load
 from decode.drafts.registry import load_draft
+from decode.drafts.target_outline import check_loads
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target, tokenizer_fingerprint
 from decode.model.vocabularies import disagreement
@@ -19,6 +21,7 @@ from decode.verification.sampling import SamplingParams
 from scripts.engine_compat.rules.causal import wrong_tokenizer
 from scripts.engine_compat.rules.checkpoint import read_draft, read_target
 from scripts.export import ExportConfig, main
+from tests import heads
 from tests.tiny import noisy, tiny_model
 from tests.worlds import byte_tokenizer, save
 from train.families.causal import build_causal_lm
@@ -113,6 +116,48 @@ def moved(first: str, second: str) -> PreTrainedTokenizerFast:
         swapped.replace('"?":', f'"{second}":')
     )
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
+HEADS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    "the target has two more": ((), TWO, ""),
+    "the heads' target had one more": (TWO[:1], (), ""),
+    "one is shared": (TWO[:1], TWO, ""),
+    "one id is two tokens": (
+        TWO[1:], TWO, f", id {BASE} is '</think>' for the draft and '<think>' for the target: use",
+    ),
+    "the tokenizer is gone": ((), TWO, "disagree on token ids: use"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize("family", ["eagle3", "medusa"])
+def test_heads_of_an_extended_vocabulary(case: str, family: str, tmp_path: Path) -> None:
+    """Catches heads that are refused for tokens that were added to their target's tokenizer, or decoded where one id is
+    two tokens. Before, hashes alone were compared: all were refused."""
+    then, now, said = HEADS[case]
+    model = tiny_model("llama", vocab_size=BASE + 4)  # the embedding had padded rows
+    for name, tokens in (("then", then), ("now", now)):
+        save(tmp_path / name, model, extended(*tokens))
+    old, target = (load_target(str(tmp_path / name), "cpu") for name in ("then", "now"))
+    path = heads.save(
+        tmp_path / "draft", family, heads.net_of(family, old, 0), old, torch.float32
+    )  # fmt: skip
+    facts = json.loads((Path(path) / METADATA_FILE).read_text()) | {"target": old.describe()}
+    (Path(path) / METADATA_FILE).write_text(json.dumps(facts))
+    if case == "the tokenizer is gone":
+        save(tmp_path / "then", model, extended("<other>"))
+    if said:
+        with pytest.raises(UserError, match=re.escape(said)):
+            load_draft(path, target, "cpu", "float32")
+        with pytest.raises(UserError, match=re.escape(said)):
+            check_loads(path, target.name)
+        return
+    check_loads(path, target.name)
+    draft = load_draft(path, target, "cpu", "float32")
+    prompts = [[20, 30, 40], [50, 60]]
+    plain = decode(target, None, prompts, max_new_tokens=16)
+    found = decode(target, draft, prompts, k=2, max_new_tokens=16)
+    assert [o.output_ids for o in found] == [o.output_ids for o in plain]
 
 
 A, B = byte_tokenizer().convert_tokens_to_ids(["a", "b"])

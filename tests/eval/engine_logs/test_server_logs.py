@@ -14,6 +14,7 @@ from eval.engine_logs.counts import EngineLog
 from eval.engine_logs.printed import PrintedLine, recover
 from eval.engine_logs.reading import read_log
 from eval.engine_logs.scoring import score
+from eval.engine_logs.streams import BROKE_OFF
 
 
 def read(tmp_path: Path, text: str, **options: Any) -> EngineLog:
@@ -200,6 +201,29 @@ def test_older_and_other_lines_of_llama_server(tmp_path: Path) -> None:
     assert [r.accepted for r in again.requests] == [9, 0, 9]
 
 
+@pytest.mark.parametrize(
+    "dress",
+    [
+        lambda text: "".join(f"\x1b[32m{line}\x1b[0m\n" for line in text.splitlines()),
+        lambda text: text.replace("draft acceptance", "\x1b[33mdraft acceptance\x1b[0m"),
+        lambda text: "".join(f"llama-1  | {line}\n" for line in text.splitlines()),
+        lambda text: "\ufeff" + text.replace("\n", "\r\n"),
+    ],
+    ids=["colours", "colours within", "compose", "mark and CRLF"],
+)
+def test_lines_of_llama_server_behind_what_others_put_before_them(
+    dress: Any, tmp_path: Path
+) -> None:
+    """Catches forms of both ages that are only read as they left the process."""
+    new = llama_lines(9, 16, drafts_of(9, 12, ", mean len =  3.25"), "1.000, 0.750, 0.500", slot=1)
+    assert [(r.rounds, r.drafted, r.accepted) for r in read(tmp_path, dress(new)).requests] == [
+        (6, 12, 9)
+    ]
+    assert [(r.rounds, r.drafted, r.accepted) for r in read(tmp_path, dress(OLD)).requests] == [
+        (134, 347, 65)
+    ]
+
+
 def test_a_log_that_begins_within_a_request(tmp_path: Path) -> None:
     """tail -n: drafts without the length of the answer. Without a mean length there are no rounds, so no τ."""
     line = "slot print_timing: id 0 | task 3 | draft acceptance = 0.50000 (   20 accepted /   40 generated)\n"
@@ -239,6 +263,33 @@ def test_both_meanings_of_sglangs_rate_give_ours(newer: bool, tmp_path: Path) ->
     assert found["gauges_of"] == "mean of 4 intervals"
     assert found["gauges"] == pytest.approx({"tau": 2.8225, "acceptance_rate": 1.8225 / 5})
     assert pooled(found) == {}  # nothing says how much each interval weighs
+
+
+@pytest.mark.parametrize(
+    "dress",
+    [
+        lambda line: f"\x1b[32m{line.rstrip()}\x1b[0m\n",
+        lambda line: line.replace("accept len:", "\x1b[1maccept len:\x1b[0m"),
+        lambda line: f"Nov 24 10:00:01 host server[123]: {line}",
+        lambda line: f"server-1  | {line}",
+        lambda line: "\ufeff" + line.replace("\n", "\r\n"),
+        lambda line: line.replace("#token: 353", "#full token: 353, #swa token: 3"),
+        lambda line: line.rstrip("\n"),
+    ],
+    ids=[
+        "colours",
+        "colours within",
+        "journal",
+        "compose",
+        "mark and CRLF",
+        "newer",
+        "no line end",
+    ],
+)
+def test_lines_of_sglang_behind_what_others_put_before_them(dress: Any, tmp_path: Path) -> None:
+    """Catches a log that is only read as it left the process. Before, colours within the line were read as JSON."""
+    found = score(read(tmp_path, dress(sglang_line(2.64, "accept rate: 0.66, "))))
+    assert pooled(found) == pytest.approx({"tau": 2.64, "acceptance_rate": 1.64 / 3})
 
 
 def test_an_ambiguous_rate_of_sglang_is_left_out(tmp_path: Path) -> None:
@@ -339,6 +390,60 @@ def test_a_stream_that_broke_off_is_a_failed_request(tmp_path: Path) -> None:
         (1, "the stream broke off"),
         (2, "out of memory"),
     ]
+
+
+OPEN = {**delta("a"), "id": "b"}
+CHAT = events(delta("a", **LLAMA), delta("", "stop"))
+SAVED: dict[str, str] = {
+    "comments that keep it alive": ": keep-alive\n\n" + CHAT.replace("\n\n", "\n\n: ping\n\n"),
+    "CRLF": CHAT.replace("\n", "\r\n"),
+    "no space": CHAT.replace("data: ", "data:"),
+    "names of events": "event: message\nid: 3\nretry: 100\n" + CHAT,
+    "headers": "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + CHAT,
+    "progress of curl": "  % Total    % Received\n" + CHAT,
+    "DONE twice": CHAT + "data: [DONE]\n\n",
+    "mark": "\ufeff" + CHAT,
+    "JSON on many lines": json.dumps(LLAMA, indent=2),
+    "a list on many lines": json.dumps([LLAMA], indent=2),
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_one_answer_however_it_was_saved(kind: str, tmp_path: Path) -> None:
+    """Catches lines beside the events taken for answers. Before, JSON that `jq` had written was refused."""
+    log = read(tmp_path, SAVED[kind])
+    assert [(r.rounds, r.drafted, r.accepted) for r in log.requests] == [(6, 12, 9)]
+    assert log.failed == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "failed"),
+    [
+        ("data: Internal Server Error\n\n" + CHAT, [(0, "Internal Server Error")]),
+        ("data: Bad\n\ndata: Worse\n\n" + CHAT, [(0, "Bad"), (1, "Worse")]),
+        (CHAT + 'data: {"id": "b", "choices": [{"delta": {"content": "x', [(1, BROKE_OFF)]),
+        (CHAT + events(OPEN, end=False) + 'data: {"id": "b", "ch\n', [(1, BROKE_OFF)]),
+        (events(OPEN, {"error": "oom"}, {"error": "gone"}, end=False) + CHAT, [(0, "oom"), (1, "gone")]),
+        (json.dumps(LLAMA) + "\n" + json.dumps(LLAMA)[:20], [(1, BROKE_OFF)]),
+    ],
+)  # fmt: skip
+def test_what_broke_off_or_is_no_json_is_one_failed_request(
+    text: str, failed: list[tuple[int, str]], tmp_path: Path
+) -> None:
+    """Catches a request that is in no count, and a file that is refused because it was cut off. Before, an event
+    without JSON was passed over, a last line that was cut ended the reading, and two errors in a row were one."""
+    log = read(tmp_path, text)
+    assert [(x.index, x.reason) for x in log.failed] == failed
+    assert [r.accepted for r in log.requests] == [9]
+
+
+def test_damage_before_the_last_line_is_named(tmp_path: Path) -> None:
+    for text in (
+        CHAT + 'data: {"id": "b\n\n' + CHAT,
+        json.dumps(LLAMA)[:20] + "\n" + json.dumps(LLAMA),
+    ):
+        with pytest.raises(UserError, match=r"log:\d+ is not valid JSON"):
+            read(tmp_path, text)
 
 
 # ---- failed requests ----

@@ -178,6 +178,9 @@ def test_nan_of_one_prompt_fails_it_alone(
     counts = read_manifest(tmp_path / "out").counts
     found = (counts["asked"], counts["answered"], counts["failed"])
     assert found == (30, 30 - len(bad), len(bad))
+    assert (
+        f"{len(bad)} failed (0 too long for the context)" in done.err
+    )  # before, all were said to be
     assert f"'{overflowing}' in float16 gives NaN or infinite logits" in done.err
     missing = {p.id for p in stream_prompts([PromptSource("file", str(path))], 0, ReadLog())} - {
         *rows_of(tmp_path / "out")

@@ -476,6 +476,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, "`role` and `content`"),
     ({"prompt": "x", "messages": written({"role": "user"})}, "`messages` is no list of messages"),
     ({"messages": [], "prompt": ""}, "`messages`, `prompt` are empty"),
+    ({"conversations": [{"from": "gpt", "value": "alone"}]}, "`conversations` holds replies alone"),
+    ({"messages": [user([{"type": "image"}, {"type": "text", "text": "x"}])]}, "`role` and `content` .*image"),
+    ({"prompt": ["one", "two"]}, "`role` and `content`"),
 ]  # fmt: skip
 
 

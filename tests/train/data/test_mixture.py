@@ -2,16 +2,21 @@
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from decode.common.cli import parse_settings, to_yaml
 from decode.common.errors import UserError
+from decode.model.loading import tokenizer_fingerprint
 from tests import worlds
+from tests.tiny import tiny_config, tiny_model, tiny_target
 from tests.train.data.test_manifest import MANIFEST
+from tests.worlds import byte_tokenizer
 from train.data.batching import step_indices
 from train.data.manifest import write_manifest
 from train.data.mixture import (
@@ -24,6 +29,8 @@ from train.data.mixture import (
     source_at,
 )
 from train.data.sample_store import SampleRow, read_shards, write_shard
+
+TARGET = tiny_target(tiny_model("llama"))
 
 
 def rows(name: str, count: int) -> list[SampleRow]:
@@ -99,7 +106,7 @@ def test_steps_depend_on_nothing_but_the_arguments() -> None:
 def test_two_answers_to_one_prompt_stay_two(tmp_path: Path) -> None:
     """Bug: stored features of one set are used for the row of the same id in another."""
     paths = [written(tmp_path / name, "same", 3) for name in ("one", "two")]
-    mixture, dropped = load([MixturePart(path) for path in paths], 99, "aa", "t")
+    mixture, dropped = load([MixturePart(path) for path in paths], 99)
     ids = [row["id"] for row in mixture]
     assert ids == [f"{part}/same{i}" for part in (0, 1) for i in range(3)]
     assert [row["id"] for row in mixture.global_batch(6, 0, 0)] != ids
@@ -149,7 +156,86 @@ def test_every_set_must_have_the_target_s_tokenizer(tmp_path: Path) -> None:
     good = written(tmp_path / "good", "a", 2)
     bad = written(tmp_path / "bad", "b", 2, tokenizer="bb")
     with pytest.raises(UserError, match=rf"samples in {bad} .*tokenizer bb.* has aa"):
-        load([MixturePart(good), MixturePart(bad)], 99, "aa", "the target")
+        load(
+            [MixturePart(good), MixturePart(bad)], 99, dataclasses.replace(TARGET, fingerprint="aa")
+        )
+
+
+def tokenizer_with(folder: Path, *tokens: str) -> Any:
+    """The byte tokenizer with tokens behind its own, saved as that of a model."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(list(tokens))
+    tokenizer.save_pretrained(folder)
+    tiny_config("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    return tokenizer
+
+
+BASE = len(byte_tokenizer())
+# the set's tokens and the target's behind the common ones, an id in the set's last row, what is said of it
+PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int, str]] = {
+    "the target has two more": ((), ("<a>", "<b>"), 7, ""),
+    "the target has one more": (("<a>",), ("<a>", "<b>"), BASE, ""),
+    "the set's target has two more": (("<a>", "<b>"), (), BASE - 1, ""),
+    "a row has one that the target lacks": (
+        ("<a>", "<b>"), ("<a>",), BASE + 1, f"id {BASE + 1} is '<b>' for the samples and no token for the target",
+    ),
+    "one id is two tokens": (
+        ("<b>",), ("<a>", "<b>"), 7, f"id {BASE} is '<b>' for the samples and '<a>' for the target",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_sets_of_vocabularies_that_extend_each_other(case: str, tmp_path: Path) -> None:
+    """Bug: a set is refused for tokens that were added to the target's tokenizer since, or one is trained on whose ids
+    mean other tokens, or have no row in the embedding. Before, hashes alone were compared: all five were refused."""
+    own, wanted, token, said = PAIRS[case]
+    then, now = (
+        tokenizer_with(tmp_path / "then", *own),
+        tokenizer_with(tmp_path / "now", *wanted),
+    )
+    made = {
+        "target": str(tmp_path / "then"),
+        "revision": None,
+        "tokenizer_hash": tokenizer_fingerprint(then),
+    }
+    write_shard(
+        tmp_path / "set",
+        [*rows("x", 3), rows("y", 1)[0] | {"input_ids": [1, 2, 3, token]}],
+        "00000",
+    )  # type: ignore[list-item]
+    write_manifest(tmp_path / "set", dataclasses.replace(MANIFEST, **made))  # type: ignore[arg-type]
+    target = dataclasses.replace(TARGET, tokenizer=now, fingerprint=tokenizer_fingerprint(now))
+    doctor = ("train/doctor.py", "--data", tmp_path / "set", "--target", tmp_path / "now")
+    if said:
+        with pytest.raises(
+            UserError, match=f"samples in {tmp_path}/set were made with .*{re.escape(said)}"
+        ):
+            load(str(tmp_path / "set"), 99, target)
+        assert said in worlds.call(*doctor).error()
+    else:
+        found, dropped = load(str(tmp_path / "set"), 99, target)
+        assert [list(row["input_ids"]) for row in found][-1] == [1, 2, 3, token]
+        assert dropped == 0
+        done = worlds.call(*doctor)
+        assert done.code == 0, done.err
+        assert json.loads(done.out.splitlines()[-1])["parts"]["Sampled set"]["rows"] == 4
+
+
+def test_a_tokenizer_that_is_gone_is_compared_by_its_hash(tmp_path: Path) -> None:
+    """Bug: the tokenizer that now stands where the set's stood is taken for it."""
+    then = tokenizer_with(tmp_path / "then")
+    now = tokenizer_with(tmp_path / "then", "<a>")
+    made = {
+        "target": str(tmp_path / "then"),
+        "revision": None,
+        "tokenizer_hash": tokenizer_fingerprint(then),
+    }
+    write_shard(tmp_path / "set", rows("x", 3), "00000")
+    write_manifest(tmp_path / "set", dataclasses.replace(MANIFEST, **made))  # type: ignore[arg-type]
+    target = dataclasses.replace(TARGET, tokenizer=now, fingerprint=tokenizer_fingerprint(now))
+    with pytest.raises(UserError, match=f"has {target.fingerprint}: sample this target"):
+        load(str(tmp_path / "set"), 99, target)
 
 
 def test_how_the_data_was_made_is_told(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from eval.metrics.roofline import GpuSpec
 from tests import hub, worlds
@@ -34,7 +34,8 @@ from tests.train.test_distill_command import (
     norms_of,
 )
 from tests.worlds import Done, World
-from train.data import sample_store
+from train.data import mixture, sample_store
+from train.data.manifest import read_manifest, write_manifest
 from train.distill import DistillConfig
 from train.families import causal
 from train.families.config import DraftConfig
@@ -364,6 +365,43 @@ def test_a_loss_that_is_no_number_before_any_step_is_not_the_learning_rates(
     )
     assert "loop.lr" not in line
     assert not (tmp_path / "out" / WEIGHTS).exists()
+
+
+@pytest.mark.parametrize("family", ["causal", "medusa"])
+def test_a_row_that_the_teacher_cannot_read_is_named(
+    world: World, data: Path, tmp_path: Path, family: str
+) -> None:
+    """Bug: a row whose states overflow in the target's float16 is met after some steps, and answered with "lower
+    loop.lr" and the loss of a checkpoint. Before, the first step alone blamed the teacher, and no row was named."""
+    rows = sorted(sample_store.read_shards(data), key=lambda row: -row["loss_spans"][0][1])
+    common = set().union(*(row["input_ids"] for row in rows[1:]))
+    token = next(t for t in range(12, 268) if t not in common | {*rows[0]["input_ids"]})
+    folder = worlds.copied(world, tmp_path / "world")
+    weights = load_file(folder.target / WEIGHTS)
+    weights["model.embed_tokens.weight"][token] = 65504.0
+    weights["model.layers.0.mlp.down_proj.weight"] *= 200.0
+    save_file(weights, folder.target / WEIGHTS, metadata={"format": "pt"})
+    bad = rows[0] | {"input_ids": [token, *rows[0]["input_ids"][1:]]}  # type: ignore[operator]
+    out = tmp_path / "set"
+    sample_store.add_shard(out, [bad, *rows[1:]])
+    write_manifest(out, read_manifest(data))
+    batches = mixture.load(str(out), 512)[0].global_batch
+    met = next(n for n in range(16) if bad["id"] in [x["id"] for x in batches(8, 0, n)]) + 1
+    more = ["--draft.family", family, "--target_dtype", "float16", "--loop.steps", 16]
+    more += ["--draft.init", ""] if family == "medusa" else []
+    done = distill(
+        folder, out, tmp_path / "out", *more, "--loop.save_every", 1, "--allow_changed", "true"
+    )
+    assert done.code == 2
+    line = done.err.splitlines()[-1]
+    assert (
+        f"at step {met}: target '{folder.target}' in float16 gives NaN or infinity for row {bad['id']} of"
+        in line
+    )
+    assert "loop.lr" not in line
+    kept = checkpoint.latest_checkpoint(tmp_path / "out")
+    assert (kept is None) == (met == 1)
+    assert kept is None or kept.name == f"step-{met - 1:06d}"
 
 
 # ---- going on ----

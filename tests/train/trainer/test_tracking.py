@@ -379,6 +379,27 @@ def test_logins_of_every_kind_are_found(
     assert explain_mode("offline") == ("offline", [])
 
 
+@pytest.mark.parametrize(
+    ("entries", "mode"),
+    [
+        ("machine github.com login x password y\nmachine {host}\n  login user\n  password {key}\n", "online"),
+        ("machine {host} login user password {key}", "online"),
+        ("default login user password {key}\n", "online"),
+        ("machine github.com login x password {key}\n", "offline"),
+        ("machine {host} login\n???", "offline"),
+        ("", "offline"),
+    ],
+)  # fmt: skip
+def test_a_netrc_file_of_others_is_read_as_wandb_does(entries: str, mode: str, clean: Path) -> None:
+    """Bug: a key that stands beside those of other machines, or on several lines, is not found."""
+    from wandb.sdk.lib import urls
+
+    host = urls.DEFAULT_BASE_URL.partition("//")[2]
+    (clean / ".netrc").write_text(entries.format(host=host, key=KEY))
+    found, notes = explain_mode("auto")
+    assert (found, len(notes)) == (mode, mode == "offline")
+
+
 def test_a_login_for_another_server_is_none(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: the key of one server is taken for another's, and W&B asks on the terminal."""
     log_in()
@@ -405,6 +426,11 @@ def test_a_login_for_another_server_is_none(clean: Path, monkeypatch: pytest.Mon
         ("auto", {"WANDB_DISABLED": "true"}, True, "disabled"),
         ("auto", {"WANDB_DISABLED": "1", "WANDB_MODE": "online"}, True, "disabled"),
         ("auto", {"WANDB_DISABLED": "false"}, True, "online"),
+        ("auto", {"WANDB_DISABLED": "0"}, True, "online"),
+        ("auto", {"WANDB_DISABLED": "True"}, False, "disabled"),
+        ("auto", {"WANDB_DISABLED": "yes", "WANDB_API_KEY": "short"}, False, "disabled"),
+        ("auto", {"WANDB_RESUME": "never", "WANDB_PROJECT": ""}, True, "online"),
+        ("offline", {"WANDB_API_KEY": "short"}, False, "offline"),
         ("disabled", {"WANDB_MODE": "online"}, False, "disabled"),
         ("offline", {"WANDB_MODE": "dryrun"}, False, "offline"),
     ],
@@ -419,7 +445,7 @@ def test_variables_stand_above_a_default_that_nobody_gave(
         monkeypatch.setenv(name, value)
     found, notes = explain_mode(mode)
     assert found == expected
-    assert len(notes) == (not login and mode == "auto")
+    assert len(notes) == (not login and mode == "auto" and expected != "disabled")
 
 
 def test_a_given_setting_stands_above_the_variables_in_one_line(
@@ -442,6 +468,12 @@ def test_a_given_setting_stands_above_the_variables_in_one_line(
     [
         ({"WANDB_MODE": "nonsense"}, "W&B does not take WANDB_MODE (Input should be 'online'"),
         ({"WANDB_RESUME": "maybe"}, "W&B does not take WANDB_RESUME (Input should be 'allow'"),
+        ({"WANDB_MODE": "OFFLINE"}, "W&B does not take WANDB_MODE (Input should be 'online'"),
+        ({"WANDB_RESUME": "true"}, "W&B does not take WANDB_RESUME (Input should be 'allow'"),
+        ({"WANDB_BASE_URL": "wandb.example.com"}, "W&B does not take WANDB_BASE_URL (Input should be a valid URL"),
+        ({"WANDB_PROJECT": "a/b"}, "W&B does not take its settings (Invalid project name 'a/b'"),
+        ({"WANDB_API_KEY": KEY + "\n"}, "(API key cannot start or end with whitespace): mend its WANDB_ variables"),
+        ({"WANDB_API_KEY": f'"{KEY}"'}, "W&B's login is not usable (WANDB_API_KEY invalid: API key may only contain"),
         ({"WANDB_RUN_ID": " a"}, "W&B does not take its settings (Run ID cannot start or end with whitespace)"),
         ({"WANDB_API_KEY": "short"}, "W&B's login is not usable (WANDB_API_KEY invalid: API key must have 40+"),
         ({"WANDB_API_KEY": KEY, "WANDB_IDENTITY_TOKEN_FILE": "t"}, "Both WANDB_API_KEY and WANDB_IDENTITY_TOKEN_FILE"),
