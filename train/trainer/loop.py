@@ -317,7 +317,7 @@ def _blame_teacher(training: Training, rows: Sequence[SampleRow], loss: float, s
 def _rows_without_numbers(
     teacher: Teacher, rows: Sequence[SampleRow], accelerator: Accelerator
 ) -> list[str]:
-    """The ids of the rows for which the teacher's states or logits are NaN or infinite."""
+    """The ids and sources of the rows for which the teacher's states or logits are NaN or infinite."""
     bad = []
     for row in rows:
         batch = batching.collate([row], pad_id=0).to(accelerator.device)
@@ -328,7 +328,7 @@ def _rows_without_numbers(
             0, : len(row["input_ids"])
         ].isfinite().all()
         if not fine:
-            bad.append(row["id"])
+            bad.append(f"{row['id']} of {row['source']}")
     return bad
 
 

@@ -395,7 +395,7 @@ def test_a_row_that_the_teacher_cannot_read_is_named(
     assert done.code == 2
     line = done.err.splitlines()[-1]
     assert (
-        f"at step {met}: target '{folder.target}' in float16 gives NaN or infinity for row {bad['id']} of"
+        f"at step {met}, because target '{folder.target}' in float16 gives NaN or infinity for row {bad['id']} of"
         in line
     )
     assert "loop.lr" not in line
