@@ -101,8 +101,8 @@ def main(s: ExportConfig) -> None:
             exporters.write_metadata(path, facts, folder)
     if s.format in CAUSAL_FORMATS and (Path(path) / VOCAB_FILE).is_file():
         print(
-            f"note: tokens outside {VOCAB_FILE}, which were not trained, got the mean row of the LM head: other engines "
-            "compute it whole and never find one of them most probable"
+            f"note: tokens outside {VOCAB_FILE}, which were not trained, got the mean row of the LM head: engines that "
+            "compute all of it never find one of them most probable"
         )
     print(
         f"{family} in the {s.format} layout: {', '.join(sorted(file.name for file in out.iterdir()))}"

@@ -62,12 +62,11 @@ def test_three_ways_to_leave_layers_out_agree(arch: str, kept: list[int], tmp_pa
 def test_recurrent_models_agree_too_or_are_refused(arch: str, tmp_path: Path) -> None:
     """Catches a hybrid whose saved layers are of other kinds."""
     model = tiny_hybrid(arch)
-    try:
-        cut_layers(model, [1, 2])
-    except UserError as error:
-        assert arch in ("zaya", "zamba2")
-        assert f"{arch} model cannot be cut" in str(error)
+    if arch in ("zaya", "zamba2"):
+        with pytest.raises(UserError, match=f"{arch} model cannot be cut"):
+            cut_layers(model, [1, 2])
         return
+    cut_layers(model, [1, 2])
     trial = logits(without(tiny_hybrid(arch), [1, 2]))
     torch.testing.assert_close(logits(model), trial, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits(reloaded(model, tmp_path)), trial, atol=1e-5, rtol=1e-5)
