@@ -1,5 +1,6 @@
 """A language model with fewer layers: cut for good, its config with it, or with some of them left out on trial."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode.common.errors import UserError, first_line
+from decode.common.errors import UserError, one_line
 from decode.model.layer_stack import (
     decoder_config,
     layer_stack,
@@ -35,15 +36,23 @@ def cut_layers(model: Any, layers: Sequence[int]) -> None:
     check_config(model)
 
 
+def check_cut(config: Any, layers: Sequence[int]) -> None:
+    """UserError if a model of this `config` cannot be cut to these layers, before there is one."""
+    with torch.device("meta"):
+        model = auto_class(config).from_config(copy.deepcopy(config))
+    cut_layers(model, layers)
+
+
 def check_config(model: Any) -> None:
     """UserError unless a new model of this config has the modules of `model`, which was cut: then the saved folder
     loads as the same model. Some configs have rules for what each layer is, such as every second one."""
     refusal = f"a {decoder_config(model).model_type} model cannot be cut to these layers"
     try:
+        config = type(model.config).from_dict(model.config.to_dict())  # as it is saved and loaded
         with torch.device("meta"):
-            made = auto_class(model.config).from_config(model.config)
+            made = auto_class(config).from_config(config)
     except Exception as error:  # transformers checks configs in a dozen ways
-        raise UserError(f"{refusal} ({first_line(error)}): name others in draft.layers") from error
+        raise UserError(f"{refusal} ({one_line(error)}): name others in draft.layers") from error
     shapes, wanted = (
         {name: value.shape for name, value in each.named_parameters(remove_duplicate=False)}
         for each in (model, made)

@@ -17,7 +17,7 @@ from decode.drafts.base import Draft, check_vocabulary, read_metadata
 from decode.drafts.causal import causal_draft, load_ids
 from decode.model import attention
 from decode.model.config_checks import check_sizes
-from decode.model.cut_layers import check_config, cut_layers
+from decode.model.cut_layers import check_config, check_cut, cut_layers
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
 from decode.model.layer_stack import decoder_config, layer_stack, renumber_layers, with_layers
@@ -385,6 +385,18 @@ def check_layers(model: Any, s: DraftConfig) -> None:
         raise UserError(
             f"draft.keep_layers {s.keep_layers}: the model has {depth} layers: keep fewer, or leave it out"
         )
+    if s.keep_layers:
+        check_one_can_go(model.config, depth)
+
+
+def check_one_can_go(config: Any, depth: int) -> None:
+    """UserError for a model that cannot be cut to all but one of its layers, whichever goes."""
+    for gone in reversed(range(depth)):
+        try:
+            return check_cut(config, [i for i in range(depth) if i != gone])
+        except UserError:
+            if gone == 0:
+                raise
 
 
 def copy_layers(model: Any, layers: Sequence[int]) -> Any:

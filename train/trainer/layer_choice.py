@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from decode.common import files
 from decode.common.errors import UserError
 from decode.common.progress import progress_bars
-from decode.model.cut_layers import left_out, output_counts, with_replaced
+from decode.model.cut_layers import check_cut, left_out, output_counts, with_replaced
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
 from decode.model.layer_stack import decoder_config, layer_stack
 from train.data import batching, vocab_mapping
@@ -200,12 +200,24 @@ class LayerTrials:
                     sum(parts) / self.tokens for parts in zip(*gather_object([sums]), strict=True)
                 ]
                 choice = choice or LayerChoice(depth, self.tokens, sums[depth])
-                layer = max(kept, key=sums.__getitem__)
+                layer = self.cheapest(kept, sums)
                 choice.removed.append({"layer": layer, "acceptance": sums[layer]})
                 save(choice)
         self.lm.train()
         assert choice is not None
         return choice
+
+    def cheapest(self, kept: Sequence[int], acceptance: Sequence[float]) -> int:
+        """The layer without which acceptance is highest, of those without which a config describes the model."""
+        refusal: UserError | None = None
+        for layer in sorted(kept, key=acceptance.__getitem__, reverse=True):
+            try:
+                check_cut(self.lm.config, [i for i in kept if i != layer])
+                return layer
+            except UserError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
 
     def overlaps(
         self, batch: Batch, teacher: Tensor, kept: Sequence[int], note: Callable[[], None]

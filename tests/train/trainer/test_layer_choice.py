@@ -30,7 +30,7 @@ from train.data import batching
 from train.data.mixture import Mixture
 from train.distill import DistillConfig
 from train.families.base import FamilyContext
-from train.families.causal import TrainableCausal
+from train.families.causal import TrainableCausal, check_layers
 from train.families.config import DraftConfig
 from train.families.registry import family_trainer
 from train.trainer import layer_choice
@@ -219,6 +219,28 @@ def test_recurrent_models_are_measured_too(arch: str) -> None:
     [removed] = found.removed
     assert removed["acceptance"] == pytest.approx(mean_overlap(candidate, model), abs=1e-4)
     assert found.acceptance == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize(("step", "first"), [(2, [4, 5]), (3, [3, 4, 5])])
+def test_a_layer_goes_only_where_a_config_describes_the_rest(step: int, first: list[int]) -> None:
+    """Catches a draft that is measured, trained, and then cannot be saved: experts in every second or third layer stay
+    there only if layers behind the last go, or none before it."""
+    model = tiny_model("qwen3_moe", num_hidden_layers=6, std=0.15, decoder_sparse_step=step)
+    for layer in range(6):
+        silence(model, layer, 0.5 if layer in first else 0.0)  # layers at the end cost most
+    found = choose(noisy(model, 0.0), tiny_target(model), 5)
+    [gone] = [one["layer"] for one in found.removed]
+    assert gone in first
+    cut_layers(model, found.kept)
+
+
+def test_a_model_of_which_no_layer_can_go_is_refused_at_once() -> None:
+    """Catches an hour of measuring before the refusal."""
+    model = tiny_model("gemma4_text")
+    with pytest.raises(UserError, match="gemma4_text model cannot be cut"):
+        check_layers(model, DraftConfig(keep_layers=2))
+    check_layers(model, DraftConfig())
+    check_layers(tiny_model("qwen3_moe", decoder_sparse_step=2), DraftConfig(keep_layers=2))
 
 
 def test_layers_that_pass_more_than_states_are_refused() -> None:
