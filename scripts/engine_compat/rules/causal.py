@@ -101,6 +101,7 @@ def others_are_silent(d: DraftFiles) -> bool:
         ids = read_ids(d.path, len(head), {})
     except UserError:  # the rule `decoder` tells
         return False
+    assert ids is not None  # the file is there
     others = head[torch.ones(len(head), dtype=torch.bool).index_fill(0, ids, False)]
     return torch.equal(others, others[:1].expand_as(others))
 
