@@ -12,7 +12,8 @@ gguf           a causal draft (Llama and Qwen 2) for llama.cpp, as model.gguf; a
     python scripts/export.py TARGET --format gguf --dtype float16 --out exported/target
     llama-server -m exported/target/model.gguf -md exported/draft/model.gguf --spec-type draft-simple
 
-Tensors are copied bit for bit, but for a GGUF's, which get --dtype. The draft may be any that loads here: ours, or
+Tensors are copied bit for bit, but for a GGUF's, which get --dtype, and rows of the LM head for tokens outside a causal
+draft's reduced vocabulary, which get their mean. The draft may be any that loads here: ours, or
 published ones (decode/checkpoints/importers.py).
 """
 
@@ -98,10 +99,10 @@ def main(s: ExportConfig) -> None:
             layouts.write_checkpoint(folder, *files)
         if s.format != "gguf":  # a folder with a GGUF alone loads as that model
             exporters.write_metadata(path, facts, folder)
-    if s.format == "gguf" and (Path(path) / VOCAB_FILE).is_file():
+    if s.format in CAUSAL_FORMATS and (Path(path) / VOCAB_FILE).is_file():
         print(
-            f"note: a GGUF has no reduced vocabulary: llama.cpp drafts with the whole LM head, not with {VOCAB_FILE} "
-            "alone, for which it was trained"
+            f"note: tokens outside {VOCAB_FILE}, which were not trained, got the mean row of the LM head: engines that "
+            "compute all of it never find one of them most probable"
         )
     print(
         f"{family} in the {s.format} layout: {', '.join(sorted(file.name for file in out.iterdir()))}"

@@ -2,6 +2,7 @@
 
     accelerate launch train/distill.py --config configs/bundled/causal.yaml
     accelerate launch train/distill.py --target T --data outputs/samples --draft.init small-lm --out DIR
+    accelerate launch train/distill.py … --draft.init small-lm --draft.keep_layers 12 --draft.vocab 32000
 
 Killed at any moment, the same command resumes from its last checkpoint and ends with exactly the weights that an
 undisturbed run gives. The draft's folder in --out decodes with eval/run.py and decode/generate.py.
@@ -40,6 +41,7 @@ from decode.drafts.base import (
     draft_sha256,
 )
 from decode.model import attention
+from decode.model.layer_stack import layer_stack
 from decode.model.loading import Target
 from decode.model.vocabularies import check_embedded
 from decode.verification.sampling import SamplingParams
@@ -47,6 +49,7 @@ from train.data import manifest, mixture, sample_store
 from train.data.mixture import DataSpec
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext, TrainableDraft
+from train.families.causal import TrainableCausal
 from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
 from train.families.registry import family_trainer
@@ -59,6 +62,7 @@ from train.teacher.served import StatesServerConfig
 from train.trainer import checkpoint, collective, draft_metadata, launch, on_policy, sharding
 from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
 from train.trainer.checkpoint import LaunchKind
+from train.trainer.layer_choice import CHOICE_FILE, settle_layers, spread_layers
 from train.trainer.loop import LoopConfig, Training, build_optimizers, make_progress_bar, train
 from train.trainer.on_policy import OnPolicyBuffer, OnPolicyConfig
 from train.trainer.throughput import report_out_of_memory
@@ -71,6 +75,7 @@ OWNED_FILES = (
     METADATA_FILE,
     "adapter/*",
     "metrics.jsonl",
+    CHOICE_FILE,
     "wandb_run_id.txt",
     "wandb/**",
     "tensorboard/**",
@@ -394,6 +399,13 @@ def run_dry_run(
     """Tries two steps, one round of on-policy generation if there is any, and saving; returns what was measured."""
     console.print(in_force(s, accelerator))
     loop = replace(s.loop, steps=max(2, s.loop.steps))
+    if isinstance(parts.trainable, TrainableCausal) and s.draft.keep_layers:
+        layers = spread_layers(len(layer_stack(parts.trainable.lm)), s.draft.keep_layers)
+        console.print(
+            f"layers {layers} stand for those that will be chosen: which ones matters to acceptance alone"
+        )
+        parts.trainable.keep_layers(layers)
+        s = with_layers(s, layers)
     every = s.on_policy.every if s.on_policy.share > 0 else 0
     with shared_temp_folder(accelerator.wait_for_everyone) as folder:
         training = build_training(replace(s, out=folder, loop=loop), accelerator, parts)
@@ -406,6 +418,11 @@ def run_dry_run(
             cuda = accelerator.device.type == "cuda"
             print_measurements(console, measured, s.loop.steps, cuda)
     return measured
+
+
+def with_layers(s: DistillConfig, layers: list[int]) -> DistillConfig:
+    """The settings with the layers that draft.keep_layers has chosen."""
+    return replace(s, draft=replace(s.draft, layers=layers, keep_layers=0))
 
 
 def build_full_copy(
@@ -445,8 +462,13 @@ def distill(
             checkpoint.remove_partial(out)
             sample_store.remove_partial(out)
     fill_feature_store(accelerator, parts, console)
+    full_settings = s
+    if isinstance(trainable, TrainableCausal) and s.draft.keep_layers:
+        inputs = {**parts.inputs.to_json(), "tokenizer": parts.inputs.tokenizer}
+        layers = settle_layers(s, accelerator, trainable, parts.rows, inputs, console)
+        full_settings = with_layers(s, layers)
     training = build_training(s, accelerator, parts)
-    full_copy = build_full_copy(s, accelerator, parts)
+    full_copy = build_full_copy(full_settings, accelerator, parts)
     with collective.raise_on_all_ranks(accelerator):
         damage = partial(on_policy.find_damage, s)
         state = checkpoint.load_latest(accelerator, out, parts.target.fingerprint, damage)

@@ -17,6 +17,7 @@
 - masking/: masks of training, and attention under them for long samples
 - split_kv_attention: its Triton kernel for long buffers on a GPU
 - layer_stack: where the decoder layers and the final norm of a model are, and models with others
+- cut_layers: models with fewer layers, for good or on trial
 - regions/: decoder layers as regions of compiled code, and which layers are alike
 - hidden_states: hidden states captured during a forward, and the LM head as a function
 - vision/: vision-language models behind the same steps, and prompts with images

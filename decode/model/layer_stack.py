@@ -74,16 +74,32 @@ def check_whole(layers: Sequence[torch.nn.Module]) -> None:
 
 def renumber_layers(model: Any, layers: Sequence[int]) -> None:
     """Numbers the layers of `model`, a copy of the `layers` of another, from 0, so that its K/V cache has as few."""
-    config = decoder_config(model)
-    config.num_hidden_layers = len(layers)
+    cut_config(decoder_config(model), layers)
     if model.config.is_encoder_decoder:
         model.config.num_decoder_layers = len(layers)
     for number, layer in enumerate(layer_stack(model)):
         for part in layer.modules():
             if "layer_idx" in vars(part):
                 part.layer_idx = number  # type: ignore[assignment]
-    if config.to_dict().get("layer_types"):
-        config.layer_types = [config.layer_types[i] for i in layers]
+
+
+LEADING_COUNTS = ("max_window_layers", "first_k_dense_replace", "num_dense_layers")
+"""Fields of configs that say how many of the first layers are of another kind than the rest."""
+LAYER_NUMBERS = ("mlp_only_layers", "attn_layer_indices")
+"""Fields of configs that list layers by their numbers."""
+
+
+def cut_config(config: Any, layers: Sequence[int]) -> None:
+    """Makes `config` that of a model with only these of its layers, which keep their kinds, window and RoPE."""
+    depth, fields = config.num_hidden_layers, config.to_dict()
+    config.num_hidden_layers = len(layers)
+    for name, value in fields.items():
+        if name in LEADING_COUNTS and value is not None:
+            setattr(config, name, sum(i < value for i in layers))
+        elif name in LAYER_NUMBERS and value:
+            setattr(config, name, [new for new, old in enumerate(layers) if old in value])
+        elif "layer" in name and isinstance(value, list | tuple) and len(value) == depth:
+            setattr(config, name, [value[i] for i in layers])
 
 
 def check_exit(count: int, layers: int) -> None:

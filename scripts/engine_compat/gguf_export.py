@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from decode.common.errors import UserError
+from decode.drafts.causal import load_ids
 from decode.model.gguf_files import PRE_TOKENIZERS
 from decode.model.loading import (
     end_ids,
@@ -22,6 +23,7 @@ from decode.model.loading import (
     load_tokenizer,
 )
 from decode.model.vocabularies import disagreement
+from scripts.engine_compat.exporters import silence_other_tokens
 from train.families.causal import resize_vocabulary
 
 Array = np.ndarray[Any, Any]
@@ -49,7 +51,8 @@ OTHER_CONVERTER = "convert it with llama.cpp's convert_hf_to_gguf.py"
 def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = "") -> None:
     """Writes the model in the folder, on the Hub or in the GGUF `name` to the file `out`, matrices as `dtype`.
 
-    With `target` it gets as many logits as that model has. A draft's reduced vocabulary is not part of a GGUF.
+    With `target` it gets as many logits as that model has. A GGUF has no reduced vocabulary: tokens outside a draft's
+    are silenced (`silence_other_tokens`).
     UserError for an architecture, a RoPE or a tokenizer that is not written here, and for one other than the target's.
     """
     config, tokenizer = load_config(name, "model"), load_tokenizer(name)
@@ -68,6 +71,10 @@ def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = 
     model.config.tie_word_embeddings = tied
     if target:
         resize_vocabulary(model, load_config(target, "target").vocab_size)
+    ids = load_ids(name, model.config.vocab_size) if Path(name).is_dir() else None
+    if ids is not None:
+        silence_other_tokens(model, ids)
+        tied = False
     if len(tokenizer) > model.config.vocab_size:
         raise UserError(
             f"{name!r} embeds {model.config.vocab_size} of its tokenizer's {len(tokenizer)} tokens: give --target, and "

@@ -8,7 +8,7 @@
 in float32 and served with a float32 KV cache; both sides decode greedily, with chains of --k, at most --max_new_tokens
 tokens, one prompt at a time. llama.cpp ends at the ids that it takes for the end of a text, and drafts no more tokens
 than the answer may still have, so our rounds are cut in the same way before they are compared. A draft that was trained
-on a reduced vocabulary drafts with its whole LM head on both sides (`whole_head`). The last line is JSON.
+on a reduced vocabulary drafts its tokens alone on both sides (`reduced_vocabulary`). The last line is JSON.
 
 Exit code 1 if a prompt differs in its tokens, its rounds, its drafted tokens or its accepted ones by position, unless
 the gap of the target's two best logits at the first difference is below --margin: such ties are listed. With
@@ -133,10 +133,10 @@ def run_ours(
     items: Sequence[TaskPrompt],
     served: Sequence[ServedAnswer],
 ) -> list[OutputLine]:
-    """Our answers, cut where llama.cpp's end, with drafts from the whole LM head."""
+    """Our answers, cut where llama.cpp's end."""
     records = decode(
         target,
-        causal.load(s.draft, target, "cpu", "float32", whole_head=True),
+        causal.load(s.draft, target, "cpu", "float32"),
         [item.prompt_ids for item in items],
         k=s.k,
         max_new_tokens=s.max_new_tokens,
@@ -224,7 +224,7 @@ def main(s: LlamaCppParityConfig) -> None:
     result = {
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft), "k": s.k, "max_new_tokens": s.max_new_tokens,
         "llamacpp": version, "served_target": s.target_gguf or "float32",
-        "whole_head": causal.load_ids(s.draft, target.decoder.vocab_size) is not None,
+        "reduced_vocabulary": causal.load_ids(s.draft, target.decoder.vocab_size) is not None,
         **found, "totals": totals, **provenance.collect(),
     }  # fmt: skip
     line = json.dumps(result)

@@ -1,16 +1,21 @@
 """Exported small LMs have the target's vocabulary size, which engines ask for."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
+from decode.checkpoints.draft_vocab import save_ids
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import load_target
-from scripts.engine_compat.exporters import export_hf
+from scripts.engine_compat.exporters import export_hf, silence_other_tokens
+from scripts.engine_compat.rules.causal import whole_head
+from scripts.engine_compat.rules.checkpoint import read_draft
 from tests.decode.engine.test_engine import PROMPTS, WORDS, save
-from tests.tiny import VOCAB
+from tests.tiny import VOCAB, tiny_model
 
 
 @pytest.mark.parametrize("rows", [VOCAB - 20, VOCAB, VOCAB + 8])
@@ -28,3 +33,67 @@ def test_an_exported_draft_has_the_targets_rows(rows: int, tmp_path: Path) -> No
         for one in (path, str(tmp_path / "out"))
     ]
     assert rounds[0] == rounds[1] or rows < VOCAB  # new rows stand for tokens that the draft lacked
+
+
+IDS = torch.tensor([3, 8, 9, 30, 41, 70])
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.randint(0, VOCAB - 20, (4, 30), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        out: torch.Tensor = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+    return out
+
+
+# gpt_neox: a head of another name; phi: one with a bias; gemma2, granite: logits that are capped or scaled
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "phi", "gemma2", "gpt_neox", "granite", "opt"])
+def test_tokens_that_were_not_trained_are_never_the_most_probable(arch: str, tied: bool) -> None:
+    """Catches rows of other tokens that win, an embedding that changes with the head, and tokens that move."""
+    model = tiny_model(arch, tie_word_embeddings=tied)
+    head = model.get_output_embeddings()
+    others = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, IDS, False)
+    with torch.no_grad():
+        head.weight[others] *= 3
+    before, read = logits(model), model.get_input_embeddings().weight.detach().clone()
+    won = others[before.argmax(-1)]
+    assert won.float().mean() > 0.5  # as they stand, the others win
+    silence_other_tokens(model, IDS)
+    after = logits(model)
+    assert torch.equal(after[:, IDS], before[:, IDS])
+    assert torch.equal(model.get_input_embeddings().weight, read)
+    assert not others[after.argmax(-1)].any()
+    assert torch.equal(after.argmax(-1), IDS[before[:, IDS].argmax(-1)])
+    assert (after.softmax(-1)[:, others] < 1 / len(IDS)).all()
+
+
+@pytest.mark.parametrize("rows", [VOCAB - 20, VOCAB, VOCAB + 8])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_exported_reduced_draft_keeps_to_its_tokens_everywhere(
+    tied: bool, rows: int, tmp_path: Path
+) -> None:
+    """Catches a copy with which other engines draft what was never trained, one that drafts otherwise here, and a tied
+    head that is tied again when the copy is loaded."""
+    name = save(tmp_path / "target", WORDS)
+    path = save(tmp_path / "draft", WORDS, vocab_size=rows, tie_word_embeddings=tied)
+    save_ids(tmp_path / "draft", IDS)
+    out = tmp_path / "out"
+    out.mkdir()
+    export_hf(path, name, out)
+    target = load_target(name, "cpu")
+    rounds = [
+        [o.rounds for o in decode(target, load_draft(one, target), PROMPTS, k=3, max_new_tokens=12)]
+        for one in (path, str(out))
+    ]
+    assert rounds[0] == rounds[1]
+    copied, own = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out, path))
+    assert not copied.config.tie_word_embeddings
+    assert torch.equal(logits(copied)[:, IDS], logits(own)[:, IDS])
+    assert torch.isin(logits(copied).argmax(-1), IDS).all()
+    assert not torch.isin(logits(own).argmax(-1), IDS).all()
+    embeddings = [model.get_input_embeddings().weight for model in (copied, own)]
+    shared = min(rows, VOCAB)
+    assert torch.equal(embeddings[0][:shared], embeddings[1][:shared])
+    findings = [list(whole_head(read_draft(str(folder)))) for folder in (path, out)]
+    assert [len(found) for found in findings] == [1, 0]
+    assert "scripts/export.py --format hf" in findings[0][0]

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from decode.checkpoints.draft_vocab import save_ids
 from decode.common.errors import UserError
 from decode.engine.chat_template import encode_prompt
 from decode.engine.template_choice import with_template
@@ -158,6 +159,25 @@ def test_a_draft_gets_the_targets_rows(rows: int, tmp_path: Path) -> None:
     assert header["tokenizer.ggml.token_type"][4096:] == [gguf.TokenType.UNUSED] * 4
     assert header["tokenizer.ggml.token_type"][:2] == [gguf.TokenType.CONTROL, gguf.TokenType.NORMAL]  # fmt: skip
     assert header["tokenizer.ggml.pre"] == "smollm"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_llamacpp_drafts_trained_tokens_alone(
+    tied: bool, arch: str, dtype: Any, tmp_path: Path
+) -> None:
+    """Catches a draft whose other tokens, which its file cannot leave out, win where llama.cpp drafts."""
+    path, ids = save(tmp_path / "model", arch, tie_word_embeddings=tied), torch.arange(5, 4096, 17)
+    target = save(tmp_path / "target", arch, rows=4100)
+    own = logits(load_model(path, "draft", "cpu", "float32"))
+    assert not torch.isin(own.argmax(-1), ids).all()
+    save_ids(tmp_path / "model", ids)
+    got = logits(read_back(path, tmp_path / "draft.gguf", dtype=dtype, target=target).decoder.model)
+    assert got.shape[-1] == 4100
+    assert torch.isin(got.argmax(-1), ids).all()
+    if dtype == "float32":
+        assert torch.equal(got[..., ids], own[..., ids])
 
 
 @pytest.mark.parametrize(

@@ -157,18 +157,25 @@ def test_what_cannot_be_compared_is_refused(mine: Answers, tmp_path: Path) -> No
         llamacpp_parity.main(asked(server=str(tmp_path / "nowhere")))
 
 
-def test_a_reduced_vocabulary_is_left_out_on_our_side_too(
+def test_a_reduced_vocabulary_is_the_same_on_both_sides(
     mine: Answers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a draft that is compared with another one: llama.cpp knows nothing of draft_vocab.json."""
+    """Catches our drafts from the whole LM head: what is served has one row for all tokens that were not trained."""
     draft = tmp_path / "draft"
     draft.mkdir()
     for file in (ROOT / "assets/draft").iterdir():
         (draft / file.name).symlink_to(file)
     (draft / draft_vocab.VOCAB_FILE).write_text('{"ids": [1, 5, 9]}')
-    llamacpp_parity.main(asked(server=stand_in(tmp_path, mine), draft=str(draft)))
+    missed = [
+        answer | {"rounds": greedy_rounds([False] * 9, 3, len(answer["tokens"]), 9)}
+        for answer in mine
+    ]
+    assert sum(accepted for answer in mine for _, accepted in answer["rounds"]) > 0
+    llamacpp_parity.main(asked(server=stand_in(tmp_path, missed), draft=str(draft)))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (result["same"], result["whole_head"]) == (2, True)
+    assert (result["same"], result["reduced_vocabulary"]) == (2, True)
+    with pytest.raises(SystemExit):  # as all tokens were drafted
+        llamacpp_parity.main(asked(server=stand_in(tmp_path, mine), draft=str(draft), margin=0.0))
 
 
 def greedy_rounds(

@@ -530,7 +530,10 @@ def test_a_damaged_shard_is_named(data: Path, train: Callable, tmp_path: Path) -
         (["--loop.lrr", 1], "did you mean 'loop.lr'"),
         (["--loop.steps", "many"], "loop.steps"),
         (["--loss", "forward"], "loss"),
-        (["--draft.layers", "[0]"], "draft.init"),  # both
+        (
+            ["--draft.layers", "[0]", "--draft.init_config", "{hidden_size: 8}"],
+            "draft.init",
+        ),  # both
         (["--draft.init", ""], "draft.layers"),  # neither
         (["--draft.init", "", "--draft.layers", "[2]"], "[2]"),
         (["--draft.init", "missing/draft/model"], "missing/draft/model"),

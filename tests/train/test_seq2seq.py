@@ -219,11 +219,12 @@ def test_generate_prints_the_answer(world: Seq2SeqWorld) -> None:
 def test_layers_and_new_configs_make_drafts(
     world: Seq2SeqWorld, data: Path, tmp_path: Path
 ) -> None:
-    for name, setting in {
-        "layers": "[0, 2]",
-        "init_config": "{num_decoder_layers: 1, num_layers: 1}",
+    for name, settings in {
+        "layers": ["--draft.layers", "[0, 2]"],
+        "layers of init": ["--draft.layers", "[0]", "--draft.init", world.draft],
+        "init_config": ["--draft.init_config", "{num_decoder_layers: 1, num_layers: 1}"],
     }.items():
-        done = distill(world, data, tmp_path / name, f"--draft.{name}", setting, "--loop.steps", 2)
+        done = distill(world, data, tmp_path / name, *settings, "--loop.steps", 2)
         assert done.code == 0, done.err
         target = load_target(str(world.target))
         decode(target, load_draft(str(tmp_path / name), target), [[5, 6, 1]], k=2, max_new_tokens=4)
@@ -236,6 +237,8 @@ def test_layers_and_new_configs_make_drafts(
         ("--loop.pack", "true", "loop.pack: set it to false"),
         ("--draft.family", "medusa", "draft.family: train a causal draft"),
         ("--draft.init", "assets/draft", "tokenizer"),
+        ("--draft.keep_layers", 1, "name an encoder-decoder's in draft.layers"),
+        ("--draft.layers", "[1]", "keep layer 0"),
     ],
 )
 def test_what_does_not_apply_is_refused(

@@ -1,7 +1,7 @@
 """A small language model as draft: its weights, its loss against the target's distribution, and its sizes."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,9 +17,10 @@ from decode.drafts.base import Draft, check_vocabulary, read_metadata
 from decode.drafts.causal import causal_draft, load_ids
 from decode.model import attention
 from decode.model.config_checks import check_sizes
+from decode.model.cut_layers import check_config, check_cut, cut_layers
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
-from decode.model.layer_stack import layer_stack, renumber_layers, with_layers
+from decode.model.layer_stack import decoder_config, layer_stack, renumber_layers, with_layers
 from decode.model.loading import (
     Target,
     auto_class,
@@ -50,7 +51,8 @@ class Causal(FamilyTrainer):
     """Trains a small language model: a given one, chosen layers of the target, or one with random weights."""
 
     settings = frozenset(
-        {"init", "layers", "init_config", "lora_rank", "vocab", "activation_checkpointing"}
+        {"init", "layers", "keep_layers", "choice_tokens", "init_config", "lora_rank", "vocab"}
+        | {"activation_checkpointing"}
     )
     description = "a small language model"
     hub_tag = "assisted-generation"
@@ -72,13 +74,14 @@ class Causal(FamilyTrainer):
         # Of a draft that is yet to be fetched from the Hub, the whole vocabulary is counted.
         saved = draft_vocab.read_ids(s.init, vocab, {}) if s.init else None
         fields["vocab"] = s.vocab_size(vocab) if saved is None else len(saved)
-        kept = len(s.layers) / fields["layers"] if s.layers else 1.0
-        if s.layers:
+        layers = len(s.layers) or s.keep_layers
+        kept = layers / fields["layers"] if layers else 1.0
+        if layers:
             body = fields["body_parameters"]
-            dropped = body - body * len(s.layers) // fields["layers"]
+            dropped = body - body * layers // fields["layers"]
             fields["parameters"] -= dropped
             fields["body_parameters"] -= dropped
-            fields["layers"] = len(s.layers)
+            fields["layers"] = layers
         trained = fields["parameters"]
         if s.lora_rank:
             trained = int(s.lora_rank * lora_parameters_per_rank(model) * kept)
@@ -131,9 +134,11 @@ class TrainableCausal(TrainableDraft):
             self.lm.set_attn_implementation(attention.ATTENTION_NAME)
         if config.activation_checkpointing:
             attention.recompute_layers(self.lm)
-        self.adapters = None
-        if config.lora_rank:
-            self.adapters = LoraAdapters(self.lm, config.lora_rank, config.init)
+        self.adapters: LoraAdapters | None = None
+        self.lora_rank = config.lora_rank
+        if config.lora_rank and not config.keep_layers:
+            base = "" if config.layers else config.init  # a model that was cut lies nowhere
+            self.adapters = LoraAdapters(self.lm, config.lora_rank, base)
         self.tokenizer = target.tokenizer
         self.teacher = context.teacher(None)
         ids, self.metadata = init_vocabulary(context)
@@ -146,6 +151,13 @@ class TrainableCausal(TrainableDraft):
     ) -> nn.Module:
         """The module that computes the loss; `head` gives the target's logits of the teacher's rows."""
         return CausalTrainer(self.lm, head, context.criterion(), ids)
+
+    def keep_layers(self, layers: Sequence[int]) -> None:
+        """Leaves the draft these layers alone, as draft.layers does. To be called before it is trained or wrapped."""
+        cut_layers(self.lm, layers)
+        if self.lora_rank:
+            self.adapters = LoraAdapters(self.lm, self.lora_rank, "")
+        self.muon_parameters = matrix_parameters(layer_stack(self.lm))
 
     def to_draft(self) -> Draft:
         return causal_draft(self.language_model())
@@ -242,16 +254,27 @@ def init_vocabulary(context: FamilyContext) -> tuple[Tensor | None, dict[str, An
 
 
 def build_causal_lm(s: DraftConfig, target: Target, device: str) -> Any:
-    """A trainable causal LM in fp32 whose vocabulary is the target's."""
-    if [bool(s.init), bool(s.layers), bool(s.init_config)].count(True) != 1:
+    """A trainable causal LM in fp32 whose vocabulary is the target's. With draft.keep_layers it still has all layers
+    (see train/trainer/layer_choice.py)."""
+    cut = bool(s.layers) or s.keep_layers > 0
+    if [bool(s.init), bool(s.init_config), cut and not s.init].count(True) != 1:
         raise UserError(
-            "give one of draft.init (a small LM), draft.layers (cut from the target) and draft.init_config "
-            "(random weights)"
+            "give one of draft.init (a small LM), draft.layers or draft.keep_layers (cut from the target, or with "
+            "draft.init from that) and draft.init_config (random weights)"
         )
-    if s.layers:
-        return keep_layers(target, s.layers)
     if s.init_config:
         return random_init(s.init_config, target).to(device)
+    model = load_init(s, target, device) if s.init else target.decoder.model
+    check_layers(model, s)
+    if not s.init:
+        return copy_layers(model, s.layers)
+    if s.layers:
+        cut_layers(model, s.layers)
+    return model
+
+
+def load_init(s: DraftConfig, target: Target, device: str) -> Any:
+    """The small LM in draft.init, in fp32, with the target's vocabulary."""
     family = read_metadata(s.init).get("family", "causal")
     if family not in ("causal", s.family):
         raise UserError(
@@ -346,16 +369,43 @@ class LoraAdapters:
         merged.save_pretrained(out, safe_serialization=True)
 
 
-def keep_layers(target: Target, layers: list[int]) -> Any:
-    """A copy of the target with only `layers`, renumbered from 0 so that its K/V cache has as few.
+def check_layers(model: Any, s: DraftConfig) -> None:
+    """UserError for draft.layers or draft.keep_layers that `model` cannot be cut to."""
+    depth, whole = decoder_config(model).num_hidden_layers, model.config.is_encoder_decoder
+    layers = s.layers
+    if not all(0 <= i < depth for i in layers) or sorted(set(layers)) != layers:
+        raise UserError(f"draft.layers {layers}: name layers of 0 … {depth - 1} in rising order")
+    if whole and layers and 0 not in layers:
+        raise UserError(f"draft.layers {layers}: keep layer 0, which has the position bias of all")
+    if whole and s.keep_layers:
+        raise UserError(
+            "draft.keep_layers tries the layers of causal LMs: name an encoder-decoder's in draft.layers"
+        )
+    if s.keep_layers >= depth:
+        raise UserError(
+            f"draft.keep_layers {s.keep_layers}: the model has {depth} layers: keep fewer, or leave it out"
+        )
+    if s.keep_layers:
+        check_one_can_go(model.config, depth)
+
+
+def check_one_can_go(config: Any, depth: int) -> None:
+    """UserError for a model that cannot be cut to all but one of its layers, whichever goes."""
+    for gone in reversed(range(depth)):
+        try:
+            return check_cut(config, [i for i in range(depth) if i != gone])
+        except UserError:
+            if gone == 0:
+                raise
+
+
+def copy_layers(model: Any, layers: Sequence[int]) -> Any:
+    """A copy of the target's `model` in fp32 with only `layers`, or all of them if none is named.
 
     Of an encoder-decoder these are layers of the decoder; the encoder stays whole.
     """
-    depth = target.decoder.config.num_hidden_layers
-    if not all(0 <= i < depth for i in layers) or sorted(set(layers)) != layers:
-        raise UserError(f"draft.layers {layers}: name layers of 0 … {depth - 1} in rising order")
-    if target.is_encoder_decoder and 0 not in layers:
-        raise UserError(f"draft.layers {layers}: keep layer 0, which has the position bias of all")
-    model = copy.deepcopy(with_layers(target.decoder.model, layers)).float()
-    renumber_layers(model, layers)
-    return model
+    layers = layers or range(decoder_config(model).num_hidden_layers)
+    copied = copy.deepcopy(with_layers(model, layers)).float()
+    renumber_layers(copied, layers)
+    check_config(copied)
+    return copied

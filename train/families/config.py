@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from decode.common.errors import UserError
-from decode.common.ranges import CountOrZero, Share, at_least
+from decode.common.ranges import Count, CountOrZero, Share, at_least
 from decode.drafts.registry import DRAFT_FAMILIES
 
 
@@ -26,7 +26,12 @@ class DraftConfig:
     """causal, pard: folder or Hub name of a small language model with the target's tokenizer. Heads: folder of a draft
     whose training to continue. mtp: also that of a target which has such a layer."""
     layers: list[CountOrZero] = field(default_factory=list)
-    """causal, pard, instead of init: layers of the target that become the draft, such as [0, 11]."""
+    """causal, pard: layers of init that stay, such as [0, 11]; without init the target's become the draft."""
+    keep_layers: CountOrZero = 0
+    """causal, pard: as many layers of init stay (without init: of the target), chosen by measurement: one after the
+    other goes that costs least acceptance on the samples. 0: all, or those in layers."""
+    choice_tokens: Count = 2048
+    """keep_layers: tokens of the samples' answers on which each layer is tried."""
     init_config: dict[str, Any] = field(default_factory=dict)
     """causal, pard, instead of init: random weights, with these changes to the target's config, such as {hidden_size:
     512, num_hidden_layers: 4}."""
@@ -95,6 +100,10 @@ class DraftConfig:
             )
         if {"norm_before_fc", "fc_norm"} <= set(self.norms):
             raise UserError("draft.norms: norm_before_fc and fc_norm exclude each other: give one")
+        if self.layers and self.keep_layers:
+            raise UserError(
+                "draft.layers names the layers that stay and draft.keep_layers has them chosen: give one"
+            )
         if self.lora_rank and self.init_config:
             raise UserError(
                 "draft.lora_rank adapts a draft that is trained already: give draft.init or draft.layers"

@@ -195,7 +195,7 @@ def limitations(facts: CardInputs, job: ServedDraft, labels: HubLabels) -> list[
             lines.append(
                 f"These tokens are in `{VOCAB_FILE}`, which draftsmith's decoder reads. Other engines draft with the "
                 "whole LM head, whose other rows were not trained: they accept other numbers of tokens than measured "
-                "here."
+                "here. `scripts/export.py --format hf` (or gguf) writes a copy that keeps to these tokens there too."
             )
     chats = [made.get("chat_template_hash", "") for _, made in dataset_manifests(facts.draft)]
     if len(chats) > 0 and set(chats) == {None}:

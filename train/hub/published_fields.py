@@ -157,7 +157,9 @@ TRAINING = {
         "init_config": Names(option),
         **lists("layers taps"),
         "norms": [word],
-        **numbers("lora_rank heads head_layers target_lora_rank steps vocab width"),
+        **numbers(
+            "lora_rank heads head_layers target_lora_rank steps vocab width keep_layers choice_tokens"
+        ),
         **numbers(
             "block depth anchors markov_rank retention min_retention exit_layer exit_width mask_token "
             "layer_dropout exit_scale exit_period"
@@ -205,6 +207,11 @@ def draft_schema(facts: Mapping[str, Any]) -> dict[str, Any]:
         "measured_in_training": Names(number),
         "cost": numbers("wall_seconds tokens"),
         "vocabulary": {**numbers("size coverage"), "digest": digest},
+        "layer_choice": {
+            **numbers("depth tokens acceptance"),
+            "removed": [numbers("layer acceptance")],
+            **lists("kept"),
+        },
         "norms": [word],
         **PROVENANCE,
         "draft_sha256": digest,

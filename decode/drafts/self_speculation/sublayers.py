@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from decode.common.errors import UserError
+from decode.model.cut_layers import output_counts
 from decode.model.layer_stack import (
     check_whole,
     layer_stack,
@@ -70,7 +71,7 @@ class SublayerSkipper:
         if len(self.layers) < 3:
             raise UserError("SWIFT keeps the first and the last layer: it needs at least 3 layers")
         self.names = names
-        self.mlp_returns_tuple = _returns_tuple(
+        self.mlp_outputs = output_counts(
             model,
             [layer.get_submodule(mlp) for layer, (_, mlp) in zip(self.layers, names, strict=True)],
         )
@@ -85,7 +86,7 @@ class SublayerSkipper:
             if number in skipped.attention:
                 layer._modules[attention] = Nothing(True)
             if number in skipped.mlp:
-                layer._modules[mlp] = Nothing(self.mlp_returns_tuple[number])
+                layer._modules[mlp] = Nothing(self.mlp_outputs[number] > 0)
             layers.append(layer)
         return with_module(self.model, layer_stack_name(self.model), nn.ModuleList(layers))
 
@@ -93,20 +94,3 @@ class SublayerSkipper:
 def _child(layer: nn.Module, names: tuple[str, ...]) -> str:
     """The one of `names` that `layer` has as a child; empty if there is none."""
     return next((name for name, _ in layer.named_children() if name in names), "")
-
-
-@torch.inference_mode()
-def _returns_tuple(model: Any, modules: list[nn.Module]) -> list[bool]:
-    """Whether each of `modules` returns a tuple in a pass of `model` over one token, as experts with a router do."""
-    found: dict[int, bool] = {}
-
-    def keep(module: nn.Module, args: Any, out: Any) -> None:
-        found[id(module)] = isinstance(out, tuple)
-
-    handles = [module.register_forward_hook(keep) for module in modules]
-    try:
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [found[id(module)] for module in modules]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from transformers import AutoModelForCausalLM
 
-from decode.checkpoints.draft_vocab import VOCAB_FILE
+from decode.checkpoints.draft_vocab import VOCAB_FILE, read_ids
 from decode.common.errors import UserError
 from decode.drafts.base import read_metadata
 from decode.model.loading import load_tokenizer, stated_config, tokenizer_fingerprint
@@ -81,9 +81,29 @@ def rope_missing(d: DraftFiles) -> Iterator[str]:
 
 
 def whole_head(d: DraftFiles) -> Iterator[str]:
-    """A reduced vocabulary, which only this project's decoder reads."""
-    if has_file(d.path, VOCAB_FILE):
-        yield f"{VOCAB_FILE} is not read: the engine also drafts tokens that were left out in training"
+    """A reduced vocabulary, which only this project's decoder reads, and other tokens with rows of their own."""
+    if not has_file(d.path, VOCAB_FILE):
+        return
+    if not others_are_silent(d):
+        yield (
+            f"{VOCAB_FILE} is not read: the engine also drafts tokens that were left out in training: serve the copy "
+            "that scripts/export.py --format hf writes"
+        )
+
+
+def others_are_silent(d: DraftFiles) -> bool:
+    """Whether tokens outside the reduced vocabulary share one row of the LM head, as scripts/export.py leaves them."""
+    tied = LM_HEAD not in d.tensors or d.get("tie_word_embeddings", False)
+    head = d.tensors.get(EMBEDDING if tied else LM_HEAD)
+    if head is None:
+        return False
+    try:
+        ids = read_ids(d.path, len(head), {})
+    except UserError:  # the rule `decoder` tells
+        return False
+    assert ids is not None  # the file is there
+    others = head[torch.ones(len(head), dtype=torch.bool).index_fill(0, ids, False)]
+    return torch.equal(others, others[:1].expand_as(others))
 
 
 RULES = (

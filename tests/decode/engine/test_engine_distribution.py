@@ -13,6 +13,7 @@ from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
+from decode.model.cut_layers import cut_layers
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
@@ -55,6 +56,13 @@ def reduced(target: Target, **shape: Any) -> CausalDraft:
     return CausalDraft(ModelRunner(model, ids=REDUCED), **shape)
 
 
+def cut(target: Target, **shape: Any) -> CausalDraft:
+    """A draft that is a layer of another model, and can draft two of the three tokens of the target."""
+    model = noisy(small(num_hidden_layers=3), 0.1)
+    cut_layers(model, [1])
+    return CausalDraft(ModelRunner(model, ids=REDUCED), **shape)
+
+
 # name: (draft, keywords of decode, branches of a round)
 CASES: dict[str, tuple[Callable[[Target], Draft], dict[str, Any], int]] = {
     "block": (near, {"rule": "block"}, BLOCK),
@@ -71,6 +79,9 @@ CASES: dict[str, tuple[Callable[[Target], Draft], dict[str, Any], int]] = {
     "reduced": (reduced, {}, BLOCK),
     "reduced, block": (reduced, {"rule": "block"}, BLOCK),
     "reduced, tree": (lambda t: reduced(t, shape=FORKED), {}, WALK),
+    "cut": (cut, {}, BLOCK),
+    "cut, block": (cut, {"rule": "block"}, BLOCK),
+    "cut, tree": (lambda t: cut(t, shape=FORKED), {}, WALK),
 }
 
 
@@ -101,7 +112,8 @@ def distances(name: str, length: int = LENGTH) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name", slow_except(CASES, ["block", "fewer rows", "more rows", "short context", "reduced"])
+    "name",
+    slow_except(CASES, ["block", "fewer rows", "more rows", "short context", "reduced", "cut"]),
 )
 def test_engine_emits_the_targets_law(name: str) -> None:
     """Catches a rule given the wrong laws, paths, K/V or positions by the real loop. Exact: no false alarm."""
