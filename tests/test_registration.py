@@ -17,6 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from train.families.model_sizes import DraftShape, ModelShape, StepWorkload, target_shape
 
 from decode.checkpoints import layouts
 from decode.common.errors import UserError
@@ -42,7 +43,6 @@ from tests.worlds import ROOT, World
 from train.data.batching import Batch
 from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft
 from train.families.config import DraftConfig
-from train.families.model_sizes import DraftShape, ModelShape, StepWorkload, target_shape
 from train.families.registry import family_trainer, trained_families
 from train.hub.publish import build_draft_folder
 from train.hub.upload import HubLabels

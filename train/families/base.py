@@ -17,7 +17,6 @@ from train.data.batching import Batch
 from train.data.sample_store import SampleRow
 from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.model_sizes import DraftShape
 from train.losses.objective import Criterion, DivergenceConfig
 from train.teacher.cached import FeatureFolder, Teacher, make_teacher, running_teacher
 from train.teacher.live import LiveTeacher
@@ -123,10 +122,6 @@ class FamilyTrainer:
 
     def build(self, context: FamilyContext) -> TrainableDraft:
         """The draft in training. UserError if settings, target and samples do not fit together."""
-        raise NotImplementedError
-
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        """Sizes of the draft that `s` makes for a target with text config `target_config` and `vocab` logits."""
         raise NotImplementedError
 
     def check_settings(self, s: DraftConfig) -> None:

@@ -1,8 +1,7 @@
 """The work around decoding that is timed: what follows the logits, a pass of features, a training step of a head."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -17,14 +16,10 @@ from decode.model.loading import Target
 from decode.verification.sampling import CounterRNG, SamplingParams, has_finite_logits
 from eval.benchmark.timing import synchronize
 from scripts.benchmarks.floors.products import MS, linear_layers
-from train.data.batching import collate
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
-from train.families.base import FamilyContext
 from train.families.config import DraftConfig
-from train.families.model_sizes import StepWorkload, target_shape
-from train.families.registry import family_trainer
-from train.planning.resources import total_step_flops
+from train.planning.shape_run import ShapeRun, made_up_rows
 from train.teacher.feature_codec import FINAL_STATES, hidden_state_schema
 from train.teacher.feature_extraction import extract_features
 from train.teacher.live import LiveTeacher
@@ -114,38 +109,6 @@ def head_config(target: Target) -> DraftConfig:
 
 def training_flops(target: Target, rows: Sequence[SampleRow]) -> float:
     """Operations of a training step on these samples, those of the live target included."""
-    config = target.decoder.model.config
     length = len(rows[0]["input_ids"])
-    load = StepWorkload(len(rows), length, length / 2, length, length // 2, micro_batch=len(rows))
-    shape = family_trainer("eagle3").draft_shape(
-        head_config(target), config, target.decoder.vocab_size
-    )
-    return total_step_flops(target_shape(config), shape, load)
-
-
-@contextmanager
-def mixed_precision(target: Target) -> Iterator[None]:
-    """bf16 products of fp32 weights where the target is bf16."""
-    device, dtype = target.decoder.device.type, target.decoder.model.dtype
-    with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        yield
-
-
-def training_ms(target: Target, rows: list[SampleRow]) -> float:
-    """Milliseconds of an optimiser step of an EAGLE-3 head on these samples with the live target as teacher."""
-    device = target.decoder.device
-    torch.manual_seed(0)
-    settings = DistillConfig(draft=head_config(target))
-    context = FamilyContext(settings, target, rows, str(device))
-    trained = family_trainer("eagle3").build(context)
-    optimizer = torch.optim.AdamW([p for p in trained.model.parameters() if p.requires_grad])
-    batch = collate(rows, pad_id=0).to(device)
-
-    def step() -> None:
-        with mixed_precision(target):
-            loss = trained.loss(trained.model, batch)["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return MS * fastest_seconds(step, 2, device)
+    run = ShapeRun(DistillConfig(draft=head_config(target)), target.decoder.model.config)
+    return len(rows) * run.step(made_up_rows(1, length, length // 2, run.vocab), False).flops

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from train.families.model_sizes import meta_model
 
 from decode.common import damage
 from decode.common.errors import UserError
@@ -20,7 +21,6 @@ from scripts.engine_compat.gguf_export import write_gguf
 from tests.tiny import tiny_model
 from tests.worlds import byte_tokenizer
 from train.families.causal import random_init, resize_vocabulary
-from train.families.model_sizes import meta_model
 
 VOCAB = 268
 IDS = torch.arange(12, 52).view(2, 20)

@@ -23,6 +23,7 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
+from train.families.model_sizes import DraftShape, ModelShape, StepWorkload
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from decode.checkpoints import layouts
@@ -44,7 +45,6 @@ from train.families import causal, model_sizes
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
 from train.families.heads.ttt_attention import BLOCK
-from train.families.model_sizes import DraftShape, ModelShape, StepWorkload
 from train.families.registry import family_trainer, trained_families
 from train.losses import chunked_sums
 from train.losses.chunked_sums import ChunkGradients
