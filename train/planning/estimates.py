@@ -89,11 +89,14 @@ class FlopsCounter:
         if s.features and s.features_top > 0:  # the target's distributions come from disk
             head = self.run.target.decoder.model.get_output_embeddings().weight
             own -= 2 * labels * head.numel()
-        new_rows = [] if self.on_policy is None else self.on_policy.take_new_rows()
+        generated = 0.0
+        if self.on_policy is not None:
+            new_rows = self.on_policy.take_new_rows()
+            generated = resources.generation_flops(self.reading, new_rows)
         flops = {s.target_dtype: 0.0 if s.features else teacher}
         for dtype, count in (
             ("bfloat16" if self.mixed else "float32", own),
-            ("float32", resources.generation_flops(self.reading, new_rows) if new_rows else 0.0),
+            ("float32", generated),
         ):
             flops[dtype] = flops.get(dtype, 0.0) + count
         return flops

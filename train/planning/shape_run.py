@@ -39,6 +39,7 @@ LIKE = {
     *(aten.randn_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty),
 }
 """Operations that make a tensor from the shape of another."""
+READING = {aten._local_scalar_dense, aten.item, aten.is_nonzero}
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 """Operations of floating-point tensors that take indices and masks with data."""
 PRODUCTS = {
@@ -56,7 +57,7 @@ class FloatsWithoutData(TorchDispatchMode):
         kwargs, name = dict(kwargs or {}), func.overloadpacket
         args, kwargs = tree_map(_floats_to_meta, (args, kwargs))
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if name is aten._local_scalar_dense and tensors[0].is_meta:
+        if name in READING and tensors[0].is_meta:
             return True if tensors[0].dtype == torch.bool else 1.0  # as finite numbers have it
         if name is aten._to_copy:
             dtype = kwargs.get("dtype") or tensors[0].dtype
@@ -108,6 +109,10 @@ class Kernels(TorchFunctionMode):
             args, kwargs = tree_map(self.cast, (args, kwargs))
         if func is F.scaled_dot_product_attention and args[0].is_meta:
             return fused_attention(*args, **kwargs)
+        if (
+            func is torch._grouped_mm and args[0].is_meta
+        ):  # each row is multiplied by one expert, whichever it is
+            return args[0] @ args[1][0]
         return func(*args, **kwargs)
 
     def cast(self, x: Any) -> Any:
@@ -133,12 +138,18 @@ def fused_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """scaled_dot_product_attention by a kernel that keeps no scores, as those of a CPU and of CUDA do."""
+    if attn_mask is not None and attn_mask.requires_grad:  # no such kernel has gradients of a bias
+        scores = F.scaled_dot_product_attention
+        return scores(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype)
-    out: Tensor = FUSED(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[
-        0
-    ]
-    return out
+    width = value.shape[-1]
+    value = F.pad(value, (0, query.shape[-1] - width))
+    out = FUSED(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    narrow: Tensor = out[..., :width]
+    return narrow
 
 
 TARGET, DRAFT, GRADIENTS = "target's weights", "draft's weights, fp32", "gradients, fp32"
