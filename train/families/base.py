@@ -49,6 +49,10 @@ class FamilyContext:
     states: StatesServerConfig | None = None
     """The server that computes the target's hidden states; None, or one without an address: the target runs here."""
 
+    init_shape: Any = None
+    """Config of the language model in draft.init where shapes are enough (train/planning/shape_run.py); None: its
+    weights are read."""
+
     def teacher(self, taps: HiddenStateSpec | None) -> Teacher:
         """The teacher, which gives the hidden states of `taps` and the target's distribution; None: only the latter."""
         rows = self.stored_rows or self.rows

@@ -22,7 +22,6 @@ from decode.model.layer_stack import layer_stack, renumber_layers, with_layers
 from decode.model.loading import (
     Target,
     auto_class,
-    load_config,
     load_model,
 )
 from decode.model.runner import ModelRunner
@@ -60,7 +59,7 @@ class TrainableCausal(TrainableDraft):
 
     def __init__(self, context: FamilyContext):
         config, target = context.config.draft, context.target
-        self.lm = build_causal_lm(config, target, context.device).train()
+        self.lm = build_causal_lm(config, target, context.device, context.init_shape).train()
         check_same_kind(self.lm, target)
         if not self.lm.config.is_encoder_decoder:
             self.lm.set_attn_implementation(attention.ATTENTION_NAME)
@@ -164,7 +163,7 @@ def init_vocabulary(context: FamilyContext) -> tuple[Tensor | None, dict[str, An
     s, target = context.config.draft, context.target
     vocab = target.decoder.vocab_size
     ids = None
-    if s.init and has_shapes_alone(target):  # of a draft on the Hub the whole vocabulary is counted
+    if context.init_shape is not None:  # of a draft on the Hub the whole vocabulary is counted
         ids = draft_vocab.read_ids(s.init, vocab, {})
     elif s.init:
         ids = load_ids(s.init, vocab)
@@ -180,8 +179,9 @@ def init_vocabulary(context: FamilyContext) -> tuple[Tensor | None, dict[str, An
     return ids.to(context.device), facts
 
 
-def build_causal_lm(s: DraftConfig, target: Target, device: str) -> Any:
-    """A trainable causal LM in fp32 whose vocabulary is the target's."""
+def build_causal_lm(s: DraftConfig, target: Target, device: str, shape: Any = None) -> Any:
+    """A trainable causal LM in fp32 whose vocabulary is the target's; with `shape`, the config of draft.init, no weight
+    is read."""
     if [bool(s.init), bool(s.layers), bool(s.init_config)].count(True) != 1:
         raise UserError(
             "give one of draft.init (a small LM), draft.layers (cut from the target) and draft.init_config "
@@ -196,19 +196,13 @@ def build_causal_lm(s: DraftConfig, target: Target, device: str) -> Any:
         raise UserError(
             f"draft.init {s.init!r} holds heads of family {family!r}: set draft.family to that, or give a small LM"
         )
-    if has_shapes_alone(target):
-        own = load_config(s.init, "draft")
-        model = auto_class(own).from_config(own, dtype=torch.float32)
+    if shape is not None:
+        model = auto_class(shape).from_config(shape, dtype=torch.float32)
     else:
         check_vocabulary(s.init, target)
         model = load_model(s.init, "draft", device, "float32")
     resize_vocabulary(model, target.decoder.vocab_size)
     return model
-
-
-def has_shapes_alone(target: Target) -> bool:
-    """Whether `target` is that of a shape run (train/planning/shape_run.py), for which no weights are fetched."""
-    return bool(target.decoder.device.type == "meta")
 
 
 def check_same_kind(model: Any, target: Target) -> None:

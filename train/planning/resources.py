@@ -17,8 +17,8 @@ from train.planning.shape_run import (
     TARGET,
     ReadingCost,
     ShapeRun,
-    StepCost,
     StepWorkload,
+    TrainingCost,
     made_up_rows,
 )
 from train.trainer.on_policy import OnPolicyConfig
@@ -39,7 +39,7 @@ def memory_breakdown(run: ShapeRun, load: StepWorkload, mixed: bool) -> dict[str
     return memory | {"optimiser's copies beyond that": max(0, update - sum(memory.values()))}
 
 
-def step_cost(run: ShapeRun, load: StepWorkload) -> StepCost:
+def step_cost(run: ShapeRun, load: StepWorkload) -> TrainingCost:
     """The cost of one sample of average length."""
     return run.step(
         made_up_rows(1, round(load.tokens), round(load.supervised_tokens), run.vocab), False

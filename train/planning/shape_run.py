@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from decode.model import attention
 from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.hidden_states import HiddenStateSpec
-from decode.model.loading import Target, auto_class, find_dtype
+from decode.model.loading import Target, auto_class, find_dtype, load_config
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext
@@ -273,7 +273,7 @@ class StepWorkload:
 
 
 @dataclass(frozen=True)
-class StepCost:
+class TrainingCost:
     """What one micro-batch takes, forward and backward."""
 
     memory: dict[str, int]
@@ -308,6 +308,7 @@ class ShapeRun:
         draft, trainer = s.draft, family_trainer(s.draft.family)
         if draft.init and (trainer.trains_target or not trainer.is_language_model):
             draft = replace(with_saved_sizes(draft), init="")
+        shape = load_config(draft.init, "draft") if draft.init else None
         memory = self.memory = LiveBytes()
         self.kernels = Kernels(memory.phase)
         with self._without_data():
@@ -317,7 +318,8 @@ class ShapeRun:
             self.vocab = self.target.decoder.vocab_size
             with memory.phase(DRAFT):
                 rows = made_up_rows(1, 64, 32, self.vocab)
-                context = FamilyContext(replace(s, draft=draft), self.target, rows)
+                own = replace(s, draft=draft)
+                context = FamilyContext(own, self.target, rows, init_shape=shape)
                 self.trainable = trainer.build(context)
             trained = [p for p in self.trainable.model.parameters() if p.requires_grad]
             self.parameters = trained
@@ -330,10 +332,10 @@ class ShapeRun:
             self._set_gradients(False)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(lambda p: memory.hold(p.grad, GRADIENTS))
-        own = {id(p): p for p in self.trainable.model.parameters()}
+        own_ids = {id(p) for p in self.trainable.model.parameters()}
         self.trained = sum(p.numel() for p in trained)
-        self.frozen = sum(p.numel() for p in own.values()) - self.trained
-        self.target_parameters = sum(p.numel() for p in model.parameters() if id(p) not in own)
+        self.frozen = sum(p.numel() for p in self.trainable.model.parameters()) - self.trained
+        self.target_parameters = sum(p.numel() for p in model.parameters() if id(p) not in own_ids)
         self.state_bytes = memory.now[STATES]
         self.trains_target = trainer.trains_target
         self.saved_in_float32 = trainer.is_language_model and not trainer.trains_target
@@ -360,7 +362,7 @@ class ShapeRun:
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter) if there else None
 
-    def step(self, rows: list[SampleRow], mixed: bool, accumulates: bool = False) -> StepCost:
+    def step(self, rows: list[SampleRow], mixed: bool, accumulates: bool = False) -> TrainingCost:
         """The cost of a step on these rows. `mixed`: the draft computes in bf16. `accumulates`: the gradients of an
         earlier micro-batch are there."""
         memory, trainable, teacher = self.memory, self.trainable, self.trainable.teacher
@@ -389,7 +391,7 @@ class ShapeRun:
             run_backward(trainable.loss(run_model, batching.collate(rows, 0))["loss"])
             self._set_gradients(False)
         peak = {name: memory.peak[name] for name in PURPOSES}
-        return StepCost(peak, flops.get_total_flops(), target_flops)
+        return TrainingCost(peak, flops.get_total_flops(), target_flops)
 
     def reading_memory(self, rows: int, tokens: int, slots: int) -> tuple[int, int]:
         """(bytes of the K/V cache, of what else is alive but logits) while the draft reads `rows` texts of `tokens`

@@ -36,8 +36,7 @@ from train.data.conversations import Conversation
 from train.data.prompt_pipeline import TargetTokenizer
 from train.data.prompts import Prompt, encode_prompt
 from train.distill import DistillConfig
-from train.families import causal
-from train.planning import resources
+from train.planning import resources, shape_run
 from train.planning.resources import format_bytes
 from train.planning.shape_run import ShapeRun, StepWorkload
 from train.sampling.rows import make_row
@@ -518,7 +517,7 @@ def forecast(file: str, tokens: int, learned: int) -> str:
         micro_batch=min(s.loop.micro_batch, s.loop.batch_size),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(causal, "load_config", lambda name, what: config_of(name))
+        patch.setattr(shape_run, "load_config", lambda name, what: config_of(name))
         run = ShapeRun(s, config_of(s.target))
     memory = sum(resources.memory_breakdown(run, load, mixed=True).values())
     disk = sum(resources.disk_breakdown(run, DTYPES[s.target_dtype].itemsize, s.loop.keep).values())

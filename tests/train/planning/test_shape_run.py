@@ -84,7 +84,7 @@ def real_step(trainable: TrainableDraft, rows: list[SampleRow], mixed: bool) -> 
     return allocations.peak, flops.get_total_flops()
 
 
-def passing(cost: shape_run.StepCost) -> int:
+def passing(cost: shape_run.TrainingCost) -> int:
     """The estimated bytes beside weights and the optimiser's states."""
     return sum(cost.memory.values()) - sum(cost.memory[name] for name in (TARGET, DRAFT, STATES))
 
