@@ -111,7 +111,7 @@ def draft_config(family: str, shape: dict[str, int], s: TrainBenchConfig) -> Dra
 
 
 def estimated_bytes(family: str, size: str, s: TrainBenchConfig, mixed: bool) -> int:
-    """What train/planning/resources.py estimates for a step, in bf16 (`mixed`) or fp32; nothing is allocated."""
+    """What train/planning estimates for a step, in bf16 (`mixed`) or fp32; nothing is allocated."""
     shape = batch_shape(size, s)
     config = LlamaConfig(**{k: v for k, v in shape.items() if k not in BATCH_KEYS})  # type: ignore[arg-type]
     settings = DistillConfig(
