@@ -154,6 +154,10 @@ def estimate_resources(s: Any, processes: int, mixed: bool) -> tuple[Table, dict
     table.add_row("tokens a step", f"{load.samples * load.tokens:,.0f}")
     table.add_row("learned of them", f"{load.samples * load.supervised_tokens:,.0f}")
     table.add_row("floating-point operations a step", f"{flops:.2e}")
-    sums = {"memory": sum(memory.values()), "disk": sum(disk.values()), "flops": flops}
+    sums: dict[str, float] = {
+        "memory": sum(memory.values()),
+        "disk": sum(disk.values()),
+        "flops": flops,
+    }
     sums |= {"parameters": run.target_parameters, "trained": run.trained, "frozen": run.frozen}
     return table, sums

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -365,7 +365,8 @@ class ShapeRun:
     def step(self, rows: list[SampleRow], mixed: bool, accumulates: bool = False) -> TrainingCost:
         """The cost of a step on these rows. `mixed`: the draft computes in bf16. `accumulates`: the gradients of an
         earlier micro-batch are there."""
-        memory, trainable, teacher = self.memory, self.trainable, self.trainable.teacher
+        memory, trainable = self.memory, self.trainable
+        teacher: Any = trainable.teacher
         target_flops = 0
 
         def run_model(*inputs: Any) -> Any:
@@ -387,8 +388,8 @@ class ShapeRun:
             self._set_gradients(accumulates)
             memory.peak = memory.now.copy()
             if teacher is not None:
-                teacher.get_output = run_target  # type: ignore[method-assign]
-            run_backward(trainable.loss(run_model, batching.collate(rows, 0))["loss"])
+                teacher.get_output = run_target
+            run_backward(trainable.loss(cast(Any, run_model), batching.collate(rows, 0))["loss"])
             self._set_gradients(False)
         peak = {name: memory.peak[name] for name in PURPOSES}
         return TrainingCost(peak, flops.get_total_flops(), target_flops)

@@ -127,7 +127,12 @@ def test_what_is_alive_before_backward_is_what_autograd_has_saved(
     target = trainable.teacher.model  # type: ignore[union-attr]
     known |= {p.untyped_storage().data_ptr() for p in target.parameters()}
     held: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: held.append(x) or x, lambda x: x):
+
+    def keep(x: Tensor) -> Tensor:
+        held.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         loss = forward(trainable, rows, False)
     sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
     saved = sum(size for at, size in sizes.items() if at not in known)
