@@ -58,7 +58,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "teacher": {"data", "losses", "servers"},
         "families": {"data", "losses", "teacher"},
         "trainer": {"data", "losses", "teacher", "families"},
-        "planning": {"data", "losses", "families", "trainer"},
+        "planning": {"data", "losses", "teacher", "families", "trainer"},
         "hub": {"data", "families"},
     },
     "scripts": {

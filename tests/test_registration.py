@@ -4,11 +4,10 @@ The toy family is a bigram table, the toy rule accepts every drafted token. They
 decoding, the evaluation report and the published folder, without a change to any other file.
 """
 
-import inspect
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +36,17 @@ from tests import worlds
 from tests.tiny import tiny_model
 from tests.train.data import test_packing
 from tests.train.families import test_heads_training, test_overfit
-from tests.train.planning import test_recipes
+from tests.train.planning import test_shape_run
 from tests.worlds import ROOT, World
 from train.data.batching import Batch
+from train.distill import DistillConfig
 from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft
 from train.families.config import DraftConfig
-from train.families.model_sizes import DraftShape, ModelShape, StepWorkload, target_shape
 from train.families.registry import family_trainer, trained_families
 from train.hub.publish import build_draft_folder
 from train.hub.upload import HubLabels
 from train.losses.objective import Criterion
+from train.planning.shape_run import ShapeRun, made_up_rows
 from train.teacher.live import LiveTeacher, TeacherOutput
 
 STEPS = 3
@@ -113,12 +113,6 @@ class TrainableBigram(TrainableDraft):
         save_file({"table": table}, folder / layouts.WEIGHTS_FILE, {"format": "pt"})
 
 
-@dataclass(frozen=True)
-class BigramShape(DraftShape):
-    def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
-        return 0
-
-
 class Bigram(FamilyTrainer):
     settings = frozenset()
     description = "a table of bigrams"
@@ -126,13 +120,6 @@ class Bigram(FamilyTrainer):
 
     def build(self, context: FamilyContext) -> TrainableDraft:
         return TrainableBigram(context)
-
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        return BigramShape(
-            parameters=vocab**2, body_parameters=0, layers=1, hidden=1, intermediate=0, attention=0,
-            heads=1, kv_width=0, vocab=vocab, trained=vocab**2, parameters_per_pass=0,
-            passes_per_slot=1,
-        )  # fmt: skip
 
 
 BIGRAM = DraftFamily("bigram", load=load_bigram, trainer=f"{__name__}:Bigram")
@@ -276,9 +263,8 @@ def missing_parts(family: DraftFamily, configs: list[dict[str, Any]]) -> list[st
     config = tiny_model("llama", num_hidden_layers=8).config
     s = DraftConfig(family.name, layers=[0] if family.name in ("causal", "pard") else [])
     try:
-        shape = trainer.draft_shape(s, config, config.vocab_size)
-        load = StepWorkload(1, 8, 8, 8, 8, 1)
-        assert shape.activation_bytes(target_shape(config), load, 1) >= 0 < shape.trained
+        run = ShapeRun(DistillConfig(draft=s), config)
+        assert run.step(made_up_rows(1, 16, 8, run.vocab), mixed=True).flops > 0 < run.trained
     except NotImplementedError:
         missing.append("sizes")
     if not any((c.get("draft") or {}).get("family", "causal") == family.name for c in configs):
@@ -340,8 +326,7 @@ def test_every_setting_is_read_by_a_family() -> None:
 
 def test_every_trained_family_is_counted() -> None:
     """Guards the parametrised test of estimates: its families are those of the registry."""
-    source = inspect.getsource(test_recipes)
-    assert 'parametrize("family", trained_families())' in source
+    assert {case[0] for case in test_shape_run.CASES} >= set(own_families())
 
 
 def test_bad_names_are_refused() -> None:

@@ -60,7 +60,9 @@ def with_layers(model: Any, layers: Sequence[int]) -> Any:
 
 def is_whole(module: torch.nn.Module) -> bool:
     """Whether this process holds all weights of `module`: neither slices of them, nor hooks that fetch them."""
-    return not any(weight.is_meta or isinstance(weight, DTensor) for weight in module.parameters())
+    weights = list(module.parameters())
+    hooks = any("_hf_hook" in vars(part) for part in module.modules())  # those of accelerate
+    return not any(isinstance(w, DTensor) or (w.is_meta and hooks) for w in weights)
 
 
 def check_whole(layers: Sequence[torch.nn.Module]) -> None:

@@ -81,7 +81,8 @@ class ModelRunner:
         self.hidden_state_hooks: HiddenStateHooks | None = None
         self.features: torch.Tensor
         """[B, T, F] the captured hidden states of the last prefill or step."""
-        self.try_model()
+        if self.device.type != "meta":  # there are no numbers to look at
+            self.try_model()
         patch_linear_layers(self.model)
         model.register_forward_pre_hook(check_plain_pass, with_kwargs=True)
         self.can_grow = self.can_compile and mark_regions(self.model)

@@ -46,9 +46,9 @@ from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.config import DraftConfig
-from train.families.model_sizes import StepWorkload, target_shape
 from train.families.registry import family_trainer
 from train.planning.resources import memory_breakdown
+from train.planning.shape_run import ShapeRun, StepWorkload
 
 SIZES: dict[str, dict[str, int]] = {
     # LlamaConfig of the target; rows and length of a batch; size of the draft vocabulary
@@ -113,17 +113,15 @@ def draft_config(family: str, shape: dict[str, int], s: BenchTrainingConfig) -> 
 
 
 def estimated_bytes(family: str, size: str, s: BenchTrainingConfig, mixed: bool) -> int:
-    """What train/planning/resources.py estimates for a step, in bf16 (`mixed`) or fp32; nothing is allocated."""
+    """What train/planning estimates for a step, in bf16 (`mixed`) or fp32; nothing is allocated."""
     shape = batch_shape(size, s)
     config = LlamaConfig(**{k: v for k, v in shape.items() if k not in BATCH_KEYS})  # type: ignore[arg-type]
-    draft = draft_config(family, shape, s)
-    sizes = family_trainer(family).draft_shape(draft, config, config.vocab_size)
-    length = shape["length"]
-    load = StepWorkload(
-        shape["rows"], length, length / 2, length, length // 2, micro_batch=shape["rows"]
+    settings = DistillConfig(
+        draft=draft_config(family, shape, s), target_dtype="bfloat16" if mixed else "float32"
     )
-    parts = memory_breakdown(target_shape(config), sizes, load, 2 if mixed else 4, mixed)
-    return sum(parts.values())
+    rows, length = shape["rows"], shape["length"]
+    load = StepWorkload(rows, length, length / 2, length, length // 2, micro_batch=rows)
+    return sum(memory_breakdown(ShapeRun(settings, config), load, mixed).values())
 
 
 def random_target(shape: dict[str, int], device: str, dtype: str) -> Target:

@@ -24,9 +24,8 @@ from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
-from train.families.model_sizes import StepWorkload, target_shape
 from train.families.registry import family_trainer
-from train.planning.resources import total_step_flops
+from train.planning.shape_run import ShapeRun, made_up_rows
 from train.teacher.feature_codec import FINAL_STATES, hidden_state_schema
 from train.teacher.feature_extraction import extract_features
 from train.teacher.live import LiveTeacher
@@ -198,13 +197,9 @@ def head_config(target: Target) -> DraftConfig:
 
 def training_flops(target: Target, rows: Sequence[SampleRow]) -> float:
     """Operations of a training step on these samples, those of the live target included."""
-    config = target.decoder.model.config
     length = len(rows[0]["input_ids"])
-    load = StepWorkload(len(rows), length, length / 2, length, length // 2, micro_batch=len(rows))
-    shape = family_trainer("eagle3").draft_shape(
-        head_config(target), config, target.decoder.vocab_size
-    )
-    return total_step_flops(target_shape(config), shape, load)
+    run = ShapeRun(DistillConfig(draft=head_config(target)), target.decoder.model.config)
+    return len(rows) * run.step(made_up_rows(1, length, length // 2, run.vocab), False).flops
 
 
 @contextmanager

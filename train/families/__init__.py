@@ -9,7 +9,6 @@
     head_init.py      initial weights of heads, and checks of settings and target
     head_loss.py      the loss of heads at supervised target rows, and weights of their steps
     alignment.py      which input, label, teacher row and position belong together
-    model_sizes.py    sizes of targets and drafts from their configs
 
 May import decode, train.data, train.losses and train.teacher.
 """

@@ -17,7 +17,6 @@ from train.data.batching import Batch
 from train.data.sample_store import SampleRow
 from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.model_sizes import DraftShape
 from train.losses.objective import Criterion, DivergenceConfig
 from train.teacher.cached import FeatureFolder, Teacher, make_teacher, running_teacher
 from train.teacher.live import LiveTeacher
@@ -49,6 +48,10 @@ class FamilyContext:
     """The rows of that folder, if `rows` are only some of them."""
     states: StatesServerConfig | None = None
     """The server that computes the target's hidden states; None, or one without an address: the target runs here."""
+
+    init_shape: Any = None
+    """Config of the language model in draft.init where shapes are enough (train/planning/shape_run.py); None: its
+    weights are read."""
 
     def teacher(self, taps: HiddenStateSpec | None) -> Teacher:
         """The teacher, which gives the hidden states of `taps` and the target's distribution; None: only the latter."""
@@ -123,10 +126,6 @@ class FamilyTrainer:
 
     def build(self, context: FamilyContext) -> TrainableDraft:
         """The draft in training. UserError if settings, target and samples do not fit together."""
-        raise NotImplementedError
-
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        """Sizes of the draft that `s` makes for a target with text config `target_config` and `vocab` logits."""
         raise NotImplementedError
 
     def check_settings(self, s: DraftConfig) -> None:

@@ -2,9 +2,8 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,6 @@ from decode.model.layer_stack import decoder_config, layer_stack, renumber_layer
 from decode.model.loading import (
     Target,
     auto_class,
-    load_config,
     load_model,
 )
 from decode.model.runner import ModelRunner
@@ -33,15 +31,6 @@ from train.data.batching import Batch
 from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft, matrix_parameters
 from train.families.config import DraftConfig
 from train.families.head_init import check_against_saved
-from train.families.model_sizes import (
-    DraftShape,
-    ModelShape,
-    StepWorkload,
-    layer_activation_bytes,
-    lora_parameters_per_rank,
-    meta_model,
-    model_shape,
-)
 from train.losses import chunked_sums, divergences
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput, compute_hidden_states
@@ -62,62 +51,6 @@ class Causal(FamilyTrainer):
     def build(self, context: FamilyContext) -> TrainableDraft:
         return TrainableCausal(context)
 
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        config = target_config
-        if s.init:
-            config = load_config(s.init, "draft")
-            config.get_text_config(decoder=True).vocab_size = vocab  # as `build` resizes it
-        elif s.init_config:
-            config = random_init_config(s.init_config, target_config, vocab)
-        model = meta_model(config)
-        fields = dict(vars(model_shape(model)))
-        # Of a draft that is yet to be fetched from the Hub, the whole vocabulary is counted.
-        saved = draft_vocab.read_ids(s.init, vocab, {}) if s.init else None
-        fields["vocab"] = s.vocab_size(vocab) if saved is None else len(saved)
-        layers = len(s.layers) or s.keep_layers
-        kept = layers / fields["layers"] if layers else 1.0
-        if layers:
-            body = fields["body_parameters"]
-            dropped = body - body * layers // fields["layers"]
-            fields["parameters"] -= dropped
-            fields["body_parameters"] -= dropped
-            fields["layers"] = layers
-        trained = fields["parameters"]
-        if s.lora_rank:
-            trained = int(s.lora_rank * lora_parameters_per_rank(model) * kept)
-            fields["parameters"] += trained
-        return CausalShape(
-            **fields,
-            trained=trained,
-            parameters_per_pass=0,
-            passes_per_slot=1,
-            head_is_frozen=s.lora_rank > 0,
-            recompute=s.activation_checkpointing,
-        )
-
-
-KEPT_INPUT, KEPT_BESIDE = 4, 14
-"""Bytes per token and hidden size that are kept of a layer that is recomputed, and of all else but layers."""
-
-
-@dataclass(frozen=True)
-class CausalShape(DraftShape):
-    """Sizes of a language model in training: every token passes all its layers."""
-
-    saved_in_float32: ClassVar[bool] = True
-    recompute: bool = False
-    """Of each layer only the input is kept (draft.activation_checkpointing)."""
-
-    def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
-        tokens = load.micro_batch * load.max_tokens
-        if self.recompute:  # the inputs, and all of one layer at a time
-            kept = (KEPT_INPUT * self.layers + KEPT_BESIDE) * self.hidden
-            return scale * tokens * (kept + layer_activation_bytes(self))
-        return scale * tokens * self.layers * layer_activation_bytes(self)
-
-    def attention_flops(self, load: StepWorkload) -> float:
-        return load.tokens * 6 * load.tokens * self.attention * self.layers
-
 
 class TrainableCausal(TrainableDraft):
     """A language model in training, perhaps by LoRA adapters alone, and perhaps of some of the target's tokens only.
@@ -128,7 +61,7 @@ class TrainableCausal(TrainableDraft):
 
     def __init__(self, context: FamilyContext):
         config, target = context.config.draft, context.target
-        self.lm = build_causal_lm(config, target, context.device).train()
+        self.lm = build_causal_lm(config, target, context.device, context.init_shape).train()
         check_same_kind(self.lm, target)
         if not self.lm.config.is_encoder_decoder:
             self.lm.set_attn_implementation(attention.ATTENTION_NAME)
@@ -240,7 +173,11 @@ def init_vocabulary(context: FamilyContext) -> tuple[Tensor | None, dict[str, An
     """
     s, target = context.config.draft, context.target
     vocab = target.decoder.vocab_size
-    ids = load_ids(s.init, vocab) if s.init else None
+    ids = None
+    if context.init_shape is not None:  # of a draft on the Hub the whole vocabulary is counted
+        ids = draft_vocab.read_ids(s.init, vocab, {})
+    elif s.init:
+        ids = load_ids(s.init, vocab)
     if ids is not None:
         check_against_saved(s, vocab=len(ids))
     elif s.vocab_size(vocab) == vocab:
@@ -253,9 +190,9 @@ def init_vocabulary(context: FamilyContext) -> tuple[Tensor | None, dict[str, An
     return ids.to(context.device), facts
 
 
-def build_causal_lm(s: DraftConfig, target: Target, device: str) -> Any:
+def build_causal_lm(s: DraftConfig, target: Target, device: str, shape: Any = None) -> Any:
     """A trainable causal LM in fp32 whose vocabulary is the target's. With draft.keep_layers it still has all layers
-    (see train/trainer/layer_choice.py)."""
+    (see train/trainer/layer_choice.py); with `shape`, the config of draft.init, no weight is read."""
     cut = bool(s.layers) or s.keep_layers > 0
     if [bool(s.init), bool(s.init_config), cut and not s.init].count(True) != 1:
         raise UserError(
@@ -264,7 +201,7 @@ def build_causal_lm(s: DraftConfig, target: Target, device: str) -> Any:
         )
     if s.init_config:
         return random_init(s.init_config, target).to(device)
-    model = load_init(s, target, device) if s.init else target.decoder.model
+    model = load_init(s, target, device, shape) if s.init else target.decoder.model
     check_layers(model, s)
     if not s.init:
         return copy_layers(model, s.layers)
@@ -273,15 +210,18 @@ def build_causal_lm(s: DraftConfig, target: Target, device: str) -> Any:
     return model
 
 
-def load_init(s: DraftConfig, target: Target, device: str) -> Any:
+def load_init(s: DraftConfig, target: Target, device: str, shape: Any = None) -> Any:
     """The small LM in draft.init, in fp32, with the target's vocabulary."""
     family = read_metadata(s.init).get("family", "causal")
     if family not in ("causal", s.family):
         raise UserError(
             f"draft.init {s.init!r} holds heads of family {family!r}: set draft.family to that, or give a small LM"
         )
-    check_vocabulary(s.init, target)
-    model = load_model(s.init, "draft", device, "float32")
+    if shape is not None:
+        model = auto_class(shape).from_config(shape, dtype=torch.float32)
+    else:
+        check_vocabulary(s.init, target)
+        model = load_model(s.init, "draft", device, "float32")
     resize_vocabulary(model, target.decoder.vocab_size)
     return model
 

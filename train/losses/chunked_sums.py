@@ -42,6 +42,12 @@ def sums_in_chunks(
     return {**total, "loss": gradients.attach(total["loss"])}
 
 
+def without_autocast(tensor: Tensor) -> torch.autocast:
+    """A block without autocast on the device of `tensor`; "meta", which has none, stands for a CPU."""
+    device = tensor.device.type
+    return torch.autocast("cpu" if device == "meta" else device, enabled=False)
+
+
 class ChunkGradients:
     """The gradients of a loss that is computed and differentiated chunk by chunk; none where autograd is off."""
 
@@ -61,7 +67,7 @@ class ChunkGradients:
         if part["loss"].requires_grad:
             own = set(inputs)
             others = [leaf for leaf in _leaves(part["loss"]) if leaf not in own]
-            with torch.autocast(part["loss"].device.type, enabled=False):
+            with without_autocast(part["loss"]):
                 found = torch.autograd.grad(
                     part["loss"], [*inputs, *others], materialize_grads=True
                 )

@@ -1,30 +1,28 @@
-"""Estimates of what the settings of train/distill.py need, from configs and samples alone; no weight is loaded."""
+"""Estimates of what the settings of train/distill.py need, from configs alone; no weight is loaded."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
-from decode.model import compatibility
+from decode.model import attention, compatibility
 from decode.model.loading import find_dtype, load_config
 from train.data import batching, mixture
 from train.data.sample_store import SampleRow
-from train.families.model_sizes import (
-    DraftShape,
-    ModelShape,
-    StepWorkload,
-    target_shape,
-)
-from train.families.registry import family_trainer
 from train.planning import resources
 from train.planning.resources import format_bytes
+from train.planning.shape_run import ReadingCost, ShapeRun, StepWorkload, made_up_rows
 from train.trainer.loop import LoopConfig
 from train.trainer.on_policy import OnPolicyBuffer
 from train.trainer.throughput import FlopsByDtype
 
 TABLE_WIDTH = 56
+TRIED = [(64, 32), (192, 32), (192, 160), (320, 32), (320, 160), (320, 288)]
+"""(tokens, labels) of the samples from which operations of any other sample are computed."""
 
 
 def step_workload(rows: Sequence[SampleRow], s: LoopConfig, processes: int) -> StepWorkload:
@@ -42,12 +40,9 @@ def step_workload(rows: Sequence[SampleRow], s: LoopConfig, processes: int) -> S
     )
 
 
-def model_shapes(s: Any) -> tuple[ModelShape, DraftShape]:
-    """(target, draft) for the settings `s` of train/distill.py."""
-    config = load_config(s.target, "target", s.revision)
-    target = target_shape(config)
-    text_config = config.get_text_config(decoder=True)
-    return target, family_trainer(s.draft.family).draft_shape(s.draft, text_config, target.vocab)
+def shape_run(s: Any) -> ShapeRun:
+    """Target and draft of the settings `s` of train/distill.py, without weights."""
+    return ShapeRun(s, load_config(s.target, "target", s.revision))
 
 
 class FlopsCounter:
@@ -61,42 +56,73 @@ class FlopsCounter:
         self.settings, self.mixed, self.on_policy = s, mixed, on_policy
 
     @functools.cached_property
-    def shapes(self) -> tuple[ModelShape, DraftShape]:
-        return model_shapes(self.settings)
+    def run(self) -> ShapeRun:
+        draft = replace(self.settings.draft, activation_checkpointing=False)
+        return shape_run(replace(self.settings, draft=draft))
+
+    @functools.cached_property
+    def sample_flops(self) -> Callable[[float, float], np.ndarray]:
+        """(tokens of a sample, labels of it) -> operations of [target and draft, the target's layers].
+
+        They are polynomials of second degree: attention is a product of tokens with tokens.
+        """
+
+        def terms(tokens: float, labels: float) -> list[float]:
+            return [1, tokens, labels, tokens**2, tokens * labels, labels**2]
+
+        with attention.training_attention("dense"):  # blocks are computed a second time
+            costs = [self.run.step(made_up_rows(1, *x, self.run.vocab), False) for x in TRIED]
+        found = [[cost.flops, cost.target_flops] for cost in costs]
+        coefficients = np.linalg.solve(np.array([terms(*x) for x in TRIED]), np.array(found))
+        return lambda tokens, labels: np.array(terms(tokens, labels)) @ coefficients
+
+    @functools.cached_property
+    def reading(self) -> ReadingCost:
+        return self.run.reading_cost()
 
     def count(self, rows: Sequence[SampleRow]) -> FlopsByDtype:
         """{dtype: operations} of a step over these rows, and of generating rows since the last call."""
-        s, (target, draft) = self.settings, self.shapes
-        load = step_workload(rows, replace(s.loop, batch_size=len(rows)), 1)
-        live = not s.features
-        labels = live or s.features_top == 0
-        teacher, own = resources.step_flops_parts(target, draft, load, live=live, labels=labels)
-        new_rows = [] if self.on_policy is None else self.on_policy.take_new_rows()
-        flops = {s.target_dtype: teacher}
+        s, labels = self.settings, batching.supervised_token_count(rows)
+        mean = sum(len(row["input_ids"]) for row in rows) / len(rows), labels / len(rows)
+        whole, teacher = len(rows) * self.sample_flops(*mean)
+        own = whole - teacher
+        if s.features and s.features_top > 0:  # the target's distributions come from disk
+            head = self.run.target.decoder.model.get_output_embeddings().weight
+            own -= 2 * labels * head.numel()
+        generated = 0.0
+        if self.on_policy is not None:
+            new_rows = self.on_policy.take_new_rows()
+            generated = resources.generation_flops(self.reading, new_rows)
+        flops = {s.target_dtype: 0.0 if s.features else teacher}
         for dtype, count in (
             ("bfloat16" if self.mixed else "float32", own),
-            ("float32", resources.generation_flops(draft, new_rows)),
+            ("float32", generated),
         ):
             flops[dtype] = flops.get(dtype, 0.0) + count
         return flops
 
 
+def planned_rows(s: Any, max_length: int) -> Sequence[SampleRow]:
+    """The samples, cut to `max_length` tokens; while a set is not there yet, one of that length, half of it labels."""
+    if not all(Path(part.path).exists() for part in mixture.mixture_parts(s.data)):
+        return made_up_rows(1, max_length, max_length // 2, max_length)
+    return mixture.load(s.data, max_length, supervise=s.supervise, seed=s.seed)[0]
+
+
 def estimate_resources(s: Any, processes: int, mixed: bool) -> tuple[Table, dict[str, float]]:
     """(table of estimates for the settings of train/distill.py, its sums by name); `mixed`: the draft is in bf16."""
-    text = load_config(s.target, "target", s.revision).get_text_config(decoder=True)
-    max_length = min(s.loop.max_length, compatibility.context_length(text))
-    rows, _ = mixture.load(s.data, max_length, supervise=s.supervise, seed=s.seed)
+    config = load_config(s.target, "target", s.revision)
+    text = config.get_text_config(decoder=True)
+    rows = planned_rows(s, min(s.loop.max_length, compatibility.context_length(text)))
+    run = ShapeRun(s, config)
     load, size = step_workload(rows, s.loop, processes), find_dtype(s.target_dtype).itemsize
-    target, draft = model_shapes(s)
-    memory = resources.memory_breakdown(target, draft, load, size, mixed)
+    memory = resources.memory_breakdown(run, load, mixed)
     generation = {}
     if s.on_policy.share > 0:
-        generation = resources.generation_memory(
-            s.on_policy, target, draft, load, s.loop.max_length
-        )
+        generation = resources.generation_memory(s.on_policy, run, load, s.loop.max_length)
         memory["writing beyond a step"] = resources.memory_beyond_step(generation, memory)
-    disk = resources.disk_breakdown(target, draft, size, s.loop.keep)
-    flops = resources.total_step_flops(target, draft, load)
+    disk = resources.disk_breakdown(run, size, s.loop.keep)
+    flops = load.samples * resources.step_cost(run, load).flops
     table = Table(
         "estimated, not measured",
         "",
@@ -104,9 +130,9 @@ def estimate_resources(s: Any, processes: int, mixed: bool) -> tuple[Table, dict
         min_width=TABLE_WIDTH,
     )
     for name, count in [
-        ("target's parameters", target.parameters),
-        ("draft's parameters, trained", draft.trained),
-        ("draft's parameters, frozen", draft.parameters - draft.trained),
+        ("target's parameters", run.target_parameters),
+        ("draft's parameters, trained", run.trained),
+        ("draft's parameters, frozen", run.frozen),
     ]:
         table.add_row(name, f"{count / 1e6:,.2f} M")
     table.add_section()
@@ -123,10 +149,15 @@ def estimate_resources(s: Any, processes: int, mixed: bool) -> tuple[Table, dict
         rows_per_round = resources.rows_per_round(s.on_policy, load.samples)
         table.add_row(f"texts written every {s.on_policy.every} steps", f"{rows_per_round:,}")
         table.add_section()
+    if not isinstance(rows, mixture.Mixture):
+        table.add_row("samples", "none yet: one of this length")
     table.add_row("tokens a step", f"{load.samples * load.tokens:,.0f}")
     table.add_row("learned of them", f"{load.samples * load.supervised_tokens:,.0f}")
     table.add_row("floating-point operations a step", f"{flops:.2e}")
-    sums = {"memory": sum(memory.values()), "disk": sum(disk.values()), "flops": flops}
-    sums |= {"parameters": target.parameters, "trained": draft.trained}
-    sums["frozen"] = draft.parameters - draft.trained
+    sums: dict[str, float] = {
+        "memory": sum(memory.values()),
+        "disk": sum(disk.values()),
+        "flops": flops,
+    }
+    sums |= {"parameters": run.target_parameters, "trained": run.trained, "frozen": run.frozen}
     return table, sums

@@ -15,6 +15,7 @@ from decode.model.loading import Target
 from decode.model.recurrent.hybrid_cache import has_recurrent_layers
 from decode.model.runner import logits_only_at
 from train.data.batching import Batch
+from train.losses import chunked_sums
 from train.teacher.answer_states import compute_answer_states
 
 
@@ -62,7 +63,7 @@ class TeacherOutput:
 def target_logits(lm_head: LMHead, rows: Tensor) -> Tensor:
     """Logits [N, V] of final states [N, H]: the target's own also where a draft trains under autocast, which would
     round them to bf16. They carry no gradient, may not be saved for one, and come from packed weights on a CPU."""
-    with torch.autocast(rows.device.type, enabled=False), torch.inference_mode():
+    with chunked_sums.without_autocast(rows), torch.inference_mode():
         return lm_head(rows)
 
 

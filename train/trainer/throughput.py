@@ -32,7 +32,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 class ThroughputMeter:
     """Averages over the steps between two lines of the log, without the time for measuring and saving between steps.
 
-    `step_flops` gives the FLOPs of a step over some samples from the models' shapes; it is called once per step. `mfu`
+    `step_flops` gives the FLOPs of a step over some samples, by a step without data; it is called once per step. `mfu`
     is the time that the device would need for them at its peak FLOP/s of each dtype, divided by the measured time; it
     is left out where the device's peak is not known. Memory is that of this process.
     """

@@ -1,11 +1,8 @@
 """Every recipe of configs/distill, run on its real architecture with its family's chats, only smaller."""
 
-import itertools
 import json
 import re
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,8 +27,7 @@ from decode.common.cli import parse_settings
 from decode.drafts.registry import load_draft
 from decode.engine import chat_template as common_chat_template
 from decode.engine.engine import decode
-from decode.model.loading import DTYPES, Target, load_target
-from decode.model.runner import ModelRunner
+from decode.model.loading import DTYPES, auto_class, load_target
 from tests import worlds
 from tests.decode.engine.test_engine import hf_text
 from train import sample
@@ -40,16 +36,9 @@ from train.data.conversations import Conversation
 from train.data.prompt_pipeline import TargetTokenizer
 from train.data.prompts import Prompt, encode_prompt
 from train.distill import DistillConfig
-from train.families import causal, model_sizes
-from train.families.base import FamilyContext
-from train.families.config import DraftConfig
-from train.families.heads.ttt_attention import BLOCK
-from train.families.model_sizes import DraftShape, ModelShape, StepWorkload
-from train.families.registry import family_trainer, trained_families
-from train.losses import chunked_sums
-from train.losses.chunked_sums import ChunkGradients
-from train.planning import resources
+from train.planning import resources, shape_run
 from train.planning.resources import format_bytes
+from train.planning.shape_run import ShapeRun, StepWorkload
 from train.sampling.rows import make_row
 
 RECIPES = worlds.ROOT / "configs" / "distill"
@@ -503,243 +492,14 @@ def test_a_dry_run_tells_of_trouble_in_one_line(home: Path, tmp_path: Path) -> N
 # ---- estimates ----
 
 
-@cache
-def shapes(name: str, draft: str) -> tuple[ModelShape, DraftShape]:
-    """Of a published target and a draft given as the JSON of its settings."""
-    s = DraftConfig(**json.loads(draft))
-    config = config_of(name)
-    target = model_sizes.target_shape(config)
-    text = config.get_text_config(decoder=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(causal, "load_config", lambda name, what: config_of(name))
-        return target, family_trainer(s.family).draft_shape(s, text, target.vocab)
-
-
-def shapes_of(s: DistillConfig) -> tuple[ModelShape, DraftShape]:
-    return shapes(s.target, json.dumps(vars(s.draft)))
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_their_published_size(name: str) -> None:
-    """Guards the entries above and the count: a wrong config would make every estimate wrong."""
-    shape = model_sizes.target_shape(config_of(name))
-    assert shape.parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.01)
-    assert shape.body_parameters < shape.parameters
-
-
-def test_parameters_are_those_of_the_reference() -> None:
-    """methods.md 4 and 7.1: EAGLE-3 for Llama-3.1-8B 425 M (layer 243, fc 50, head 131); Medusa 148 M a head of 7 B."""
-    llama = "meta-llama/Llama-3.1-8B-Instruct"
-    target, draft = shapes(llama, '{"family": "eagle3"}')
-    assert draft.trained == draft.parameters == pytest.approx(425e6, rel=0.01)
-    assert draft.parameters_per_pass == pytest.approx(243e6, rel=0.01)
-    assert draft.vocab * draft.hidden == pytest.approx(131e6, rel=0.01)
-    assert draft.body_parameters == 3 * 4096**2 + 2 * 8 * 128 * 8192  # fc, keys and values
-    config = AutoConfig.for_model("llama", hidden_size=4096, vocab_size=32000)
-    medusa = family_trainer("medusa").draft_shape(DraftConfig("medusa", heads=5), config, 32000)
-    assert medusa.trained / 5 == pytest.approx(148e6, rel=0.01)
-    _, eagle1 = shapes(llama, '{"family": "eagle1"}')
-    # 0.24 B with fc of a 7B (methods.md 5); Llama-3's layer has fewer keys and a wider MLP
-    assert eagle1.trained == pytest.approx(0.25e9, rel=0.05)
-    assert eagle1.parameters - eagle1.trained == 4096  # the bias of zeros
-
-
-def test_memory_is_what_it_is_made_of() -> None:
-    """By hand for Llama-3.1-8B with EAGLE-3: weights 16.06 GB in bf16, 16 bytes for each trained parameter."""
-    target, draft = shapes("meta-llama/Llama-3.1-8B-Instruct", '{"family": "eagle3"}')
-    load = StepWorkload(
-        samples=32,
-        tokens=1300,
-        supervised_tokens=450,
-        max_tokens=2048,
-        max_supervised_tokens=2048,
-        micro_batch=1,
+    """Guards the entries above: a wrong config would make every estimate wrong."""
+    with torch.device("meta"):
+        model = auto_class(config_of(name)).from_config(config_of(name))
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(
+        BILLIONS[name], rel=0.01
     )
-    parts = resources.memory_breakdown(target, draft, load, 2, mixed=True)
-    assert parts["target's weights"] == pytest.approx(16.06e9, rel=1e-3)
-    fixed = [parts[name] for name in parts if "fp32" in name]
-    assert sum(fixed) == 16 * draft.trained
-    assert parts["gradients in exchange"] == 0
-    two = resources.memory_breakdown(target, draft, replace(load, processes=2), 2, mixed=True)
-    assert two["gradients in exchange"] == 4 * draft.trained
-    more = resources.memory_breakdown(target, draft, replace(load, micro_batch=2), 2, mixed=True)
-    name = "activations of the draft"
-    assert more[name] == pytest.approx(2 * parts[name], rel=1e-9)
-    assert more["logits"] == parts["logits"]  # they come a piece at a time
-    disk = resources.disk_breakdown(target, draft, 2, keep=2)
-    assert disk["draft"] == 2 * draft.trained
-    assert sum(disk.values()) == (2 + 3 * 12) * draft.trained
-
-
-def test_arithmetic_is_that_of_the_text_book() -> None:
-    """By hand, without attention: 2 N for the target, 6 N for what is trained, 8 N where logits are made twice."""
-    target, draft = shapes("meta-llama/Llama-3.1-8B-Instruct", '{"family": "eagle3"}')
-    load = StepWorkload(
-        samples=1,
-        tokens=1000,
-        supervised_tokens=500,
-        max_tokens=1000,
-        max_supervised_tokens=500,
-        micro_batch=1,
-    )
-    body = 8.03e9 - 2 * 128256 * 4096
-    teacher = 1000 * 2 * body + 500 * 2 * 2 * 128256 * 4096
-    own = 1000 * 6 * draft.body_parameters + 500 * 7 * (6 * 243e6 + 8 * 131e6)
-    assert resources.total_step_flops(target, draft, load) == pytest.approx(teacher + own, rel=0.05)
-
-
-def test_experts_that_are_not_asked_cost_nothing() -> None:
-    """Catches a mixture of experts whose arithmetic counts all of them."""
-    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = AutoConfig.for_model("qwen3_moe", **SMALL, **moe, vocab_size=97)
-    shape = model_sizes.target_shape(config)
-    experts = 8 * 8 * 3 * 64 * 32
-    rest = shape.parameters - 2 * 97 * 64 - 64 - experts
-    assert shape.body_parameters == pytest.approx(rest + experts / 4, rel=1e-3)
-
-
-@pytest.mark.parametrize("family", ["eagle1", "eagle3", "medusa", "causal", "layerskip"])
-@pytest.mark.parametrize("most", [96, pytest.param(640, marks=pytest.mark.slow)])
-def test_activations_are_what_autograd_keeps(
-    family: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches coefficients that no longer describe the code: within a quarter of what is kept under bf16."""
-    monkeypatch.setattr(chunked_sums, "max_chunk_rows", lambda vocab: 16)  # logits come in pieces
-    config = AutoConfig.for_model(
-        "llama", **{**SMALL, "hidden_size": 128, "head_dim": 32, "intermediate_size": 448},
-        vocab_size=256,
-    )  # fmt: skip
-    kept, target, draft = kept_bytes(family, config, most)
-    load = StepWorkload(1, most, most, most, most, micro_batch=1)
-    want = draft.activation_bytes(target, load, 1)
-    if family.startswith("eagle") and most > BLOCK:  # kept for a moment only, in backward
-        want -= 2 * 8 * draft.heads * most * BLOCK
-    assert kept == pytest.approx(want, rel=0.25)
-
-
-@pytest.mark.parametrize("family", ["eagle1", "eagle3", "causal"])
-def test_recomputed_activations_are_what_autograd_keeps(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches coefficients of activation checkpointing that no longer describe the code: what a longer text adds."""
-    monkeypatch.setattr(chunked_sums, "max_chunk_rows", lambda vocab: 16)
-    config = AutoConfig.for_model(
-        "llama", **{**SMALL, "hidden_size": 128, "head_dim": 32, "intermediate_size": 448},
-        vocab_size=256,
-    )  # fmt: skip
-    kept, wanted = [], []
-    for most in (96, 288):
-        found, target, draft = kept_bytes(family, config, most, activation_checkpointing=True)
-        load = StepWorkload(1, most, most, most, most, micro_batch=1)
-        once = most * model_sizes.layer_activation_bytes(draft)  # for a moment only, in backward
-        if family.startswith("eagle"):
-            once += 2 * 8 * draft.heads * most * most
-        kept.append(found + (most * 256 * 12 if family == "causal" else 0))
-        wanted.append(draft.activation_bytes(target, load, 1) - once)
-    assert kept[1] - kept[0] == pytest.approx(wanted[1] - wanted[0], rel=0.25)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A tensor that autograd has saved, for as long as it is."""
-
-    tensor: torch.Tensor
-
-
-def kept_bytes(
-    family: str, config: Any, length: int, **settings: Any
-) -> tuple[int, ModelShape, DraftShape]:
-    """Bytes of all tensors but parameters that one forward under bf16 autocast holds at its end, for its backward or to
-    compute the loss from."""
-    row = full_row(length)
-    target, trainee, draft = made(family, config, row, **settings)
-    parameters = [*trainee.model.parameters(), *target.decoder.model.parameters()]
-    own = {p.untyped_storage().data_ptr() for p in parameters}
-    saved: list[weakref.ref[Kept]] = []
-    held: list[torch.Tensor] = []
-
-    class Recorded(ChunkGradients):
-        def __init__(self, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]):
-            super().__init__(tensors, shared)
-            held.extend(tensors)
-
-        def attach(self, loss: torch.Tensor) -> torch.Tensor:
-            held.extend(itertools.chain(*self.pieces))
-            return super().attach(loss)
-
-    def keep(tensor: torch.Tensor) -> Kept:
-        kept = Kept(tensor)
-        saved.append(weakref.ref(kept))
-        return kept
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked_sums, "ChunkGradients", Recorded)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor):
-            result = trainee.loss(Cast(trainee.model), batching.collate([row], 0))
-    # What a chunk has saved is gone; what it was computed from and the gradients of that are there.
-    held += [kept.tensor for ref in saved if (kept := ref()) is not None]
-    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
-    count = sum(size for at, size in sizes.items() if at not in own)
-    del result
-    # Weights cast to bf16 have a line of their own. Heads project, and Medusa does all else, in chunks.
-    head = draft.vocab * draft.hidden
-    casts = {"medusa": 0, "layerskip": 0, "eagle1": draft.trained}.get(family, draft.trained - head)
-    if family == "causal":  # the logits of its every row
-        count -= length * 256 * 12
-    return count - 2 * casts, model_sizes.target_shape(config), draft
-
-
-def full_row(length: int) -> sample_store.SampleRow:
-    """A sample of random tokens below 97, all but the first to be learned."""
-    return {
-        "id": "a",
-        "source": "",
-        "origin": "target",
-        "input_ids": torch.randint(0, 97, (length + 1,)).tolist(),
-        "loss_spans": [[1, length + 1]],
-        "finish_reason": "eos",
-    }
-
-
-def made(
-    family: str, config: Any, row: sample_store.SampleRow, **settings: Any
-) -> tuple[Target, Any, DraftShape]:
-    """(a target of that config, its real trainee, what the estimate says of that)."""
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    target = Target(ModelRunner(model), None, "x", None, "f", frozenset({1}))
-    layers = [0, 1] if family in ("causal", "pard") else []
-    draft = DraftConfig(family, layers=layers, steps=4, vocab=64, **settings)  # type: ignore[arg-type]
-    trainee = family_trainer(family).build(FamilyContext(DistillConfig(draft=draft), target, [row]))
-    text = config.get_text_config(decoder=True)
-    return (
-        target,
-        trainee,
-        family_trainer(family).draft_shape(draft, text, target.decoder.vocab_size),
-    )
-
-
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "google/gemma-3-12b-it"])
-@pytest.mark.parametrize("family", trained_families())
-def test_what_is_trained_is_counted(family: str, name: str) -> None:
-    """Catches a family without an estimate, for which a dry run fails, and one that has come to train other parts."""
-    if kind_of(name) == "gemma3" and family in ("causal", "pard", "medusa2"):
-        return  # these two take the vision tower along, the one in its copy, the other with adapters of no use
-    _, trainee, draft = made(family, small_config(name, 97), full_row(24))
-    parameters = list(trainee.model.parameters())
-    assert sum(p.numel() for p in parameters if p.requires_grad) == draft.trained
-    assert sum(p.numel() for p in parameters) == draft.parameters
-
-
-class Cast(torch.nn.Module):
-    """A module run in bf16, as accelerate wraps it."""
-
-    def __init__(self, inner: torch.nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.inner(*args, **kwargs)
 
 
 # ---- what recipes say of themselves ----
@@ -748,7 +508,6 @@ class Cast(torch.nn.Module):
 def forecast(file: str, tokens: int, learned: int) -> str:
     """The sentence that a recipe's comment has to hold."""
     s = recipe(file)
-    target, draft = shapes_of(s)
     load = StepWorkload(
         samples=s.loop.batch_size,
         tokens=tokens,
@@ -757,26 +516,47 @@ def forecast(file: str, tokens: int, learned: int) -> str:
         max_supervised_tokens=s.loop.max_length,
         micro_batch=min(s.loop.micro_batch, s.loop.batch_size),
     )
-    size = DTYPES[s.target_dtype].itemsize
-    memory = sum(resources.memory_breakdown(target, draft, load, size, mixed=True).values())
-    disk = sum(resources.disk_breakdown(target, draft, size, s.loop.keep).values())
-    flops = resources.total_step_flops(target, draft, load)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shape_run, "load_config", lambda name, what: config_of(name))
+        run = ShapeRun(s, config_of(s.target))
+    memory = sum(resources.memory_breakdown(run, load, mixed=True).values())
+    disk = sum(resources.disk_breakdown(run, DTYPES[s.target_dtype].itemsize, s.loop.keep).values())
+    flops = load.samples * resources.step_cost(run, load).flops
     time = s.loop.steps * flops / (SHARE * PEAK) / 3600
     return (
-        f"{draft.trained / 1e6:,.0f} M parameters trained, {format_bytes(memory)} on each GPU at most, "
+        f"{run.trained / 1e6:,.0f} M parameters trained, {format_bytes(memory)} on each GPU at most, "
         f"{format_bytes(disk)} on disk, {flops / 1e15:.2f} PFLOP a step, {time:,.0f} GPU hours."
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
-def test_comments_say_what_the_estimates_give(file: str) -> None:
+def test_figures_in_comments_are_those_of_the_estimates(file: str) -> None:
     """Catches figures in a recipe that were right before somebody changed its settings."""
+    said = comment(file)
+    tokens, learned = assumed_samples(file)
+    assert forecast(file, tokens, learned) in said
+
+
+def comment(file: str) -> str:
     lines = (RECIPES / file).read_text().splitlines()
-    said = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
-    assumed = re.search(r"samples of ([\d,]+) tokens, ([\d,]+) of them the target's", said)
+    return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+
+
+def assumed_samples(file: str) -> tuple[int, int]:
+    """(tokens, labels) of the samples for which a recipe's comment gives figures."""
+    assumed = re.search(r"samples of ([\d,]+) tokens, ([\d,]+) of them the target's", comment(file))
     assert assumed is not None, f"{file}: say what the estimates assume of samples"
     tokens, learned = (int(x.replace(",", "")) for x in assumed.groups())
-    assert forecast(file, tokens, learned) in said
+    return tokens, learned
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_comments_say_what_a_recipe_needs(file: str) -> None:
+    """Catches a recipe that does not say how to sample for it, or what its figures assume."""
+    said = comment(file)
+    assert assumed_samples(file) > (0, 0)
+    assert re.search(r"M parameters trained, [\d.]+ GB on each GPU at most", said)
     assert "Estimated, not measured" in said
     assert "35 % of 989 TFLOP/s" in said
     assert "--dry_run true" in said

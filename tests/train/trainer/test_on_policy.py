@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.common.cli import parse_settings
+from decode.model.loading import load_config
 from decode.model.runner import ModelRunner
 from eval.metrics.roofline import GpuSpec
 from tests import worlds
@@ -19,8 +20,9 @@ from tests.worlds import EOS, Done, World
 from train.data import mixture, sample_store
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
-from train.families import model_sizes
+from train.families.config import DraftConfig
 from train.planning import estimates, resources
+from train.planning.shape_run import ShapeRun
 from train.trainer import throughput
 from train.trainer.on_policy import OnPolicyBuffer, prompt_from_row
 
@@ -282,9 +284,9 @@ def test_what_the_draft_writes_counts_for_mfu(
     )
     real, told = resources.generation_flops, []
 
-    def work(draft: Any, rows: list[SampleRow]) -> float:
+    def work(cost: Any, rows: list[SampleRow]) -> float:
         told.append([row["id"] for row in rows])
-        return real(draft, rows)
+        return real(cost, rows)
 
     monkeypatch.setattr(resources, "generation_flops", work)
     out = tmp_path / "out"
@@ -303,13 +305,12 @@ def test_writing_is_two_operations_for_each_weight_that_a_token_passes() -> None
         "llama", hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=97,
     )  # fmt: skip
-    shape = model_sizes.target_shape(config)
+    run = ShapeRun(DistillConfig(draft=DraftConfig(layers=[0, 1])), config)
     row: Any = {"input_ids": range(10), "loss_spans": [[6, 10]]}
-    layers = 2 * shape.body_parameters * 10
-    attention = sum(4 * (t + 1) * 64 * 3 for t in range(10))
-    found = resources.generation_flops(shape, [row, row])
-    assert found == pytest.approx(2 * (layers + attention + 4 * 2 * 64 * 97), rel=0.01)
-    assert shape.kv_width == 2 * 2 * 16
+    layers = 2 * 10 * 2 * (64 * (64 + 2 * 32 + 64) + 3 * 64 * 128)
+    attention = sum(4 * t * 64 * 2 for t in range(10)) + 10 * 2 * 64 * 2  # half of its own token
+    found = resources.generation_flops(run.reading_cost(), [row, row])
+    assert found == 2 * (layers + attention + 4 * 2 * 64 * 97)
 
 
 def tried(done: Done) -> dict[str, Any]:
@@ -359,8 +360,8 @@ def test_a_dry_run_writes_one_round_and_keeps_nothing(
     )
     samples, _ = mixture.load(settings.data, settings.loop.max_length)
     load = estimates.step_workload(samples, settings.loop, 1)
-    shapes = estimates.model_shapes(settings)
-    needs = resources.generation_memory(settings.on_policy, *shapes, load, settings.loop.max_length)
+    run = ShapeRun(settings, load_config(settings.target, "target"))
+    needs = resources.generation_memory(settings.on_policy, run, load, settings.loop.max_length)
     assert (rows, needs["draft's K/V cache"]) == (5, bytes_of)
 
 

@@ -35,12 +35,9 @@ from train.families.head_init import (
     check_widths,
     load_saved_config,
     random_init,
-    with_saved_sizes,
 )
 from train.families.heads.eagle import TrainableEagle, valid_slot_indices
 from train.families.heads.eagle_init import DEFAULT_VOCAB, hidden_state_rms, vocabulary_facts
-from train.families.heads.eagle_sizes import eagle_shape
-from train.families.model_sizes import DraftShape
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
 
@@ -61,23 +58,6 @@ class DFlash(FamilyTrainer):
         draft = TrainableDFlash(context, self.name, net, config, net.max_tokens)
         draft.metadata = vocabulary_facts(net.ids, counts)
         return draft
-
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        s = with_saved_sizes(s)
-        layers = tuple(s.taps) or layouts.default_aux_layers(target_config.num_hidden_layers)
-        size = s.vocab_size(vocab, DEFAULT_VOCAB)
-        config = new_config(self.name, s, target_config, vocab, size, layers, 0)
-        with torch.device("meta"):
-            ids = None if size == vocab else torch.arange(size)
-            net = DFlashModel(
-                llama_config(config), HiddenStateSpec(layers), ids, lambda states: states
-            )
-        # Every supervised position passes the layers as often as it has slots in drawn blocks.
-        passes = max(1, round(s.anchors * net.block_size))
-        return eagle_shape(
-            net, config, size, passes, 0,
-            bytes_per_hidden=16 * s.depth, target_states=4, target_state_copies=3,
-        )  # fmt: skip
 
 
 class DSpark(DFlash):

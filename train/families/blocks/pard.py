@@ -1,7 +1,6 @@
 """PARD in training: a small language model learns to read mask tokens (An et al., arXiv 2504.18583)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,9 +18,7 @@ from train.families.base import FamilyContext, TrainableDraft
 from train.families.blocks.block_loss import BlockLoss
 from train.families.blocks.mask_token import choose_mask_token
 from train.families.blocks.slots import BlockMask, BlockSlots, Retention, draw_depths
-from train.families.causal import Causal, CausalShape, TrainableCausal, output_projection
-from train.families.config import DraftConfig
-from train.families.model_sizes import DraftShape, StepWorkload
+from train.families.causal import Causal, TrainableCausal, output_projection
 from train.teacher.live import TeacherOutput, run_for_states
 
 
@@ -35,24 +32,6 @@ class Pard(Causal):
 
     def build(self, context: FamilyContext) -> TrainableDraft:
         return TrainablePard(context)
-
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        counts = Retention(s.retention, s.min_retention).counts(1000, s.block)
-        fields = vars(super().draft_shape(s, target_config, vocab))
-        return PardShape(**fields, slots_per_token=sum(counts) / 1000)
-
-
-@dataclass(frozen=True)
-class PardShape(CausalShape):
-    """Sizes of a PARD draft in training: all its layers are passed by `slots_per_token` slots for every token."""
-
-    slots_per_token: float = 1.0
-
-    def activation_bytes(self, target: Any, load: StepWorkload, scale: int) -> int:
-        return int(self.slots_per_token * super().activation_bytes(target, load, scale))
-
-    def attention_flops(self, load: StepWorkload) -> float:
-        return self.slots_per_token**2 * super().attention_flops(load)
 
 
 class TrainablePard(TrainableCausal):

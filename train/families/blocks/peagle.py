@@ -1,7 +1,6 @@
 """P-EAGLE in training: all slots of a block run in one pass over the target's states and a trained mask state."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,8 @@ from train.families.base import FamilyContext, TrainableDraft
 from train.families.blocks.block_loss import BlockLoss
 from train.families.blocks.mask_token import choose_mask_token
 from train.families.blocks.slots import BlockMask, BlockSlots, Retention, draw_depths
-from train.families.config import DraftConfig
 from train.families.heads.eagle import Eagle3, TrainableEagle
 from train.families.heads.eagle_init import init_eagle3, vocabulary_facts
-from train.families.model_sizes import DraftShape
 from train.teacher.live import TeacherOutput
 
 
@@ -43,17 +40,6 @@ class PEagle(Eagle3):
         draft = TrainablePEagle(context, "peagle", net, config, s.block)
         draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
         return draft
-
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        shape = super().draft_shape(s, target_config, vocab)
-        slots = sum(Retention(s.retention, s.min_retention).counts(1000, s.block)) / 1000
-        mask = (len(s.taps) or 3) * target_config.hidden_size
-        fields = {
-            "parameters": shape.parameters + mask,
-            "trained": shape.trained + mask,
-            "passes_per_slot": max(1, round(slots)),
-        }
-        return type(shape)(**{**vars(shape), **fields})
 
 
 class TrainablePEagle(TrainableEagle):

@@ -1,6 +1,6 @@
 """Training of heads that draft token by token from the target's hidden states.
 
-eagle.py          EAGLE-1 and EAGLE-3;  eagle_init.py  their first weights;  eagle_sizes.py  memory and arithmetic
+eagle.py          EAGLE-1 and EAGLE-3;  eagle_init.py  their first weights
 ttt_attention.py  attention of EAGLE-3's training-time test
 mtp.py            multi-token prediction layers, the target's own or new ones
 layerskip.py      exits of the target after its first layers

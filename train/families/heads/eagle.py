@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from decode.checkpoints import layouts
 from decode.drafts.base import Draft
 from decode.drafts.eagle import EagleDraft
-from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
-from decode.model.hidden_states import HiddenStateSpec, check_taps
+from decode.drafts.eagle_model import Eagle1Model, EagleModel
+from decode.model.hidden_states import check_taps
 from decode.model.masking.blocks import recomputed, run_now
 from train.data import vocab_mapping
 from train.data.batching import Batch
@@ -23,18 +23,14 @@ from train.families.base import (
     matrix_parameters,
     model_dtype,
 )
-from train.families.config import DraftConfig
-from train.families.head_init import Config, with_saved_sizes
+from train.families.head_init import Config
 from train.families.head_loss import LossWeights, SupervisedRows, loss_and_metrics, step_weights
 from train.families.heads.eagle_init import (
-    DEFAULT_VOCAB,
     init_eagle1,
     init_eagle3,
     vocabulary_facts,
 )
-from train.families.heads.eagle_sizes import eagle_shape
 from train.families.heads.ttt_attention import TestTimeAttention
-from train.families.model_sizes import DraftShape, count_parameters
 from train.losses import chunked_sums, divergences
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
@@ -50,16 +46,6 @@ class Eagle1(FamilyTrainer):
     def build(self, context: FamilyContext) -> TrainableDraft:
         net, config = init_eagle1(context.config.draft, context.target, context.device)
         return TrainableEagle(context, "eagle1", net, config, 1)
-
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        config = layouts.eagle1_config(target_config, vocab)
-        with torch.device("meta"):
-            net = Eagle1Model(llama_config(config), lambda states: states)
-        # its fc is passed by every token, and once more by every slot
-        return eagle_shape(
-            net, config, vocab, 1, count_parameters(net.fc),
-            bytes_per_hidden=4, recompute=s.activation_checkpointing,
-        )  # fmt: skip
 
 
 class Eagle3(FamilyTrainer):
@@ -77,20 +63,6 @@ class Eagle3(FamilyTrainer):
         draft = TrainableEagle(context, "eagle3", net, config, context.config.draft.steps)
         draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
         return draft
-
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        s = with_saved_sizes(s)
-        layers = tuple(s.taps) or layouts.default_aux_layers(target_config.num_hidden_layers)
-        size = s.vocab_size(vocab, DEFAULT_VOCAB)
-        config = layouts.eagle3_config(target_config, vocab, size, layers, s.width, s.norms)
-        with torch.device("meta"):
-            ids = None if size == vocab else torch.arange(size)
-            net = Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids)
-        return eagle_shape(
-            net, config, size, s.steps, 0,
-            bytes_per_hidden=33, target_states=4, target_state_copies=3,
-            recompute=s.activation_checkpointing,
-        )  # fmt: skip
 
 
 class EagleTrainer(nn.Module):

@@ -6,9 +6,7 @@ layers over the drafted tokens before it, and wherever a drafted position counts
 they are the text. Only behind a rejected token are states others than the ones trained on, and nothing there counts.
 """
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from decode.drafts.self_speculation import early_exit
 from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.drafts.self_speculation.exit_adapter import ExitAdapter, copy_final_norm
 from decode.model.hidden_states import LMHead
-from decode.model.layer_stack import check_exit, final_norm, with_head_rows
+from decode.model.layer_stack import check_exit, with_head_rows
 from decode.model.loading import Target
 from train.data import vocab_mapping
 from train.data.batching import Batch
@@ -38,17 +36,9 @@ from train.families.head_init import (
     check_against_saved,
     check_widths,
     load_saved_config,
-    with_saved_sizes,
 )
 from train.families.head_loss import loss_and_metrics
 from train.families.heads.eagle_init import DEFAULT_VOCAB, vocabulary_facts
-from train.families.model_sizes import (
-    DraftShape,
-    ModelShape,
-    StepWorkload,
-    count_parameters,
-    meta_model,
-)
 from train.losses import chunked_sums
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
@@ -68,40 +58,6 @@ class LayerSkip(FamilyTrainer):
         draft = TrainableExit(context, adapter)
         draft.metadata = vocabulary_facts(adapter.ids, counts)
         return draft
-
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        s = with_saved_sizes(s)
-        size = s.vocab_size(vocab, DEFAULT_VOCAB)
-        config = exit_config(s, target_config, vocab, size)
-        norm = copy.deepcopy(final_norm(meta_model(target_config)))
-        with torch.device("meta"):
-            count = count_parameters(ExitAdapter(config, norm, None))
-        hidden = target_config.hidden_size
-        return ExitShape(
-            parameters=count,
-            body_parameters=0,
-            layers=1,
-            hidden=hidden,
-            intermediate=config["exit_width"],
-            attention=hidden,
-            heads=1,
-            kv_width=0,
-            vocab=size,
-            trained=count,
-            parameters_per_pass=count,
-            passes_per_slot=1,
-            head_is_frozen=True,
-            target_states=2,
-        )
-
-
-@dataclass(frozen=True)
-class ExitShape(DraftShape):
-    """Sizes of an exit adapter in training."""
-
-    def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
-        """The states that the adapter and the LM head read; what is computed from them is not kept."""
-        return load.micro_batch * load.max_supervised_tokens * target.hidden * 4
 
 
 class TrainableExit(TrainableDraft):

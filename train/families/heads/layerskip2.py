@@ -8,7 +8,6 @@ is added: what is saved is a whole target that drafts with its own first layers.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +28,6 @@ from train.families.heads.layer_dropout import (
 )
 from train.families.heads.layerskip import draft_layers
 from train.families.heads.lora_target import LoraTarget, adapt_target
-from train.families.model_sizes import (
-    DraftShape,
-    ModelShape,
-    StepWorkload,
-    lora_parameters_per_rank,
-    meta_model,
-    target_activation_bytes,
-)
 from train.losses import chunked_sums
 from train.losses.objective import Criterion
 
@@ -55,37 +46,6 @@ class LayerSkip2(FamilyTrainer):
 
     def build(self, context: FamilyContext) -> TrainableDraft:
         return TrainableLayerSkip2(context)
-
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        adapters = s.target_lora_rank * lora_parameters_per_rank(meta_model(target_config))
-        layers, hidden = target_config.num_hidden_layers, target_config.hidden_size
-        exits = len(enabled_exits(layers, draft_layers(s, layers), s.exit_period, 0))
-        return LayerSkip2Shape(
-            parameters=adapters,
-            body_parameters=0,
-            layers=1,
-            hidden=hidden,
-            intermediate=0,
-            attention=hidden,
-            heads=1,
-            kv_width=0,
-            vocab=vocab,
-            trained=adapters,
-            parameters_per_pass=0,
-            passes_per_slot=exits,
-            head_is_frozen=True,
-            target_states=exits + 1,
-            trains_target=True,
-        )
-
-
-class LayerSkip2Shape(DraftShape):
-    """Sizes of a target in training for early exit."""
-
-    def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
-        """Those of the target, which gets gradients, and the states that exits read."""
-        states = load.micro_batch * load.max_supervised_tokens * target.hidden * 4
-        return target_activation_bytes(target, load, scale) + states * self.passes_per_slot
 
 
 class TrainableLayerSkip2(TrainableDraft):

@@ -1,9 +1,7 @@
 """Medusa heads in training: weights, loss against the target's distributions, and sizes (Cai et al. 2024)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +25,8 @@ from train.families.head_init import (
     check_against_saved,
     check_widths,
     load_saved_config,
-    with_saved_sizes,
 )
 from train.families.head_loss import LossWeights, SupervisedRows, loss_and_metrics, step_weights
-from train.families.model_sizes import DraftShape, ModelShape, StepWorkload, count_parameters
 from train.losses import chunked_sums
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
@@ -45,36 +41,6 @@ class Medusa(FamilyTrainer):
 
     def build(self, context: FamilyContext) -> TrainableDraft:
         return TrainableMedusa(context)
-
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        s = with_saved_sizes(s)
-        with torch.device("meta"):
-            net = MedusaModel(layouts.medusa_config(target_config, s.heads, s.head_layers, vocab))
-        width, count = target_config.hidden_size, count_parameters(net)
-        return MedusaShape(
-            parameters=count,
-            body_parameters=0,
-            layers=1,
-            hidden=width,
-            intermediate=width,
-            attention=width,
-            heads=1,
-            kv_width=0,
-            vocab=vocab,
-            trained=count,
-            parameters_per_pass=count_parameters(net.blocks) // s.heads,
-            passes_per_slot=s.heads,
-        )
-
-
-@dataclass(frozen=True)
-class MedusaShape(DraftShape):
-    """Sizes of Medusa heads in training."""
-
-    def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
-        """The states that heads read; what is computed from them is not kept."""
-        slots = load.micro_batch * load.max_supervised_tokens
-        return slots * target.hidden * (4 * self.passes_per_slot + 2)
 
 
 class TrainableMedusa(TrainableDraft):

@@ -6,7 +6,6 @@ it moved.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +13,9 @@ from torch import Tensor, nn
 from decode.drafts.medusa import MedusaModel
 from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft
-from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
 from train.families.heads.lora_target import LoraTarget, adapt_target
-from train.families.heads.medusa import Medusa, MedusaShape, MedusaTrainer, TrainableMedusa
-from train.families.model_sizes import (
-    DraftShape,
-    ModelShape,
-    StepWorkload,
-    lora_parameters_per_rank,
-    meta_model,
-    target_activation_bytes,
-)
+from train.families.heads.medusa import Medusa, MedusaTrainer, TrainableMedusa
 from train.losses import chunked_sums, divergences
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
@@ -39,27 +29,6 @@ class Medusa2(Medusa):
 
     def build(self, context: FamilyContext) -> TrainableDraft:
         return TrainableMedusa2(context)
-
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        heads = super().draft_shape(s, target_config, vocab)
-        adapters = s.target_lora_rank * lora_parameters_per_rank(meta_model(target_config))
-        fields = {
-            **vars(heads),
-            "parameters": heads.parameters + adapters,
-            "trained": heads.trained + adapters,
-            "target_states": 2,
-            "trains_target": True,
-        }
-        return Medusa2Shape(**fields)
-
-
-class Medusa2Shape(MedusaShape):
-    """Sizes of Medusa heads in training together with their target."""
-
-    def activation_bytes(self, target: ModelShape, load: StepWorkload, scale: int) -> int:
-        """Those of the heads, and those of the target, which gets gradients."""
-        heads = super().activation_bytes(target, load, scale)
-        return heads + target_activation_bytes(target, load, scale)
 
 
 class TrainableMedusa2(TrainableMedusa):

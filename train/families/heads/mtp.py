@@ -5,7 +5,6 @@ in decoding. It learns the target's distribution, not the next word of the data.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +26,6 @@ from train.families.config import DraftConfig
 from train.families.head_init import Config, check_widths, load_saved_config
 from train.families.head_loss import SupervisedRows
 from train.families.heads.eagle import EagleTrainer, TrainableEagle
-from train.families.heads.eagle_sizes import EagleShape
-from train.families.model_sizes import DraftShape, target_shape
 
 
 class Mtp(FamilyTrainer):
@@ -42,25 +39,6 @@ class Mtp(FamilyTrainer):
         s = context.config.draft
         net, config = init_mtp(s, context.target, context.device)
         return TrainableMtp(context, "mtp", net, config, s.steps)
-
-    def draft_shape(self, s: DraftConfig, target_config: Any, vocab: int) -> DraftShape:
-        whole = target_shape(target_config)
-        layer, hidden = whole.body_parameters // whole.layers, whole.hidden
-        own = layer + 2 * hidden * hidden + 3 * hidden
-        return EagleShape(
-            parameters=own,
-            body_parameters=own,
-            layers=1,
-            hidden=hidden,
-            intermediate=whole.intermediate,
-            attention=whole.attention,
-            heads=whole.heads,
-            kv_width=0,
-            vocab=vocab,
-            trained=own,
-            parameters_per_pass=own,
-            passes_per_slot=s.steps,
-        )
 
 
 class MtpTrainer(EagleTrainer):
