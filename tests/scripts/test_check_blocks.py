@@ -73,7 +73,9 @@ DAMAGE: dict[str, Damage] = {
     "ids of outputs (llama.cpp)": (
         "dflash", "llamacpp", "taps", lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 5, 8])
     ),
-    "another width (llama.cpp)": ("dflash", "llamacpp", "shapes", lambda c, t: t.update({"norm.weight": torch.ones(3)})),
+    "another width (llama.cpp)": (
+        "dflash", "llamacpp", "shapes", lambda c, t: t.update({"norm.weight": torch.ones(3)})
+    ),
     "a norm is missing (llama.cpp)": (
         "dspark", "llamacpp", "missing-tensor", lambda c, t: t.pop("layers.0.self_attn.k_norm.weight")
     ),
