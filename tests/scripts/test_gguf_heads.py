@@ -355,15 +355,17 @@ FITTED: dict[str, DraftConfig] = {
     "dspark": DraftConfig("dspark", block=4, vocab=400, anchors=1.0, markov_rank=32),
 }  # fmt: skip
 """Drafts of at least 3 tokens in a round."""
-TASKS = [llamacpp_parity.Task("code", limit=3)]
-TOKENS, STEPS = 24, 60
+STEPS = {"eagle3": 12, "dflash": 40, "dspark": 26}
+"""So many that about half of the drafts are accepted: heads that know the texts by heart accept them from any file."""
+TASKS = [llamacpp_parity.Task("code", limit=4)]
+TOKENS = 24
 
 
 @pytest.fixture(scope="module")
 def fitted(own: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Heads that have seen, for a minute, the very answers on which they are compared: many drafts are accepted."""
+    """Heads that have seen, for some seconds, the very answers on which they are compared."""
     home, made = tmp_path_factory.mktemp("fitted"), dict[str, Path]()
-    prompts = [item.prompt_ids for item in load_prompts(TASKS, 3, own)]
+    prompts = [item.prompt_ids for item in load_prompts(TASKS, 4, own)]
     answers = decode(own, None, prompts, max_new_tokens=TOKENS + 6, rows=1)
     texts = [
         row([*prompt, *answer.output_ids], (len(prompt), len(prompt) + len(answer.output_ids)))
@@ -378,8 +380,8 @@ def fitted(own: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         trainee = family_trainer(settings.draft.family).build(FamilyContext(settings, own, texts))
         trained = [value for value in trainee.model.parameters() if value.requires_grad]
         optimizer, batch = torch.optim.AdamW(trained, lr=3e-3), batching.collate(texts, 0, 1)
-        for _ in range(STEPS):
-            (trainee.loss(trainee.model, batch)["loss"] / (3 * TOKENS)).backward()
+        for _ in range(STEPS[settings.draft.family]):
+            (trainee.loss(trainee.model, batch)["loss"] / (4 * TOKENS)).backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -415,10 +417,11 @@ def test_llamacpp_accepts_what_we_accept(
 ) -> None:
     """Catches a GGUF that loads and drafts something else, which equal texts would not show."""
     code, result = compared(fitted(name), capsys)
-    assert (code, result["same"], result["prompts"]) == (0, 3, 3), result["differ"]
+    assert (code, result["same"], result["prompts"]) == (0, 4, 4), result["differ"]
     totals = result["totals"]
     assert totals["ours"] == totals["llamacpp"]
-    assert totals["llamacpp"]["by_position"][2] > 0  # drafts at every position count
+    assert totals["ours"]["by_position"][2] > 0
+    assert totals["ours"]["accepted"] < totals["ours"]["drafted"]
 
 
 Tensors, Keys = dict[str, Any], dict[str, Any]
