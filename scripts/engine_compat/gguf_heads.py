@@ -78,7 +78,8 @@ def head_content(name: str, target: str) -> HeadContent:
     found = check_rules(draft, llamacpp.HEAD_RULES, llamacpp.DEFAULT_VERSION)
     if found:
         raise UserError(f"draft {name!r} is not written as GGUF: {found[0].what}")
-    net: Any = load_without_target(name, target).net
+    loaded: Any = load_without_target(name, target)
+    net: Eagle3Model | DFlashModel = loaded.net
     mask_token = net.mask_token if isinstance(net, DFlashModel) else None
     config, family = net.config, draft.family
     tensors = head_tensors(family, net)

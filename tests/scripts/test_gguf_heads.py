@@ -378,6 +378,10 @@ def fitted(own: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         settings = DistillConfig(draft=FITTED[name], weights=LossWeights(divergence=1.0), loss="hard_ce")  # fmt: skip
         torch.manual_seed(0)
         trainee = family_trainer(settings.draft.family).build(FamilyContext(settings, own, texts))
+        with torch.no_grad():  # norms that are all ones could be exchanged unseen
+            for key, value in trainee.model.named_parameters():
+                if "norm" in key:
+                    value.add_(0.3 * torch.randn_like(value))
         trained = [value for value in trainee.model.parameters() if value.requires_grad]
         optimizer, batch = torch.optim.AdamW(trained, lr=3e-3), batching.collate(texts, 0, 1)
         for _ in range(STEPS[settings.draft.family]):
