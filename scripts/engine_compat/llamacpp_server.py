@@ -43,12 +43,13 @@ def server_version(server: str) -> str:
 
 
 def server_command(
-    server: str, target: Path, draft: Path, k: int, context: int, port: int
+    server: str, target: Path, draft: Path, kind: str, k: int, context: int, port: int
 ) -> list[str]:
-    """The command line: one request at a time, without reuse of prompts, rounds of K greedy drafts."""
+    """The command line: one request at a time, without reuse of prompts, rounds of K greedy drafts. `kind` is the
+    draft's --spec-type."""
     return [
         *(server, "-m", str(target.absolute()), "-md", str(draft.absolute())),
-        *("--spec-type", "draft-simple", "--spec-draft-n-max", str(k), "--spec-draft-n-min", "0"),
+        *("--spec-type", kind, "--spec-draft-n-max", str(k), "--spec-draft-n-min", "0"),
         *("--spec-draft-p-min", "0", "-np", "1", "-c", str(context), "--no-cache-prompt", *EXACT),
         *("-t", str(torch.get_num_threads()), "--metrics", "--no-webui", "--offline"),
         *("--host", "127.0.0.1", "--port", str(port)),
@@ -65,11 +66,13 @@ class ServedAnswer:
 
 
 @contextmanager
-def llama_server(server: str, target: Path, draft: Path, k: int, context: int) -> Iterator[str]:
+def llama_server(
+    server: str, target: Path, draft: Path, kind: str, k: int, context: int
+) -> Iterator[str]:
     """The address of a server of these two GGUF files, which ends with the block."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = server_command(server, target, draft, k, context, port)
+    command = server_command(server, target, draft, kind, k, context, port)
     with running_server(command, f"{url}/health", START_SECONDS, "llama-server"):
         yield url
 

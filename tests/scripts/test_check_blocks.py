@@ -64,6 +64,25 @@ DAMAGE: dict[str, Damage] = {
     "ids for offsets": ("dflash", "vllm", "map", lambda c, t: t.update(d2t=t["d2t"] + torch.arange(60))),
     "offsets as floats": ("dflash", "vllm", "map-dtype", lambda c, t: t.update(d2t=t["d2t"].float())),
     "another corrector": ("dspark", "vllm", "corrector", lambda c, t: c.update(markov_head_type="rnn")),
+    "gelu": ("dflash", "llamacpp", "activation", lambda c, t: c.update(hidden_act="gelu")),
+    "YaRN": ("dspark", "llamacpp", "rope-type", lambda c, t: c["rope_parameters"].update(rope_type="yarn", factor=2.0)),
+    "a window": ("dflash", "llamacpp", "window", lambda c, t: c.update(sliding_window=64)),
+    "from the anchor (llama.cpp)": ("dflash", "llamacpp", "anchor", lambda c, t: c.update(sample_from_anchor=True)),
+    "no mask token (llama.cpp)": ("dspark", "llamacpp", "mask-token", lambda c, t: _nested(c, "mask_token_id", 10**6)),
+    "causal blocks (llama.cpp)": ("dspark", "llamacpp", "causality", lambda c, t: _nested(c, "causal", True)),
+    "ids of outputs (llama.cpp)": (
+        "dflash", "llamacpp", "taps", lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 5, 8])
+    ),
+    "another width (llama.cpp)": (
+        "dflash", "llamacpp", "shapes", lambda c, t: t.update({"norm.weight": torch.ones(3)})
+    ),
+    "a norm is missing (llama.cpp)": (
+        "dspark", "llamacpp", "missing-tensor", lambda c, t: t.pop("layers.0.self_attn.k_norm.weight")
+    ),
+    "ids for offsets (llama.cpp)": (
+        "dflash", "llamacpp", "map", lambda c, t: t.update(d2t=t["d2t"] + torch.arange(60))
+    ),
+    "a bias (llama.cpp)": ("dspark", "llamacpp", "unknown-tensor", lambda c, t: t.update({"fc.bias": torch.ones(3)})),
     "no such layers": ("mtp", "vllm", "missing-tensor", lambda c, t: c.pop("num_nextn_predict_layers")),
 }  # fmt: skip
 """(family, engine, the rule that must find it, what is done to config.json and to the tensors)."""
@@ -90,6 +109,8 @@ def rules(path: Path, engine: str) -> list[str]:
 @pytest.mark.parametrize("family", ["pard", "peagle", "dflash", "dspark"])
 def test_a_good_draft_has_nothing_to_report(family: str, good: dict[str, Path]) -> None:
     assert rules(good[family], "vllm") == []
+    if family in ("dflash", "dspark"):
+        assert rules(good[family], "llamacpp") == []
 
 
 def test_what_an_engine_does_not_have_is_said(good: dict[str, Path]) -> None:
@@ -97,6 +118,11 @@ def test_what_an_engine_does_not_have_is_said(good: dict[str, Path]) -> None:
     assert rules(good["mtp"], "vllm") == ["mtp-target"]
     assert rules(good["pard"], "sglang") == ["parallel"]
     assert rules(good["dflash"], "transformers") == ["unchecked"]
+    assert [rules(good[f], "llamacpp") for f in ("pard", "peagle", "mtp")] == [
+        ["parallel"],
+        ["peagle"],
+        ["mtp"],
+    ]
 
 
 @pytest.mark.parametrize("name", DAMAGE)

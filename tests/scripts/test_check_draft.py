@@ -28,11 +28,11 @@ from tests.scripts import test_check_blocks
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 DAMAGE = all_corruptions(LAYERS)
 SERVED = {
-    "eagle3": ("vllm", "sglang", "trtllm"),
-    "narrow": ("vllm", "sglang", "trtllm"),
+    "eagle3": ("vllm", "sglang", "trtllm", "llamacpp"),
+    "narrow": ("vllm", "sglang", "trtllm", "llamacpp"),
     "eagle1": ("vllm", "sglang"),
     "medusa": ("vllm",),
-    "causal": ("vllm", "sglang", "trtllm", "transformers"),
+    "causal": ("vllm", "sglang", "trtllm", "llamacpp", "transformers"),
 }
 """Which engines serve a family as it is saved."""
 
@@ -255,6 +255,7 @@ def test_every_rule_of_heads_is_tested() -> None:
     elsewhere |= {"layout", "layer-name", "taps", "old-names", "whole-head"}
     elsewhere |= {"parallel", "mtp-target"}  # in test_check_blocks.py
     elsewhere |= {"context", "context-rope"}  # in test_check_agrees.py
+    elsewhere |= {"target-states", "states", "peagle", "mtp"}  # in test_gguf_heads.py
     for name, engine in ENGINES.items():
         for rule in engine.rules:
             shown_for = [family for family in rule.families if (name, family, rule.name) in shown]

@@ -114,7 +114,7 @@ class TargetTokenizer:
             target.eos,
             target.is_encoder_decoder,
             target.identity,
-            target.decoder.embedding_rows,
+            embedded=target.decoder.embedding_rows,
         )
 
 

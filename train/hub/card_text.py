@@ -105,8 +105,7 @@ def engine_lines(facts: CardInputs, configs: Sequence[EngineServingConfig]) -> l
     lines = []
     for config in configs:
         if len(config.files) == 0:
-            verdict = "not exported by this tool yet" if config.unexported else "cannot serve it"
-            lines.append(f"**{config.engine}**: {verdict}, {config.note}.")
+            lines.append(f"**{config.engine}**: cannot serve it, {config.note}.")
             continue
         names = ", ".join(f"`serving/{name}`" for name in config.files)
         status = serving_status(facts, config.engine)

@@ -26,9 +26,6 @@ NO_EMBEDDING_CAPTURE = (
     "it names layers by their output and so cannot capture the embedding, which this draft reads"
 )
 
-LLAMACPP_HEADS = {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "dspark": "draft-dspark"}
-"""Families of heads that llama.cpp reads from GGUF files, which are not written here, by its --spec-type."""
-
 
 @dataclass(frozen=True)
 class ServedDraft:
@@ -60,8 +57,6 @@ class EngineServingConfig:
     note: str
     """Which versions, what to know; or why not."""
     files: Mapping[str, str]
-    unexported: bool = False
-    """Without files: the engine itself drafts with such a draft, and this project does not write its files."""
 
 
 def build_serving_configs(job: ServedDraft) -> list[EngineServingConfig]:
@@ -163,12 +158,6 @@ def trtllm_config(job: ServedDraft) -> EngineServingConfig:
 
 def llamacpp_config(job: ServedDraft) -> EngineServingConfig:
     """Commands that write draft and target as GGUF files, and one of llama-server."""
-    if job.family in LLAMACPP_HEADS:
-        note = (
-            f"which drafts with such heads (--spec-type {LLAMACPP_HEADS[job.family]}, of November 2026) for targets "
-            "whose hidden states it hands out: Llama, Qwen 3 and gpt-oss are among them, Qwen 2 is not"
-        )
-        return EngineServingConfig("llama.cpp", note, {}, unexported=True)
     if not job.engines.llamacpp:
         return EngineServingConfig("llama.cpp", job.unsupported("llama.cpp"), {})
     export = ["python", "scripts/export.py"]
@@ -180,9 +169,12 @@ def llamacpp_config(job: ServedDraft) -> EngineServingConfig:
     words += ["--spec-type", job.engines.llamacpp, "--spec-draft-n-max", str(job.k)]
     if job.template:
         words += ["--jinja", "--chat-template-kwargs", json.dumps(job.template)]
+    words += job.engines.llamacpp_options
+    heads = ", for targets whose hidden states it hands out: Llama, Qwen 3 and gpt-oss are among them, Qwen 2 is not"
     note = (
-        "of November 2026; Llama, Qwen 2 and Qwen 3. scripts/export.py, from a checkout of draftsmith, writes the GGUF "
-        "files; a GGUF of the target from elsewhere will do if its tokenizer is the same"
+        f"of November 2026{heads if job.family != 'causal' else ''}. scripts/export.py, from a checkout of draftsmith, "
+        "writes GGUF files of drafts, and of Llama and Qwen 2 targets; a GGUF of the target from elsewhere will do if "
+        "its tokenizer is the same"
     )
     lines = [shlex.join(conversion) for conversion in conversions]
     text = "\n".join(["# once, in a checkout of draftsmith", *lines, ""])

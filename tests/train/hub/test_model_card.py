@@ -398,16 +398,13 @@ def test_the_data_is_called_what_it_is(sampling: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["eagle3", "dflash", "dspark", "medusa", "causal"])
 def test_what_llamacpp_can_do_is_not_denied(family: str, tmp_path: Path) -> None:
-    """Catches a card that says llama.cpp cannot serve heads that it reads by --spec-type."""
+    """Catches a card that says llama.cpp cannot serve drafts that are written for it, or that it serves all of them."""
     lines = rendered(facts(tmp_path / "d", family=family)).splitlines()
     line = next(x for x in lines if x.startswith("- **llama.cpp**"))
-    if family in ("eagle3", "dflash", "dspark"):
-        assert "not exported by this tool yet" in line
-        assert f"--spec-type draft-{family}," in line
-        assert "cannot" not in line
-    else:
-        assert ("cannot serve it" in line) == (family == "medusa")
-        assert "not exported" not in line
+    assert ("cannot serve it" in line) == (family == "medusa")
+    assert ("`serving/llamacpp.sh`" in line) == (family != "medusa")
+    heads = family in ("eagle3", "dflash", "dspark")
+    assert ("whose hidden states it hands out" in line) == heads
 
 
 def test_figures_of_another_target_are_said_to_be(tmp_path: Path) -> None:

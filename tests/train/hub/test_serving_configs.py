@@ -27,6 +27,8 @@ JOBS = {
     "eagle1": ServedDraft("eagle1", "me/draft", "org/target", None, 4),
     "eagle3": ServedDraft("eagle3", "me/draft", "org/target", None, 5),
     "eagle3-taps": ServedDraft("eagle3", "me/draft", "org/target", "4e0f3a1", 5, (3, 9, 14)),
+    "dflash": ServedDraft("dflash", "me/draft", "org/target", None, 7),
+    "dspark": ServedDraft("dspark", "me/draft", "org/target", "4e0f3a1", 8),
 }
 
 
@@ -63,7 +65,10 @@ def test_every_file_says_the_same(name: str) -> None:
         assert config["max_draft_len"] == job.k
         assert config.get("eagle3_layers_to_capture", []) == [layer - 1 for layer in job.layers]
     if "llamacpp.sh" in files:
-        assert f"--spec-draft-n-max {job.k}\n" in files["llamacpp.sh"]
+        lines = [line.strip(" \\") for line in files["llamacpp.sh"].splitlines()]
+        assert f"--spec-draft-n-max {job.k}" in lines
+        kind = "draft-simple" if job.family == "causal" else f"draft-{job.family}"
+        assert f"--spec-type {kind}" in lines
     if "transformers_assistant.py" in files:
         compile(files["transformers_assistant.py"], "snippet", "exec")
 
