@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from decode.common import provenance
 from tests.worlds import ROOT
 
 FOLDER = ROOT / "tests" / "golden" / "made"
@@ -30,13 +31,22 @@ HIDDEN = {"argv", "git", "git_sha", "versions", "hardware", "transformers_versio
 """Fields that tell of the machine, the checkout or the libraries."""
 MASKS = [
     (re.compile(r"\b[0-9a-f]{12,64}\b(\+dirty)?"), "<hex>"),  # checksums of weights, commits
-    (re.compile(r"\b((?:hardware|versions) \w+)( \| |</td><td[^>]*>)[^|<\n]+"), r"\1\2<hidden>"),
+    (
+        re.compile(r"\b((?:hardware|versions) \w+)( \| |</td><td[^>]*>)[^|<\n]*[^|<\s]"),
+        r"\1\2<hidden>",
+    ),
     (re.compile(r"\b20\d\d-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?)?"), "<date>"),
     (re.compile(r"<svg.*?</svg>", re.DOTALL), "<svg>"),  # matplotlib draws it
     (re.compile(r"data:[\w/+;-]+;base64,[\w/+=]+"), "<data>"),
     (re.compile(r'"transformers_version": "[^"]+"'), '"transformers_version": "<hidden>"'),
 ]
 """(what varies, what stands for it) in every text."""
+MACHINE = [
+    *provenance.versions().values(),
+    *(provenance.hardware()[x] for x in ("device", "machine")),
+]
+"""Words of this machine; they are whole words in a text."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 NUMBER = re.compile(r"(-?\d+\.\d+)")
 RELATIVE, DIGITS = 5e-3, 4
 
@@ -80,8 +90,12 @@ def masked(value: Any, folder: Path | None = None) -> Any:
     if isinstance(value, str):
         for path, name in ((str(folder), "$TMP"), (str(ROOT), "$ROOT")):
             value = value.replace(path, name)
+        for word in MACHINE:
+            value = re.sub(rf"(?<![\w.]){re.escape(word)}(?![\w.])", "<hidden>", value)
         for pattern, name in MASKS:
             value = pattern.sub(name, value)
+        # a random model writes bytes that would make git take a golden file for a binary one
+        return CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
     return value
 
 

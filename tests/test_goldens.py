@@ -10,6 +10,7 @@ import inspect
 import itertools
 import json
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, Literal
 from unittest import mock
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from decode.common.cli import parse_settings
@@ -31,7 +33,7 @@ from eval.benchmark.config import EvalConfig, MethodConfig, TreeConfig
 from eval.benchmark.methods import build_methods, fit_simulated_drafts
 from tests import worlds
 from tests.drafts import referee
-from tests.goldens import FOLDER, check, counted_time, tensors
+from tests.goldens import FOLDER, check, counted_time, difference, masked, tensors, to_text
 from tests.train.doctor_checks import sets
 from tests.train.doctor_checks.test_planted_defects import (
     add_loops,
@@ -533,3 +535,46 @@ def test_settings_are_the_same(name: str, capsys: pytest.CaptureFixture[str]) ->
 def test_no_command_is_gone() -> None:
     """Bug: a command that was lost while files moved, with its golden file left alone."""
     assert [file.stem for file in sorted((FOLDER / "settings").glob("*.yaml"))] == list(commands())
+
+
+# ---- how it is compared ----
+
+
+def test_differences_are_seen() -> None:
+    """Bug: a comparison that would pass a lost field, another order, another whole number or a moved fraction."""
+    value = {"tau": 1.2345, "k": 3, "names": ["a", "b"], "rows": [{"x": 1e-05}]}
+    golden = to_text(masked(value))
+    assert difference(golden, to_text(masked(value | {"tau": 1.2355}))) == ""
+    assert json.loads(golden) == value | {"tau": 1.234}
+    for change in ({"tau": 1.25}, {"k": 4}, {"names": ["b", "a"]}, {"rows": [{"x": 1e-06}]}):
+        assert difference(golden, to_text(masked(value | change))) != "", change
+    assert difference(golden, to_text(masked(dict(reversed(value.items()))))) != ""
+    assert difference(golden, to_text(masked({**value, "new": None}))) != ""
+    assert difference("| a | 1.00× |\n", "| a | 1.01× |\n") == ""
+    assert difference("| a | 1.00× |\n", "| a | 1.05× |\n") != ""
+    assert difference("1 2 3 | 3:0\n", "1 2 4 | 3:0\n") != ""
+
+
+def test_what_varies_is_hidden() -> None:
+    sha = "0123456789abcdef" * 4
+    value = {"git": sha, "where": f"{worlds.ROOT}/x at 2026-11-25", "weights": sha, "n": 123456}
+    hidden = masked(value)
+    assert hidden == {
+        "git": "<hidden>",
+        "where": "$ROOT/x at <date>",
+        "weights": "<hex>",
+        "n": 123456,
+    }
+    assert masked("| hardware device | Some CPU |") == "| hardware device | <hidden> |"
+
+
+def test_the_clock_counts_work() -> None:
+    """Bug: a clock that stands still, or one that runs by how often it is read."""
+    with counted_time():
+        start = time.perf_counter()
+        for _ in range(1000):
+            time.perf_counter()
+        read = time.perf_counter() - start
+        torch.nn.Linear(4, 4)(torch.zeros(8, 4))
+        work = time.perf_counter() - start - read
+    assert 0 < read < 1e-5 < 1e-4 < work < 1e-3
