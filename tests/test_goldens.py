@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +59,8 @@ FAMILIES: dict[str, str] = {
     "layerskip2": "--draft.exit_layer 1 --draft.target_lora_rank 2",
 }
 """Each trained family and its settings here."""
+QUICK = ("causal", "medusa", "eagle3", "dspark", "ngram")
+"""What the fast suite looks at where a look takes longer; the rest is slow."""
 TRAINING = (
     "--target target --data samples --loop.steps 3 --loop.batch_size 4 --loop.micro_batch 4 --loop.eval_every 0 "
     "--loop.max_length 64 --loop.log_every 1 --check.prompts 1 --check.max_new_tokens 4 --wandb disabled"
@@ -66,6 +68,12 @@ TRAINING = (
 TASKS = "[{name: own, path: prompts.txt, limit: 3}]"
 FOUR = TASKS.replace("3", "4")
 LOSSES = ("step", "train/loss", "train/grad_norm")
+
+
+def quick_first(names: Iterable[str], *also: str) -> list[Any]:
+    """Parameters: those that are not in QUICK, or are in `also`, are marked slow."""
+    slow = [name for name in names if name not in QUICK or name in also]
+    return [pytest.param(x, marks=pytest.mark.slow) if x in slow else x for x in names]
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ def test_a_trained_draft_has_its_files(lab: Lab, family: str) -> None:
     check(f"drafts/{family}/losses.json", losses)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick_first(FAMILIES))
 def test_engines_find_the_same(lab: Lab, family: str) -> None:
     """The findings of every engine's rules."""
     found = {}
@@ -132,7 +140,7 @@ def test_engines_find_the_same(lab: Lab, family: str) -> None:
     check(f"drafts/{family}/findings.json", found, lab.folder)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick_first(FAMILIES))
 def test_a_published_folder_is_the_same(lab: Lab, family: str) -> None:
     """The card and the serving files of a draft that was not measured."""
     out = publish(lab, family)
@@ -176,7 +184,7 @@ def report(lab: Lab) -> Path:
         {"name": "eagle3", "draft": "eagle3"},
     ]
     return measure(
-        lab, "report", methods, "--max_new_tokens", 10, "--compare", "hf,hf-lookup",
+        lab, "report", methods, "--max_new_tokens", 8, "--compare", "hf,hf-lookup",
         "--acceptance.pairs", "[[causal, eagle3]]", "--acceptance.prompts", 3,
     )  # fmt: skip
 
@@ -189,7 +197,6 @@ def test_a_report_is_the_same(lab: Lab, report: Path) -> None:
 
 def test_the_pages_of_a_report_are_the_same(lab: Lab, report: Path) -> None:
     """report.md whole, of report.html what is no style, script or drawing."""
-    lab.call("eval/report.py", "report")
     check("report/report.md", (report / "report.md").read_text(), lab.folder)
     check("report/report.html", body_of((report / "report.html").read_text()), lab.folder)
 
@@ -229,6 +236,16 @@ def forecast(lab: Lab) -> Path:
         "--max_new_tokens", 8, "--batches", "[1]", "--cost_tokens", 8, "--device", "cpu", "--out", "forecast",
     )  # fmt: skip
     return lab.folder / "forecast"
+
+
+@pytest.mark.slow
+def test_a_report_is_rendered_again(lab: Lab, report: Path) -> None:
+    """eval/report.py writes what eval/run.py wrote."""
+    names = ("report.json", "report.md", "report.html")
+    before = [(report / name).read_bytes() for name in names]
+    lab.call("eval/report.py", "report")
+    for name, content in zip(names, before, strict=True):
+        assert masked((report / name).read_text()) == masked(content.decode()), name
 
 
 @pytest.mark.slow
@@ -408,7 +425,6 @@ ADDED: dict[str, dict[str, Any]] = {
     "constraint": {},
 }
 MODES: tuple[Literal["eager", "compiled", "graph"], ...] = ("eager", "compiled", "graph")
-QUICK = ("causal", "medusa", "ngram")
 
 
 @pytest.fixture(scope="module")
@@ -454,9 +470,7 @@ def refusal(lab: Lab, target: Target, s: EvalConfig) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", quick_first(KINDS, "causal"))
 def test_the_same_combinations_are_refused(lab: Lab, target: Target, kind: str) -> None:
     """Every draft with every set of tree, lookup, adaptive, mirror and constraint, in each mode: one line a set."""
     pytest.importorskip("llguidance")
