@@ -470,7 +470,7 @@ def refusal(lab: Lab, target: Target, s: EvalConfig) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", quick_first(KINDS, "causal"))
+@pytest.mark.parametrize("kind", quick_first(KINDS, "causal", "eagle3", "dspark"))
 def test_the_same_combinations_are_refused(lab: Lab, target: Target, kind: str) -> None:
     """Every draft with every set of tree, lookup, adaptive, mirror and constraint, in each mode: one line a set."""
     pytest.importorskip("llguidance")
