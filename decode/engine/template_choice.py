@@ -17,7 +17,7 @@ import keyword
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import nodes
@@ -152,9 +152,9 @@ def _check_read(name: str, texts: Iterable[str]) -> None:
     known: set[str] = set()
     for text in texts:
         found = _names(text)
-        if found is None or name in found[0]:
+        if found is None or name in found.read:
             return
-        known |= found[0] - found[1] - GIVEN
+        known |= found.arguments
     reads = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
     raise UserError(f"--template: the chat template does not read {name}; {reads}")
 
@@ -187,7 +187,7 @@ def describe(setting: Mapping[str, Any]) -> str:
 def arguments_to_give(text: str, given: Iterable[str]) -> frozenset[str]:
     """Arguments that the template may print, and that are not among `given` and have no default in it."""
     found = _names(text)
-    return frozenset() if found is None else found[2] - found[1] - GIVEN - set(given)
+    return frozenset() if found is None else found.needed.difference(given)
 
 
 def undefined_argument(text: str, error: Exception) -> str:
@@ -196,7 +196,7 @@ def undefined_argument(text: str, error: Exception) -> str:
     name = re.match(r"'(\w+)' is undefined", str(error))
     if found is None or name is None or not isinstance(error, jinja2.UndefinedError):
         return ""
-    return name[1] if name[1] in found[0] - found[1] - GIVEN else ""
+    return name[1] if name[1] in found.arguments else ""
 
 
 def missing_argument_error(name: str) -> UserError:
@@ -207,9 +207,19 @@ def missing_argument_error(name: str) -> UserError:
     )
 
 
+class TemplateNames(NamedTuple):
+    """The names in a template."""
+
+    read: frozenset[str]
+    arguments: frozenset[str]
+    """Those read that it neither sets itself nor is always given."""
+    needed: frozenset[str]
+    """Arguments that are read where no condition on them was asked before."""
+
+
 @functools.lru_cache(256)
-def _names(text: str) -> tuple[frozenset[str], frozenset[str], frozenset[str]] | None:
-    """Names that a template (reads, sets itself, reads outside of conditions on them); None if it is no Jinja."""
+def _names(text: str) -> TemplateNames | None:
+    """The names in a template; None if it is no Jinja."""
     plain = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", text)  # a tag of transformers
     try:
         tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
@@ -219,7 +229,8 @@ def _names(text: str) -> tuple[frozenset[str], frozenset[str], frozenset[str]] |
     bound = {name.name for name in names if name.ctx != "load"}
     bound |= {macro.name for macro in tree.find_all(nodes.Macro)}
     read = frozenset(name.name for name in names if name.ctx == "load")
-    return read, frozenset(bound), frozenset(_unconditional(tree))
+    arguments = read - bound - GIVEN
+    return TemplateNames(read, arguments, arguments & _unconditional(tree))
 
 
 def _unconditional(node: nodes.Node) -> set[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from decode.drafts.base import METADATA_FILE
+from decode.engine.template_choice import with_template
 from decode.engine.trained_template import trained_templates, use_template
 from decode.model.loading import Target, load_target, load_tokenizer
 from eval.tasks.loading import Task, load_task_prompts, with_later_turns
@@ -16,7 +17,9 @@ from tests.tiny import tiny_model
 from tests.train.doctor_checks.sets import examine, graves
 from tests.worlds import Done, byte_tokenizer
 from train.data import mixture, sample_store
+from train.data.conversations import conversation_with_replies
 from train.data.manifest import read_manifest
+from train.data.prompts import make_prompt
 from train.doctor_checks import examination
 from train.doctor_checks.template import probe
 from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
@@ -338,6 +341,30 @@ def test_training_and_evaluation_use_the_sets_settings(target: Path, tmp_path: P
     assert done.code == 0, done.err
     assert "was trained on prompts rendered with '{enable_thinking: false}'" in done.err
     assert "and these are rendered with '{enable_thinking: true}'" in done.err
+
+
+THINKING = (  # as Qwen3's: without thoughts the last reply begins with empty ones, which the switch puts in the prompt
+    "{% for m in messages %}<2>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n</think>\n{% endif %}{{ m.content }}<1>\n{% endfor %}"
+    + SWITCH
+)
+
+
+@pytest.mark.parametrize("setting", [{}, OFF, {"enable_thinking": True}])
+@pytest.mark.parametrize("own", [None, OFF, {"enable_thinking": True}])
+def test_texts_are_cut_where_the_target_would_begin(
+    setting: dict[str, Any], own: dict[str, Any] | None
+) -> None:
+    """Bug: labels of origin text begin with what a server would have put into the prompt."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = THINKING
+    prompt = make_prompt("s", ("zq hi", "yes"), 0, None, own)
+    chosen = with_template(tokenizer, setting)
+    found = conversation_with_replies(chosen, prompt, "last", frozenset({1}))
+    off = {**setting, **(own or {})} == OFF
+    asked, thoughts = "<2>user\nzq hi<1>\n<2>assistant\n", "<think>\n</think>\n"
+    assert tokenizer.decode(found.prompt_segments[0]) == asked + thoughts * off
+    assert tokenizer.decode(found.replies[0]) == thoughts * (not off) + "yes<1>"
 
 
 def task_target(target: Path, setting: Any) -> Target:
