@@ -16,9 +16,12 @@ from decode.model.loading import Target
 from decode.verification.sampling import CounterRNG, SamplingParams, has_finite_logits
 from eval.benchmark.timing import synchronize
 from scripts.benchmarks.floors.products import MS, linear_layers
+from train.data.batching import collate
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
+from train.families.base import FamilyContext
 from train.families.config import DraftConfig
+from train.families.registry import family_trainer
 from train.planning.shape_run import ShapeRun, made_up_rows
 from train.teacher.feature_codec import FINAL_STATES, hidden_state_schema
 from train.teacher.feature_extraction import extract_features
@@ -112,3 +115,23 @@ def training_flops(target: Target, rows: Sequence[SampleRow]) -> float:
     length = len(rows[0]["input_ids"])
     run = ShapeRun(DistillConfig(draft=head_config(target)), target.decoder.model.config)
     return len(rows) * run.step(made_up_rows(1, length, length // 2, run.vocab), False).flops
+
+
+def training_ms(target: Target, rows: list[SampleRow]) -> float:
+    """Milliseconds of an optimiser step of an EAGLE-3 head on these samples with the live target as teacher."""
+    device = target.decoder.device
+    torch.manual_seed(0)
+    settings = DistillConfig(draft=head_config(target))
+    context = FamilyContext(settings, target, rows, str(device))
+    trained = family_trainer("eagle3").build(context)
+    optimizer = torch.optim.AdamW([p for p in trained.model.parameters() if p.requires_grad])
+    batch = collate(rows, pad_id=0).to(device)
+
+    def step() -> None:
+        with mixed_precision(target):
+            loss = trained.loss(trained.model, batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return MS * fastest_seconds(step, 2, device)
