@@ -117,6 +117,14 @@ def training_flops(target: Target, rows: Sequence[SampleRow]) -> float:
     return len(rows) * run.step(made_up_rows(1, length, length // 2, run.vocab), False).flops
 
 
+@contextmanager
+def mixed_precision(target: Target) -> Iterator[None]:
+    """bf16 products of fp32 weights where the target is bf16."""
+    device, dtype = target.decoder.device.type, target.decoder.model.dtype
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        yield
+
+
 def training_ms(target: Target, rows: list[SampleRow]) -> float:
     """Milliseconds of an optimiser step of an EAGLE-3 head on these samples with the live target as teacher."""
     device = target.decoder.device
