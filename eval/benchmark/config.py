@@ -272,7 +272,7 @@ def _check_constrained(s: EvalConfig) -> None:
             "constraint: leave out compare, check_law and original, which know no grammar"
         )
     for m in s.methods:
-        if m.alpha or m.adaptive or m.tree.nodes > 0 or m.tree.paths:
+        if m.alpha or m.adaptive or m.tree.nodes > 0 or m.tree.paths or m.mirror.exit_layer:
             raise UserError(
-                f"method {m.name!r}: a grammar follows chains of K real drafts: leave out alpha, adaptive and tree"
+                f"method {m.name!r}: a grammar follows chains of K real drafts: leave out alpha, adaptive, tree and mirror"
             )

@@ -99,11 +99,21 @@ def table_markdown(table: Table) -> str:
     return f"## {escape_markdown(table.title)}\n\n{body}"
 
 
+CONTROL_PICTURES = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
+"""What stands for a control character, which HTML forbids and a model may write."""
+
+
 def html_templates(folder: Path) -> jinja2.Environment:
-    """The templates of a folder for HTML pages: every value is escaped, and an unknown name is an error."""
+    """The templates of a folder for HTML pages: every value is escaped, control characters are shown as pictures, and
+    an unknown name is an error."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         autoescape=True,
+        finalize=lambda x: x.translate(CONTROL_PICTURES) if isinstance(x, str) else x,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -98,9 +98,11 @@ class MirrorDraft(DraftWrapper):
         return (self._num_branches(k) + 2) * k + 1
 
     def begin_batch(self, request: DraftContext) -> None:
-        """UserError for trees."""
+        """UserError for trees, and for a grammar, which branches do not follow."""
         if self.shape is not None or self.inner.shape is not None:
             raise UserError(f"draft {self.name!r} drafts chains only: give it no tree")
+        if request.constraint is not None:
+            raise UserError(f"draft {self.name!r} follows no grammar: leave out mirror, or the grammar")
         self.inner.begin_batch(request)
         device = self.inner.decoder.device
         self.request = request

@@ -486,7 +486,12 @@ def test_a_dry_run_tells_of_trouble_in_one_line(home: Path, tmp_path: Path) -> N
     _, _, less = world_of(home, file)
     for wrong, named in (("--data", "none"), ("--target", "missing/model/folder")):
         done = distill(file, *less, wrong, tmp_path / named, "--dry_run", "true")
-        assert named in done.error()
+        *before, last = done.err.splitlines()
+        assert done.code == 2
+        assert last.startswith("error: ")
+        assert named in last
+        # What a run is going to need is told without samples; without a target nothing is.
+        assert any("none yet" in line for line in before) == (wrong == "--data")
 
 
 # ---- estimates ----

@@ -362,7 +362,9 @@ def test_a_dry_run_writes_one_round_and_keeps_nothing(
     load = estimates.step_workload(samples, settings.loop, 1)
     run = ShapeRun(settings, load_config(settings.target, "target"))
     needs = resources.generation_memory(settings.on_policy, run, load, settings.loop.max_length)
-    assert (rows, needs["draft's K/V cache"]) == (5, bytes_of)
+    assert rows == 5
+    # The estimate has the numbers of slots as well.
+    assert needs["draft's K/V cache"] == pytest.approx(bytes_of, rel=0.03)
 
 
 def test_a_dry_run_of_one_step_writes_too(world: World, data: Path, tmp_path: Path) -> None:
