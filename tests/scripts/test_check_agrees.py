@@ -230,7 +230,7 @@ def test_checker_and_decoder_agree(name: str, tmp_path: Path, target_folder: str
     assert "\n" not in said
     assert (reason in said) if reason else said == "", said
     for target in ("", target_folder):
-        for engine in ("vllm", "sglang", "trtllm", "transformers"):
+        for engine in ("vllm", "sglang", "trtllm", "llamacpp", "transformers"):
             findings = check_draft_files(path, engine, target=target)
             if [f.rule for f in findings] == ["unchecked"]:
                 continue
@@ -320,6 +320,7 @@ def test_causal_drafts_agree(tmp_path: Path) -> None:
         ("vllm", SILENT, "nothing is drafted for a whole batch"),
         ("sglang", REFUSED, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"),
         ("trtllm", REFUSED, "refuses longer requests"),
+        ("llamacpp", SILENT, "few tokens are accepted"),
         ("transformers", SILENT, "few tokens are accepted"),
     ],
 )

@@ -355,7 +355,7 @@ FITTED: dict[str, DraftConfig] = {
     "dspark": DraftConfig("dspark", block=4, vocab=400, anchors=1.0, markov_rank=32),
 }  # fmt: skip
 """Drafts of at least 3 tokens in a round."""
-STEPS = {"eagle3": 12, "dflash": 40, "dspark": 26}
+STEPS = {"eagle3": 12, "dflash": 28, "dspark": 26}
 """So many that about half of the drafts are accepted: heads that know the texts by heart accept them from any file."""
 TASKS = [llamacpp_parity.Task("code", limit=4)]
 TOKENS = 24
