@@ -1,7 +1,8 @@
 """The work around decoding that is timed: what follows the logits, a pass of features, a training step of a head."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any
 
