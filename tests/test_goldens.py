@@ -495,15 +495,6 @@ def verdict(mode: str, said: str) -> str:
 
 # ---- settings of every command ----
 
-LEFT_OUT = (
-    "scripts/benchmarks/decoder_bench.py", "scripts/benchmarks/gpu_bench.py", "scripts/benchmarks/prompts_bench.py",
-    "scripts/benchmarks/widen_llama.py", "scripts/building/build_seq2seq.py", "scripts/building/lora_copy.py",
-    "scripts/engine_compat/corruption_study.py", "scripts/experiments/compare_losses.py",
-    "scripts/experiments/constrained.py", "scripts/experiments/forecast_check.py",
-    "scripts/experiments/mirror_ablation.py", "scripts/experiments/reference_eagle3.py",
-    "scripts/tables/draft_sizes.py", "scripts/tables/large_target.py", "scripts/tables/swift_matchness.py",
-)  # fmt: skip
-"""Commands of the laboratory that are about to go."""
 REQUIRED = {"sources": "[]"}
 """Values for settings without a default; of others a path."""
 
@@ -517,7 +508,7 @@ def commands() -> dict[str, str]:
         for file in files
         if "\n    run_command(main" in file.read_text()
     }
-    return {name: path for name, path in sorted(paths.items()) if path not in LEFT_OUT}
+    return dict(sorted(paths.items()))
 
 
 def settings_of(path: str) -> type:

@@ -15,11 +15,6 @@ from tests.worlds import ROOT
 LIST = ROOT / "tests" / "golden" / "planted.txt"
 PLANTED = re.compile(r"bug|planted|is_found|are_found|are_seen|is_seen", re.IGNORECASE)
 TABLE = re.compile(r"BUGS?|PLANTED|MUTATIONS?|MUTANTS?|DEFECTS?|CORRUPTIONS?")
-LEFT_OUT = (
-    "test_build_seq2seq", "test_corruption_study", "test_forecast_check", "test_gpu_bench", "test_lora_copy",
-    "test_mirror_ablation", "test_reference_eagle3", "test_widen_llama",
-)  # fmt: skip
-"""Tests of commands that are about to go."""
 
 
 def planted_in(file: Path) -> Iterator[str]:
@@ -50,8 +45,7 @@ def cases(value: ast.expr) -> Iterator[str]:
 
 def planted(folder: Path) -> list[str]:
     """All lines of the test files below a folder, sorted."""
-    files = [file for file in folder.rglob("*.py") if file.stem not in LEFT_OUT]
-    return sorted({line for file in files for line in planted_in(file)})
+    return sorted({line for file in folder.rglob("*.py") for line in planted_in(file)})
 
 
 def test_the_planted_bugs_are_those_that_are_written_down() -> None:

@@ -102,7 +102,9 @@ class MirrorDraft(DraftWrapper):
         if self.shape is not None or self.inner.shape is not None:
             raise UserError(f"draft {self.name!r} drafts chains only: give it no tree")
         if request.constraint is not None:
-            raise UserError(f"draft {self.name!r} follows no grammar: leave out mirror, or the grammar")
+            raise UserError(
+                f"draft {self.name!r} follows no grammar: leave out mirror, or the grammar"
+            )
         self.inner.begin_batch(request)
         device = self.inner.decoder.device
         self.request = request
