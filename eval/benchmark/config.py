@@ -274,5 +274,5 @@ def _check_constrained(s: EvalConfig) -> None:
     for m in s.methods:
         if m.alpha or m.adaptive or m.tree.nodes > 0 or m.tree.paths or m.mirror.exit_layer:
             raise UserError(
-                f"method {m.name!r}: a grammar follows chains of K real drafts: leave out alpha, adaptive, tree and mirror"
+                f"method {m.name!r}: a grammar follows chains of K real drafts: leave out alpha, adaptive, tree, mirror"
             )
