@@ -1,6 +1,6 @@
-"""Writes the table of a report into the README, or into another page, between its two markers.
+"""Writes the table of a report into the README, or into another page, between its two markers, and draws a picture of it.
 
-python scripts/readme_table.py
+python scripts/readme_table.py --picture docs/images/speedups.svg
 python scripts/readme_table.py --layout positions --name families \
   --report docs/results/families_smollm2.json --readme docs/families.md
 """
@@ -21,6 +21,7 @@ from decode.common.errors import UserError
 from decode.common.files import read_text, write_atomically
 from eval.metrics.common import ALL_TASKS
 from eval.reporting.formatting import format_number, format_with_interval
+from eval.reporting.plots import GLYPHS, Point, axis_limits, dot_plot, recolor
 from eval.reporting.report_data import read_report
 
 
@@ -35,6 +36,8 @@ class ReadmeTableConfig:
     layout: Literal["pooled", "positions"] = "pooled"
     """pooled: a row for each T and method, with pooled α and tokens/s; positions: α at each position and the draft's ms
     a round instead."""
+    picture: str = ""
+    """An .svg file to draw the speed-ups of all tasks together into, with their intervals; empty: none."""
 
 
 def render_table(report: dict[str, Any], layout: str = "pooled") -> str:
@@ -57,7 +60,7 @@ def method_rows(report: dict[str, Any], layout: str) -> tuple[list[str], list[li
     pooled = [m for m in entries if m["task"] == ALL_TASKS]
     by_task = {(m["name"], m["temperature"], m["task"]): m for m in entries}
     rows = []
-    for m in sorted(pooled, key=lambda m: (m["temperature"], m["speedup"] or 0)):
+    for m in by_speed(pooled):
         speedups = [by_task[m["name"], m["temperature"], task]["speedup"] for task in shown]
         rows.append(
             [
@@ -69,6 +72,30 @@ def method_rows(report: dict[str, Any], layout: str) -> tuple[list[str], list[li
             ]
         )
     return head, rows
+
+
+def by_speed(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lowest temperature first, and of each temperature the fastest first."""
+    return sorted(entries, key=lambda m: (m["temperature"], -(m["speedup"] or 0)))
+
+
+def draw_speedups(report: dict[str, Any]) -> str:
+    """SVG of the speed-ups of all tasks together: a row for each method and engine, a colour for each temperature."""
+    pooled = [m for m in by_speed(all_entries(report)) if m["task"] == ALL_TASKS and m["speedup"]]
+    names = {m["temperature"]: f"temperature {m['temperature']:g}" for m in pooled}
+    points = {
+        (m["name"].strip("*"), names[m["temperature"]]): Point(0.0, m["speedup"], m["speedup_ci"])
+        for m in pooled
+    }
+    rows = list(dict.fromkeys(row for row, _ in points))
+    title = ", ".join(
+        f"{glyph} {name}" for glyph, name in zip(GLYPHS, names.values(), strict=False)
+    )
+    limits = axis_limits(points.values(), 1.0)
+    colors = list(names.values())
+    return recolor(
+        dot_plot(points, rows, colors, title, "speed-up over plain decoding", limits, line_at=1.0)
+    )
 
 
 def all_entries(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -173,6 +200,8 @@ def main(s: ReadmeTableConfig) -> None:
     head, rest = text.split(begin)
     table = render_table(read_report(Path(s.report)), s.layout)
     write_atomically(path, f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}")
+    if s.picture:
+        write_atomically(Path(s.picture), draw_speedups(read_report(Path(s.report))))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ NOT_ROWS = frozenset(
     ("dataset_info", "dataset_infos", "readme", "license", "licence", "notice", "requirements")
 )
 """Names, without endings and in small letters, of files beside rows that describe them."""
+OTHER_FOLDERS = {
+    "a sampled set of train/sample.py": ("manifest.json", "shards"),
+    "a model's folder": ("config.json", "tokenizer_config.json"),
+}
+"""{what a folder is: the files that it then has}."""
 HIDDEN = (".", "__")
 """How the names of hidden files and folders begin, and of those that macOS leaves in archives."""
 ROWS_A_PASS = 50_000
@@ -173,8 +178,11 @@ def file_kind(path: Path) -> str:
 def data_files(folder: Path, split: str) -> list[Path]:
     """The files with rows in a folder and those below it, sorted; only those named after `split`, if there are any.
 
-    UserError for none, and for a folder of `save_to_disk` below it.
+    UserError for none, for a folder of `save_to_disk` below it, and for the folder of a sampled set or of a model.
     """
+    for what, files in OTHER_FOLDERS.items():
+        if all((folder / file).exists() for file in files):
+            raise UserError(f"{folder} is {what}, not one of rows: name a file or a folder of rows")
     below = [file.relative_to(folder) for file in sorted(folder.rglob("*"))]
     found = [
         file

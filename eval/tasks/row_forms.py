@@ -57,6 +57,8 @@ ROLES = {
     **dict.fromkeys(("function_call", "tool_call"), "assistant"),
 }
 """{how data sets name who speaks, in small letters: the role}."""
+LISTED = 12
+"""How many of a row's columns an error names."""
 CALLS = ("function_call", "tool_call")
 """Those of ROLES whose text is the JSON of one call, or of several."""
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -120,9 +122,10 @@ def read_row(
     found = own if column else [form for form in FORMS if form.column in fields]
     if not found:
         names = ", ".join(f"`{form.column}`" for form in FORMS)
+        more = f" and {len(fields) - LISTED} more" if len(fields) > LISTED else ""
         raise UserError(
             f"{where}: needs a column {names}, or a source whose `column` names it; it has "
-            f"{', '.join(fields) or 'none'}"
+            f"{', '.join([*fields][:LISTED]) or 'none'}{more}"
         )
     for form in found:
         prompt = _text_or_chat(fields[form.column], f"{where}: `{form.column}`", form.chat)
