@@ -1,4 +1,5 @@
-"""Writes the table of a report into the README, or into another page, between its two markers, and draws a picture of it.
+"""Writes the table of a report into the README, or into another page, between its two markers, and draws a picture of
+it.
 
 python scripts/readme_table.py --picture docs/images/speedups.svg
 python scripts/readme_table.py --layout positions --name families \
