@@ -531,7 +531,7 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], str]] = {
     "no target": ("eagle3", {"format": "speculators"}, "give --target"),
     "not eagle3": ("medusa", {"format": "speculators", "target": "x"}, "for EAGLE-3"),
     "not medusa": ("eagle1", {"format": "medusa-legacy"}, "for Medusa heads"),
-    "not causal": ("eagle1", {"format": "hf"}, "hf and gguf are for causal drafts"),
+    "not causal": ("eagle1", {"format": "hf"}, "hf is for causal drafts, gguf for both"),
 }
 
 

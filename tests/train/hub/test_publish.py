@@ -59,7 +59,7 @@ def test_the_folder_is_exactly_what_is_served(tmp_path: Path) -> None:
     assert files_of(out) == {
         "README.md", "config.json", "draftsmith.json", "model.safetensors", "referee.json", "report.json",
         "run.yaml", "tokenizer_config.json", "images/acceptance-t0-b1.svg", "images/speedup-t0-b1.svg",
-        "serving/sglang.sh", "serving/trtllm.sh", "serving/trtllm.yml", "serving/vllm.sh",
+        "serving/llamacpp.sh", "serving/sglang.sh", "serving/trtllm.sh", "serving/trtllm.yml", "serving/vllm.sh",
         "serving/triton/draftsmith_eagle3/config.pbtxt", "serving/triton/draftsmith_eagle3/1/model.json",
     }  # fmt: skip
     for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
