@@ -1,7 +1,8 @@
 """How a command starts and ends: its settings are parsed, and every foreseeable end is one line and an exit code.
 
 0: done; 2: bad input, or an error of the world such as a full disk; 130: Ctrl-C (SIGINT); 143: SIGTERM. A programming
-error keeps its traceback.
+error keeps its traceback. Commands that check something end with 1 by themselves where it is not right. docs/runs.md
+says what `accelerate launch` adds to this.
 """
 
 import ctypes

@@ -1,4 +1,9 @@
-"""Damaged files: found by checksums, moved aside and never deleted, with what is intact in them kept and used."""
+"""Damaged files: found by checksums, moved aside and never deleted, with what is intact in them kept and used.
+
+What can be made again is made again, with a warning: answers in a damaged shard (by train/sample.py), features, lost
+lines of a journal. A training goes back to its newest intact checkpoint. A sampled set that lacks a shard is refused. A
+draft whose weights were altered decodes with a warning, and is never published.
+"""
 
 import hashlib
 import json

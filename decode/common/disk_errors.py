@@ -1,4 +1,8 @@
-"""Errors of the world, as a full disk or a file that may not be read: which one an exception means, in one line."""
+"""Errors of the world, as a full disk or a file that may not be read: which one an exception means, in one line.
+
+Readers ask here before they call a file damaged: what the disk or permissions refuse may be whole, and is never made
+again or moved aside.
+"""
 
 import errno
 import os

@@ -24,7 +24,8 @@ RECOMPILE_LIMIT = 64
 def compile_function(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     """`function` compiled as one graph for fixed shapes, with the layers of a model as regions of it that share code.
 
-    Changed lengths need no new compilation. Inductor caches its results on disk (TORCHINDUCTOR_CACHE_DIR).
+    Changed lengths need no new compilation, nor do changed weights, which are inputs of the code. Inductor caches its
+    results on disk (TORCHINDUCTOR_CACHE_DIR); dynamo's trace is made anew in each process.
     Raises what torch.compile raises if a part cannot be compiled: there is no silent fallback to eager mode.
     """
     torch._dynamo.config.recompile_limit = max(

@@ -1,4 +1,4 @@
-"""CUDA graphs: a whole round as one launch. NOT RUN ON A GPU YET (docs/architecture.md lists what was)."""
+"""CUDA graphs: a whole round as one launch. NOT RUN ON A GPU YET (docs/gpu_checks.md says what stood in)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

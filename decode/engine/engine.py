@@ -1,6 +1,7 @@
 """The decoding loop: prompts are prefilled into rows, rounds run, and a row that is done takes the next prompt.
 
 Plain decoding is the same loop without proposals, so a baseline runs on the same engine as what it is compared with.
+A row that has ended is frozen on the device until another prompt takes it, whose prefill touches no other row.
 """
 
 import time

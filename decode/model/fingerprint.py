@@ -3,6 +3,12 @@
 A fingerprint is of the files and needs no loaded model, so it is the same on every machine, on every device and for
 every placement. Each value of each tensor counts; how the tensors are shared out over files, the dtype that they are
 stored in, and whether a tied head is stored do not.
+
+Results keep it, and compare it when they are continued or used: shards of answers, the manifest of features (with the
+samples), checkpoints and draftsmith.json (with `sample_store.rows_digest` of each set and the checksum of draft.init),
+journals of evaluation (with the checksums of drafts), written.jsonl. Other weights are refused there, unless
+--allow_changed is true; another dtype of samples is warned of, and so is a draft that was trained for another target:
+it decodes losslessly. What earlier versions left names no target and is accepted.
 """
 
 import contextlib

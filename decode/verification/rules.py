@@ -7,6 +7,11 @@ Trees are as in decode/verification/tree.py: `parents` [N] or [B, N] gives the p
 [B, N], and p [B, T, V] is the target's distribution after each of the T = N + 1 nodes. `depth_limit` D, at least the
 depth of the tree, fixes the shape of the result; deeper nodes are not accepted. No rule reads a tensor on the host.
 decode/verification/registry.py gives the rules their names.
+
+Which rule is lossless depends on how the tokens were drafted (`verify_exact` chooses): `verify_chain` for a
+chain, drawn from q or not, and `verify_block` for one that was drawn; `verify_tree` for a tree of tokens that were not
+drawn (top-k, re-ranked), which needs no q; `verify_tree_sampled` for children drawn without replacement. The sampler is
+an argument so that tests can enumerate every draw and compare the exact law of the output with p.
 """
 
 from dataclasses import dataclass

@@ -4,6 +4,10 @@ A turn is one batch of prompts decoded by every method; each time that a method 
 pass are taken to be its work × what the method costs × how slow this turn is for all methods alike, and the last two
 are fitted by medians. So prompts whose drafts are accepted less, long prompts and a machine that drifts are no
 stalls: the first take more rounds, the others slow every method of the turn.
+
+Speed-ups stay ratios of sums, of these seconds. A median of the prompts' ratios would not mind a stall either, but it
+estimates something else, since prompts differ in acceptance and length. An engine whose rounds have no clock
+(transformers, vLLM) and vary in cost can hide a stall smaller than that spread.
 """
 
 from collections.abc import Sequence

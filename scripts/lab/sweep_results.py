@@ -1,4 +1,7 @@
-"""The results of a sweep: the metric of each trial, averaged over seeds, as a table, as JSON and as a chart."""
+"""The results of a sweep: the metric of each trial, averaged over seeds, as a table, as JSON and as a chart.
+
+The metric is read from what each trial wrote when the table is made, so another --metric runs nothing again.
+"""
 
 import json
 from dataclasses import dataclass

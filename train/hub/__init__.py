@@ -9,5 +9,6 @@ serving_configs.py  commands and files that serve a draft in each engine
 published_fields.py the fields of draftsmith.json, reports and manifests that are published, with their types
 redaction.py        copies only those; removes local paths; finds secrets and pickles
 
-It may import train/data, train/families, eval/ and decode/.
+Training can publish its draft as well (--publish.repo), so this is in train/. It may import train/data, train/families,
+eval/ and decode/.
 """

@@ -137,6 +137,7 @@ def metadata(
         datasets=[labels.dataset] if labels.dataset else None,
         tags=["speculative-decoding", "draft-model", family.hub_tag, *engines],
         model_name=job.repo.rpartition("/")[2] if results else None,
+        # A model-index: the Hub collects .eval_results/ for registered benchmarks only, and none measures drafts.
         eval_results=results or None,
     )
 

@@ -2,7 +2,8 @@
 
 Servers that list the sampled ids are believed if these ids decode to the text beside them. Otherwise the text is
 tokenised again, and used only if that gives back the same text, and the same tokens' texts or at least as many tokens
-as the server says.
+as the server says. What is then skipped is no random part of the answers; and where a server only counts its tokens, a
+text that was sampled in other pieces, equally many, is not noticed.
 """
 
 from dataclasses import dataclass

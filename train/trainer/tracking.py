@@ -4,7 +4,8 @@ metrics.jsonl is the authoritative log. The other may fail (no network, a killed
 Nothing is written outside the run's output folder, unless TRACKIO_DIR or WANDB_DIR names another.
 
 What a user set for W&B itself is asked of wandb: logins of every kind, its settings file and environment variables.
-They stand above our defaults; a setting of ours that was given stands above them.
+They stand above our defaults; a setting of ours that was given stands above them. W&B is called without Accelerate's
+wrapper, which lacks its modes, its artifacts and its resuming.
 """
 
 import contextlib

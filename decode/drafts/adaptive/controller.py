@@ -1,7 +1,8 @@
 """The fastest draft length, from a row's running acceptance and the milliseconds of rounds.
 
 With acceptance α a round that drafts K tokens emits 1 + α + … + α^K tokens (Leviathan et al. 2023). The best K has the
-most tokens per millisecond; it is 0 where drafting costs more than it gives.
+most tokens per millisecond; it is 0 where drafting costs more than it gives. A batch's round takes
+as long as its longest chain; K of a row is chosen as if the others drafted as many.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""The distributions of a block as a DraftStep: that of a token's successor depends on its level and perhaps on it."""
+"""Reads a block's precomputed logits level by level, so that chains and trees can be drawn from it."""
 
 from collections.abc import Callable
 

@@ -181,6 +181,7 @@ class MirrorDraft(DraftWrapper):
         self.counts.lower_seconds += time.perf_counter() - self.started
         self.cores = torch.get_num_threads()
         if self.config.overlap:
+            # torch's number of threads belongs to a thread: while both run, each has half of the cores.
             self.pending = self.thread.submit(self._draft_beside, states, max(1, self.cores // 2))
             torch.set_num_threads(max(1, self.cores - self.cores // 2))
         else:

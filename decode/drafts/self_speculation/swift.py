@@ -4,7 +4,7 @@ They run in the target's own KV cache: committed tokens have the keys and values
 verification overwrites what drafting wrote for drafted tokens. Which sub-layers are skipped is given or searched for
 on line, on the answers that are being decoded; one set is tried in each round until the search ends. That costs a pass
 over the window, counted as time of the draft. The search goes on from prompt to prompt, and from process to process if
-it is given a folder.
+it is given a folder. While it lasts, a sampled text depends on what was decoded before, as q does; its law does not.
 """
 
 import json

@@ -1,4 +1,9 @@
-"""Decoder layers as regions of compiled code, which is traced and generated once for all layers that are alike."""
+"""Decoder layers as regions of compiled code, which is traced and generated once for all layers that are alike.
+
+A layer that shares tensors with others, gives more than one tensor, or uses its index for more than to find its K/V
+(gpt2) is traced by itself. Whatever a layer leaves for the next one beside its result would be lost: so masks are made
+in each region.
+"""
 
 import inspect
 from collections import Counter
