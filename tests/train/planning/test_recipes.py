@@ -354,7 +354,7 @@ def world_of(home: Path, file: str) -> tuple[Path, Path, list[object]]:
         sample_store.write_shard(data, rows[4:], "b")
         settings = sample.SampleConfig(target=str(target), out=str(data))
         counts = {"asked": 6, "answered": 6, "failed": 0}
-        sample.write_manifest(settings, TargetTokenizer.from_target(loaded), counts)
+        sample.write_manifest(settings, TargetTokenizer.from_target(loaded), [], counts)
     less: list[object] = ["--target", target, "--data", data, "--loop.steps", 2]
     less += ["--loop.batch_size", 4, "--loop.micro_batch", 2, "--loop.warmup", 1]
     less += ["--loop.save_every", 2, "--loop.eval_every", 2, "--check.prompts", 1]
