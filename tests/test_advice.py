@@ -22,7 +22,6 @@ FOREIGN = {
     "num_processes": "accelerate launch",
     "zero_stage": "accelerate config",
     "fsdp_config": "accelerate config",
-    "bundled": "scripts/quickstart.sh",
     "key": "stands for any",
     "tensor_parallel": "a value of placement.kind",
 }
@@ -92,6 +91,7 @@ FILES = sorted(
     file
     for package in ("decode", "eval", "train", "scripts")
     for file in (ROOT / package).rglob("*.py")
+    if file.name != "house.py"  # counts words of the code, and has flags of argparse
 )
 
 
@@ -106,7 +106,6 @@ def test_what_others_have_is_still_named() -> None:
     texts = [text for file in FILES for _, text in texts_in(file.read_text())]
     named = set().union(*map(named_in, texts))
     assert FOREIGN.keys() - named == set()
-    assert "--bundled" in (ROOT / "scripts" / "quickstart.sh").read_text()
 
 
 @pytest.mark.parametrize(

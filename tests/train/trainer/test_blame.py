@@ -90,7 +90,7 @@ def test_nan_of_the_teacher_is_its_own_at_any_step(
     line = done.err.splitlines()[-1]
     assert done.code == 2, done.err
     assert f"the loss is nan at step {step + 1}, because target '{target}' in float16" in line
-    assert f"for row {name}:" in line
+    assert f"for row {name} of rows.jsonl: " in line
     assert "change target_dtype" in line
     assert "loop.lr" not in line
     latest = out / "checkpoints" / "latest"
