@@ -1,4 +1,5 @@
-"""The README: its commands, read in order, are accepted and continue from files that earlier ones wrote."""
+"""The README: its commands, read in order, are accepted and continue from files that earlier ones wrote. All pages: what
+they link to is there."""
 
 import re
 import shlex
@@ -84,3 +85,18 @@ def test_every_path_in_the_readme_is_there() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 150
+
+
+def test_pages_link_to_what_is_there() -> None:
+    """Bug: a page or a picture was moved, or a page is in no index."""
+    pages = sorted((worlds.ROOT / "docs").rglob("*.md"))
+    links = {
+        (page, link)
+        for page in pages
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text())
+        if "://" not in link
+    }
+    assert len(links) > 20
+    assert [(page.name, link) for page, link in links if not (page.parent / link).exists()] == []
+    indexed = {(page.parent / link).resolve() for page, link in links if page.name == "README.md"}
+    assert [page.name for page in pages if page not in indexed and page.name != "README.md"] == []
