@@ -64,6 +64,10 @@ class ReadLog:
     """Rows read from files and data sets."""
     refused: list[str] = field(default_factory=list)
     """Place and reason of the first refused rows."""
+    causes: Counter[str] = field(default_factory=Counter)
+    """{what helps, which is the end of a reason: refused rows}."""
+    first_of: dict[str, str] = field(default_factory=dict)
+    """Place and reason of the first row of each cause."""
     rendered: int = 0
     """Prompts that were rendered with the target's chat template already."""
     first_rendered: str = ""
@@ -75,14 +79,20 @@ class ReadLog:
             raise UserError(error)
         self.dropped[REFUSED] += 1
         self.refused += [error][: NAMED_ROWS - len(self.refused)]
+        cause = error.rpartition(": ")[2]
+        self.causes[cause] += 1
+        self.first_of.setdefault(cause, error)
 
     def check_share(self) -> None:
         """UserError if all rows are refused, or a larger share than may be."""
         number = self.dropped[REFUSED]
         if number > self.max_bad_rows * self.rows or 0 < self.rows == number:
+            # The first row may be an odd one, and the cause of most of them what has to be mended.
+            cause, share = self.causes.most_common(1)[0]
+            which = "the first" if share == number else f"{share} of them such as"
             raise UserError(
-                f"{number} of {self.rows} rows are refused, max_bad_rows allows a share of {self.max_bad_rows:g}; the "
-                f"first: {self.refused[0]}"
+                f"{number} of {self.rows} rows are refused, max_bad_rows allows a share of {self.max_bad_rows:g}; "
+                f"{which}: {self.first_of[cause]}"
             )
 
     def lines(self) -> list[str]:

@@ -108,6 +108,18 @@ def test_each_is_named_by_its_line_and_reason(
         assert not out.exists()
 
 
+def test_the_cause_of_most_rows_is_named(target: Path, tmp_path: Path) -> None:
+    """Bug: one odd row in front hides why all others are refused."""
+    chat = [{"role": "robot", "content": "hi"}]
+    rows = [{"messages": []}, *({"messages": chat} for _ in range(3))]
+    path = write(tmp_path / "rows.jsonl", map(json.dumps, rows))
+    error = sample(target, path, tmp_path / "out").error()
+    assert (
+        f"4 of 4 rows are refused, max_bad_rows allows a share of 0.05; 3 of them such as: {path}:2"
+        in error
+    )
+
+
 def test_the_default_share_is_five_percent(target: Path, tmp_path: Path) -> None:
     """Bug: the default lets a file of mostly bad rows pass, or none at all."""
     good = [json.dumps(row) for row in GOOD]
