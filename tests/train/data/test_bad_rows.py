@@ -110,8 +110,8 @@ def test_each_is_named_by_its_line_and_reason(
 
 def test_the_cause_of_most_rows_is_named(target: Path, tmp_path: Path) -> None:
     """Bug: one odd row in front hides why all others are refused."""
-    chat = [{"role": "robot", "content": "hi"}]
-    rows = [{"messages": []}, *({"messages": chat} for _ in range(3))]
+    chats = [[{"role": "robot", "content": f"hi {i}"}] for i in range(3)]
+    rows = [{"messages": []}, *({"messages": chat} for chat in chats)]
     path = write(tmp_path / "rows.jsonl", map(json.dumps, rows))
     error = sample(target, path, tmp_path / "out").error()
     assert (
