@@ -173,10 +173,8 @@ def _is_first_to_report(line: str) -> bool:
         said.touch(exist_ok=False)
     except FileExistsError:
         return False
-    except (
-        OSError
-    ):  # a full disk, or no folder of the launcher: better said by each process than by none
-        return True
+    except OSError:
+        pass  # a full disk, or no folder of the launcher: better said by each process than by none
     return True
 
 

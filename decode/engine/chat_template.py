@@ -112,9 +112,7 @@ def apply_template(
         if name in tokenizer.special_tokens_map:
             continue
         shown = ""
-        with contextlib.suppress(
-            Exception
-        ):  # a template may compute with it: then it was not missed
+        with contextlib.suppress(Exception):  # it computes with the value: then it was not missed
             shown = render(messages, **options, **{name: PROBED})
         if PROBED in shown:
             raise missing_argument_error(name)

@@ -74,9 +74,8 @@ def merge(values: Iterable[tuple[str, Any]]) -> list[tuple[str, dict[str, Any]]]
         answer = open_answers[key]
         answer.body |= {name: value for name, value in chunk.items() if value not in (None, [])}
         answer.finished = answer.finished or _finishes(chunk)
-        if chunk.get("stop") is True or chunk.get(
-            "error"
-        ):  # the last chunk of /completion of llama-server, or of any
+        # The last chunk of /completion of llama-server, or of any that failed.
+        if chunk.get("stop") is True or chunk.get("error"):
             open_answers.pop(key)
     for answer in found:
         if not answer.finished:

@@ -36,8 +36,6 @@ class Corruption:
     expected_rules: dict[str, str]
     """{engine: name of the rule that must find it}; an engine that is left out serves the draft as it was trained.
     llama.cpp gets what scripts/export.py makes of the files, so that `decoder` may be the one."""
-    run_in_vllm: bool = True
-    """Whether the study decodes with it in vLLM. Of mistakes that vLLM refuses, one or two are run as examples."""
 
 
 def by_engine(rule: str, *, but: tuple[str, ...] = ()) -> dict[str, str]:
@@ -65,10 +63,9 @@ def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
             "eagle3",
             add("layers.1.mlp.up_proj.weight", "midlayer.mlp.up_proj.weight"),
             by_engine("unknown-tensor") | {"llamacpp": "decoder"},
-            run_in_vllm=False,
         ),
         "num_hidden_layers is 2": Corruption(
-            "eagle3", set_config(num_hidden_layers=2), by_engine("layers"), run_in_vllm=False
+            "eagle3", set_config(num_hidden_layers=2), by_engine("layers")
         ),
         "d2t holds ids": Corruption("eagle3", TensorEdit(offsets_to_ids), by_engine("map")),
         "d2t is one token off": Corruption("eagle3", TensorEdit(shift_ids), by_engine("map")),
@@ -76,7 +73,6 @@ def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
         "d2t in bfloat16": Corruption("eagle3", cast("d2t", torch.bfloat16), by_engine("map-dtype")),
         "t2d in int64": Corruption(
             "eagle3", cast("t2d", torch.int64), by_engine("members-dtype", but=("trtllm", "llamacpp")),
-            run_in_vllm=False,
         ),
         "taps of the other convention": Corruption(
             "eagle3", set_aux_layers(layers, -1, None), {"vllm": "taps", "sglang": "taps-unread"}
@@ -84,10 +80,9 @@ def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
         "taps counted from 1 for SGLang": Corruption(
             "eagle3",
             set_aux_layers(layers, 0, 0), by_engine("taps-disagree") | {"sglang": "taps"},
-            run_in_vllm=False,
         ),
         "taps that differ by two": Corruption(
-            "eagle3", set_aux_layers(layers, 0, -2), by_engine("taps-disagree"), run_in_vllm=False
+            "eagle3", set_aux_layers(layers, 0, -2), by_engine("taps-disagree")
         ),
         "taps for SGLang alone": Corruption("eagle3", set_aux_layers(layers, None, -1), {"vllm": "taps"}),
         "norm_before_residual": Corruption(
@@ -105,62 +100,57 @@ def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
         ),
         "fc_norm": Corruption("eagle3", set_config(fc_norm=True), by_engine("missing-tensor")),
         "draft_vocab_size is missing": Corruption(
-            "eagle3", set_config(draft_vocab_size=None), by_engine("draft-vocabulary") | {"llamacpp": "shapes"},
-            run_in_vllm=False
+            "eagle3", set_config(draft_vocab_size=None), by_engine("draft-vocabulary") | {"llamacpp": "shapes"}
         ),
         "draft_vocab_size is wrong": Corruption(
-            "eagle3", set_config(draft_vocab_size=17), by_engine("shapes"), run_in_vllm=False
+            "eagle3", set_config(draft_vocab_size=17), by_engine("shapes")
         ),
         "vocab_size is the draft's": Corruption(
-            "eagle3", set_config(vocab_size=17), by_engine("vocabulary"), run_in_vllm=False
+            "eagle3", set_config(vocab_size=17), by_engine("vocabulary")
         ),
-        "head_dim": Corruption("eagle3", set_config(head_dim=2), by_engine("shapes"), run_in_vllm=False),
-        "K/V heads": Corruption("eagle3", set_config(num_key_value_heads=1), by_engine("shapes"), run_in_vllm=False),
+        "head_dim": Corruption("eagle3", set_config(head_dim=2), by_engine("shapes")),
+        "K/V heads": Corruption("eagle3", set_config(num_key_value_heads=1), by_engine("shapes")),
         "rope_parameters": Corruption("eagle3", set_rope_theta(1e6), by_engine("rope")),
         "no rope keys": Corruption(
             "eagle3",
             set_config(rope_parameters=None, rope_theta=None, rope_scaling=None),
             {"vllm": "rope", "sglang": "rope-keys", "trtllm": "rope-keys", "llamacpp": "rope"},
-            run_in_vllm=False,
         ),
         "another rope_theta under both keys": Corruption(
-            "eagle3", combine(set_rope_theta(1e6), set_config(rope_theta=1e6)), by_engine("rope"), run_in_vllm=False
+            "eagle3", combine(set_rope_theta(1e6), set_config(rope_theta=1e6)), by_engine("rope")
         ),
         "attention_bias": Corruption("eagle3", set_config(attention_bias=True), by_engine("bias-flags")),
         "a bias of the layer": Corruption(
             "eagle3",
             TensorEdit(add_query_bias),
             by_engine("dropped-bias") | {"llamacpp": "unknown-tensor"},
-            run_in_vllm=False,
         ),
         "attention_bias is missing": Corruption(
-            "eagle3", set_config(attention_bias=None), {"trtllm": "settings"}, run_in_vllm=False
+            "eagle3", set_config(attention_bias=None), {"trtllm": "settings"}
         ),
         "a norm that no flag turns on": Corruption(
             "eagle3",
             add("input_norm.weight", "norm.weight"),
             by_engine("unknown-tensor") | {"vllm": "skipped-tensor", "llamacpp": "decoder"},
-            run_in_vllm=False,
         ),
         "tied embeddings": Corruption(
-            "eagle3", set_config(tie_word_embeddings=True), {"sglang": "tied"}, run_in_vllm=False
+            "eagle3", set_config(tie_word_embeddings=True), {"sglang": "tied"}
         ),
         "another activation": Corruption(
-            "eagle3", set_config(hidden_act="gelu"), by_engine("activation"), run_in_vllm=False
+            "eagle3", set_config(hidden_act="gelu"), by_engine("activation")
         ),
         "another width of target": Corruption(
-            "eagle3", set_config(target_hidden_size=8), by_engine("target-width"), run_in_vllm=False
+            "eagle3", set_config(target_hidden_size=8), by_engine("target-width")
         ),
         "another architecture": Corruption(
             "eagle3",
             set_config(architectures=["MistralForCausalLM"]),
             {"vllm": "architecture", "sglang": "architecture"},
-            run_in_vllm=False,
         ),
-        "NaN": Corruption("eagle3", set_nan("fc.weight"), by_engine("finite"), run_in_vllm=False),
-        "another dtype": Corruption("eagle3", set_config(dtype="float64"), by_engine("dtype"), run_in_vllm=False),
+        "NaN": Corruption("eagle3", set_nan("fc.weight"), by_engine("finite")),
+        "another dtype": Corruption("eagle3", set_config(dtype="float64"), by_engine("dtype")),
         "int8 weights": Corruption(
-            "eagle3", cast("fc.weight", torch.int8), by_engine("floating"), run_in_vllm=False
+            "eagle3", cast("fc.weight", torch.int8), by_engine("floating")
         ),
         "nested, flag unsaid": Corruption(
             "eagle3",
@@ -171,23 +161,19 @@ def eagle3_corruptions(layers: int) -> dict[str, Corruption]:
             "eagle3",
             combine(NestConfig(), set_config(model_type="llama")),
             by_engine("nested-config", but=("llamacpp",)),
-            run_in_vllm=False,
         ),
         "nested, layer of another kind": Corruption(
             "eagle3", combine(NestConfig(), set_layer_config(model_type="qwen3")),
             by_engine("nested-config") | {"llamacpp": "decoder"},
-            run_in_vllm=False,
         ),
         "nested, without tokens to draft": Corruption(
             "eagle3", combine(NestConfig(), set_config(speculators_config={})),
             by_engine("nested-config", but=("llamacpp",)),
-            run_in_vllm=False,
         ),
         "nested, maps of a whole vocabulary": Corruption(
             "eagle3",
             combine(NestConfig(), set_config(draft_vocab_size=None), drop("lm_head.weight")),
             by_engine("map-superfluous") | {"trtllm": "nested-config"},
-            run_in_vllm=False,
         ),
     }  # fmt: skip
 
@@ -204,10 +190,9 @@ def eagle1_corruptions() -> dict[str, Corruption]:
             "eagle1",
             add("lm_head.weight", "fc.weight"),
             by_engine("unknown-tensor", but=("trtllm",)),
-            run_in_vllm=False,
         ),
         "fc with a bias": Corruption("eagle1", TensorEdit(set_fc_bias), {"vllm": "dropped-bias"}),
-        "fc without its zeros": Corruption("eagle1", drop("fc.bias"), {"sglang": "fc-bias"}, run_in_vllm=False),
+        "fc without its zeros": Corruption("eagle1", drop("fc.bias"), {"sglang": "fc-bias"}),
         "bias": Corruption("eagle1", set_config(bias=True), by_engine("bias-flags", but=("trtllm",))),
         "a matrix is missing (1)": Corruption(
             "eagle1",
@@ -215,7 +200,7 @@ def eagle1_corruptions() -> dict[str, Corruption]:
             by_engine("missing-tensor", but=("trtllm",)),
         ),
         "one architecture for both (1)": Corruption(
-            "eagle1", set_config(architectures=["LlamaForCausalLM"]), {"sglang": "architecture"}, run_in_vllm=False
+            "eagle1", set_config(architectures=["LlamaForCausalLM"]), {"sglang": "architecture"}
         ),
     }  # fmt: skip
 
@@ -236,23 +221,21 @@ def medusa_corruptions() -> dict[str, Corruption]:
             "medusa",
             rename("blocks.1.layers.0.weight", "blocks.1.linear.weight"),
             {"vllm": "unknown-tensor"},
-            run_in_vllm=False,
         ),
         "hidden_size is missing": Corruption(
-            "medusa", set_config(hidden_size=None), {"vllm": "sizes"}, run_in_vllm=False
+            "medusa", set_config(hidden_size=None), {"vllm": "sizes"}
         ),
-        "hidden_size is wrong": Corruption("medusa", set_config(hidden_size=8), {"vllm": "shapes"}, run_in_vllm=False),
+        "hidden_size is wrong": Corruption("medusa", set_config(hidden_size=8), {"vllm": "shapes"}),
         "a setting that is renamed": Corruption(
-            "medusa", set_config(num_attention_heads=1), {"vllm": "renamed-settings"}, run_in_vllm=False
+            "medusa", set_config(num_attention_heads=1), {"vllm": "renamed-settings"}
         ),
         "truncated_vocab_size": Corruption(
-            "medusa", set_config(truncated_vocab_size=8), {"vllm": "truncated-vocabulary"}, run_in_vllm=False
+            "medusa", set_config(truncated_vocab_size=8), {"vllm": "truncated-vocabulary"}
         ),
         "a projection with a row less": Corruption(
             "medusa",
             drop_last_row("lm_heads.0.weight"),
             {"vllm": "vocabulary"},
-            run_in_vllm=False,
         ),
     }  # fmt: skip
 
@@ -261,35 +244,34 @@ def causal_corruptions() -> dict[str, Corruption]:
     """For causal drafts."""
     return {
         "another vocabulary": Corruption(
-            "causal", set_config(vocab_size=17), lm_by_engine("vocabulary"), run_in_vllm=False
+            "causal", set_config(vocab_size=17), lm_by_engine("vocabulary")
         ),
         "a norm is missing": Corruption(
-            "causal", drop("model.norm.weight"), lm_by_engine("missing-tensor"), run_in_vllm=False
+            "causal", drop("model.norm.weight"), lm_by_engine("missing-tensor")
         ),
         "an extra tensor": Corruption(
-            "causal", add("model.extra.weight", "model.norm.weight"), lm_by_engine("unknown-tensor"), run_in_vllm=False
+            "causal", add("model.extra.weight", "model.norm.weight"), lm_by_engine("unknown-tensor")
         ),
         "no tokenizer": Corruption(
-            "causal", RemoveFile("tokenizer_config.json"), lm_by_engine("tokenizer"), run_in_vllm=False
+            "causal", RemoveFile("tokenizer_config.json"), lm_by_engine("tokenizer")
         ),
         "another width (LM)": Corruption(
-            "causal", set_config(intermediate_size=8), lm_by_engine("shapes"), run_in_vllm=False
+            "causal", set_config(intermediate_size=8), lm_by_engine("shapes")
         ),
         "tied, with another lm_head": Corruption(
             "causal",
             combine(set_config(tie_word_embeddings=True), add("lm_head.weight", "model.embed_tokens.weight")),
             by_engine("tied", but=("llamacpp",)) | {"transformers": "tied"},
-            run_in_vllm=False,
         ),
-        "NaN (LM)": Corruption("causal", set_nan("model.norm.weight"), lm_by_engine("finite"), run_in_vllm=False),
+        "NaN (LM)": Corruption("causal", set_nan("model.norm.weight"), lm_by_engine("finite")),
         "int8 weights (LM)": Corruption(
-            "causal", cast("model.norm.weight", torch.int8), lm_by_engine("floating"), run_in_vllm=False
+            "causal", cast("model.norm.weight", torch.int8), lm_by_engine("floating")
         ),
         "another dtype (LM)": Corruption(
-            "causal", set_config(dtype="float64"), lm_by_engine("dtype"), run_in_vllm=False
+            "causal", set_config(dtype="float64"), lm_by_engine("dtype")
         ),
         "no rope keys (LM)": Corruption(
-            "causal", set_config(rope_parameters=None, rope_theta=None), lm_by_engine("rope"), run_in_vllm=False
+            "causal", set_config(rope_parameters=None, rope_theta=None), lm_by_engine("rope")
         ),
     }  # fmt: skip
 

@@ -109,9 +109,8 @@ class Kernels(TorchFunctionMode):
             args, kwargs = tree_map(self.cast, (args, kwargs))
         if func is F.scaled_dot_product_attention and args[0].is_meta:
             return fused_attention(*args, **kwargs)
-        if (
-            func is torch._grouped_mm and args[0].is_meta
-        ):  # each row is multiplied by one expert, whichever it is
+        # Each row is multiplied by one expert, whichever it is.
+        if func is torch._grouped_mm and args[0].is_meta:
             return args[0] @ args[1][0]
         return func(*args, **kwargs)
 
