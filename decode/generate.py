@@ -154,7 +154,7 @@ def read_prompt(target: Target, text: str, images: list[str]) -> ImagePrompt:
     """The prompt's ids, and the inputs of the images in these files. UserError for a target that reads text only."""
     if not images:
         return ImagePrompt(encode_prompt(target.tokenizer, text), {})
-    if not target.decoder.takes_images:
+    if not target.runner.takes_images:
         raise UserError(
             f"target {target.name!r} reads text only: leave --image out, or choose a vision-language target"
         )

@@ -76,7 +76,7 @@ def evaluate(
         raise UserError(f"no prompt can be decoded; the first {first_bad.id!r} {first_bad.error}")
     methods = [PLAIN_DECODING, *build_methods(s, target)]
     fit_simulated_drafts(methods, target, items, s.max_new_tokens)
-    device = str(target.decoder.device)
+    device = str(target.runner.device)
     model = load_model(s.placement, s.target, "target", device, s.dtype, s.revision)
     grammar = build_matcher(s.constraint, target)
     context = TimingContext(

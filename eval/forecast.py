@@ -147,7 +147,7 @@ def load(s: ForecastConfig, target: Target) -> Draft:
     if draft is None:
         raise UserError("draft none: give a draft's folder, ngram or vllm-ngram")
     reduced = (
-        draft.name == "causal" and causal.load_ids(s.draft, target.decoder.vocab_size) is not None
+        draft.name == "causal" and causal.load_ids(s.draft, target.runner.vocab_size) is not None
     )
     if reduced and s.engines != ["draftsmith"]:
         if "draftsmith" in s.engines:
@@ -155,7 +155,7 @@ def load(s: ForecastConfig, target: Target) -> Draft:
                 f"{s.draft} drafts from a reduced vocabulary here and from its whole LM head in other engines: "
                 "forecast them apart, with --engines '[draftsmith]' or without draftsmith among them"
             )
-        device = str(target.decoder.device)
+        device = str(target.runner.device)
         draft = causal.load(s.draft, target, device, s.draft_dtype, whole_head=True)
     check_draft(draft)
     return draft

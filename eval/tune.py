@@ -106,7 +106,7 @@ def tune(
         **provenance.collect(),
         "seed": s.seed,
         "bandwidth": journal.get_or_measure(
-            ["bandwidth"], lambda: measure_bandwidth(context.target.decoder.device)
+            ["bandwidth"], lambda: measure_bandwidth(context.target.runner.device)
         ),
         "repeated_turns": sum(result.repeated_turns for _, result in done),
         "chosen": select_fastest_settings(done, s.seed),

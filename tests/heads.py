@@ -32,7 +32,7 @@ def ids_of(family: str, vocab: int) -> torch.Tensor | None:
 
 def fields(family: str, target: Target, **changes: Any) -> dict[str, Any]:
     """config.json of untrained heads for this target."""
-    config, vocab = target.decoder.config, target.decoder.vocab_size
+    config, vocab = target.runner.config, target.runner.vocab_size
     if family == "medusa":
         return layouts.medusa_config(config, HEADS, 1, vocab) | changes
     if family == "eagle1":
@@ -46,14 +46,14 @@ def fields(family: str, target: Target, **changes: Any) -> dict[str, Any]:
 
 def net_of(family: str, target: Target, seed: int = 0, **changes: Any) -> Net:
     """Random heads, in the dtype of the target; `changes` go into config.json."""
-    config, model = fields(family, target, **changes), target.decoder.model
+    config, model = fields(family, target, **changes), target.runner.model
     net: Net
     if family == "medusa":
         net = MedusaModel(config)
     elif family == "eagle1":
         net = Eagle1Model(llama_config(config), LMHead(model))
     else:
-        layers = layouts.aux_layers(config, target.decoder.config.num_hidden_layers)
+        layers = layouts.aux_layers(config, target.runner.config.num_hidden_layers)
         ids = ids_of(family, config["vocab_size"])
         net = Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids)
     return randomise(net, seed).to(model.dtype)
@@ -128,11 +128,11 @@ def sure(model: Any) -> Any:
 
 def prefilled(target: Target, ids: Sequence[int], taps: HiddenStateSpec) -> torch.Tensor:
     """[len(ids), F]: the tapped states of a text."""
-    target.decoder.capture_hidden_states(taps)
-    target.decoder.allocate(1, len(ids))
-    target.decoder.prefill(torch.tensor([list(ids)]), torch.tensor([len(ids)]))
-    target.decoder.capture_hidden_states(None)
-    return target.decoder.features[0]
+    target.runner.capture_hidden_states(taps)
+    target.runner.allocate(1, len(ids))
+    target.runner.prefill(torch.tensor([list(ids)]), torch.tensor([len(ids)]))
+    target.runner.capture_hidden_states(None)
+    return target.runner.features[0]
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ def knowing_net(
     ):  # true states become the codes of the token that they are paired with
         width = net.config.hidden_size
         codes = F.normalize(
-            torch.randn(target.decoder.vocab_size, width, generator=generator), dim=1
+            torch.randn(target.runner.vocab_size, width, generator=generator), dim=1
         )
         codes = codes.to(net.fc.weight.dtype)
         net.norm.weight.fill_(1)
@@ -193,7 +193,7 @@ def knowing_net(
             for f, x, (a, b) in zip(features, ids, spans, strict=True)
         ]
         net.fc.weight.copy_(solve(*map(torch.cat, zip(*pairs, strict=True))))
-    layer, embedding = net.layers[0], target.decoder.model.get_input_embeddings().weight
+    layer, embedding = net.layers[0], target.runner.model.get_input_embeddings().weight
     seen: dict[str, torch.Tensor] = {}
     layer.mlp.down_proj.register_forward_pre_hook(lambda m, args: seen.update(inner=args[0][0]))
     layer.post_attention_layernorm.register_forward_pre_hook(

@@ -98,7 +98,7 @@ class TrainableBigram(TrainableDraft):
     def __init__(self, context: FamilyContext):
         teacher = context.teacher(None)
         assert isinstance(teacher, LiveTeacher)
-        vocab = context.target.decoder.vocab_size
+        vocab = context.target.runner.vocab_size
         model = BigramTrainer(teacher, vocab, context.criterion()).to(context.device)
         self.table, self.teacher, self.model = model.table, teacher, model
         self.muon_parameters, self.metadata = [], {}

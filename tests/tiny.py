@@ -113,8 +113,8 @@ def tiny_model(
 
 def tiny_target(model: Any, eos: tuple[int, ...] = ()) -> Target:
     """A target over a copy of the model, which itself stays a plain HF model to compare with."""
-    decoder = ModelRunner(copy.deepcopy(model))
-    return Target(decoder, None, "tiny", None, "fingerprint", frozenset(eos))
+    runner = ModelRunner(copy.deepcopy(model))
+    return Target(runner, None, "tiny", None, "fingerprint", frozenset(eos))
 
 
 def noisy(model: Any, noise: float, seed: int = 1) -> Any:

@@ -158,7 +158,7 @@ def load_rows(s: DistillConfig, target: Target) -> tuple[mixture.Mixture, int]:
 
 def check_embedded_rows(rows: Sequence[SampleRow], target: Target) -> None:
     """UserError for a row with a token that was added to the tokenizer and that the target does not embed."""
-    size = target.decoder.embedding_rows
+    size = target.runner.embedding_rows
     if max(target.tokenizer.get_vocab().values()) < size:
         return
     for row in rows:
@@ -192,7 +192,7 @@ def check_encoder_decoder(s: DistillConfig, target: Target) -> None:
 
 def max_sample_length(s: DistillConfig, target: Target) -> int:
     """Tokens that a sample may have; longer ones are cut."""
-    return min(s.loop.max_length, target.decoder.context)
+    return min(s.loop.max_length, target.runner.context)
 
 
 def follow_launcher(s: DistillConfig, processes: int, device_type: str) -> DistillConfig:
@@ -296,7 +296,7 @@ def build_draft(s: DistillConfig, target: Target, rows: mixture.Mixture) -> Trai
     folder = None
     if s.features and not s.dry_run:
         folder = FeatureFolder(Path(s.features), s.features_top, s.loop.max_length, s.allow_changed)
-    device = str(target.decoder.device)
+    device = str(target.runner.device)
     context = FamilyContext(s, target, rows, device, folder, rows.whole, s.states)
     trainable = family_trainer(s.draft.family).build(context)
     if s.loop.eval_every > 0 and not s.dry_run:
@@ -365,7 +365,7 @@ def load_components(
     templates = mixture.templates_of(s.data)
     acceptance_eval = AcceptanceEval(s.check, target, s.seed, rows, templates)
     for prompt in acceptance_eval.prompts if s.loop.eval_every > 0 else []:
-        check_embedded(target.tokenizer, prompt, target.decoder.embedding_rows)
+        check_embedded(target.tokenizer, prompt, target.runner.embedding_rows)
     draft = build_draft(s, target, rows)
     return s, RunComponents(target, rows, dropped, draft, acceptance_eval, inputs)
 

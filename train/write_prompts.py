@@ -111,11 +111,11 @@ def user_turns(s: WritePromptsConfig, target: Target) -> list[tuple[list[int], i
     turns = []
     for number, system in enumerate(s.systems):
         ids, end = user_turn(target.tokenizer, system)
-        check_embedded(target.tokenizer, ids, target.decoder.embedding_rows)
-        if len(ids) >= target.decoder.context:
+        check_embedded(target.tokenizer, ids, target.runner.embedding_rows)
+        if len(ids) >= target.runner.context:
             raise UserError(
                 f"systems[{number}] makes a beginning of {len(ids)} tokens, and the target's context holds "
-                f"{target.decoder.context}: shorten it"
+                f"{target.runner.context}: shorten it"
             )
         turns.append((ids, end))
     return turns

@@ -84,7 +84,7 @@ def build_matcher(config: ConstraintConfig, target: Target) -> Matcher | None:
     matcher = guidance.LLMatcher(tokenizer, source, log_level=0)
     if matcher.is_error():
         raise UserError(f"{name} is no grammar that llguidance knows: {_first_line_of(matcher)}")
-    return LLGuidanceMatcher(matcher, target.decoder.vocab_size)
+    return LLGuidanceMatcher(matcher, target.runner.vocab_size)
 
 
 def is_constrained(config: ConstraintConfig) -> bool:
@@ -123,7 +123,7 @@ def _first_line_of(matcher: Any) -> str:
 def _tokenizer(target: Target) -> Any:
     """llguidance's view of the target's tokenizer; EOS are all ids that end a text of the target."""
     hf = import_llguidance().hf
-    size = max(len(target.tokenizer), target.decoder.vocab_size)
+    size = max(len(target.tokenizer), target.runner.vocab_size)
     try:
         return hf.from_tokenizer(target.tokenizer, n_vocab=size, eos_token=sorted(target.eos))
     except ValueError as error:

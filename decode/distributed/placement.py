@@ -86,11 +86,11 @@ def load_target(
         )
     model = load_model(s, name, "target", device, dtype, revision)
     if s.kind == "tensor_parallel":
-        decoder: ModelRunner = LeadingRunner(model, LAUNCH.senders[-1])
+        runner: ModelRunner = LeadingRunner(model, LAUNCH.senders[-1])
     else:
-        decoder = ModelRunner(model)
-    decoder.can_compile = False
-    return loading.load_target(name, device, dtype, revision, decoder=decoder)
+        runner = ModelRunner(model)
+    runner.can_compile = False
+    return loading.load_target(name, device, dtype, revision, runner=runner)
 
 
 def load_model(

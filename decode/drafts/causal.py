@@ -23,27 +23,27 @@ MAX_UNREAD = 64
 class CausalDraft(Draft):
     """Has its own KV cache, which is rolled back by length like the target's."""
 
-    def __init__(self, decoder: ModelRunner, name: str = "causal", shape: TreeShape = None):
+    def __init__(self, runner: ModelRunner, name: str = "causal", shape: TreeShape = None):
         """UserError for a model with recurrent layers: `causal_draft` has another draft for it."""
-        if not decoder.takes_trees:
+        if not runner.takes_trees:
             raise UserError(
                 f"draft {name!r} rolls back by length, and its model has recurrent layers: use it as a causal draft "
                 "of chains, or take a model with attention alone"
             )
-        self.decoder, self.name, self.shape = decoder, name, shape
-        self.context = position_limit(decoder.config)
+        self.runner, self.name, self.shape = runner, name, shape
+        self.context = position_limit(runner.config)
 
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request
-        self.plan = build_tree_plan(self.shape, self.decoder.device)
+        self.plan = build_tree_plan(self.shape, self.runner.device)
         self.unread = 0  # committed tokens at most that the KV cache lacks besides the usual ones
-        self.decoder.allocate(request.rows, request.size)
+        self.runner.allocate(request.rows, request.size)
 
     def can_grow(self) -> bool:
-        return self.decoder.can_grow
+        return self.runner.can_grow
 
     def kv_caches(self) -> list[StaticKVCache]:
-        return [self.decoder.cache]
+        return [self.runner.cache]
 
     def prefill(
         self,
@@ -52,15 +52,15 @@ class CausalDraft(Draft):
         length: torch.Tensor,
         features: torch.Tensor | None,
     ) -> None:
-        self.decoder.prefill(prompts, length, row)
+        self.runner.prefill(prompts, length, row)
 
     def reserve(self, size: int) -> None:
-        self.decoder.reserve(size)
+        self.runner.reserve(size)
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         """The first step runs all tokens that the KV cache may lack, a fixed number unless rounds were skipped."""
         logits = self._read_committed(history, length, k)
-        return draft_tokens(decoder_step(self.decoder), logits, length, k, self.plan, self.request)
+        return draft_tokens(decoder_step(self.runner), logits, length, k, self.plan, self.request)
 
     def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
         """Runs nothing: the first step of the next `propose` reads these tokens too. They are read here only when there
@@ -89,12 +89,12 @@ class CausalDraft(Draft):
         self.unread = 0
         back = length[:, None] + torch.arange(-count, 0, device=length.device)
         tokens = history.gather(1, back.clamp_min(0))
-        return self.decoder.step(tokens, length - count, last=1)[:, -1]
+        return self.runner.step(tokens, length - count, last=1)[:, -1]
 
 
-def causal_draft(decoder: ModelRunner) -> CausalDraft | RecurrentDraft:
+def causal_draft(runner: ModelRunner) -> CausalDraft | RecurrentDraft:
     """The draft for a language model, with recurrent layers or without."""
-    return RecurrentDraft(decoder) if isinstance(decoder, RecurrentRunner) else CausalDraft(decoder)
+    return RecurrentDraft(runner) if isinstance(runner, RecurrentRunner) else CausalDraft(runner)
 
 
 def load(
@@ -111,11 +111,11 @@ def load(
     """
     tokenizer = check_vocabulary(path, target)
     model = load_model(path, "draft", device, dtype)
-    columns = min(target.decoder.vocab_size, len(model.get_output_embeddings().weight))
+    columns = min(target.runner.vocab_size, len(model.get_output_embeddings().weight))
     ids = None if whole_head else load_ids(path, columns)
-    runner = build_runner(model, target.decoder.vocab_size, ids)
+    runner = build_runner(model, target.runner.vocab_size, ids)
     if tokenizer_fingerprint(tokenizer) != target.fingerprint:
-        runner.leave_out(unknown_ids(tokenizer, target.tokenizer, target.decoder.vocab_size))
+        runner.leave_out(unknown_ids(tokenizer, target.tokenizer, target.runner.vocab_size))
     return causal_draft(runner)
 
 

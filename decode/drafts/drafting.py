@@ -49,13 +49,13 @@ def token_ids(vocab: ReducedVocab | None, index: torch.Tensor) -> torch.Tensor:
     return index if vocab is None else vocab.ids[index]
 
 
-def decoder_step(decoder: ModelRunner) -> DraftStep:
+def decoder_step(runner: ModelRunner) -> DraftStep:
     """The DraftStep of a language model, which passes on nothing but its KV cache."""
 
     def step(
         tokens: torch.Tensor, length: torch.Tensor, nodes: TreeNodes | None, above: torch.Tensor
     ) -> torch.Tensor:
-        return decoder.step(tokens, length if nodes is None else length - 1, nodes)
+        return runner.step(tokens, length if nodes is None else length - 1, nodes)
 
     return step
 

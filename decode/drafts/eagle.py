@@ -42,14 +42,14 @@ class CachedHead(Draft):
         patch_linear_layers(net)
         weight = net.fc.weight
         self.device, self.dtype = weight.device, weight.dtype
-        embedding = target.decoder.model.get_input_embeddings().weight
+        embedding = target.runner.model.get_input_embeddings().weight
         self.embedding = embedding.detach().to(self.device)
         self.vocab = None
         if net.ids is not None:
-            self.vocab = ReducedVocab(net.ids, target.decoder.vocab_size)
+            self.vocab = ReducedVocab(net.ids, target.runner.vocab_size)
             self.vocab_ids = net.ids
-        self.context = min(target.decoder.context, net.max_positions)
-        hidden = target.decoder.config.hidden_size
+        self.context = min(target.runner.context, net.max_positions)
+        hidden = target.runner.config.hidden_size
         self.width = hidden * (len(net.taps.layers) + net.taps.final)
         self.allocated_shape = 0, 0, 0
 
@@ -196,18 +196,18 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
     config, tensors = found.config, dict(found.tensors)
     facts = read_metadata(path)
     layouts.check_family(path, found.family, facts.get("family", found.family))
-    hidden = target.decoder.config.hidden_size
-    layouts.check_config(path, config, {"vocab_size": target.decoder.vocab_size})
+    hidden = target.runner.config.hidden_size
+    layouts.check_config(path, config, {"vocab_size": target.runner.vocab_size})
     check_arithmetic(config)
     own = "embed_tokens.weight"
     if own in tensors and layouts.equal_values(
-        tensors[own], target.decoder.model.get_input_embeddings().weight
+        tensors[own], target.runner.model.get_input_embeddings().weight
     ):
         tensors.pop(own)  # a copy of the target's, which other trainers save too
     net: EagleModel
     if found.family == "eagle1":
         layouts.check_config(path, config, {"hidden_size": hidden})
-        head = LMHead(target.decoder.model, device, DTYPES[dtype])
+        head = LMHead(target.runner.model, device, DTYPES[dtype])
         tensors.setdefault("fc.bias", torch.zeros(hidden))
         net = Eagle1Model(llama_config(config), head, own in tensors)
     else:
@@ -219,7 +219,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
                 raise UserError(
                     f"draft {path!r} has {flag} {config[flag]} and was trained with {trained}: get the files again"
                 )
-        depth = target.decoder.config.num_hidden_layers
+        depth = target.runner.config.num_hidden_layers
         taps = HiddenStateSpec(layouts.aux_layers(config, depth))
         check_taps(taps, depth)
         name_layers(path, found, taps.layers, depth)
@@ -231,7 +231,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
                     f"draft {path!r} ties its output matrix to an embedding of its own, which engines do not: save "
                     "lm_head.weight"
                 )
-            tensors["lm_head.weight"] = target.decoder.model.get_output_embeddings().weight.detach()
+            tensors["lm_head.weight"] = target.runner.model.get_output_embeddings().weight.detach()
         net = Eagle3Model(llama_config(config), taps, ids, own in tensors)
     layouts.load_parameters(net, path, tensors)
     return net.to(device, DTYPES[dtype]), target, found.family

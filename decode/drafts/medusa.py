@@ -64,7 +64,7 @@ class MedusaDraft(Draft):
     def __init__(self, net: MedusaModel, target: Target, name: str = "medusa"):
         self.net, self.name, self.taps, self.target = net.eval(), name, net.taps, target
         patch_linear_layers(net)
-        self.width = target.decoder.config.hidden_size
+        self.width = target.runner.config.hidden_size
         self.allocated_rows = 0
 
     @torch.inference_mode()
@@ -120,13 +120,13 @@ def load(path: str, target: Target, device: str, dtype: str) -> MedusaDraft:
     found = importers.read_checkpoint(path)
     layouts.check_family(path, found.family, "medusa")
     config, tensors = found.config, found.tensors
-    head = target.decoder.model.get_output_embeddings().weight.detach()
+    head = target.runner.model.get_output_embeddings().weight.detach()
     if config["original_lm_head"] and "lm_heads.0.weight" not in tensors:
         tensors = tensors | {"lm_heads.0.weight": head}
         config = config | {"vocab_size": head.shape[0]}
-    hidden = target.decoder.config.hidden_size
+    hidden = target.runner.config.hidden_size
     layouts.check_config(
-        path, config, {"hidden_size": hidden, "vocab_size": target.decoder.vocab_size}
+        path, config, {"hidden_size": hidden, "vocab_size": target.runner.vocab_size}
     )
     net = MedusaModel(config)
     layouts.load_parameters(net, path, tensors)

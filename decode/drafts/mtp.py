@@ -53,21 +53,21 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> MtpModel:
     """The network of such a layer; UserError as in `load`."""
     path = importers.resolve_folder(path)
     check_target(path, target)
-    decoder = target.decoder
-    depth, tensors = decoder.config.num_hidden_layers, importers.plain_tensors(path)
+    runner = target.runner
+    depth, tensors = runner.config.num_hidden_layers, importers.plain_tensors(path)
     layouts.check_family(path, importers.detect_family(tensors), "mtp")
     wanted = {
-        "vocab_size": decoder.vocab_size,
-        "hidden_size": decoder.config.hidden_size,
+        "vocab_size": runner.vocab_size,
+        "hidden_size": runner.config.hidden_size,
         "num_hidden_layers": depth,
     }
-    config, own_config = layouts.read_config(path), decoder.config.to_dict()
+    config, own_config = layouts.read_config(path), runner.config.to_dict()
     shared = [key for key in LAYER_FIELDS if None not in (config.get(key), own_config.get(key))]
     layouts.check_config(path, config, wanted | {key: own_config[key] for key in shared})
     own = mtp_model.from_files(tensors, depth)
     if not own:
         raise UserError(f"draft {path!r} has no layer {depth}: get its files again")
-    model = decoder.model
+    model = runner.model
     embedding, matrix = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     layouts.take_copy(path, own, mtp_model.EMBEDDING, embedding, "an embedding")
     layouts.take_copy(path, own, mtp_model.HEAD, matrix, "an output matrix")
@@ -77,9 +77,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> MtpModel:
             f"draft {path!r} has MTP layers {further} too, which are not read: layer {depth} drafts every token",
             stacklevel=2,
         )
-    net = MtpModel(
-        mtp_model.last_layer(decoder.model), LMHead(decoder.model, device, DTYPES[dtype])
-    )
+    net = MtpModel(mtp_model.last_layer(runner.model), LMHead(runner.model, device, DTYPES[dtype]))
     layouts.load_parameters(net, path, own)
     for (
         parameter

@@ -18,9 +18,9 @@ class RecurrentDraft(Draft):
     forward. So nothing is read twice, and rejected drafts are never in the states that are kept.
     """
 
-    def __init__(self, decoder: RecurrentRunner, name: str = "causal"):
-        self.decoder, self.name = decoder, name
-        self.context = position_limit(decoder.config)
+    def __init__(self, runner: RecurrentRunner, name: str = "causal"):
+        self.runner, self.name = runner, name
+        self.context = position_limit(runner.config)
 
     def begin_batch(self, request: DraftContext) -> None:
         """UserError for trees: there is one state a row."""
@@ -29,15 +29,15 @@ class RecurrentDraft(Draft):
                 f"draft {self.name!r} has recurrent layers and drafts chains only: give it no tree"
             )
         self.request = request
-        self.decoder.allocate(request.rows, request.size)
-        self.kept: States = copy_states(self.decoder.cache.states())
-        self.known = torch.zeros(request.rows, dtype=torch.long, device=self.decoder.device)
+        self.runner.allocate(request.rows, request.size)
+        self.kept: States = copy_states(self.runner.cache.states())
+        self.known = torch.zeros(request.rows, dtype=torch.long, device=self.runner.device)
 
     def can_grow(self) -> bool:
-        return self.decoder.can_grow
+        return self.runner.can_grow
 
     def kv_caches(self) -> list[StaticKVCache]:
-        return [self.decoder.cache]
+        return [self.runner.cache]
 
     def prefill(
         self,
@@ -46,30 +46,30 @@ class RecurrentDraft(Draft):
         length: torch.Tensor,
         features: torch.Tensor | None,
     ) -> None:
-        self.decoder.prefill(prompts, length, row)
-        set_rows(self.kept, row, rows_of(self.decoder.cache.states(), row))
+        self.runner.prefill(prompts, length, row)
+        set_rows(self.kept, row, rows_of(self.runner.cache.states(), row))
         self.known[row] = length
 
     def reserve(self, size: int) -> None:
-        self.decoder.reserve(size)
+        self.runner.reserve(size)
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         logits = self._read_committed(history, length)
-        step = decoder_step(self.decoder)
+        step = decoder_step(self.runner)
         return draft_tokens(step, logits, length, k, None, self.request)
 
     def _read_committed(self, history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] after the last committed token; zeros in rows that have ended, whose drafts are not used."""
-        decoder = self.decoder
-        decoder.cache.set_states(copy_states(self.kept))
-        logits = torch.zeros(len(length), decoder.vocab_size, device=decoder.device)
+        runner = self.runner
+        runner.cache.set_states(copy_states(self.kept))
+        logits = torch.zeros(len(length), runner.vocab_size, device=runner.device)
         for count, members in group_by((length - self.known).tolist()).items():
             if count == 0:
                 continue
-            row = torch.tensor(members, device=decoder.device)
+            row = torch.tensor(members, device=runner.device)
             start = self.known[row]
-            place = start[:, None] + torch.arange(count, device=decoder.device)
-            read = decoder.read_rows(history[row].gather(1, place), start, row)
+            place = start[:, None] + torch.arange(count, device=runner.device)
+            read = runner.read_rows(history[row].gather(1, place), start, row)
             logits[row] = read.to(logits.dtype)
-        self.kept, self.known = copy_states(decoder.cache.states()), length.clone()
+        self.kept, self.known = copy_states(runner.cache.states()), length.clone()
         return logits

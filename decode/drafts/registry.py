@@ -268,7 +268,7 @@ def load_draft(
     not name their tokenizer, where the weights are not those that were trained (`check_saved_draft`) and where the
     target is not the one that they were trained for.
     """
-    target_device = target.decoder.device
+    target_device = target.runner.device
     device = pick_device(device) if device else str(target_device)
     find_dtype(dtype)
     folder = importers.resolve_folder(path)
@@ -341,7 +341,7 @@ def add_lookup(draft: Draft | None, lookup: str, min_match: int, target: Target)
         raise UserError("a lookup belongs inside an adaptive draft: add it to the draft first")
     if isinstance(draft, MirrorDraft):
         raise UserError("mirror drafts before a lookup could look: give one of both")
-    return TwoSourceDraft(lookups[lookup](min_match), draft, target.decoder.vocab_size)
+    return TwoSourceDraft(lookups[lookup](min_match), draft, target.runner.vocab_size)
 
 
 def make_adaptive(draft: Draft | None, config: AdaptiveConfig) -> AdaptiveDraft:

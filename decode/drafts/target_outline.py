@@ -80,10 +80,10 @@ def load_without_target(path: str, target: str = "") -> Draft:
         config, recorded if tokenizer is None else tokenizer_fingerprint(tokenizer), tokenizer
     )
     if family == "mtp":
-        give_last_layer(own.decoder.model)
+        give_last_layer(own.runner.model)
     copied = any(name.endswith(COPIED) for name in importers.tensor_files(folder))
     if target and copied and family not in LANGUAGE_MODELS:
-        give_matrices(own.decoder.model, target)
+        give_matrices(own.runner.model, target)
     return load_draft(path, own)
 
 

@@ -41,7 +41,7 @@ class ActiveRequest:
 
 def check_draft_length(target: Target, k: int, name: str = "k") -> None:
     """UserError unless drafts of `k` tokens, the setting `name`, fit the target's context after one token."""
-    longest = target.decoder.context - 1
+    longest = target.runner.context - 1
     if not 1 <= k <= longest:
         raise UserError(
             f"{name} is {k}: give 1 to {longest}, since the context of {target.name} holds {longest + 1} tokens"
@@ -63,7 +63,7 @@ def check_draft_fits(target: Target, draft: Draft) -> None:
     """UserError for a draft that was made for another target, and for a draft of trees, or one that acts in the
     target's pass, and a target that takes neither."""
     for part in draft.parts():
-        own = part.target is None or part.target.decoder.model is target.decoder.model
+        own = part.target is None or part.target.runner.model is target.runner.model
         if (
             not own
             or part.tokenizer not in ("", target.fingerprint)
@@ -72,7 +72,7 @@ def check_draft_fits(target: Target, draft: Draft) -> None:
             raise UserError(
                 f"draft {draft.name!r} was loaded for another target than {target.name!r}: load it again for this one"
             )
-    if target.decoder.takes_trees:
+    if target.runner.takes_trees:
         return
     reason = None
     if draft.shape is not None:
@@ -89,7 +89,7 @@ def _has_vocabulary(draft: Draft, target: Target) -> bool:
     """Whether a language model as draft gives as many logits as the target."""
     if not isinstance(draft, CausalDraft | RecurrentDraft):
         return True
-    return draft.decoder.vocab_size == target.decoder.vocab_size
+    return draft.runner.vocab_size == target.runner.vocab_size
 
 
 def check_prompts(prompts: list[list[int]], context: int, max_new_tokens: int) -> None:
@@ -113,7 +113,7 @@ def check_tokens(
     """UserError for a token that the target does not embed; what stands for an image may be one."""
     for i, prompt in enumerate(prompts):
         if images is None or images[i] is None:
-            check_embedded(target.tokenizer, prompt, target.decoder.embedding_rows)
+            check_embedded(target.tokenizer, prompt, target.runner.embedding_rows)
 
 
 def check_images(
@@ -126,7 +126,7 @@ def check_images(
         raise UserError(
             f"images has {len(images)} entries for {len(prompts)} prompts: give one each"
         )
-    if not target.decoder.takes_images and any(one is not None for one in images):
+    if not target.runner.takes_images and any(one is not None for one in images):
         raise UserError(
             f"target {target.name!r} reads text only: leave the images out, or choose a vision-language target"
         )

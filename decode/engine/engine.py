@@ -91,13 +91,13 @@ class SpeculativeEngine:
         self.target, self.draft, self.mode = target, draft, mode
         self.grammar = grammar
         self.k, self.sampling, self.rule = k, sampling, rule
-        self.device = target.decoder.device
+        self.device = target.runner.device
         self.on_host = draft is not None and draft.on_host
         # A graph holds the addresses of its buffers, and most compiled code is of a number of slots.
         self.grows = mode == "eager" or (
             mode == "compiled"
             and self.device.type == "cpu"
-            and target.decoder.can_grow
+            and target.runner.can_grow
             and (draft is None or draft.can_grow())
         )
         self.max_slots = 1 if draft is None else draft.max_slots(k)
@@ -119,7 +119,7 @@ class SpeculativeEngine:
             check_draft_fits(target, draft)
         if mode not in MODES:
             raise UserError(f"no mode {mode!r}; there are {', '.join(MODES)}")
-        if mode != "eager" and not target.decoder.can_compile:
+        if mode != "eager" and not target.runner.can_compile:
             raise UserError(
                 f"mode {mode} is for causal targets with attention alone on one device: choose eager for target "
                 f"{target.name!r}"
@@ -166,7 +166,7 @@ class SpeculativeEngine:
         )
         request = Request()
         try:
-            request.claim(self.target.decoder, f"target {self.target.name!r}")
+            request.claim(self.target.runner, f"target {self.target.name!r}")
             for part in [] if self.draft is None else self.draft.parts():
                 request.claim(part, f"draft {part.name!r}")
             while True:
@@ -202,7 +202,7 @@ class SpeculativeEngine:
             # of a tree K is the depth, for which alone its tensors are made
             self.longest = max(self.longest, self.k) if draft.shape is None else self.k
             self.max_slots = draft.max_slots(self.longest + extra)
-        context = target.decoder.context
+        context = target.runner.context
         check_prompts(prompts, context, max_new_tokens)
         check_images(target, prompts, images)
         check_tokens(target, prompts, images)
@@ -215,7 +215,7 @@ class SpeculativeEngine:
         begin = prompts[:rows] if self.mode == "eager" else prompts
         self.constraint = None
         if matchers is not None:
-            self.constraint = RowConstraints(rows, target.decoder.vocab_size, target.eos)
+            self.constraint = RowConstraints(rows, target.runner.vocab_size, target.eos)
         size = slots = self.num_slots(begin, max_new_tokens)
         if self.grows:
             slots = self.slots_of_prompts(prompts[:rows])
@@ -273,7 +273,7 @@ class SpeculativeEngine:
         """
         if self.mode == "eager":
             return self.slots_of_prompts(prompts)
-        limit = min(max(map(len, prompts)) + max_new_tokens, self.target.decoder.context)
+        limit = min(max(map(len, prompts)) + max_new_tokens, self.target.runner.context)
         return _round_up_to_power_of_two(limit + self.spare_slots())
 
     def slots_of_prompts(self, prompts: list[list[int]]) -> int:
@@ -298,8 +298,8 @@ class SpeculativeEngine:
             pack_for_compiled_code()
         self.batch_shape = None if choose is not None else (rows, size)
         self.state.clear()
-        self.target.decoder.allocate(rows, slots)
-        self.target.decoder.capture_hidden_states(None if self.draft is None else self.draft.taps)
+        self.target.runner.allocate(rows, slots)
+        self.target.runner.capture_hidden_states(None if self.draft is None else self.draft.taps)
         context = DraftContext(
             rows, slots, self.longest, self.sampling, choose or self.rng,
             constraint=self.constraint, extra=extra,
@@ -339,7 +339,7 @@ class SpeculativeEngine:
         tokens = padded.to(device)
         length = torch.tensor([len(text) for text in texts], device=device)
         self._provide_slots(state, tokens.shape[1] + 2 * self.max_slots + 2)
-        prefill: Callable[..., torch.Tensor] = self.target.decoder.prefill
+        prefill: Callable[..., torch.Tensor] = self.target.runner.prefill
         if images is not None:
             prefill = partial(prefill, images=[images[request.prompt] for request in new.values()])
         logits = prefill(tokens, length, row)
@@ -350,7 +350,7 @@ class SpeculativeEngine:
         greedy = self.sampling.greedy
         first = logits.argmax(-1) if greedy else choose(warp(logits, self.sampling))
         if self.draft is not None:
-            features = None if self.draft.taps is None else self.target.decoder.features
+            features = None if self.draft.taps is None else self.target.runner.features
             self.draft.prefill(row, tokens, length, features)
         limit = torch.tensor([request.limit for request in new.values()], device=device)
         state.reset_rows(row, tokens, length, first, limit, self.target.eos_ids)
@@ -393,7 +393,7 @@ class SpeculativeEngine:
     def _mark_dynamic_slots(self) -> None:
         """Makes compiled code of any number of slots where it can be: also for engines that do not grow, so that all
         engines of a target run one code."""
-        target, draft = self.target.decoder, self.draft
+        target, draft = self.target.runner, self.draft
         if target.can_grow:
             target.cache.mark_dynamic()
         if draft is not None and draft.can_grow():
@@ -402,7 +402,7 @@ class SpeculativeEngine:
 
     def _kv_caches(self) -> list[StaticKVCache]:
         """The KV caches of target and draft."""
-        return [self.target.decoder.cache, *([] if self.draft is None else self.draft.kv_caches())]
+        return [self.target.runner.cache, *([] if self.draft is None else self.draft.kv_caches())]
 
     @torch.inference_mode()
     def _provide_slots(self, state: BatchState, count: int) -> None:
@@ -412,8 +412,8 @@ class SpeculativeEngine:
             self.batch_shape = None  # if `reserve` fails, the next request begins with new buffers
             state.reserve(size)
             self.batch_shape = (len(state.length), size)
-        if size > self.target.decoder.shape[1]:
-            self.target.decoder.reserve(size)
+        if size > self.target.runner.shape[1]:
+            self.target.runner.reserve(size)
             if self.draft is not None:
                 self.draft.reserve(size)
         if self.mode == "eager":

@@ -117,14 +117,14 @@ def run_round(
 
     With `skip_draft` the draft is not asked: no row that is being decoded is within its context any more.
     """
-    device = target.decoder.device
+    device = target.runner.device
     draft_part, target_part = propose, verify_and_commit
     if compiled:
         target_part = compile_function(verify_and_commit, device.type)
         if draft is not None and not draft.on_host:
             draft_part = compile_function(propose, device.type)
     start = synchronized_time(device, phases)
-    context, constrained = target.decoder.context, config.constrained
+    context, constrained = target.runner.context, config.constrained
     if draft is not None and skip_draft:
         proposal = draft_nothing(state, config, config.k if draft.shape is None else 0)
     elif draft is None or constrained is None:
@@ -201,13 +201,13 @@ def verify_and_commit(
     root = state.history.gather(1, state.length[:, None] - 1)
     fed = torch.cat([root, proposal.tokens.clamp_min(0)], 1)
     nodes = None if proposal.tree is None else proposal.tree.nodes
-    logits = target.decoder.step(fed, state.length - 1, nodes)
+    logits = target.runner.step(fed, state.length - 1, nodes)
     result = verify(proposal, logits, config)
     if proposal.tree is not None:
         assert result.path is not None
-        target.decoder.compact_kv_cache(state.length - 1, result.path)
+        target.runner.compact_kv_cache(state.length - 1, result.path)
     if reader is not None:
-        features = target.decoder.features
+        features = target.runner.features
         if result.path is not None:
             features = features.gather(1, result.path[..., None].expand(-1, -1, features.shape[-1]))
         reader.update_hidden_states(features, (result.accepted + 1).masked_fill(state.done, 0))

@@ -71,7 +71,7 @@ CHOICE_SETTINGS: dict[str, Any] = {
 class Target:
     """The model whose text is wanted faster, and its tokenizer."""
 
-    decoder: ModelRunner
+    runner: ModelRunner
     tokenizer: Any
     name: str
     """Folder or Hub name, as written into results."""
@@ -89,7 +89,7 @@ class Target:
     @cached_property
     def identity(self) -> ModelFingerprint:
         """What it is, wherever its files lie; weights that came from no files are None."""
-        folder = self.decoder.model.config.name_or_path
+        folder = self.runner.model.config.name_or_path
         return model_fingerprint(folder, self.revision, self.dtype)
 
     def describe(self) -> dict[str, Any]:
@@ -102,12 +102,12 @@ class Target:
     @property
     def is_encoder_decoder(self) -> bool:
         """Whether an encoder reads its prompts (decode/model/encoder_decoder)."""
-        return bool(self.decoder.model.config.is_encoder_decoder)
+        return bool(self.runner.model.config.is_encoder_decoder)
 
     @cached_property
     def eos_ids(self) -> torch.Tensor:
         """`eos` [E] in rising order, on the device of the model."""
-        return torch.tensor(sorted(self.eos), dtype=torch.long, device=self.decoder.device)
+        return torch.tensor(sorted(self.eos), dtype=torch.long, device=self.runner.device)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -492,23 +492,23 @@ def load_target(
     dtype: str = "float32",
     revision: str | None = None,
     with_layers: bool = True,
-    decoder: ModelRunner | None = None,
+    runner: ModelRunner | None = None,
 ) -> Target:
     """The target `name` (folder or Hub name), ready to decode. UserError when it cannot be loaded or decoded.
 
     Without its layers it cannot decode: it has the embedding, the final norm and the LM head, and `decoder.config`
-    describes the whole model. That is for training where a server computes its hidden states. `decoder` is the runner
+    describes the whole model. That is for training where a server computes its hidden states. `runner` is the runner
     of a model that is loaded already, in another way (decode/distributed).
     """
-    loaded = None if decoder is None else decoder.model
+    loaded = None if runner is None else runner.model
     model = loaded or load_model(name, "target", device, dtype, revision, with_layers)
     tokenizer = load_tokenizer(name, revision)
     check_tokenizer_size(tokenizer, model.get_input_embeddings().weight.shape[0], name)
-    decoder = decoder or build_runner(model)
+    runner = runner or build_runner(model)
     if not with_layers:
-        decoder.config = load_config(name, "target", revision).get_text_config(decoder=True)
+        runner.config = load_config(name, "target", revision).get_text_config(decoder=True)
     return Target(
-        decoder=decoder,
+        runner=runner,
         tokenizer=tokenizer,
         name=name,
         revision=vars(model.config).get("_commit_hash") or revision,

@@ -279,7 +279,7 @@ class ModelRunner:
 
 
 def check_plain_pass(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook for passes that no runner makes, such as `target.decoder.model(ids)`: their weights may have changed since
+    """A hook for passes that no runner makes, such as `target.runner.model(ids)`: their weights may have changed since
     the last request. UserError for a mask of padding in front of a text, which our attention would not see."""
     if torch.compiler.is_dynamo_compiling() or RUNNING.request is not None:
         return

@@ -174,7 +174,7 @@ def _run_vllm(
         stops=[item.stop for item in items],
         max_new_tokens=s.max_new_tokens,
         max_model_len=min(
-            target.decoder.context, vllm_client.context_length(prompts, k, s.max_new_tokens)
+            target.runner.context, vllm_client.context_length(prompts, k, s.max_new_tokens)
         ),
         eos=sorted(target.eos),
         sampling=sampling,

@@ -118,7 +118,7 @@ def _build_draft_alone(m: MethodConfig, target: Target, dtype: str) -> Draft:
     shape = tree_shape(m.tree)
     if m.alpha:
         cost = load_draft(m.draft, target, m.device or None, m.dtype or dtype) if m.draft else None
-        return SimulatedDraft(m.alpha, target.decoder.vocab_size, cost)
+        return SimulatedDraft(m.alpha, target.runner.vocab_size, cost)
     if m.draft:
         return load_draft(m.draft, target, m.device or None, m.dtype or dtype, shape)
     if m.dtype:

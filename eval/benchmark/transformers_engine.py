@@ -75,7 +75,7 @@ class TransformersEngine:
         return {"ids": answer, "seconds": seconds, "rounds": rounds, "accepted": None}
 
     def _generate(self, ids: torch.Tensor, item: TaskPrompt) -> torch.Tensor:
-        room = self.target.decoder.context - len(item.prompt_ids)
+        room = self.target.runner.context - len(item.prompt_ids)
         settings = generation_settings(
             self.model,
             self.target.eos,

@@ -71,7 +71,7 @@ def measure_steps(
             arguments = engines[method], method, batch, seeds, context.max_new_tokens
             with contextlib.suppress(Exception):  # the timed pass has named what fails
                 own = decode_batch(*arguments, phases[method])
-                if context.target.decoder.device.type == "cuda":
+                if context.target.runner.device.type == "cuda":
                     own = decode_batch(*arguments)  # clocks of phases make rounds slower there
                 records[method] += own
     found = {}
@@ -105,7 +105,7 @@ def measure_gpu_utilisation(
 
     None without a GPU or without NVML. NVML calls a GPU busy while any kernel runs, however small.
     """
-    device = context.target.decoder.device
+    device = context.target.runner.device
     if device.type != "cuda":
         return None
     engine = SpeculativeEngine(context.target, sampling=sampling)

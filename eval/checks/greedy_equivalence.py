@@ -74,7 +74,7 @@ def reference_greedy_output(
 
     ids = torch.tensor([prompt], device=model.device)
     prepare_generate(model)
-    room = min(max_new_tokens, target.decoder.context - len(prompt))
+    room = min(max_new_tokens, target.runner.context - len(prompt))
     # Without a mask, generate() takes id 0 for padding and masks it in the prompt.
     out = model.generate(
         ids,

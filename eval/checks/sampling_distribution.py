@@ -140,7 +140,7 @@ def sample_pit_values(
         target, draft, k=max(1, method.k), sampling=sampling, rule=method.rule
     )
     rng = np.random.default_rng(seed)
-    room = target.decoder.context
+    room = target.runner.context
     prompts = [item.prompt_ids for item in items if len(item.prompt_ids) < room]
     parts: list[PITValues] = []
     total = batch = 0

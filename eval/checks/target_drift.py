@@ -66,13 +66,13 @@ def measure_target_drift(
 @torch.inference_mode()
 def _score_answer(old: Target, new: Target, prompt: list[int], answer: list[int]) -> list[float]:
     """[tokens, -log p_old, -log p_new, KL(old || new), equal argmaxes], each summed over the answer's tokens."""
-    text = torch.tensor([prompt + answer], device=old.decoder.device)
+    text = torch.tensor([prompt + answer], device=old.runner.device)
     start = torch.zeros(1, dtype=torch.long, device=text.device)
     log_probs = []
     for target in (old, new):
-        target.decoder.capture_hidden_states(None)
-        target.decoder.allocate(1, text.shape[1])
-        logits = target.decoder.step(text[:, :-1], start)[0, len(prompt) - 1 :]
+        target.runner.capture_hidden_states(None)
+        target.runner.allocate(1, text.shape[1])
+        logits = target.runner.step(text[:, :-1], start)[0, len(prompt) - 1 :]
         log_probs.append(torch.log_softmax(logits.float(), -1))
     log_p, log_q = log_probs
     label = text[0, len(prompt) :, None]

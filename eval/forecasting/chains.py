@@ -71,10 +71,10 @@ def check_room(target: Target, items: Sequence[TaskPrompt], s: ChainSettings) ->
     if s.max_new_tokens < 2:
         raise UserError("max_new_tokens is 1: give at least 2, since prefill gives the first token")
     size = max(len(item.prompt_ids) for item in items) + s.max_new_tokens + 2 * s.k
-    if size > target.decoder.context:
+    if size > target.runner.context:
         raise UserError(
             f"prompts, answers and drafts take up to {size} tokens and the context of {target.name} holds "
-            f"{target.decoder.context}: give shorter prompts, a smaller max_new_tokens or k"
+            f"{target.runner.context}: give shorter prompts, a smaller max_new_tokens or k"
         )
 
 
@@ -126,12 +126,12 @@ def follow_texts(
     The texts are equally long. Each step of the target commits one token, as a round would that accepts nothing, so
     that a draft's state is what decoding gives it.
     """
-    decoder, rows = target.decoder, len(prompts)
-    text = torch.tensor([list(x) for x in texts], device=decoder.device)
+    runner, rows = target.runner, len(prompts)
+    text = torch.tensor([list(x) for x in texts], device=runner.device)
     count, starts = text.shape[1], s.max_new_tokens - 1
     greedy = s.temperature == 0
     sampling = SamplingParams(1.0 if greedy else s.temperature)  # only the order of q counts then
-    follower = TextFollower(decoder.vocab_size, draft.vocab_ids)
+    follower = TextFollower(runner.vocab_size, draft.vocab_ids)
     history, length, logits = begin(target, draft, prompts, count, s.k, sampling, follower)
     p, chains = [], []
     for i in range(count):
@@ -145,11 +145,11 @@ def follow_texts(
             follower.follow(text[:, i + 1 : i + 1 + s.k])
             chains.append(read_chain(draft.propose(history, length, s.k), follower.tokens))
         if i + 1 < count:
-            logits = decoder.step(token, length - 1)[:, -1]
+            logits = runner.step(token, length - 1)[:, -1]
             if draft.taps is not None:
-                reader, states = draft.state_reader(), decoder.features
+                reader, states = draft.state_reader(), runner.features
                 reader.update_hidden_states(states, torch.ones_like(length))
-    decoder.capture_hidden_states(None)
+    runner.capture_hidden_states(None)
     window = torch.arange(starts)[:, None] + 1 + torch.arange(s.k)
     chances = torch.stack(p, 1).double()[:, window]  # [B, S, K]
     q, best, drafted = (torch.stack(column, 1).numpy() for column in zip(*chains, strict=True))
@@ -167,22 +167,22 @@ def begin(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(history [B, S], length [B], logits [B, V]) once target and draft have read the prompts and have room for `count`
     more tokens."""
-    decoder = target.decoder
-    length = torch.tensor([len(x) for x in prompts], device=decoder.device)
+    runner = target.runner
+    length = torch.tensor([len(x) for x in prompts], device=runner.device)
     width, rows = int(length.max()), len(prompts)
     size = width + count + 2 * draft.max_slots(k) + 2
-    history = torch.zeros(rows, size, dtype=torch.long, device=decoder.device)
+    history = torch.zeros(rows, size, dtype=torch.long, device=runner.device)
     for line, prompt in zip(history, prompts, strict=True):
-        line[: len(prompt)] = torch.tensor(prompt, device=decoder.device)
+        line[: len(prompt)] = torch.tensor(prompt, device=runner.device)
     begin_request()
-    decoder.allocate(rows, size)
-    decoder.capture_hidden_states(draft.taps)
+    runner.allocate(rows, size)
+    runner.capture_hidden_states(draft.taps)
     draft.begin_batch(DraftContext(rows, size, k, sampling, follower))
-    for cache in [decoder.cache, *draft.kv_caches()]:
+    for cache in [runner.cache, *draft.kv_caches()]:
         cache.slots.show(size)
-    row = torch.arange(rows, device=decoder.device)
-    logits = decoder.prefill(history[:, :width], length, row)
-    features = None if draft.taps is None else decoder.features
+    row = torch.arange(rows, device=runner.device)
+    logits = runner.prefill(history[:, :width], length, row)
+    features = None if draft.taps is None else runner.features
     draft.prefill(row, history[:, :width], length, features)
     return history, length, logits
 

@@ -215,7 +215,7 @@ def _encode(
     target: Target, prompt: str | Messages, tools: Tools | None, arguments: Arguments | None
 ) -> list[int]:
     ids = encode_prompt(target.tokenizer, prompt, tools, arguments)
-    check_embedded(target.tokenizer, ids, target.decoder.embedding_rows)
+    check_embedded(target.tokenizer, ids, target.runner.embedding_rows)
     return ids
 
 
@@ -239,11 +239,11 @@ def _is_text_list(turns: Any) -> bool:
 
 
 def _context_error(ids: list[int], target: Target) -> str:
-    if len(ids) < target.decoder.context:
+    if len(ids) < target.runner.context:
         return ""
     return (
         f"is a prompt of {len(ids)} tokens, the context of {target.name} holds "
-        f"{target.decoder.context}"
+        f"{target.runner.context}"
     )
 
 

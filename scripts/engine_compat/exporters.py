@@ -169,7 +169,7 @@ def export_hf(path: str, name: str, out: Path) -> None:
     target, path = load_target(name, "cpu"), adapter_folder(path, "draft") or path
     check_vocabulary(path, target)
     model = load_model(path, "draft", "cpu", _config_dtype(path))
-    size, wanted = model.get_output_embeddings().weight.shape[0], target.decoder.vocab_size
+    size, wanted = model.get_output_embeddings().weight.shape[0], target.runner.vocab_size
     ids = load_ids(path, min(size, wanted))
     out.mkdir(parents=True, exist_ok=True)
     draft_vocab.save_ids(out, ids)

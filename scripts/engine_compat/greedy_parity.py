@@ -48,8 +48,8 @@ def logit_gap(target: Target, prompt: list[int], a: list[int], b: list[int]) -> 
     if at is None:
         return None
     text = torch.tensor([prompt + a[:at]])
-    target.decoder.allocate(1, text.shape[1] + 1)
-    logits = target.decoder.prefill(text, torch.tensor([text.shape[1]]))
+    target.runner.allocate(1, text.shape[1] + 1)
+    logits = target.runner.prefill(text, torch.tensor([text.shape[1]]))
     best = logits[0].float().topk(2).values
     return float(best[0] - best[1])
 

@@ -123,7 +123,7 @@ def run_llamacpp(
         write = write_gguf if draft_family(s.draft) == "causal" else gguf_heads.write_head
         write(s.draft, draft, target=s.target)
         kind = find_family(s.draft).engines.llamacpp
-        context = min(target.decoder.context, longest)
+        context = min(target.runner.context, longest)
         with llamacpp_server.llama_server(server, served, draft, kind, s.k, context) as url:
             return [
                 llamacpp_server.answer(url, item.prompt_ids, s.max_new_tokens, s.k)
@@ -234,7 +234,7 @@ def main(s: LlamaCppParityConfig) -> None:
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft), "k": s.k, "max_new_tokens": s.max_new_tokens,
         "llamacpp": version, "served_target": s.target_gguf or "float32",
         "reduced_vocabulary": draft_family(s.draft) == "causal"
-        and causal.load_ids(s.draft, target.decoder.vocab_size) is not None,
+        and causal.load_ids(s.draft, target.runner.vocab_size) is not None,
         **found, "totals": totals, **provenance.collect(),
     }  # fmt: skip
     line = json.dumps(result)

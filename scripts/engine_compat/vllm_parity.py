@@ -151,7 +151,7 @@ def context_length(
     target: Target, prompts: Sequence[list[int]], k: int, max_new_tokens: int
 ) -> int:
     """The context length that vLLM needs for these prompts, at most the target's."""
-    return min(target.decoder.context, vllm_client.context_length(prompts, k, max_new_tokens))
+    return min(target.runner.context, vllm_client.context_length(prompts, k, max_new_tokens))
 
 
 def counts_array(side: Sequence[PromptCounts]) -> np.ndarray[Any, Any]:

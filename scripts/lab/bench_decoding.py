@@ -240,12 +240,12 @@ def load_prompt_ids(s: BenchDecodingConfig, target: Target) -> list[list[int]]:
     kind: Literal["file", "bundled"] = "file" if s.prompts else "bundled"
     source = PromptSource(kind, s.prompts or "all", limit=s.count)
     encoded = [encode_prompt(target.tokenizer, prompt) for prompt in read_prompts([source], s.seed)]
-    room = target.decoder.context - s.max_new_tokens
+    room = target.runner.context - s.max_new_tokens
     fitting = [ids for ids in encoded if len(ids) <= room]
     if not fitting:
         raise UserError(
             f"no prompt of {source.path} leaves room for {s.max_new_tokens} tokens in the context of {target.name}, "
-            f"which holds {target.decoder.context}: lower --max_new_tokens"
+            f"which holds {target.runner.context}: lower --max_new_tokens"
         )
     return sorted((fitting[i % len(fitting)] for i in range(s.count)), key=len)
 

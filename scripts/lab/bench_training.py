@@ -203,7 +203,7 @@ def measure_cell(family: str, size: str, s: BenchTrainingConfig) -> dict[str, An
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     batch = collate(rows, pad_id=0).to(device)
     train_step(trainee, batch, optimizer)
-    clock = StepProfiler(target.decoder.device)
+    clock = StepProfiler(target.runner.device)
     times = [clock.now()]
     for _ in range(s.steps):
         train_step(trainee, batch, optimizer)
@@ -211,8 +211,8 @@ def measure_cell(family: str, size: str, s: BenchTrainingConfig) -> dict[str, An
     seconds = statistics.median(
         end - start for start, end in itertools.pairwise(times)
     )  # one may stall
-    shares = StepProfiler(target.decoder.device)
-    shares.attach("target", [target.decoder.model])
+    shares = StepProfiler(target.runner.device)
+    shares.attach("target", [target.runner.model])
     shares.attach("draft", [m for m in trainee.model.modules() if m is not trainee.model])
     with shares.section("forward"):
         sums = trainee.loss(trainee.model, batch)

@@ -173,7 +173,7 @@ def measure_batches(
     target: Target, s: FloorConfig, prompts: Sequence[list[int]]
 ) -> list[dict[str, Any]]:
     """One dict for sampling at each number of rows, features and training; times in milliseconds, shares of 1."""
-    layers = linear_layers(target.decoder.model)
+    layers = linear_layers(target.runner.model)
     found: list[dict[str, Any]] = []
     plain, nucleus = SamplingParams(1.0), SamplingParams(1.0, top_p=0.9)
     for rows in s.sampled_rows:
@@ -187,7 +187,7 @@ def measure_batches(
         )  # fmt: skip
     if s.samples:
         samples = sample_rows(prompts, s.samples, s.sample_tokens)
-        body = body_layers(target.decoder.model)
+        body = body_layers(target.runner.model)
         tokens = s.samples * s.sample_tokens
         floor = fastest_ms(body, tokens, 2)
         rate = 2 * tokens * sum(layer.weight.numel() for layer in body) / floor
@@ -228,7 +228,7 @@ def main(s: FloorConfig) -> None:
         raise UserError("rows is empty: give at least one number")
     check_file(s.out)
     target = load_target(s.target, s.device, s.dtype, s.revision)
-    model, device = target.decoder.model, target.decoder.device
+    model, device = target.runner.model, target.runner.device
     prompts = [item.prompt_ids for item in load_fitting_prompts(s.tasks, target)]
     layers = linear_layers(model)
     weights = sum(layer.weight.numel() for layer in layers)

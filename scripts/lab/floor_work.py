@@ -138,24 +138,24 @@ def vocabulary_ms(
     target: Target, prompts: Sequence[list[int]], rows: int, sampling: SamplingParams, repeats: int
 ) -> float:
     """Milliseconds of what a round does with the logits of `rows` rows, which are those after the prompts."""
-    decoder = target.decoder
+    runner = target.runner
     texts = [prompt[-64:] for prompt in prompts[:rows]]
-    length = torch.tensor([len(text) for text in texts], device=decoder.device)
+    length = torch.tensor([len(text) for text in texts], device=runner.device)
     tokens = torch.zeros(len(texts), int(length.max()), dtype=torch.long)
     for line, text in zip(tokens, texts, strict=True):
         line[: len(text)] = torch.tensor(text)
-    decoder.allocate(len(texts), tokens.shape[1] + 1)
-    logits = decoder.prefill(tokens.to(decoder.device), length)
+    runner.allocate(len(texts), tokens.shape[1] + 1)
+    logits = runner.prefill(tokens.to(runner.device), length)
     logits = logits[torch.arange(rows) % len(texts)][:, None]
-    none = Proposal(torch.zeros(rows, 0, dtype=torch.long, device=decoder.device), None)
-    rng = CounterRNG(torch.arange(rows, device=decoder.device))
+    none = Proposal(torch.zeros(rows, 0, dtype=torch.long, device=runner.device), None)
+    rng = CounterRNG(torch.arange(rows, device=runner.device))
     config = StepConfig(1, sampling, rng)
 
     def after_logits() -> None:
         verify(none, logits, config)
         has_finite_logits(logits)
 
-    return MS * fastest_seconds(after_logits, repeats, decoder.device)
+    return MS * fastest_seconds(after_logits, repeats, runner.device)
 
 
 def sample_rows(prompts: Sequence[list[int]], count: int, length: int) -> list[SampleRow]:
@@ -172,7 +172,7 @@ def sample_rows(prompts: Sequence[list[int]], count: int, length: int) -> list[S
 
 def head_taps(target: Target) -> HiddenStateSpec:
     """Three layers, low, middle and high, as EAGLE-3 reads them."""
-    layers = len(layer_stack(target.decoder.model))
+    layers = len(layer_stack(target.runner.model))
     return HiddenStateSpec(tuple(sorted({min(2, layers - 1), layers // 2, max(0, layers - 3)})))
 
 
@@ -184,13 +184,13 @@ def extraction_ms(target: Target, rows: Sequence[SampleRow]) -> float:
     kinds = [hidden_state_schema(spec, live.hidden) for spec in (taps, final)]
     assert kinds[1].name == FINAL_STATES
     return MS * fastest_seconds(
-        lambda: extract_features(live, 0, rows, kinds), 2, target.decoder.device
+        lambda: extract_features(live, 0, rows, kinds), 2, target.runner.device
     )
 
 
 def head_config(target: Target) -> DraftConfig:
     """The draft that is trained."""
-    vocab = min(HEAD_VOCAB, target.decoder.vocab_size)
+    vocab = min(HEAD_VOCAB, target.runner.vocab_size)
     taps = list(head_taps(target).layers)
     return DraftConfig(family="eagle3", vocab=vocab, steps=HEAD_STEPS, taps=taps)
 
@@ -198,21 +198,21 @@ def head_config(target: Target) -> DraftConfig:
 def training_flops(target: Target, rows: Sequence[SampleRow]) -> float:
     """Operations of a training step on these samples, those of the live target included."""
     length = len(rows[0]["input_ids"])
-    run = ShapeRun(DistillConfig(draft=head_config(target)), target.decoder.model.config)
+    run = ShapeRun(DistillConfig(draft=head_config(target)), target.runner.model.config)
     return len(rows) * run.step(made_up_rows(1, length, length // 2, run.vocab), False).flops
 
 
 @contextmanager
 def mixed_precision(target: Target) -> Iterator[None]:
     """bf16 products of fp32 weights where the target is bf16."""
-    device, dtype = target.decoder.device.type, target.decoder.model.dtype
+    device, dtype = target.runner.device.type, target.runner.model.dtype
     with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         yield
 
 
 def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.Tensor]:
     """An optimiser step of an EAGLE-3 head on these samples with the live target as teacher; it returns the loss."""
-    device = target.decoder.device
+    device = target.runner.device
     torch.manual_seed(0)
     settings = DistillConfig(draft=head_config(target))
     context = FamilyContext(settings, target, rows, str(device))
@@ -234,4 +234,4 @@ def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.T
 
 def training_ms(target: Target, rows: list[SampleRow]) -> float:
     """Milliseconds of `training_step`."""
-    return MS * fastest_seconds(training_step(target, rows), 2, target.decoder.device)
+    return MS * fastest_seconds(training_step(target, rows), 2, target.runner.device)

@@ -87,16 +87,16 @@ def decode_in(
     engine = SpeculativeEngine(target, draft, k=s.k, mode=mode)
     seconds, ids = 0.0, list[list[int]]()
     for _ in range(2):  # the first turn loads, compiles and captures
-        synchronize(target.decoder.device)
+        synchronize(target.runner.device)
         start = time.perf_counter()
         rounds = engine.speculate(prompts, rows=s.rows, max_new_tokens=s.max_new_tokens)
         ids = [record.output_ids for record in collect_outputs(prompts, rounds)]
-        synchronize(target.decoder.device)
+        synchronize(target.runner.device)
         seconds = time.perf_counter() - start
     records = engine.speculate(prompts[: s.rows], rows=s.rows, max_new_tokens=s.max_new_tokens)
     for _ in range(3 * s.rows):  # first tokens come from prefill, which may upload its prompts
         next(records, None)
-    waits = find_waits(target.decoder.device, lambda: [next(records, None) for _ in range(8)])
+    waits = find_waits(target.runner.device, lambda: [next(records, None) for _ in range(8)])
     return {"ids": ids, "tokens_per_second": sum(map(len, ids)) / seconds, "waits": waits}
 
 
@@ -104,7 +104,7 @@ def measure(s: GpuSmokeConfig, target: Target, draft: Draft) -> dict[str, Any]:
     """{decoding: a row for each draft and mode, training: losses, problems: a line each}."""
     tasks = [Task(name, limit=s.rows) for name in ("code", "prose")]
     prompts = [item.prompt_ids for task in tasks for item in load_task_prompts(task, target)]
-    device, rows, problems, losses = target.decoder.device, list[Any](), list[str](), list[float]()
+    device, rows, problems, losses = target.runner.device, list[Any](), list[str](), list[float]()
     if device.type == "cuda" and not find_waits(device, torch.zeros(1, device=device).item):
         problems.append("waits: a planted wait was not seen, so no wait would be")
     for name, own in (("plain", None), (draft.name, draft)):

@@ -206,7 +206,7 @@ TABLE: dict[str, Case] = {
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("target")
-    small_target().decoder.model.save_pretrained(folder)
+    small_target().runner.model.save_pretrained(folder)
     return str(folder)
 
 
@@ -289,7 +289,7 @@ def test_mtp_layers_agree(change: str, tmp_path: Path) -> None:
     assert bool(said) == (change in reason)
     assert len(lines) == (change == "a second layer")
     target = tmp_path / "target"
-    own.decoder.model.save_pretrained(target)
+    own.runner.model.save_pretrained(target)
     found = check_draft_files(str(tmp_path), "vllm", target=str(target))
     assert [f.what for f in found if f.rule == DECODER_RULE] == ([said] if said else [])
 

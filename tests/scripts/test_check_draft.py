@@ -40,7 +40,7 @@ SERVED = {
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("target")
-    small_target().decoder.model.save_pretrained(folder)
+    small_target().runner.model.save_pretrained(folder)
     return str(folder)
 
 
@@ -54,7 +54,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, target: str) -> dict[str, Pat
         if family in ("eagle3", "narrow"):
             ids, width = ids_of(family, V), 8 if family == "narrow" else 0
             size = V if ids is None else len(ids)
-            config = layouts.eagle3_config(own.decoder.config, V, size, (2, 4, 5), width)
+            config = layouts.eagle3_config(own.runner.config, V, size, (2, 4, 5), width)
             net: Any = randomise(
                 Eagle3Model(llama_config(config), HiddenStateSpec((2, 4, 5)), ids), 0
             )
@@ -176,7 +176,7 @@ def test_taps_are_right_in_every_engine_or_said(
     """Catches layers other than the default ones read as those: vLLM and SGLang find them, TensorRT-LLM is told."""
     own, ids = small_target(), ids_of("eagle3", V)
     assert ids is not None
-    config = layouts.eagle3_config(own.decoder.config, V, len(ids), layers)
+    config = layouts.eagle3_config(own.runner.config, V, len(ids), layers)
     net: Any = randomise(Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids), 0)
     layouts.save_heads(tmp_path, config, net, torch.float32, ids)
     facts = json.loads((good["eagle3"] / METADATA_FILE).read_text())

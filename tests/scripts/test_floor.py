@@ -86,7 +86,7 @@ def test_the_floor_of_training_counts_the_head_and_the_live_target() -> None:
     target = tiny_target(tiny_model("llama"))
     rows = floor_work.sample_rows([[1, 2, 3]], 2, 24)
     assert [row["input_ids"][:4] for row in rows] == [[1, 2, 3, 1]] * 2
-    body = sum(layer.weight.numel() for layer in floor_work.body_layers(target.decoder.model))
+    body = sum(layer.weight.numel() for layer in floor_work.body_layers(target.runner.model))
     one, two = (floor_work.training_flops(target, rows[:n]) for n in (1, 2))
     assert two == pytest.approx(2 * one)
     assert one > 2 * 24 * body

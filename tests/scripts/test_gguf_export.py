@@ -70,12 +70,12 @@ def test_what_is_read_again_is_the_model(
     path = save(tmp_path / "model", arch, **changes)
     original = load_target(path, "cpu")
     target = read_back(path, tmp_path / "model.gguf")
-    assert torch.equal(logits(target.decoder.model), logits(original.decoder.model))
+    assert torch.equal(logits(target.runner.model), logits(original.runner.model))
     assert target.fingerprint == original.fingerprint
     assert target.tokenizer.chat_template == TEMPLATE
     assert target.eos == original.eos
     assert target.eos >= {*ENDS}
-    assert target.decoder.context == original.decoder.context
+    assert target.runner.context == original.runner.context
 
 
 def test_all_named_templates_are_written_and_read_again(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_head_that_is_there_is_written(
     head = torch.randn(stored["model.embed_tokens.weight"].shape)
     save_file(stored | {"lm_head.weight": head}, path / "model.safetensors", {"format": "pt"})
     target = save(tmp_path / "target", arch, rows=rows) if rows else ""
-    model = read_back(str(path), tmp_path / "model.gguf", target=target).decoder.model
+    model = read_back(str(path), tmp_path / "model.gguf", target=target).runner.model
     assert torch.equal(model.lm_head.weight[:4096], head)
     assert torch.equal(model.model.embed_tokens.weight[:4096], stored["model.embed_tokens.weight"])
     assert len(model.lm_head.weight) == (rows or 4096)
@@ -121,7 +121,7 @@ def test_a_head_that_is_the_embedding_is_written_once(tmp_path: Path) -> None:
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
     save_file(stored, path / "model.safetensors", {"format": "pt"})
     original = load_model(str(path), "target", "cpu", "float32")
-    model = read_back(str(path), tmp_path / "model.gguf").decoder.model
+    model = read_back(str(path), tmp_path / "model.gguf").runner.model
     assert model.config.tie_word_embeddings
     assert torch.equal(logits(model), logits(original))
 
@@ -133,14 +133,14 @@ def test_rows_in_transformers_order_are_seen(
     path = save(tmp_path / "model")
     monkeypatch.setattr(gguf_export, "in_gguf_order", lambda key, array, config: array)
     wrong = read_back(path, tmp_path / "model.gguf")
-    assert not torch.allclose(logits(wrong.decoder.model), logits(load_target(path, "cpu").decoder.model))  # fmt: skip
+    assert not torch.allclose(logits(wrong.runner.model), logits(load_target(path, "cpu").runner.model))  # fmt: skip
 
 
 @pytest.mark.parametrize(("dtype", "number"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])  # fmt: skip
 def test_matrices_are_rounded_once(dtype: Any, number: torch.dtype, tmp_path: Path) -> None:
     """Catches a type that is written and not said, or norms that lose bits."""
     path = save(tmp_path / "model")
-    got = read_back(path, tmp_path / "model.gguf", dtype=dtype).decoder.model.state_dict()
+    got = read_back(path, tmp_path / "model.gguf", dtype=dtype).runner.model.state_dict()
     for name, value in load_model(path, "target", "cpu", "float32").state_dict().items():
         assert torch.equal(got[name], value.to(number).float() if value.ndim > 1 else value), name
 
@@ -173,7 +173,7 @@ def test_llamacpp_drafts_trained_tokens_alone(
     own = logits(load_model(path, "draft", "cpu", "float32"))
     assert not torch.isin(own.argmax(-1), ids).all()
     save_ids(tmp_path / "model", ids)
-    got = logits(read_back(path, tmp_path / "draft.gguf", dtype=dtype, target=target).decoder.model)
+    got = logits(read_back(path, tmp_path / "draft.gguf", dtype=dtype, target=target).runner.model)
     assert got.shape[-1] == 4100
     assert torch.isin(got.argmax(-1), ids).all()
     if dtype == "float32":

@@ -58,7 +58,7 @@ def own() -> Target:
 
 def save_heads(folder: Path, own: Target, family: str, **changes: Any) -> Path:
     """Random heads for the bundled target, as training saves them; `changes` go into config.json."""
-    config, size = own.decoder.config, int(changes.pop("draft_vocab_size", V))
+    config, size = own.runner.config, int(changes.pop("draft_vocab_size", V))
     ids = None if size == V else torch.arange(0, V, V // size)[:size] + 1
     taps, norms = changes.pop("taps", (2, 6, 9)), changes.pop("norms", ())
     net: Any
@@ -70,7 +70,7 @@ def save_heads(folder: Path, own: Target, family: str, **changes: Any) -> Path:
         rank = 24 if family == "dspark" else 0
         fields = layouts.dflash_config(config, V, size, taps, 2, 5, 7, rank) | changes
         net = DFlashModel(
-            llama_config(fields), HiddenStateSpec(taps), ids, LMHead(own.decoder.model)
+            llama_config(fields), HiddenStateSpec(taps), ids, LMHead(own.runner.model)
         )
     layouts.save_heads(folder, fields, randomise(net, 0), torch.bfloat16, ids)
     facts = {"family": family, "tokenizer_hash": own.fingerprint, "norms": list(norms)}
@@ -226,7 +226,7 @@ def test_a_head_without_a_matrix_takes_the_targets(own: Target, tmp_path: Path) 
     head = tensors.pop("lm_head.weight")
     layouts.write_checkpoint(draft, json.loads((draft / "config.json").read_text()), tensors)
     assert "output.weight" not in exported(draft, tmp_path / "out").tensors
-    embedding = own.decoder.model.get_input_embeddings().weight.detach().clone()
+    embedding = own.runner.model.get_input_embeddings().weight.detach().clone()
     copies = tensors | {"lm_head.weight": head, "embed_tokens.weight": embedding}
     layouts.write_checkpoint(draft, json.loads((draft / "config.json").read_text()), copies)
     found = exported(draft, tmp_path / "copies").tensors
@@ -248,8 +248,8 @@ def test_matrices_are_rounded_and_vectors_are_not(dtype: Any, own: Target, tmp_p
 
 def test_positions_of_four_sections_are_one_in_text(own: Target) -> None:
     """Catches a DFlash draft of a target with M-RoPE whose positions llama.cpp would read otherwise."""
-    fields = layouts.dflash_config(own.decoder.config, V, V, (3,), 2, 5, 7, 0)
-    head = LMHead(own.decoder.model)
+    fields = layouts.dflash_config(own.runner.config, V, V, (3,), 2, 5, 7, 0)
+    head = LMHead(own.runner.model)
     net = DFlashModel(llama_config(fields), HiddenStateSpec((3,)), None, head)
     sections = {"rope_parameters": {"mrope_section": [8, 12, 12]}}
     keys = gguf_heads.head_keys("dflash", net, sections)

@@ -235,7 +235,7 @@ def test_vllm_accepts_what_we_accept(family: str, tmp_path: Path) -> None:
         from tests.heads import net_of, save
 
         target = load_target(str(ROOT / "assets/target"), "cpu")
-        draft = save(tmp_path / family, family, net_of(family, target), target, target.decoder.model.dtype)  # fmt: skip
+        draft = save(tmp_path / family, family, net_of(family, target), target, target.runner.model.dtype)  # fmt: skip
     done = subprocess.run(
         [sys.executable, "scripts/referee.py", draft, "--target", "assets/target", "--k", "3",
          "--max_new_tokens", "16", "--tasks", "[{name: code, limit: 2}]"],

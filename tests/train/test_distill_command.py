@@ -435,7 +435,7 @@ def test_samples_longer_than_the_draft_are_said(
     """Catches labels where the draft will never draft trained on without a word, and a warning about others."""
     small = worlds.save(
         tmp_path / "small",
-        tiny_model("llama", vocab_size=target.decoder.vocab_size, max_position_embeddings=16),
+        tiny_model("llama", vocab_size=target.runner.vocab_size, max_position_embeddings=16),
         target.tokenizer,
     )
     rows = [

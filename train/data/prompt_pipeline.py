@@ -110,11 +110,11 @@ class TargetTokenizer:
             target.revision,
             target.tokenizer,
             target.fingerprint,
-            target.decoder.context,
+            target.runner.context,
             target.eos,
             target.is_encoder_decoder,
             target.identity,
-            embedded=target.decoder.embedding_rows,
+            embedded=target.runner.embedding_rows,
         )
 
 

@@ -150,4 +150,4 @@ def matrix_parameters(part: nn.Module) -> list[nn.Parameter]:
 
 
 def model_dtype(target: Target) -> torch.dtype:
-    return target.decoder.model.dtype
+    return target.runner.model.dtype

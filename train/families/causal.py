@@ -172,7 +172,7 @@ def init_vocabulary(context: FamilyContext) -> tuple[Tensor | None, dict[str, An
     tokens, always with those that end a text.
     """
     s, target = context.config.draft, context.target
-    vocab = target.decoder.vocab_size
+    vocab = target.runner.vocab_size
     ids = None
     if context.init_shape is not None:  # of a draft on the Hub the whole vocabulary is counted
         ids = draft_vocab.read_ids(s.init, vocab, {})
@@ -201,7 +201,7 @@ def build_causal_lm(s: DraftConfig, target: Target, device: str, shape: Any = No
         )
     if s.init_config:
         return random_init(s.init_config, target).to(device)
-    model = load_init(s, target, device, shape) if s.init else target.decoder.model
+    model = load_init(s, target, device, shape) if s.init else target.runner.model
     check_layers(model, s)
     if not s.init:
         return copy_layers(model, s.layers)
@@ -222,14 +222,14 @@ def load_init(s: DraftConfig, target: Target, device: str, shape: Any = None) ->
     else:
         check_vocabulary(s.init, target)
         model = load_model(s.init, "draft", device, "float32")
-    resize_vocabulary(model, target.decoder.vocab_size)
+    resize_vocabulary(model, target.runner.vocab_size)
     return model
 
 
 def check_same_kind(model: Any, target: Target) -> None:
     """UserError unless draft and target are both causal LMs or both encoder-decoders: they read the same batches."""
     kinds = {False: "a causal LM", True: "an encoder-decoder"}
-    own, wanted = (m.config.is_encoder_decoder for m in (model, target.decoder.model))
+    own, wanted = (m.config.is_encoder_decoder for m in (model, target.runner.model))
     if own != wanted:
         raise UserError(
             f"the draft is {kinds[own]} and the target {kinds[wanted]}: give a draft.init of the target's kind"
@@ -281,9 +281,9 @@ def random_init_config(changes: dict[str, Any], config: Any, vocab: int) -> Any:
 def random_init(changes: dict[str, Any], target: Target) -> Any:
     """A model of the target's kind with random weights; UserError if there can be none with these `changes`."""
     try:
-        own = target.decoder.model.config
-        whole = own if own.is_encoder_decoder else target.decoder.config
-        config = random_init_config(changes, whole, target.decoder.vocab_size)
+        own = target.runner.model.config
+        whole = own if own.is_encoder_decoder else target.runner.config
+        config = random_init_config(changes, whole, target.runner.vocab_size)
         return auto_class(config).from_config(config, dtype=torch.float32)
     except UserError:
         raise

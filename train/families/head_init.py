@@ -70,7 +70,7 @@ def check_against_saved(s: DraftConfig, **saved: Any) -> None:
 
 def check_widths(target: Target) -> None:
     """UserError unless the target's embedding and LM head are as wide as its layers."""
-    model, hidden = target.decoder.model, target.decoder.config.hidden_size
+    model, hidden = target.runner.model, target.runner.config.hidden_size
     for what, part in (
         ("embedding", model.get_input_embeddings()),
         ("LM head", model.get_output_embeddings()),

@@ -87,7 +87,7 @@ class FlopsCounter:
         whole, teacher = len(rows) * self.sample_flops(*mean)
         own = whole - teacher
         if s.features and s.features_top > 0:  # the target's distributions come from disk
-            head = self.run.target.decoder.model.get_output_embeddings().weight
+            head = self.run.target.runner.model.get_output_embeddings().weight
             own -= 2 * labels * head.numel()
         generated = 0.0
         if self.on_policy is not None:

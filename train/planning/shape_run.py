@@ -316,7 +316,7 @@ class ShapeRun:
             with memory.phase(TARGET):
                 model = auto_class(config).from_config(config, dtype=find_dtype(s.target_dtype))
                 self.target = Target(build_runner(model), None, s.target, None, "", frozenset())
-            self.vocab = self.target.decoder.vocab_size
+            self.vocab = self.target.runner.vocab_size
             with memory.phase(DRAFT):
                 rows = made_up_rows(1, 64, 32, self.vocab)
                 own = replace(s, draft=draft)

@@ -64,7 +64,7 @@ def generate_answers(
                         if record.finished is None:
                             continue
                         state, output = states.pop(record.prompt), outputs.pop(record.prompt)
-                        if state.add_reply(output, engine.target.decoder.context):
+                        if state.add_reply(output, engine.target.runner.context):
                             continued[record.prompt] = state
                             continue
                         writer.add(state.prompt, state.conversation(), state.finish_reason)

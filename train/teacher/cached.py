@@ -69,7 +69,7 @@ class CachedTeacher:
                 f"features_top {folder.top}: give the number of tokens to store of each distribution, or 0"
             )
         self.live = running_teacher(target, taps, states)
-        self.vocab, self.device = target.decoder.vocab_size, target.decoder.device
+        self.vocab, self.device = target.runner.vocab_size, target.runner.device
         self.hidden = self.live.hidden
         self.top = min(folder.top, self.vocab)
         final = hidden_state_schema(HiddenStateSpec(final=True), self.hidden)

@@ -71,7 +71,7 @@ class LiveTeacher:
     """The frozen target, run on every batch."""
 
     def __init__(self, target: Target, taps: HiddenStateSpec):
-        self.model = target.decoder.model
+        self.model = target.runner.model
         self.taps = HiddenStateSpec(taps.layers, final=True)
         self.lm_head = LMHead(self.model)
         self.hidden: int = self.model.get_output_embeddings().weight.shape[1]

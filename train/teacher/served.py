@@ -62,12 +62,12 @@ class ServedTeacher:
     def __init__(self, target: Target, taps: HiddenStateSpec, s: StatesServerConfig):
         """UserError if the server cannot be reached, or its folder is not here or is one for other states."""
         self.s = s
-        self.model = target.decoder.model
+        self.model = target.runner.model
         self.lm_head = LMHead(self.model)
         self.norm = final_norm(self.model)
         self.hidden: int = self.model.get_output_embeddings().weight.shape[1]
         self.tap_layers = taps.layers
-        self.layers = served_layers(taps, target.decoder.config.num_hidden_layers)
+        self.layers = served_layers(taps, target.runner.config.num_hidden_layers)
         check_states_folder(Path(s.folder), self.layers)
         self.server: Server = connect(s)
 

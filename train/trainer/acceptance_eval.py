@@ -108,7 +108,7 @@ def measure_acceptance(
         max_new_tokens=max_new_tokens,
         seed=seed,
     )
-    target.decoder.capture_hidden_states(None)  # training installs its own hooks
+    target.runner.capture_hidden_states(None)  # training installs its own hooks
     values = {"accept/tau": acceptance.tau(samples), "accept/alpha": acceptance.alpha(samples, k)}
     for i, alpha in enumerate(acceptance.alpha_by_position(samples, k), 1):
         values[f"accept/alpha_{i}"] = alpha

@@ -101,24 +101,24 @@ def load(path: str, target: Target, device: str, dtype: str) -> DFlashDraft:
     found = importers.read_checkpoint(path)
     config, tensors = found.config, dict(found.tensors)
     layouts.check_family(path, found.family, read_metadata(path).get("family", found.family))
-    decoder = target.decoder
-    hidden = decoder.config.hidden_size
-    wanted = {"vocab_size": decoder.vocab_size, "hidden_size": hidden, "target_hidden_size": hidden}
+    runner = target.runner
+    hidden = runner.config.hidden_size
+    wanted = {"vocab_size": runner.vocab_size, "hidden_size": hidden, "target_hidden_size": hidden}
     layouts.check_config(path, config, wanted)
     check_mask_token(path, config["dflash_config"]["mask_token_id"], target)
     taps = HiddenStateSpec(tuple(config["eagle_aux_hidden_state_layer_ids"]))
-    depth = decoder.config.num_hidden_layers
+    depth = runner.config.num_hidden_layers
     check_taps(taps, depth)
     name_layers(path, found, taps.layers, depth)
     check_arithmetic(config, QK_NORM_FIELDS)
     ids = layouts.draft_to_target_ids(path, config, tensors)
-    tensors, model = layouts.without_maps(tensors), decoder.model
+    tensors, model = layouts.without_maps(tensors), runner.model
     embedding = model.get_input_embeddings().weight
     layouts.take_copy(path, tensors, "embed_tokens.weight", embedding, "an embedding")
     if ids is None:
         matrix = model.get_output_embeddings().weight
         layouts.take_copy(path, tensors, "lm_head.weight", matrix, "an output matrix")
-    head = LMHead(decoder.model, device, DTYPES[dtype])
+    head = LMHead(runner.model, device, DTYPES[dtype])
     net = DFlashModel(llama_config(config), taps, ids, head)
     layouts.load_parameters(net, path, tensors)
     return DFlashDraft(net.to(device, DTYPES[dtype]), target, found.family)

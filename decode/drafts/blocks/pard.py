@@ -29,9 +29,9 @@ class PardDraft(CausalDraft):
     """A CausalDraft whose KV cache holds committed tokens; the masks behind them are overwritten by the next pass."""
 
     def __init__(
-        self, decoder: ModelRunner, mask_token: int, name: str = "pard", shape: TreeShape = None
+        self, runner: ModelRunner, mask_token: int, name: str = "pard", shape: TreeShape = None
     ):
-        super().__init__(decoder, name, shape)
+        super().__init__(runner, name, shape)
         self.mask_token = mask_token
 
     def begin_batch(self, request: DraftContext) -> None:
@@ -63,13 +63,13 @@ class PardDraft(CausalDraft):
         back = length[:, None] + torch.arange(-count, 0, device=length.device)
         masks = history.new_full((len(history), depth - 1), self.mask_token)
         tokens = torch.cat([history.gather(1, back.clamp_min(0)), masks], 1)
-        return self.decoder.step(tokens, length - count, last=depth)
+        return self.runner.step(tokens, length - count, last=depth)
 
 
 def load(path: str, target: Target, device: str, dtype: str) -> PardDraft:
     """A language model from a folder or the Hub with `pard_token` in its config.json. UserError if it has none."""
     draft = causal.load(path, target, device, dtype)
-    return PardDraft(draft.decoder, mask_token_of(path, load_config(path, "draft")))
+    return PardDraft(draft.runner, mask_token_of(path, load_config(path, "draft")))
 
 
 def mask_token_of(path: str, config: Any) -> int:

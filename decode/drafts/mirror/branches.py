@@ -48,7 +48,7 @@ def exit_candidates(logits: torch.Tensor, window: torch.Tensor, count: int) -> t
 
 
 def draft_branches(
-    decoder: ModelRunner,
+    runner: ModelRunner,
     base: torch.Tensor,
     unread: torch.Tensor | None,
     accepted: torch.Tensor,
@@ -97,13 +97,13 @@ def draft_branches(
     ) -> torch.Tensor:
         nonlocal passed
         passed += 1
-        return checked(decoder.step(tokens[:, 0], base, tree_nodes(passed)))[:, None]
+        return checked(runner.step(tokens[:, 0], base, tree_nodes(passed)))[:, None]
 
     tokens, first = bonus, tree_nodes(0)
     if unread is not None:
         first = with_window_token(first, unread.shape[1])
         tokens = torch.cat([unread[:, -1:], bonus], 1)
-    logits = checked(decoder.step(tokens, base, first, last=count))
+    logits = checked(runner.step(tokens, base, first, last=count))
     drafted = draft_chain(step, logits, base, k, request)
     return BranchSet(accepted, bonus, drafted.tokens, drafted.q, nodes, torch.stack(finite).all(0))
 

@@ -76,13 +76,13 @@ class MirrorDraft(DraftWrapper):
                 f"mirror needs a small language model as draft, which reads the text alone: {inner.name!r} is none "
                 "and cannot draft before the target's pass has ended"
             )
-        if target.decoder.device.type != "cpu" or inner.decoder.device.type != "cpu":
+        if target.runner.device.type != "cpu" or inner.runner.device.type != "cpu":
             raise UserError(
                 "mirror runs target and draft in two threads of a CPU: choose device cpu or drop it"
             )
         check_ranges(config, "mirror.")
-        model = target.decoder.model
-        check_exit(config.exit_layer, target.decoder.config.num_hidden_layers)
+        model = target.runner.model
+        check_exit(config.exit_layer, target.runner.config.num_hidden_layers)
         super().__init__(inner)
         self.config, self.name, self.target = config, f"mirror {inner.name}", target
         self.on_host = self.eager_only = True
@@ -106,7 +106,7 @@ class MirrorDraft(DraftWrapper):
                 f"draft {self.name!r} follows no grammar: leave out mirror, or the grammar"
             )
         self.inner.begin_batch(request)
-        device = self.inner.decoder.device
+        device = self.inner.runner.device
         self.request = request
         self.base = torch.ones(request.rows, dtype=torch.long, device=device)  # slots of the roots
         self.window = torch.zeros(request.rows, 0, dtype=torch.long, device=device)
@@ -129,7 +129,7 @@ class MirrorDraft(DraftWrapper):
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         """The branch of the outcome in rows that have it; the other rows are drafted now."""
-        decoder, rows = self.inner.decoder, torch.arange(len(length), device=length.device)
+        runner, rows = self.inner.runner, torch.arange(len(length), device=length.device)
         outcome = length - self.base - 2  # accepted tokens; below 0 in rows that are done
         accepted = outcome.clamp_min(0)
         bonus = history.gather(1, length[:, None] - 1)[:, 0]
@@ -146,7 +146,7 @@ class MirrorDraft(DraftWrapper):
             start = time.perf_counter()
             after = self.window.shape[1] + 1 + (0 if branches is None else branches.nodes.numel())
             drafted = draft_branches(
-                decoder, self.base, None, accepted[:, None], bonus[:, None], after, k, self.request
+                runner, self.base, None, accepted[:, None], bonus[:, None], after, k, self.request
             )
             chosen = take_branch(drafted, rows, torch.zeros_like(number))
             if branches is not None:
@@ -154,7 +154,7 @@ class MirrorDraft(DraftWrapper):
             self.counts.redraft_seconds += time.perf_counter() - start
             self.counts.redrafts += 1
         path = accepted_path(accepted, chosen.nodes, self.window.shape[1])
-        decoder.compact_kv_cache(self.base, path)
+        runner.compact_kv_cache(self.base, path)
         self.base, self.window, self.branches = length - 1, chosen.proposal.tokens, None
         return chosen.proposal
 
@@ -211,7 +211,7 @@ class MirrorDraft(DraftWrapper):
         accepted, bonus = self._outcomes(states)
         k, first = self.window.shape[1], self.window.shape[1] + 1
         found = draft_branches(
-            self.inner.decoder, self.base, self.window, accepted, bonus, first, k, self.request
+            self.inner.runner, self.base, self.window, accepted, bonus, first, k, self.request
         )
         self.counts.branch_seconds += time.perf_counter() - start
         return found
@@ -221,7 +221,7 @@ class MirrorDraft(DraftWrapper):
         width = self.window.shape[1]
         if self.config.branches == 0:
             self.ranked = None
-            logits = self.inner.decoder.step(self.window[:, -1:], self.base + width)
+            logits = self.inner.runner.step(self.window[:, -1:], self.base + width)
             return self.base.new_full((1, 1), width), logits.argmax(-1)
         logits = self.head(self.norm(states))
         self.ranked = logits.topk(min(self.config.branches, logits.shape[-1])).indices

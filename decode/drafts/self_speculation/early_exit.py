@@ -41,24 +41,24 @@ class EarlyExitDraft(Draft):
         self.shape, self.adapter = shape, adapter
         self.name, self.vocab = "early-exit", None
         if adapter is None:
-            self.decoder = target.decoder.first_layers(layers)
+            self.runner = target.runner.first_layers(layers)
             return
         self.name = "layerskip"
         patch_linear_layers(adapter.eval())
-        self.decoder = target.decoder.first_layers(layers, adapter, adapter.ids)
+        self.runner = target.runner.first_layers(layers, adapter, adapter.ids)
         if adapter.ids is not None:
-            self.vocab = ReducedVocab(adapter.ids, target.decoder.vocab_size)
+            self.vocab = ReducedVocab(adapter.ids, target.runner.vocab_size)
             self.vocab_ids = adapter.ids
 
     def begin_batch(self, request: DraftContext) -> None:
         self.request = request
-        self.plan = build_tree_plan(self.shape, self.target.decoder.device)
-        self.decoder.share_kv_cache(self.target.decoder)
+        self.plan = build_tree_plan(self.shape, self.target.runner.device)
+        self.runner.share_kv_cache(self.target.runner)
 
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         last = history.gather(1, length[:, None] - 1)
-        logits = self.decoder.step(last, length - 1)[:, -1]
-        step = decoder_step(self.decoder)
+        logits = self.runner.step(last, length - 1)[:, -1]
+        step = decoder_step(self.runner)
         return draft_tokens(step, logits, length, k, self.plan, self.request, self.vocab)
 
 
@@ -91,7 +91,7 @@ def load_own_exit(path: str, target: Target, device: str, dtype: str) -> EarlyEx
 
 def check_device(path: str, target: Target, device: str) -> None:
     """UserError unless `device` is that of the target, whose layers the draft runs."""
-    place, own = torch.device(device), target.decoder.device
+    place, own = torch.device(device), target.runner.device
     if place.type != own.type or place.index not in (None, own.index):
         raise UserError(
             f"draft {path!r} runs the target's own layers, which are on {own}: leave out its device {device}"
@@ -104,14 +104,14 @@ def load_adapter(path: str, target: Target, device: str, dtype: str) -> ExitAdap
     check_target(path, target)
     found = importers.read_checkpoint(path)
     layouts.check_family(path, found.family, "layerskip")
-    own = target.decoder.config
+    own = target.runner.config
     wanted = {
         "hidden_size": own.hidden_size,
-        "vocab_size": target.decoder.vocab_size,
+        "vocab_size": target.runner.vocab_size,
         "num_target_layers": own.num_hidden_layers,
     }
     layouts.check_config(path, found.config, wanted)
     ids = layouts.draft_to_target_ids(path, found.config, found.tensors)
-    adapter = ExitAdapter(found.config, copy_final_norm(target.decoder.model), ids)
+    adapter = ExitAdapter(found.config, copy_final_norm(target.runner.model), ids)
     layouts.load_parameters(adapter, path, layouts.without_maps(found.tensors))
     return adapter.to(device, DTYPES[dtype])

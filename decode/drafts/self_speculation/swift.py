@@ -54,22 +54,22 @@ class SwiftDraft(Draft):
         """
         self.target: Target = target
         self.config, self.folder = config, folder
-        self.skipper = SublayerSkipper(target.decoder.model)
+        self.skipper = SublayerSkipper(target.runner.model)
         self.search = search or SkipSearch(len(self.skipper.layers), config)
-        self.decoder = self.runner_without(self.search.state.best)
+        self.runner = self.runner_without(self.search.state.best)
         self.texts: list[list[int]] = []
         self.prompts: list[int] = []  # lengths
 
     def runner_without(self, bits: str) -> ModelRunner:
         """The target without a set of sub-layers; it has no K/V buffers."""
-        return self.target.decoder.with_model(self.skipper.without(from_bits(bits)))
+        return self.target.runner.with_model(self.skipper.without(from_bits(bits)))
 
     def begin_batch(self, request: DraftContext) -> None:
         stop = request.stop or ChainStop([request.k] * request.rows)
         self.request = replace(request, stop=replace(stop, token=self.config.skip_threshold))
         self.texts = [[] for _ in range(request.rows)]
         self.prompts = [0] * request.rows
-        self.decoder.share_kv_cache(self.target.decoder)
+        self.runner.share_kv_cache(self.target.runner)
 
     def prefill(
         self,
@@ -87,8 +87,8 @@ class SwiftDraft(Draft):
     def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
         self._search_once()
         last = history.gather(1, length[:, None] - 1)
-        logits = self.decoder.step(last, length - 1)[:, -1]
-        return draft_tokens(decoder_step(self.decoder), logits, length, k, None, self.request)
+        logits = self.runner.step(last, length - 1)[:, -1]
+        return draft_tokens(decoder_step(self.runner), logits, length, k, None, self.request)
 
     def _search_once(self) -> None:
         """Tries one set on the first row whose answer is long enough, unless the search has ended."""
@@ -102,8 +102,8 @@ class SwiftDraft(Draft):
             return
         bits = self.search.candidate()
         if self.search.record(bits, self.matchness(bits, ready[0])):
-            self.decoder = self.runner_without(bits)
-            self.decoder.share_kv_cache(self.target.decoder)
+            self.runner = self.runner_without(bits)
+            self.runner.share_kv_cache(self.target.runner)
         if self.folder is not None:
             self.save(self.folder)
 
@@ -113,10 +113,10 @@ class SwiftDraft(Draft):
 
         It runs on a copy of the row's keys and values: the committed ones must stay those of the whole target.
         """
-        start, window, device = self.prompts[row], self.config.window, self.target.decoder.device
+        start, window, device = self.prompts[row], self.config.window, self.target.runner.device
         text = torch.tensor(self.texts[row][start : start + window + 1], device=device)
         candidate = self.runner_without(bits)
-        candidate.cache = self.target.decoder.cache.copy_row(row, start + window)
+        candidate.cache = self.target.runner.cache.copy_row(row, start + window)
         logits = candidate.step(text[None, :-1], torch.tensor([start], device=device))[0]
         return float((logits.argmax(-1) == text[1:]).float().mean())
 
@@ -139,7 +139,7 @@ def load(path: str, target: Target, device: str, dtype: str) -> SwiftDraft:
     check_device(path, target, device)
     folder = importers.resolve_folder(path)
     check_target(folder, target)
-    search = load_search(Path(folder) / STATE_FILE, target.decoder.config.num_hidden_layers)
+    search = load_search(Path(folder) / STATE_FILE, target.runner.config.num_hidden_layers)
     return SwiftDraft(target, search.config, search)
 
 
@@ -151,7 +151,7 @@ def open_search(target: Target, config: SwiftConfig, folder: str) -> SwiftDraft:
     """
     if not folder:
         return SwiftDraft(target, config)
-    file, layers = Path(folder) / STATE_FILE, target.decoder.config.num_hidden_layers
+    file, layers = Path(folder) / STATE_FILE, target.runner.config.num_hidden_layers
     search = SkipSearch(layers, config)
     if file.is_file():
         check_target(folder, target)

@@ -63,7 +63,7 @@ def llama(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def embedding(own: Target) -> torch.Tensor:
-    return own.decoder.model.get_input_embeddings().weight.detach()
+    return own.runner.model.get_input_embeddings().weight.detach()
 
 
 # ---- how others write ----
@@ -102,7 +102,7 @@ def library(folder: Path, own: Target) -> tuple[str, Net]:
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "draft_vocab_size": V,
-        "target_hidden_size": own.decoder.config.hidden_size,
+        "target_hidden_size": own.runner.config.hidden_size,
         "eagle_aux_hidden_state_layer_ids": [1, 4, 6],
         "transformer_layer_config": layer,
         "speculators_config": {"verifier": {"name_or_path": "someone/target"}},
@@ -142,7 +142,7 @@ def headless_medusa(folder: Path, own: Target) -> tuple[str, Net]:
     """The same by its present trainer: all heads project by the target's matrix, which is not saved."""
     net: Any = net_of("medusa", own, original_lm_head=True)
     with torch.no_grad():
-        net.lm_heads[0].weight.copy_(own.decoder.model.get_output_embeddings().weight)
+        net.lm_heads[0].weight.copy_(own.runner.model.get_output_embeddings().weight)
     tensors = {name: value for name, value in numbered(net).items() if "linear" in name}
     config = {"medusa_num_heads": 3, "medusa_num_layers": 1}
     return write(folder, config, tensors, "medusa_lm_head.safetensors"), net
@@ -413,7 +413,7 @@ def same(a: Tensors, b: Tensors) -> None:
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The tiny target on disk, for what export reads of it."""
     folder = tmp_path_factory.mktemp("target")
-    small_target().decoder.model.save_pretrained(folder)
+    small_target().runner.model.save_pretrained(folder)
     return str(folder)
 
 
@@ -517,7 +517,7 @@ def test_heads_without_a_projection_get_the_targets_for_vllm(
     own = small_target()
     path, net = headless_medusa(tmp_path / "theirs", own)
     out = exported(path, tmp_path / "out", "flat", target=target_folder)
-    head = own.decoder.model.get_output_embeddings().weight
+    head = own.runner.model.get_output_embeddings().weight
     assert torch.equal(raw(out)["lm_head.weight"], head)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["original_lm_head"]

@@ -168,7 +168,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def test_config_is_golden(family: str, tmp_path: Path) -> None:
     """Catches a setting that an engine needs and no longer finds: each here is read by one, absence means another."""
     own = small_target()
-    config = own.decoder.config
+    config = own.runner.config
     wanted = {
         "medusa": lambda: layouts.medusa_config(config, HEADS, 1, V),
         "eagle1": lambda: layouts.eagle1_config(config, V),
@@ -180,7 +180,7 @@ def test_config_is_golden(family: str, tmp_path: Path) -> None:
 
 def test_medusa_has_no_other_keys_that_vllm_would_rename() -> None:
     """Catches a new field with num and heads or layers in its name, which vLLM takes for its own."""
-    keys = layouts.medusa_config(small_target().decoder.config, HEADS, 1, V)
+    keys = layouts.medusa_config(small_target().runner.config, HEADS, 1, V)
     renamed = [key for key in keys if "num" in key and ("heads" in key or "layers" in key)]
     assert renamed == ["num_heads", "num_hidden_layers"]
 
@@ -202,7 +202,7 @@ def test_engines_tap_the_same_states(layers: tuple[int, ...]) -> None:
 
     Ids of the default layers are not written: some engines misread them.
     """
-    config = layouts.eagle3_config(small_target().decoder.config, V, VD, layers)
+    config = layouts.eagle3_config(small_target().runner.config, V, VD, layers)
     assert vllm_taps(config, LAYERS) == sglang_taps(config, LAYERS) == list(layers)
     assert layouts.aux_layers(config, LAYERS) == layers
     written = {"eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"}
@@ -264,7 +264,7 @@ def test_the_targets_rope_is_the_drafts(family: str, kind: str, tmp_path: Path) 
     """Catches a base or scaling that training ignores and serving honours, or the reverse (methods 15)."""
     own = small_target(rope_parameters=ROPES[kind])
     draft: Any = load_draft(save(tmp_path, family, net_of(family, own), own, torch.float32), own)
-    theirs = own.decoder.model.model.rotary_emb
+    theirs = own.runner.model.model.rotary_emb
     place, x = torch.arange(60)[None], torch.zeros(1)
     for a, b in zip(draft.net.rotary(x, place), theirs(x, place), strict=True):
         assert torch.equal(a, b)
@@ -342,7 +342,7 @@ def test_heads_of_a_narrower_draft_are_whole() -> None:
     """Catches heads that do not divide the width, or K/V heads that do not divide the heads, at odd widths."""
     own = small_target(hidden_size=32, num_attention_heads=8, num_key_value_heads=4)
     for width in range(4, 32, 4):
-        config = layouts.eagle3_config(own.decoder.config, V, V, (2, 4, 5), width)
+        config = layouts.eagle3_config(own.runner.config, V, V, (2, 4, 5), width)
         assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
         net = Eagle3Model(llama_config(config), HiddenStateSpec((2, 4, 5)), None)
         draft = EagleDraft(net, own, "eagle3")
@@ -462,7 +462,7 @@ def test_damage_is_refused_by_name(kind: str, tmp_path: Path) -> None:
 def test_the_states_of_the_default_layers_reach_the_draft(tmp_path: Path) -> None:
     """Catches defaults that are resolved otherwise when saved than when loaded: no id is on disk then."""
     own = small_target()
-    config = layouts.eagle3_config(own.decoder.config, V, V, (2, 4, 5))
+    config = layouts.eagle3_config(own.runner.config, V, V, (2, 4, 5))
     net = Eagle3Model(llama_config(config), HiddenStateSpec((2, 4, 5)), None)
     layouts.save_heads(tmp_path, config, net, torch.float32, None)
     facts = {"family": "eagle3", "tokenizer_hash": own.fingerprint}
@@ -470,6 +470,6 @@ def test_the_states_of_the_default_layers_reach_the_draft(tmp_path: Path) -> Non
     draft: Any = load_draft(str(tmp_path), own)
     assert draft.taps == HiddenStateSpec((2, 4, 5))
     decode(own, draft, PROMPTS[:1], k=2, max_new_tokens=1)
-    states, _ = hf_states(own.decoder.model, PROMPTS[0])
+    states, _ = hf_states(own.runner.model, PROMPTS[0])
     want = torch.cat([states[i][-1] for i in (2, 4, 5)])
     torch.testing.assert_close(draft.state_buffer.states[0, -1], want, atol=1e-5, rtol=1e-5)

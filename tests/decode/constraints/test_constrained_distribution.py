@@ -47,12 +47,12 @@ Law = dict[tuple[int, ...], float]
 
 
 def near(target: Target) -> CausalDraft:
-    return CausalDraft(ModelRunner(noisy(target.decoder.model, 0.4)))
+    return CausalDraft(ModelRunner(noisy(target.runner.model, 0.4)))
 
 
 def reduced(target: Target) -> CausalDraft:
     """It knows only A, so there are places at which it knows none of the allowed tokens."""
-    return CausalDraft(ModelRunner(noisy(target.decoder.model, 0.4), ids=torch.tensor([A])))
+    return CausalDraft(ModelRunner(noisy(target.runner.model, 0.4), ids=torch.tensor([A])))
 
 
 class PossibleBranches(Branches):

@@ -87,7 +87,7 @@ def test_a_matcher_moves_along_a_text_and_back(target: Target) -> None:
 
 def test_forced_tokens_are_the_tokenizers_own(target: Target) -> None:
     """Catches runs that end early: the key between two values is forced, and written as the tokenizer writes it."""
-    rows = RowConstraints(1, target.decoder.vocab_size, target.eos)
+    rows = RowConstraints(1, target.runner.vocab_size, target.eos)
     rows.start(0, matcher_of(target, json_schema=INLINE))
     start = ids_of(target, '{"name":"')
     forced = rows.forced_after(0, (), 20)

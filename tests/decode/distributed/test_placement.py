@@ -75,7 +75,7 @@ def test_a_target_on_disk_decodes_the_same(world: World) -> None:
     """Bug: hidden states or slots on the wrong device, weights that are read as zeros, or another K/V cache."""
     one = loading.load_target(str(world.target), "cpu")
     spread = load_target(ON_DISK, str(world.target), "cpu")
-    weights = dict(spread.decoder.model.named_parameters())
+    weights = dict(spread.runner.model.named_parameters())
     assert any(weight.is_meta for weight in weights.values())
     assert not weights["model.embed_tokens.weight"].is_meta
     prompts = [one.tokenizer(text)["input_ids"] for text in world.texts[:4]]
@@ -84,7 +84,7 @@ def test_a_target_on_disk_decodes_the_same(world: World) -> None:
     assert [o.output_ids for o in found] == [o.output_ids for o in wanted]
     with torch.no_grad():
         tokens = torch.tensor(prompts[:1])
-        same = [t.decoder.model(tokens, use_cache=False).logits for t in (spread, one)]
+        same = [t.runner.model(tokens, use_cache=False).logits for t in (spread, one)]
     assert torch.equal(*same)
 
 
@@ -106,7 +106,7 @@ def test_what_needs_the_layers_here_is_refused(world: World) -> None:
     """Bug: a draft is copied from weights that are on disk, which are no numbers."""
     spread = load_target(ON_DISK, str(world.target), "cpu")
     with pytest.raises(UserError, match="leave placement.kind at single"):
-        with_layers(spread.decoder.model, [1])
+        with_layers(spread.runner.model, [1])
     with pytest.raises(UserError, match="eager"):
         SpeculativeEngine(spread, mode="compiled")
 
@@ -194,7 +194,7 @@ def what_the_leader_computes(target: str, out: str) -> None:
     """Runs in the first process of the test below: logits, texts, and what drafts of the target's layers say."""
     sliced = load_target(PlacementConfig("tensor_parallel"), target, "cpu")
     with pytest.raises(UserError, match="leave placement.kind at single"):
-        sliced.decoder.first_layers(1)
+        sliced.runner.first_layers(1)
     Path(out).write_text(json.dumps(logits_and_texts(sliced)))
 
 
@@ -202,7 +202,7 @@ def logits_and_texts(target: Target) -> dict[str, list[Any]]:
     """Logits of a text, and texts of ragged prompts in refilled rows, some of which are longer than one bucket."""
     tokens = [list(range(12, 12 + n)) for n in (28, 3, 150, 7, 40)]
     with torch.no_grad():
-        logits = target.decoder.model(torch.tensor(tokens[:1]), use_cache=False).logits
+        logits = target.runner.model(torch.tensor(tokens[:1]), use_cache=False).logits
     sampling = SamplingParams(1.0, top_p=0.9)
     found = decode(target, None, tokens, max_new_tokens=16, sampling=sampling, rows=2)
     return {"logits": logits.tolist(), "texts": [output.output_ids for output in found]}

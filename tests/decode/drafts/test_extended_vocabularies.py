@@ -68,10 +68,10 @@ def test_vocabularies_that_extend_each_other_are_one(case: str, tmp_path: Path) 
     path, target = pair(tmp_path, extended(*own), extended(*wanted), rows, wanted_rows)
     draft = load(path, target, "cpu", "float32")
     assert isinstance(draft, CausalDraft)
-    size = target.decoder.vocab_size
-    draft.decoder.allocate(1, 8)
+    size = target.runner.vocab_size
+    draft.runner.allocate(1, 8)
     unknown = torch.tensor([[5, size - 1, size - 2]])
-    logits = draft.decoder.step(unknown, torch.zeros(1, dtype=torch.long))
+    logits = draft.runner.step(unknown, torch.zeros(1, dtype=torch.long))
     assert logits.shape[-1] == size
     assert set(torch.where(logits[0, 0].isneginf())[0].tolist()) == never
     prompts = [[BASE - 1, 20, size - 1], [30, 40, 50, size - 2, 60]]
@@ -90,7 +90,7 @@ def test_vocabularies_that_extend_each_other_are_one(case: str, tmp_path: Path) 
 def test_the_text_follows_the_targets_distribution(tmp_path: Path) -> None:
     """Catches an acceptance that takes a draft's probability of an unknown token for another than 0."""
     path, target = pair(tmp_path, byte_tokenizer(), extended(*TWO), rows=BASE + 2)
-    head = target.decoder.model.get_output_embeddings().weight
+    head = target.runner.model.get_output_embeddings().weight
     with torch.no_grad():
         head.mul_(0.2)
         head[BASE - 2 :] *= 5
@@ -203,5 +203,5 @@ def test_an_export_has_the_targets_vocabulary(case: str, tmp_path: Path) -> None
     main(ExportConfig(path, "hf", str(tmp_path / "out"), target.name))
     exported = load_draft(str(tmp_path / "out"), target, "cpu", "float32")
     assert isinstance(exported, CausalDraft)
-    assert exported.decoder.left_out is None
-    assert exported.decoder.missing_columns == 0
+    assert exported.runner.left_out is None
+    assert exported.runner.missing_columns == 0

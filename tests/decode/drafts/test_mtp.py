@@ -40,7 +40,7 @@ FEW = ["llama", "gemma3_text", "deepseek_v3"]
 
 
 def net_of(target: Target, seed: int = 3) -> MtpModel:
-    model = target.decoder.model
+    model = target.runner.model
     net = MtpModel(mtp_model.last_layer(model), LMHead(model))
     randomise(net, seed)  # type: ignore[arg-type]
     return net.to(model.dtype)
@@ -55,7 +55,7 @@ def draft_of(target: Target, shape: Any = None) -> MtpDraft:
 @torch.no_grad()
 def plain_laws(net: MtpModel, own: Target, text: list[int], drafted: list[int]) -> Tensor:
     """[n + 1, V]: logits after each of the n drafted tokens, each from one pass over everything, without a cache."""
-    weight = own.decoder.model.get_input_embeddings().weight
+    weight = own.runner.model.get_input_embeddings().weight
     states = prefilled(own, text[:-1], net.taps)[None]
     tokens, laws = list(text[1:]), []
     for token in [*drafted, None]:
@@ -160,7 +160,7 @@ def native_folder(folder: Path, arch: str) -> tuple[MtpModel, Target]:
     """A target's folder with a random MTP layer in its weights, as DeepSeek publishes it."""
     model = tiny_model(arch)
     own = tiny_target(model)
-    depth = own.decoder.config.num_hidden_layers
+    depth = own.runner.config.num_hidden_layers
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config["num_nextn_predict_layers"] = 1
@@ -191,7 +191,7 @@ def test_the_targets_own_folder_is_the_draft(arch: str, tmp_path: Path) -> None:
     for key, value in net.state_dict().items():
         assert torch.equal(value, state[key]), key
     names = importers.raw_tensors(str(tmp_path))
-    assert all(f"layers.{own.decoder.config.num_hidden_layers}." in name for name in names)
+    assert all(f"layers.{own.runner.config.num_hidden_layers}." in name for name in names)
 
 
 @torch.no_grad()
@@ -203,9 +203,9 @@ def test_a_native_layer_computes_what_transformers_computes(
     if not hasattr(getattr(layers, "MtpModel", None), "forward_layer"):
         pytest.skip("this transformers runs no single MTP layer")
     net, own = native_folder(tmp_path, "deepseek_v3")
-    depth = own.decoder.config.num_hidden_layers
+    depth = own.runner.config.num_hidden_layers
     target = load_target(str(tmp_path)) if (tmp_path / "tokenizer.json").exists() else own
-    model = target.decoder.model
+    model = target.runner.model
     kind = type(model)
     monkeypatch.setattr(
         kind, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{depth}\..*"]
@@ -221,7 +221,7 @@ def test_a_native_layer_computes_what_transformers_computes(
     cache = MtpCache(config=reference.config.get_mtp_config())
     tokens = torch.tensor([text[1:]])
     out = theirs.forward_layer(0, states, position, cache, input_ids=tokens)
-    embeds = net.embed(tokens, own.decoder.model.get_input_embeddings().weight)
+    embeds = net.embed(tokens, own.runner.model.get_input_embeddings().weight)
     ours = net(states, embeds, position - 1, None)  # only differences of positions count
     assert float((ours - out).abs().max()) < 1e-4
 

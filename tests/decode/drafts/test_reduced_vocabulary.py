@@ -126,8 +126,8 @@ def test_a_folder_is_loaded_with_its_ids(rows: int, target: Target, tmp_path: Pa
     ids = list(range(2, 60, 3))
     draft = load_draft(str(saved(tmp_path, target, ids, vocab_size=rows)), target)
     assert isinstance(draft, CausalDraft)
-    draft.decoder.allocate(1, 9)
-    logits = draft.decoder.prefill(torch.tensor([[1, 2, 3]]), torch.tensor([3]))
+    draft.runner.allocate(1, 9)
+    logits = draft.runner.prefill(torch.tensor([[1, 2, 3]]), torch.tensor([3]))
     assert logits.shape == (1, VOCAB)
     assert logits.isfinite()[0].nonzero()[:, 0].tolist() == ids
     prompts = [prompt[:8] for prompt in PROMPTS]

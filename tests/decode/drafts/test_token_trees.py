@@ -134,7 +134,7 @@ def test_static_tree_is_the_best_by_rank() -> None:
                 seen.append((history[row, :n].tolist(), proposal.tokens[row].tolist()))
             return proposal
 
-    decode(tiny_target(model), Spy(draft.decoder, shape=BUSHY), PROMPTS, k=3, max_new_tokens=12)
+    decode(tiny_target(model), Spy(draft.runner, shape=BUSHY), PROMPTS, k=3, max_new_tokens=12)
     shape: StaticTree = BUSHY
     for text, tokens in seen:
         paths: list[list[int]] = [[]]

@@ -45,7 +45,7 @@ K, LENGTH = 3, 40
 
 def model_draft(name: str, target: Target, noise: float = 0.02) -> Draft:
     if name == "causal":
-        return CausalDraft(ModelRunner(noisy(target.decoder.model, noise)))
+        return CausalDraft(ModelRunner(noisy(target.runner.model, noise)))
     return EarlyExitDraft(target, 1) if name == "early-exit" else random_draft(name, target)
 
 
@@ -213,7 +213,7 @@ def largest_difference(name: str, rows: int, unread: int = causal.MAX_UNREAD) ->
     assert min(watched.asked, watched.skipped) > 5
     want = control.states
     if name == "causal":
-        want = whole_text_logits(reference(noisy(own.decoder.model, 0.02)), watched.states)
+        want = whole_text_logits(reference(noisy(own.runner.model, 0.02)), watched.states)
     pairs = [(logits, want[text]) for text, logits in watched.states.items()]
     return max(
         float((here - there).masked_fill(here == there, 0).abs().max()) for here, there in pairs
@@ -271,7 +271,7 @@ def test_a_skipped_small_lm_runs_no_forward_pass() -> None:
         assert isinstance(model, CausalDraft)
         watched = Watched(model)
         widths: list[int] = []
-        keep_widths(model.decoder.model, widths)
+        keep_widths(model.runner.model, widths)
         draft = TwoSourceDraft(Script(plain, silent), watched, VOCAB)
         decode(own, draft, PROMPTS[:1], k=K, max_new_tokens=LENGTH)
         assert (watched.asked == 0, watched.skipped == 0) == (silent == 0, silent == 16)
@@ -336,7 +336,7 @@ class Copier(Draft):
 def fewer_rows(target: Target) -> Draft:
     """A small LM that does not have the last of the target's three tokens."""
     model = small(num_hidden_layers=2, vocab_size=2)
-    return CausalDraft(ModelRunner(model, target.decoder.vocab_size))
+    return CausalDraft(ModelRunner(model, target.runner.vocab_size))
 
 
 MIXED: dict[str, Callable[[Target], Draft]] = {
@@ -365,7 +365,7 @@ def law_distance(
         own = slice(i * paths, (i + 1) * paths)
         law = torch.zeros(3**length, dtype=torch.float64)
         law.scatter_add_(0, text[own], choose.weight[own])
-        worst = max(worst, tv(law, own_law(target.decoder.model, prompt, length, SAMPLING)))
+        worst = max(worst, tv(law, own_law(target.runner.model, prompt, length, SAMPLING)))
     return worst
 
 

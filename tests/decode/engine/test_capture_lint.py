@@ -103,15 +103,15 @@ class Lint:
 def seated(target: Target, draft: Draft | None, rules: StepConfig) -> BatchState:
     """Three prompts of unequal length in their rows, prefilled, with their first token."""
     prompts = tiny_prompts(13, 4, 9)
-    target.decoder.allocate(len(prompts), SIZE)
-    target.decoder.capture_hidden_states(None if draft is None else draft.taps)
-    state = BatchState.empty(len(prompts), SIZE, target.decoder.device)
+    target.runner.allocate(len(prompts), SIZE)
+    target.runner.capture_hidden_states(None if draft is None else draft.taps)
+    state = BatchState.empty(len(prompts), SIZE, target.runner.device)
     length = torch.tensor([len(prompt) for prompt in prompts])
     tokens = torch.tensor([prompt + [0] * (13 - len(prompt)) for prompt in prompts])
-    first = target.decoder.prefill(tokens, length).argmax(-1)
+    first = target.runner.prefill(tokens, length).argmax(-1)
     if draft is not None:
         draft.begin_batch(DraftContext(len(prompts), SIZE, rules.k, rules.sampling, rules.choose))
-        features = None if draft.taps is None else target.decoder.features
+        features = None if draft.taps is None else target.runner.features
         draft.prefill(torch.arange(len(prompts)), tokens, length, features)
     state.history[:, :13] = tokens
     state.history[torch.arange(len(prompts)), length] = first
@@ -203,7 +203,7 @@ def test_a_report_is_read_at_once() -> None:
 def test_the_lint_finds_experts_that_run_one_by_one() -> None:
     """Planted: the experts that transformers calls eager, in the target only."""
     target = tiny_target(tiny_model("qwen3_moe"))
-    target.decoder.model.set_experts_implementation("eager")
+    target.runner.model.set_experts_implementation("eager")
     assert reads(target, None).keys() >= {"nonzero"}
 
 

@@ -385,7 +385,7 @@ class Sending(DraftWrapper):
 
 
 def causal(target: Target) -> CausalDraft:
-    return CausalDraft(ModelRunner(noisy(target.decoder.model, 0.01)))
+    return CausalDraft(ModelRunner(noisy(target.runner.model, 0.01)))
 
 
 def test_state_at_a_new_address_is_seen(recorded: list[RecordedRunner]) -> None:

@@ -121,7 +121,7 @@ def test_compiled_rounds_say_the_same_and_compile_once(
         records = []
         for record in engine.speculate(PROMPTS, **settings):
             records.append(record)
-            sizes.add(target.decoder.cache.slots.size)
+            sizes.add(target.runner.cache.slots.size)
         got = collect_outputs(PROMPTS, records)
         assert texts(got) == texts(want)
         assert [o.rounds for o in got] == [o.rounds for o in want] or name == "ngram"
@@ -150,7 +150,7 @@ def test_code_of_one_model_is_not_run_for_another(graphs: list[int]) -> None:
     """Catches guards left out that told models apart: weights are constants of the code, so it would say another
     model's text. Also layers left off, and states that a draft reads and another does not."""
     one = tiny_target(tiny_model("llama"))
-    other = tiny_target(noisy(one.decoder.model, 0.5))
+    other = tiny_target(noisy(one.runner.model, 0.5))
     settings = {"k": 3, "max_new_tokens": 24}
     said = {}
     for target, name in [(one, "one"), (other, "other"), (one, "one again")]:
@@ -185,7 +185,7 @@ def test_real_compilation_says_the_same() -> None:
     got = decode(target, draft, PROMPTS, k=3, max_new_tokens=24, mode="compiled")
     assert texts(got) == texts(want)
     assert counters["inductor"]["fxgraph_cache_bypass"] == 0
-    target.decoder.model.get_output_embeddings().weight.data.neg_()
+    target.runner.model.get_output_embeddings().weight.data.neg_()
     live = decode(target, draft, PROMPTS, k=3, max_new_tokens=24)
     got = decode(target, draft, PROMPTS, k=3, max_new_tokens=24, mode="compiled")
     assert texts(got) == texts(live) != texts(want)

@@ -30,7 +30,7 @@ BLOCK = 3**2 * 2**2 * 3  # two drafts, their verdicts, the bonus
 
 
 def near(target: Target, **shape: Any) -> CausalDraft:
-    return CausalDraft(ModelRunner(noisy(target.decoder.model, 0.2)), **shape)
+    return CausalDraft(ModelRunner(noisy(target.runner.model, 0.2)), **shape)
 
 
 def short(target: Target, **shape: Any) -> CausalDraft:
@@ -45,14 +45,14 @@ def padded(rows: int, **shape: Any) -> Callable[[Target], CausalDraft]:
 
     def make(target: Target) -> CausalDraft:
         model = small(num_hidden_layers=2, vocab_size=rows)
-        return CausalDraft(ModelRunner(model, target.decoder.vocab_size), **shape)
+        return CausalDraft(ModelRunner(model, target.runner.vocab_size), **shape)
 
     return make
 
 
 def reduced(target: Target, **shape: Any) -> CausalDraft:
     """A draft that can draft two of the three tokens of the target."""
-    model = noisy(target.decoder.model, 0.2)
+    model = noisy(target.runner.model, 0.2)
     return CausalDraft(ModelRunner(model, ids=REDUCED), **shape)
 
 

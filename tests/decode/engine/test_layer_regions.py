@@ -179,7 +179,7 @@ def tie_norms(layer: Any) -> None:
 
 @pytest.mark.parametrize("plant", [*PLANTED, tie_norms])
 def test_layers_that_differ_are_described_differently(plant: Callable[[Any], None]) -> None:
-    layers = tiny_target(tiny_model("llama")).decoder.model.model.layers
+    layers = tiny_target(tiny_model("llama")).runner.model.model.layers
     same = [describe_layer(layer, index) for index, layer in enumerate(layers)]
     assert same[0] == same[1] == same[2]
     for layer in layers[1:]:

@@ -45,7 +45,7 @@ def test_a_target_without_numbers_is_said(
     model = tiny_model("llama")
     draft = {"plain": None, "ngram": NgramDraft(), "causal": CausalDraft(ModelRunner(model))}
     target = tiny_target(model)
-    spoil(target.decoder.model, position)
+    spoil(target.runner.model, position)
     with pytest.raises(UserError, match="target 'tiny' gives NaN .* tokens of prompt 0"):
         decode(target, draft[drafts], PROMPTS, k=2, max_new_tokens=12, sampling=sampling)
 
@@ -56,13 +56,13 @@ def test_a_draft_without_numbers_is_said(shape: Any, sampling: SamplingParams) -
     """Catches q = NaN, of which every token would be accepted."""
     model = tiny_model("llama")
     draft = CausalDraft(ModelRunner(noisy(model, 0.01)), shape=shape)
-    spoil(draft.decoder.model, 16)
+    spoil(draft.runner.model, 16)
     with pytest.raises(UserError, match="the draft gives NaN"):
         decode(tiny_target(model), draft, PROMPTS, k=3, max_new_tokens=12, sampling=sampling)
 
 
 def heads(name: str, target: Target) -> Draft:
-    near = ModelRunner(noisy(target.decoder.model, 0.01))
+    near = ModelRunner(noisy(target.runner.model, 0.01))
     return {
         "causal": CausalDraft(near),
         "bushy": CausalDraft(near, shape=BUSHY),

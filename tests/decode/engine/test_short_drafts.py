@@ -56,7 +56,7 @@ def peagle(own: Target) -> PEagleDraft:
 def dflash(own: Target, name: str) -> DFlashDraft:
     config = llama_config(test_dflash.fields(name, own) | SHORT)
     net: Any = DFlashModel(
-        config, HiddenStateSpec(test_dflash.TAPS), test_dflash.IDS, LMHead(own.decoder.model)
+        config, HiddenStateSpec(test_dflash.TAPS), test_dflash.IDS, LMHead(own.runner.model)
     )
     return DFlashDraft(randomise(net, 3), own, name)  # type: ignore[arg-type]
 

@@ -39,7 +39,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def make(name: str, target: Target) -> Draft | None:
-    near = ModelRunner(noisy(target.decoder.model, 0.01))
+    near = ModelRunner(noisy(target.runner.model, 0.01))
     return {
         "plain": None,
         "causal": CausalDraft(near),
@@ -80,4 +80,4 @@ def test_an_engine_that_needs_every_slot_gets_them(attended: list[int]) -> None:
     collect_outputs(SHORT[:2], engine.speculate(SHORT[:2], max_new_tokens=4))
     other = SpeculativeEngine(target)
     other._prepare_batch(2, 512, 512, None, 0)
-    assert len(target.decoder.cache.slots.slot) == 512
+    assert len(target.runner.cache.slots.slot) == 512

@@ -304,7 +304,7 @@ def test_a_pass_that_fails_in_the_middle(
         if left == 0:
             raise error("planted")
 
-    layer = target.decoder.model.model.layers[1]
+    layer = target.runner.model.model.layers[1]
     for at in (1, 2, 5):
         left = at
         handle = layer.register_forward_pre_hook(fail)
@@ -449,7 +449,7 @@ def test_threads_that_race_for_a_target(model: Any, target: Target, hasty: None)
 
 def test_plain_passes_in_another_thread(model: Any, target: Target, hasty: None) -> None:
     """Bug: a teacher's pass in one thread saw the slots, and the mask, of a decoder in another."""
-    teacher = tiny_target(model).decoder.model
+    teacher = tiny_target(model).runner.model
     ids = torch.tensor([FIRST])
     want = teacher(ids).logits.detach(), text(target, None, SECOND)
 
@@ -474,10 +474,10 @@ def test_plain_passes_between_rounds_and_after(model: Any, target: Target) -> No
     records, read = begin(target, draft, FIRST)
     for record in records:
         read.append(record)
-        torch.testing.assert_close(target.decoder.model(ids).logits, logits)
+        torch.testing.assert_close(target.runner.model(ids).logits, logits)
     assert tokens(read) == want
     with torch.inference_mode():
-        torch.testing.assert_close(target.decoder.model(ids).logits, logits)
+        torch.testing.assert_close(target.runner.model(ids).logits, logits)
 
 
 def test_plain_passes_see_new_weights(model: Any, target: Target) -> None:
@@ -486,10 +486,10 @@ def test_plain_passes_see_new_weights(model: Any, target: Target) -> None:
     trained = noisy(model, 0.1)
     ids = torch.tensor([FIRST])
     with torch.inference_mode():
-        target.decoder.model(ids)
-    target.decoder.model.load_state_dict(trained.state_dict())
+        target.runner.model(ids)
+    target.runner.model.load_state_dict(trained.state_dict())
     with torch.inference_mode():
-        found = target.decoder.model(ids).logits
+        found = target.runner.model(ids).logits
     torch.testing.assert_close(found, reference(trained)(ids).logits)
 
 
@@ -499,10 +499,10 @@ def test_generate_of_the_targets_model_is_refused(target: Target) -> None:
     limits: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     for settings in ({}, {"use_cache": True}, {"cache_implementation": "static"}):
         with pytest.raises(UserError, match="load the model again with transformers"):
-            target.decoder.model.generate(ids, **limits, **settings)
-    cache = target.decoder.model(ids, use_cache=True).past_key_values
+            target.runner.model.generate(ids, **limits, **settings)
+    cache = target.runner.model(ids, use_cache=True).past_key_values
     with pytest.raises(UserError, match="reads no other KV cache"):
-        target.decoder.model(ids[:, :2], past_key_values=cache)
+        target.runner.model(ids[:, :2], past_key_values=cache)
 
 
 def test_padding_in_front_is_refused(model: Any, target: Target) -> None:
@@ -513,12 +513,12 @@ def test_padding_in_front_is_refused(model: Any, target: Target) -> None:
         left[0, holes] = 0
         for give in (lambda m: {"attention_mask": m}, lambda m: {"attention_mask": m.bool()}):
             with pytest.raises(UserError, match="pad on the right"):
-                target.decoder.model(ids, **give(left))
+                target.runner.model(ids, **give(left))
         with pytest.raises(UserError, match="pad on the right"):
-            target.decoder.model(ids, left)
+            target.runner.model(ids, left)
     right = mask.clone()
     right[0, -3:] = 0
-    found, want = target.decoder.model(ids, attention_mask=right), reference(model)(ids)
+    found, want = target.runner.model(ids, attention_mask=right), reference(model)(ids)
     torch.testing.assert_close(found.logits[:, :-3], want.logits[:, :-3])
 
 
@@ -526,13 +526,13 @@ def test_the_runner_itself_is_refused_meanwhile(model: Any, target: Target) -> N
     """Code that steps the runner without an engine: its buffers are those of the request that runs."""
     draft = causal(model)
     records, read = begin(target, draft, FIRST)
-    for decoder in (target.decoder, draft.decoder):
+    for runner in (target.runner, draft.runner):
         with pytest.raises(UserError, match="this llama model is decoding for another generator"):
-            decoder.allocate(1, 128)
+            runner.allocate(1, 128)
     with pytest.raises(UserError, match="draft 'causal' is decoding"):
         check_request(draft, 3, SamplingParams())
     assert tokens([*read, *records]) == text(tiny_target(model), None, FIRST)
-    target.decoder.allocate(1, 128)
+    target.runner.allocate(1, 128)
     check_request(draft, 3, SamplingParams())
 
 

@@ -108,7 +108,7 @@ def test_a_lora_target_is_base_plus_scaled_products(
         if f"{at}.lora_A.weight" in parts:
             weight.data += 16 / 4 * parts[f"{at}.lora_B.weight"] @ parts[f"{at}.lora_A.weight"]
     target = load_target(str(tmp_path / "lora"), "cpu")
-    torch.testing.assert_close(logits(target.decoder.model), logits(model), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(logits(target.runner.model), logits(model), atol=1e-4, rtol=1e-5)
     assert not torch.allclose(logits(model), loaded_logits(base), atol=0.5)
     assert target.fingerprint == load_target(str(base), "cpu").fingerprint
     lines = capsys.readouterr().err.splitlines()
@@ -196,7 +196,7 @@ def test_whole_weights_are_not_changed_by_adapter_files(
     shutil.copytree(tmp_path / "merged", tmp_path / "leftover", dirs_exist_ok=True)
     found = load_target(str(tmp_path / "leftover"), "cpu")
     torch.testing.assert_close(
-        logits(found.decoder.model), loaded_logits(tmp_path / "merged"), rtol=0, atol=0
+        logits(found.runner.model), loaded_logits(tmp_path / "merged"), rtol=0, atol=0
     )
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
@@ -317,7 +317,7 @@ def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     snapshot = place("some/lora", "b" * 40)
     wanted = write_adapter(snapshot, base, lora(), named="some/base")
     found = load_target("some/lora", "cpu")
-    torch.testing.assert_close(logits(found.decoder.model), wanted, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(logits(found.runner.model), wanted, atol=1e-4, rtol=1e-5)
     assert load_tokenizer("some/lora")("ab")["input_ids"] == byte_tokenizer()("ab")["input_ids"]
     both = write_base(place("some/both", "c" * 40))
     for file in ("adapter_config.json", "adapter_model.safetensors"):

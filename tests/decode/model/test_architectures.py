@@ -79,7 +79,7 @@ def test_text_stops_at_the_context(arch: str) -> None:
         changes = {**original, "rope_parameters": long}
     model = tiny_model(arch, **changes)
     target = tiny_target(model)
-    assert target.decoder.context == context
+    assert target.runner.context == context
     [prompt] = tiny_prompts(21)
     [output] = decode(target, CausalDraft(ModelRunner(noisy(model, 0.01))), [prompt], k=3)
     assert output.output_ids == hf_text(model, prompt, max_length=context)
@@ -121,10 +121,10 @@ def counted_calls() -> Iterator[list[torch.nn.Module]]:
 
 def attends(model: Any) -> int:
     """How often one forward of a Decoder over `model` calls the registered attention."""
-    decoder = ModelRunner(model)
-    decoder.allocate(1, 8)
+    runner = ModelRunner(model)
+    runner.allocate(1, 8)
     with counted_calls() as calls:
-        decoder.step(torch.tensor([[1, 2, 3]]), torch.tensor([0]))
+        runner.step(torch.tensor([[1, 2, 3]]), torch.tensor([0]))
     return len(calls)
 
 

@@ -294,7 +294,7 @@ def test_the_loaded_target_knows_it_in_every_dtype_and_place(tmp_path: Path) -> 
         assert target.identity == ModelFingerprint(weights, dtype)
     offloaded = PlacementConfig("device_map", {"cpu": 0.0001}, str(tmp_path / "offloaded"))
     placed = placement.load_target(offloaded, str(folder), "cpu", "float32")
-    assert any(p.is_meta for p in placed.decoder.model.parameters())
+    assert any(p.is_meta for p in placed.runner.model.parameters())
     assert placed.identity == ModelFingerprint(weights, "float32")
     ends = load_target(str(folder), "cpu", with_layers=False)
     assert ends.identity == ModelFingerprint(weights, "float32")
@@ -308,7 +308,7 @@ def test_a_gguf_and_its_cached_folders_are_one_target(tmp_path: Path) -> None:
     """Bug: the file and the folders that it became are several targets; a changed file is none."""
     file = write_case(tmp_path / "model.gguf", Case(), kind="Q8_0")
     target = load_target(str(file), "cpu")
-    folder = target.decoder.model.config.name_or_path
+    folder = target.runner.model.config.name_or_path
     assert folder.startswith(constants.HF_HOME)
     assert target.identity.weights == load_target(folder, "cpu").identity.weights is not None
     assert load_target(str(file), "cpu", "bfloat16").identity.weights == target.identity.weights

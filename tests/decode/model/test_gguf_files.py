@@ -41,7 +41,7 @@ def write_gguf(path: Path, **options: Any) -> Path:
 def test_an_unquantised_file_gives_the_model_itself(tmp_path: Path) -> None:
     model = case_model(Case())
     target = load_target(str(write_gguf(tmp_path / "tiny.gguf")), "cpu")
-    loaded = target.decoder.model.state_dict()
+    loaded = target.runner.model.state_dict()
     assert set(loaded) == set(model.state_dict())
     for name, value in model.state_dict().items():
         assert torch.equal(loaded[name], value), name

@@ -162,7 +162,7 @@ def tokens(target: Target, count: int = NEW_TOKENS) -> list[list[int]]:
 @pytest.mark.parametrize("name", LLAMAS)
 def test_logits_are_those_of_the_arithmetic(name: str, written: Callable[[str], Target]) -> None:
     """Catches a RoPE that is lost or read as another, rows in another order, a lost bias or another head."""
-    case, model = CASES[name], written(name).decoder.model
+    case, model = CASES[name], written(name).runner.model
     for ids in PROMPTS:
         wanted = written_out(case, ids)
         assert torch.allclose(logits(model, ids).double(), wanted, atol=2e-3 * wanted.std())
@@ -196,7 +196,7 @@ def test_the_model_is_the_one_that_the_file_was_made_from(
 ) -> None:
     """Catches weights that are lost or put elsewhere, in architectures that are not written out above."""
     original = case_model(CASES[name])
-    model = written(name).decoder.model
+    model = written(name).runner.model
     wanted = original.state_dict()
     assert model.state_dict().keys() == wanted.keys()
     for parameter, value in model.state_dict().items():
@@ -224,7 +224,7 @@ def test_llamacpp_still_gives_the_golden_tokens(name: str, tmp_path: Path) -> No
 def test_published_llama3_settings_are_found_again(written: Callable[[str], Target]) -> None:
     """Catches settings that compute the same and that a draft's exported config would not share with the original."""
     case = CASES["llama3 of another context"]
-    config = written("llama3 of another context").decoder.model.config
+    config = written("llama3 of another context").runner.model.config
     wanted = case.changes["rope_parameters"]
     assert {key: config.rope_parameters[key] for key in wanted} == wanted
 

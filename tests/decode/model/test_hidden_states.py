@@ -8,12 +8,12 @@ import torch
 from decode.common.errors import UserError
 from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
-from decode.model import runner
 from decode.model.hidden_states import (
     HiddenStateHooks,
     HiddenStateSpec,
     LMHead,
 )
+from decode.model.runner import check_plain_pass
 from tests.decode.engine.test_engine import texts
 from tests.heads import hf_states, random_draft
 from tests.params import slow_except
@@ -26,7 +26,7 @@ ALL = HiddenStateSpec((0, 1, 2), final=True)
 def hooks(model: Any) -> int:
     """Those that tap hidden states; the model itself has one that looks at passes which no runner makes."""
     found = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    return sum(hook is not runner.check_plain_pass for hook in found)
+    return sum(hook is not check_plain_pass for hook in found)
 
 
 # ---- what is caught ----
@@ -38,19 +38,19 @@ def test_states_are_those_of_transformers(arch: str, monkeypatch: pytest.MonkeyP
 
     hidden_states[i] enters layer i; the final state, through the head, gives the logits: softcaps, scales, biases.
     """
-    monkeypatch.setattr(runner, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr("decode.model.runner.PREFILL_CHUNK", 4)
     model = tiny_model(arch)
-    decoder = tiny_target(model).decoder
-    width, longest = decoder.config.hidden_size, max(map(len, PROMPTS))
-    decoder.capture_hidden_states(ALL)
-    decoder.allocate(len(PROMPTS), longest + 4)
+    runner = tiny_target(model).runner
+    width, longest = runner.config.hidden_size, max(map(len, PROMPTS))
+    runner.capture_hidden_states(ALL)
+    runner.allocate(len(PROMPTS), longest + 4)
     padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in PROMPTS])
     length = torch.tensor([len(prompt) for prompt in PROMPTS])
-    decoder.prefill(padded, length)
-    prefilled = decoder.features
+    runner.prefill(padded, length)
+    prefilled = runner.features
     with torch.inference_mode():
-        logits = decoder.step(torch.tensor([[5, 6], [7, 8], [9, 10]]), length)
-    stepped = decoder.features
+        logits = runner.step(torch.tensor([[5, 6], [7, 8], [9, 10]]), length)
+    stepped = runner.features
     assert prefilled.shape == (3, longest, 4 * width)
     assert stepped.shape == (3, 2, 4 * width)
     for row, prompt in enumerate(PROMPTS):
@@ -58,8 +58,8 @@ def test_states_are_those_of_transformers(arch: str, monkeypatch: pytest.MonkeyP
         got = torch.cat([prefilled[row, : len(prompt)], stepped[row]])
         for i in ALL.layers:
             close(got[:, i * width : (i + 1) * width], states[i])
-        close(LMHead(decoder.model)(got[:, -width:]), right)
-    close(LMHead(decoder.model)(stepped[..., -width:]), logits)
+        close(LMHead(runner.model)(got[:, -width:]), right)
+    close(LMHead(runner.model)(stepped[..., -width:]), logits)
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -71,23 +71,23 @@ def test_the_final_state_is_behind_the_norm() -> None:
     model = tiny_model("llama")
     with torch.no_grad():
         model.model.norm.weight.fill_(0.5)
-    decoder = tiny_target(model).decoder
-    decoder.capture_hidden_states(HiddenStateSpec(final=True))
-    decoder.allocate(1, 16)
-    decoder.prefill(torch.tensor(PROMPTS[:1]), torch.tensor([13]))
+    runner = tiny_target(model).runner
+    runner.capture_hidden_states(HiddenStateSpec(final=True))
+    runner.allocate(1, 16)
+    runner.prefill(torch.tensor(PROMPTS[:1]), torch.tensor([13]))
     states, _ = hf_states(model, PROMPTS[0])
-    close(decoder.features[0], states[-1])
+    close(runner.features[0], states[-1])
 
 
 def test_taps_stand_side_by_side_in_their_order() -> None:
     """Catches states sorted, or joined along another dimension: fc has its columns in the order of the taps."""
-    decoder = tiny_target(tiny_model("llama")).decoder
-    decoder.allocate(1, 16)
+    runner = tiny_target(tiny_model("llama")).runner
+    runner.allocate(1, 16)
     found = []
     for layers in ((0,), (2,), (2, 0, 2)):
-        decoder.capture_hidden_states(HiddenStateSpec(layers))
-        decoder.prefill(torch.tensor(PROMPTS[:1]), torch.tensor([13]))
-        found.append(decoder.features)
+        runner.capture_hidden_states(HiddenStateSpec(layers))
+        runner.prefill(torch.tensor(PROMPTS[:1]), torch.tensor([13]))
+        found.append(runner.features)
     assert torch.equal(found[2], torch.cat([found[1], found[0], found[1]], -1))
 
 
@@ -129,21 +129,21 @@ def test_a_head_in_another_dtype_is_a_copy() -> None:
 @pytest.mark.parametrize("layer", [-1, 3])
 def test_an_unknown_layer_is_refused(layer: int) -> None:
     """Catches -1 taken for the last layer, an index error, and a decoder that half keeps the taps it was refused."""
-    decoder = tiny_target(tiny_model("llama")).decoder
-    decoder.capture_hidden_states(HiddenStateSpec((1,)))
+    runner = tiny_target(tiny_model("llama")).runner
+    runner.capture_hidden_states(HiddenStateSpec((1,)))
     with pytest.raises(UserError, match=rf"no layer {layer} to tap: .* layers 0 to 2"):
-        decoder.capture_hidden_states(HiddenStateSpec((0, layer)))
-    decoder.capture_hidden_states(HiddenStateSpec((1,)))
-    decoder.allocate(1, 16)
-    decoder.prefill(torch.tensor(PROMPTS[:1]), torch.tensor([13]))
-    close(decoder.features[0], hf_states(decoder.model, PROMPTS[0])[0][1])
-    decoder.capture_hidden_states(None)
-    assert hooks(decoder.model) == 0
+        runner.capture_hidden_states(HiddenStateSpec((0, layer)))
+    runner.capture_hidden_states(HiddenStateSpec((1,)))
+    runner.allocate(1, 16)
+    runner.prefill(torch.tensor(PROMPTS[:1]), torch.tensor([13]))
+    close(runner.features[0], hf_states(runner.model, PROMPTS[0])[0][1])
+    runner.capture_hidden_states(None)
+    assert hooks(runner.model) == 0
 
 
 def test_no_hook_is_left() -> None:
     """Catches hooks that stay: each later forward would keep states that nobody takes, and pay for it."""
-    decoder = tiny_target(tiny_model("llama")).decoder
+    runner = tiny_target(tiny_model("llama")).runner
     for taps, count in (
         (ALL, 4),
         (HiddenStateSpec((1,)), 1),
@@ -151,8 +151,8 @@ def test_no_hook_is_left() -> None:
         (None, 0),
         (None, 0),
     ):
-        decoder.capture_hidden_states(taps)
-        assert hooks(decoder.model) == count
+        runner.capture_hidden_states(taps)
+        assert hooks(runner.model) == count
 
 
 @pytest.mark.parametrize("arch", FEW)
@@ -169,15 +169,15 @@ def test_plain_and_tapping_drafts_alternate(arch: str) -> None:
     for draft in [*drafts, *drafts[::-1]]:
         assert texts(decode(own, draft, PROMPTS, k=3, max_new_tokens=8)) == want
     decode(own, None, PROMPTS, max_new_tokens=2)
-    assert hooks(own.decoder.model) == 0
+    assert hooks(own.runner.model) == 0
 
 
 def test_a_shorter_decoder_takes_no_part_in_taps() -> None:
     """Catches an early exit made while its target was tapped, which then asks for states that no hook keeps."""
-    decoder = tiny_target(tiny_model("llama")).decoder
-    decoder.capture_hidden_states(ALL)
-    decoder.allocate(1, 16)
-    short = decoder.first_layers(2)
-    decoder.capture_hidden_states(None)
+    runner = tiny_target(tiny_model("llama")).runner
+    runner.capture_hidden_states(ALL)
+    runner.allocate(1, 16)
+    short = runner.first_layers(2)
+    runner.capture_hidden_states(None)
     with torch.inference_mode():
         short.step(torch.tensor([[1]]), torch.tensor([0]))

@@ -80,7 +80,7 @@ def test_greedy_text_equals_generate(arch: str) -> None:
     want = answers(model)
     assert len({tuple(text) for text in want.values()}) == len(PROMPTS)  # the prompt matters
     target = hybrid_target(model)
-    assert isinstance(target.decoder, RecurrentRunner)
+    assert isinstance(target.runner, RecurrentRunner)
     drafts = [None, NgramDraft(), random_causal(), PartlyRight(want)]
     for draft in drafts:
         outputs = decode(target, draft, PROMPTS, k=3, max_new_tokens=TOKENS, rows=3)
@@ -95,7 +95,7 @@ def test_other_chains_equal_generate(name: str) -> None:
     model = tiny_hybrid("qwen3_5_text")
     target = hybrid_target(model)
     if name == "lookup":
-        draft: Draft = TwoSourceDraft(NgramDraft(), random_causal(), target.decoder.vocab_size)
+        draft: Draft = TwoSourceDraft(NgramDraft(), random_causal(), target.runner.vocab_size)
     else:
         draft = random_draft(name, target)
     outputs = decode(target, draft, PROMPTS, k=3, max_new_tokens=TOKENS, rows=3)
@@ -133,15 +133,15 @@ def test_hidden_states_are_those_of_one_pass() -> None:
     draft = random_draft("eagle3", target)
     taps = draft.taps
     assert taps is not None
-    target.decoder.capture_hidden_states(taps)
-    target.decoder.allocate(2, 32)
+    target.runner.capture_hidden_states(taps)
+    target.runner.allocate(2, 32)
     length = torch.tensor([9, 4])
     text = torch.tensor(tiny_prompts(9, 9))
-    target.decoder.prefill(text, length)
+    target.runner.prefill(text, length)
     after = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    target.decoder.step(after, length)
-    target.decoder.step(after, length + torch.tensor([1, 3]))
-    found = target.decoder.features
+    target.runner.step(after, length)
+    target.runner.step(after, length + torch.tensor([1, 3]))
+    found = target.runner.features
     texts = [[*text[0, :9], 1, 1, 2, 3], [*text[1, :4], 4, 5, 6, 4, 5, 6]]
     for row, whole in enumerate(texts):
         states = model(torch.tensor([whole]), output_hidden_states=True).hidden_states
@@ -172,7 +172,7 @@ def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     draft = PartlyRight({tuple(prompt): want})
     [output] = decode(target, draft, [prompt], k=3, max_new_tokens=40)
     assert output.output_ids == want
-    assert target.decoder.shape[1] > 128
+    assert target.runner.shape[1] > 128
 
 
 @pytest.mark.parametrize("arch", ["zamba2", "nemotron_h"])
@@ -331,8 +331,8 @@ def test_what_needs_more_than_one_state_is_refused() -> None:
     with pytest.raises(UserError, match="lfm2 target has recurrent layers"):
         EarlyExitDraft(target, 1)
     with pytest.raises(UserError, match="rolls back by length, and its model has recurrent"):
-        CausalDraft(target.decoder)
-    draft = causal_draft(hybrid_target(tiny_hybrid("lfm2", seed=1)).decoder)
+        CausalDraft(target.runner)
+    draft = causal_draft(hybrid_target(tiny_hybrid("lfm2", seed=1)).runner)
     draft.shape = DynamicTree(width=3, nodes=9)
     with pytest.raises(UserError, match="recurrent layers and drafts chains only"):
         decode(tiny_target(tiny_model("llama")), draft, PROMPTS)

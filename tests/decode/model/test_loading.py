@@ -189,7 +189,7 @@ def test_damaged_targets(name: str, folder: Path, capfd: pytest.CaptureFixture[s
 def test_a_sound_target_loads(sound: Path) -> None:
     """Catches a check that refuses what is fine."""
     target = load_target(str(sound), "cpu", "bfloat16")
-    assert target.decoder.vocab_size == 268
+    assert target.runner.vocab_size == 268
     assert target.eos == frozenset(end_ids(str(sound), load_config(str(sound), "target")))
 
 

@@ -6,7 +6,6 @@ from itertools import combinations
 import pytest
 import torch
 
-from decode.model import runner
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.runner import FORWARD_TOKENS, ModelRunner, prefill_groups
 from tests.tiny import tiny_model, tiny_prompts
@@ -45,27 +44,29 @@ def test_thousands_of_prompts_are_grouped_at_once() -> None:
 @pytest.mark.parametrize("every_row", [True, False])
 def test_groups_give_what_one_group_gives(every_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches logits, hidden states or K/V of another prompt's row."""
-    decoder = ModelRunner(tiny_model("llama", max_position_embeddings=256))
+    runner = ModelRunner(tiny_model("llama", max_position_embeddings=256))
     prompts = tiny_prompts(90, 3, 88, 150, 5)
     length = torch.tensor([len(prompt) for prompt in prompts])
     tokens = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
     row = None if every_row else torch.tensor([4, 0, 3, 5, 1])
-    decoder.capture_hidden_states(HiddenStateSpec((0, 2), False))
+    runner.capture_hidden_states(HiddenStateSpec((0, 2), False))
     assert len(prefill_groups(length.tolist())) == 3
 
     def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
-        decoder.shape = 0, 0  # new buffers
-        decoder.allocate(5 if every_row else 6, 160)
-        logits = decoder.prefill(tokens, length, row)
-        states = [decoder.features[i, :n] for i, n in enumerate(length.tolist())]
+        runner.shape = 0, 0  # new buffers
+        runner.allocate(5 if every_row else 6, 160)
+        logits = runner.prefill(tokens, length, row)
+        states = [runner.features[i, :n] for i, n in enumerate(length.tolist())]
         at = range(5) if row is None else row.tolist()
-        layer = decoder.cache.kv_layers[-1]
+        layer = runner.cache.kv_layers[-1]
         kv = [layer.keys[r, :, :n] for r, n in zip(at, length.tolist(), strict=True)]
-        assert decoder.features.shape[:2] == tokens.shape
+        assert runner.features.shape[:2] == tokens.shape
         return logits, [*states, *kv]
 
     logits, rest = run()
-    monkeypatch.setattr(runner, "prefill_groups", lambda lengths: [list(range(len(lengths)))])
+    monkeypatch.setattr(
+        "decode.model.runner.prefill_groups", lambda lengths: [list(range(len(lengths)))]
+    )
     together, rest_together = run()
     assert torch.allclose(logits, together, atol=1e-5)
     for one, other in zip(rest, rest_together, strict=True):

@@ -65,7 +65,7 @@ def test_a_quantised_target_computes_what_its_numbers_mean(form: str, tmp_path: 
     ids = torch.tensor(tiny_prompts(12, vocab=VOCAB))
     with torch.no_grad():
         torch.testing.assert_close(
-            target.decoder.model(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-3, rtol=1e-4
+            target.runner.model(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-3, rtol=1e-4
         )  # fmt: skip
     target = dataclasses.replace(target, eos=frozenset())
     draft = CausalDraft(ModelRunner(noisy(model, 0.01)))
@@ -89,7 +89,7 @@ def test_planted_bugs_change_the_weights(tmp_path: Path, monkeypatch: pytest.Mon
     for form, change in (("gptq4", {"checkpoint_format": "gptq_v2"}), ("awq", {})):
         model = quantized(form, tmp_path / form, **change)
         monkeypatch.setattr(formats, "AWQ_ORDER", range(8))
-        layer = load_target(str(tmp_path / form), "cpu").decoder.model.model.layers[0]
+        layer = load_target(str(tmp_path / form), "cpu").runner.model.model.layers[0]
         own = model.model.layers[0].mlp.up_proj.weight
         assert (layer.mlp.up_proj.weight - own).abs().max() > 0.01
 

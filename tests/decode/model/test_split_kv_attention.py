@@ -60,7 +60,7 @@ for arch in sys.argv[1:]:
         for on in (False, True):
             attention.use_split_kv(on)
             with torch.inference_mode():
-                logits[on] = target.decoder.step(tokens, torch.tensor([9, 3, 7]))
+                logits[on] = target.runner.step(tokens, torch.tensor([9, 3, 7]))
         assert torch.allclose(logits[True], logits[False], atol=1e-4), (arch, "logits")
 print("equal")
 """

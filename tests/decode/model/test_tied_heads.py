@@ -70,7 +70,7 @@ def test_the_tensors_decide(
     stated, head = CASES[case]
     damage.warn_once.cache_clear()
     model = write(tmp_path, stated, head, arch)
-    found = load_target(str(tmp_path), "cpu").decoder.model
+    found = load_target(str(tmp_path), "cpu").runner.model
     torch.testing.assert_close(logits(found), logits(model), atol=1e-4, rtol=1e-5)
     tied = head == "absent" or (stated and head == "copy")
     assert found.config.tie_word_embeddings == tied
@@ -113,7 +113,7 @@ def test_shards_and_parts_of_a_target(tmp_path: Path) -> None:
     a server has the layers)."""
     model = write(tmp_path, True, "apart", shard="60KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    ends = load_target(str(tmp_path), "cpu", with_layers=False).decoder.model
+    ends = load_target(str(tmp_path), "cpu", with_layers=False).runner.model
     torch.testing.assert_close(ends.lm_head.weight, model.lm_head.weight, rtol=0, atol=0)
     torch.testing.assert_close(
         ends.model.embed_tokens.weight, model.model.embed_tokens.weight, rtol=0, atol=0

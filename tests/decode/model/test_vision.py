@@ -106,15 +106,15 @@ def test_captured_states_are_those_of_the_model(kind: str) -> None:
     """Catches hidden states of prompts with images that are left out, or put into another row's place."""
     model, prompts = vision_model(kind), prompts_of(kind)
     target = vision_target(model)
-    decoder = target.decoder
-    assert isinstance(decoder, VisionRunner)
-    decoder.allocate(2, 64)
-    decoder.capture_hidden_states(HiddenStateSpec((0, 2)))
+    runner = target.runner
+    assert isinstance(runner, VisionRunner)
+    runner.allocate(2, 64)
+    runner.capture_hidden_states(HiddenStateSpec((0, 2)))
     padded = torch.zeros(2, len(prompts[0].ids), dtype=torch.long)
     for line, prompt in zip(padded, prompts[:2], strict=True):
         line[: len(prompt.ids)] = torch.tensor(prompt.ids)
     length = torch.tensor([len(prompt.ids) for prompt in prompts[:2]])
-    decoder.prefill(padded, length, images=[prompt.images for prompt in prompts[:2]])
+    runner.prefill(padded, length, images=[prompt.images for prompt in prompts[:2]])
     for row, prompt in enumerate(prompts[:2]):
         ids = torch.tensor([prompt.ids])
         with torch.no_grad():
@@ -122,7 +122,7 @@ def test_captured_states_are_those_of_the_model(kind: str) -> None:
                 input_ids=ids, output_hidden_states=True, use_cache=False,
                 attention_mask=torch.ones_like(ids), **(prompt.images or {}),
             ).hidden_states  # fmt: skip
-        own = decoder.features[row, : len(prompt.ids)]
+        own = runner.features[row, : len(prompt.ids)]
         torch.testing.assert_close(
             own, torch.cat([states[0][0], states[2][0]], -1), atol=1e-4, rtol=1e-4
         )
@@ -143,7 +143,7 @@ def test_planted_bugs_change_the_text(bug: str, monkeypatch: pytest.MonkeyPatch)
     if bug == "images":
         images = [None] * len(prompts)
     if bug == "causal":
-        monkeypatch.setattr(target.decoder, "own_attention", attention.ATTENTION_NAME)
+        monkeypatch.setattr(target.runner, "own_attention", attention.ATTENTION_NAME)
     found = answers(target, None, prompts, images=images)
     assert [one == own for one, own in zip(found, want, strict=True)] == [False, True, False]
 
@@ -169,7 +169,7 @@ def test_llama4_ends_with_its_first_chunk() -> None:
     """Catches a context beyond the first chunk, where llama4 hides earlier chunks and scales its queries."""
     model = vision_model("llama4")
     target = vision_target(model)
-    assert target.decoder.context == 48
+    assert target.runner.context == 48
     text = text_prompt(40)
     assert answers(target, None, [text], images=None) == [generated(model, text, 8)]
     config = copy.deepcopy(model.config)

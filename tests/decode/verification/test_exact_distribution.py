@@ -401,7 +401,7 @@ def engine_law(
         target, draft, prompts, k=k, sampling=sampling, max_new_tokens=length, choose=choose, rule=rule
     )  # fmt: skip
     assert choose.walked == paths
-    vocab = target.decoder.vocab_size
+    vocab = target.runner.vocab_size
     base = vocab ** torch.arange(length - 1, -1, -1)
     ids = torch.tensor([output.output_ids for output in outputs]).clamp_min(0)  # no token: weight 0
     text = (ids * base).sum(1)

@@ -27,7 +27,7 @@ def test_acceptance_is_what_was_asked_for(costly: bool) -> None:
     target = tiny_target(model, eos=(3, 5))
     prompts = tiny_prompts(*[3 + i % 7 for i in range(40)])
     cost = CausalDraft(ModelRunner(noisy(model, 0.1))) if costly else None
-    draft = SimulatedDraft(ALPHA, target.decoder.vocab_size, cost)
+    draft = SimulatedDraft(ALPHA, target.runner.vocab_size, cost)
     draft.record_answers(target, prompts, NEW + K + 1, rows=16)
     outputs = decode(target, draft, prompts, k=K, max_new_tokens=NEW, rows=6)
     plain = decode(target, None, prompts, max_new_tokens=NEW, rows=6)
@@ -50,7 +50,7 @@ def test_the_draft_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = CausalDraft(ModelRunner(noisy(model, 0.1)))
     propose = cost.propose
     monkeypatch.setattr(cost, "propose", lambda *args: calls.append(1) or propose(*args))
-    draft = SimulatedDraft([1.0], target.decoder.vocab_size, cost)
+    draft = SimulatedDraft([1.0], target.runner.vocab_size, cost)
     prompts = tiny_prompts(4)
     draft.record_answers(target, prompts, 20, rows=1)
     output = decode(target, draft, prompts, k=K, max_new_tokens=13)[0]

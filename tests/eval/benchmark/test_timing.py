@@ -63,7 +63,7 @@ def context() -> TimingContext:
 
 def method(name: str, context: TimingContext) -> Method:
     shape = DynamicTree(2, 5) if name == "tree" else None
-    near = ModelRunner(noisy(context.target.decoder.model, 0.01))
+    near = ModelRunner(noisy(context.target.runner.model, 0.01))
     drafts: dict[str, Callable[[], Draft]] = {
         "ngram": NgramDraft,
         "suffix": SuffixDraft,

@@ -427,7 +427,7 @@ class SleepyDraft(CausalDraft):
 def test_a_real_stall(tmp_path: Path) -> None:
     """A draft of a tiny model sleeps once, for as long as many requests: its turn is repeated with the same tokens."""
     target = tiny_target(tiny_model("llama", num_hidden_layers=1, max_position_embeddings=128))
-    near = ModelRunner(noisy(target.decoder.model, 0.01))
+    near = ModelRunner(noisy(target.runner.model, 0.01))
     items = [TaskPrompt("t", str(i), ids) for i, ids in enumerate(tiny_prompts(*[8] * 8))]
     found = timing.time_methods(
         TimingContext(target, items, 24), [Method("sleepy", SleepyDraft(near), 3)], 0.0, 1,

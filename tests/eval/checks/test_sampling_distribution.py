@@ -71,7 +71,7 @@ def shown_by(
 
 
 def near(target: Target, **shape: Any) -> CausalDraft:
-    return CausalDraft(ModelRunner(noisy(target.decoder.model, CLOSE)), **shape)
+    return CausalDraft(ModelRunner(noisy(target.runner.model, CLOSE)), **shape)
 
 
 LOSSLESS: dict[str, tuple[Callable[[Target], Draft | None], str]] = {

@@ -205,8 +205,8 @@ def test_other_engines_draft_with_the_whole_head(tmp_path: Path) -> None:
     for engine in ("vllm", "draftsmith"):
         draft = load(replace(settings, engines=[engine]), target)
         assert isinstance(draft, CausalDraft)
-        draft.decoder.allocate(1, 8)
-        finite[engine] = int(draft.decoder.prefill(prompt, length).isfinite().sum(-1).max())
+        draft.runner.allocate(1, 8)
+        finite[engine] = int(draft.runner.prefill(prompt, length).isfinite().sum(-1).max())
     assert finite["draftsmith"] == 64 < finite["vllm"]
     with pytest.raises(UserError, match="forecast them apart"):
         load(replace(settings, engines=["vllm", "draftsmith"]), target)

@@ -315,7 +315,7 @@ def context() -> TimingContext:
 @pytest.fixture(scope="module")
 def causal(context: TimingContext) -> Method:
     """A draft close to the target."""
-    draft = CausalDraft(ModelRunner(noisy(context.target.decoder.model, 0.02)))
+    draft = CausalDraft(ModelRunner(noisy(context.target.runner.model, 0.02)))
     return Method("causal", draft, 3)
 
 

@@ -91,7 +91,7 @@ def test_each_sample_is_there_once_and_lines_are_even() -> None:
 def test_states_of_a_target_are_those_of_the_sample_alone(arch: str) -> None:
     """Catches tokens that see the sample before theirs, positions that run on, windows over a seam, and experts or
     caps of a model that go another way."""
-    model = tiny_target(tiny_model(arch)).decoder.model
+    model = tiny_target(tiny_model(arch)).runner.model
     taps = HiddenStateSpec((1, 2), final=True)
     assert max(len(sample["input_ids"]) for sample in SAMPLES) > WINDOW
     with torch.no_grad():

@@ -124,12 +124,12 @@ def test_a_draft_from_scratch_is_the_targets_kind(own: Target, tmp_path: Path) -
     changes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     changes |= {"num_key_value_heads": 1, "intermediate_size": 24}
     model = build_causal_lm(DraftConfig(init_config=changes), own, "cpu")
-    assert type(model) is type(own.decoder.model)
+    assert type(model) is type(own.runner.model)
     assert {name: getattr(model.config, name) for name in changes} == changes
     assert model.config.head_dim == 8
     assert model.get_output_embeddings().weight.shape == (PADDED, 16)
     assert model.dtype == torch.float32
-    assert own.decoder.config.hidden_size != 16
+    assert own.runner.config.hidden_size != 16
     outputs = decode(own, CausalDraft(ModelRunner(model)), [TEXT], k=2, max_new_tokens=8)
     plain = decode(own, None, [TEXT], max_new_tokens=8)
     assert outputs[0].output_ids == plain[0].output_ids
@@ -236,11 +236,11 @@ def test_lora_is_saved_merged_and_as_an_adapter(place: Path, own: Target, tmp_pa
 
 def test_lora_on_layers_of_the_target(own: Target, tmp_path: Path) -> None:
     """Catches an adapter that claims a base which lies nowhere, and adapters that end up in the target itself."""
-    before = copy.deepcopy(own.decoder.model.state_dict())
+    before = copy.deepcopy(own.runner.model.state_dict())
     trained(own, DraftConfig(layers=[1], lora_rank=2)).save(tmp_path)
     assert not (tmp_path / "adapter").exists()
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers == 1
-    after = own.decoder.model.state_dict()
+    after = own.runner.model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
@@ -249,7 +249,7 @@ def test_full_training_of_a_noisy_copy_still_saves_alone(
     own: Target, place: Path, tmp_path: Path
 ) -> None:
     """Catches an adapter folder, or names with `lora` in them, where none was asked for."""
-    worlds.save(tmp_path / "init", noisy(own.decoder.model, 0.1), worlds.byte_tokenizer())
+    worlds.save(tmp_path / "init", noisy(own.runner.model, 0.1), worlds.byte_tokenizer())
     trained(own, DraftConfig(init=str(tmp_path / "init"))).save(tmp_path / "out")
     assert not (tmp_path / "out" / "adapter").exists()
     assert (

@@ -104,7 +104,7 @@ def test_the_logits_of_all_positions_never_exist(
         monkeypatch.setattr(chunked_sums, "max_chunk_rows", lambda vocab_size: rows)
     lm = noisy(model, 0.05)
     lm.set_attn_implementation(attention.ATTENTION_NAME)
-    target = tiny_target(model).decoder.model
+    target = tiny_target(model).runner.model
     trainer = CausalTrainer(lm, LMHead(target), Criterion("forward_kl"))
     batch = Batch(torch.arange(positions)[None], torch.ones(1, positions, dtype=torch.bool))
     look = TeacherOutput(torch.zeros(1, positions, 0), torch.randn(1, positions, 8))

@@ -532,7 +532,7 @@ def without_context(family: str) -> tuple[Target, TrainableDraft]:
     own = tiny_target(model_of())
     trainee = trainee_of(family, own)
     net = net_of(trainee)
-    layers = list(own.decoder.model.model.layers)
+    layers = list(own.runner.model.model.layers)
     layers += [] if isinstance(net, MedusaModel) else [net.layer]
     with torch.no_grad():
         for layer in layers:
@@ -646,21 +646,21 @@ def test_one_step_moves_all_that_is_trained_and_nothing_else(family: str, loss: 
     frozen = {name for name, value in params.items() if not value.requires_grad}
     assert frozen == ({"net.fc.bias"} if family == "eagle1" else set())
     state = {name: value.clone() for name, value in net_of(trainee).state_dict().items()}
-    target = {name: value.clone() for name, value in own.decoder.model.state_dict().items()}
+    target = {name: value.clone() for name, value in own.runner.model.state_dict().items()}
     optimizer = torch.optim.AdamW([p for p in params.values() if p.requires_grad], lr=1e-3)
     learned(trainee, collate(*SAMPLES))
     optimizer.step()
     now = net_of(trainee).state_dict()
     still = {name for name, value in state.items() if torch.equal(value, now[name])}
     assert {f"net.{name}" for name in still} == frozen
-    assert all(torch.equal(v, target[n]) for n, v in own.decoder.model.state_dict().items())
-    assert all(value.grad is None for value in own.decoder.model.parameters())
+    assert all(torch.equal(v, target[n]) for n, v in own.runner.model.state_dict().items())
+    assert all(value.grad is None for value in own.runner.model.parameters())
 
 
 @pytest.mark.parametrize("family", DRAFTS)
 def test_the_targets_weights_are_no_parameters_of_heads(family: str, own: Target) -> None:
     """Catches an embedding or head of the target that is optimised, sent around, or saved with every checkpoint."""
-    held = {value.data_ptr() for value in own.decoder.model.parameters()}
+    held = {value.data_ptr() for value in own.runner.model.parameters()}
     model = trainee_of(family, own, None).model
     assert held.isdisjoint(value.data_ptr() for value in model.parameters())
     assert held.isdisjoint(value.data_ptr() for value in model.state_dict().values())
@@ -669,7 +669,7 @@ def test_the_targets_weights_are_no_parameters_of_heads(family: str, own: Target
 def test_medusa_starts_as_the_targets_own_head(own: Target) -> None:
     """Catches blocks that are no identity at first (methods 4): heads that begin from noise lose the target's own."""
     (ids,) = tiny_prompts(9)
-    states, logits = hf_states(own.decoder.model, ids)
+    states, logits = hf_states(own.runner.model, ids)
     net = net_of(trainee_of("medusa", own, None))
     for j in range(STEPS):
         assert torch.equal(net.states(states[-1], j), states[-1])

@@ -71,7 +71,7 @@ def batch_of(draw: int = STEP, packed: bool = False) -> Batch:
 
 def merged(own: Target) -> Any:
     """The new target in transformers' own attention, adapters merged into a copy."""
-    model = copy.deepcopy(own.decoder.model)
+    model = copy.deepcopy(own.runner.model)
     for module in model.modules():
         for name, child in list(module.named_children()):
             if hasattr(child, "merge"):
@@ -209,9 +209,9 @@ def test_gradients_reach_the_layers_that_ran_and_nothing_else() -> None:
     """Catches a dropped layer that learns, an exit that teaches layers behind it, and weights that are not adapters."""
     own = tiny_target(tiny_model("llama", num_hidden_layers=LAYERS))
     trainee = trainee_of(own, layer_dropout=1.0)  # nobody passes the last layer
-    weights = {name: value.clone() for name, value in own.decoder.model.state_dict().items()}
+    weights = {name: value.clone() for name, value in own.runner.model.state_dict().items()}
     learned(trainee, batch_of())
-    grads = {name: p.grad for name, p in own.decoder.model.named_parameters()}
+    grads = {name: p.grad for name, p in own.runner.model.named_parameters()}
     assert all(grad is None for name, grad in grads.items() if "lora" not in name)
     reached = dict.fromkeys(range(LAYERS), 0.0)
     for name, grad in grads.items():
@@ -221,7 +221,7 @@ def test_gradients_reach_the_layers_that_ran_and_nothing_else() -> None:
     assert reached[3] == 0
     assert min(reached[number] for number in (0, 1, 2)) > 0
     assert all(
-        torch.equal(value, weights[name]) for name, value in own.decoder.model.state_dict().items()
+        torch.equal(value, weights[name]) for name, value in own.runner.model.state_dict().items()
     )
 
 
@@ -235,7 +235,7 @@ def test_training_reads_what_decoding_drafts_with(monkeypatch: pytest.MonkeyPatc
     losses = LayerSkip2Trainer.exit_losses
 
     def watch(self: Any, original: Tensor, states: Tensor, *rest: Any) -> Any:
-        norm = layerskip2.final_norm(own.decoder.model)
+        norm = layerskip2.final_norm(own.runner.model)
         seen.append(self.lora_target.head(norm(states.chunk(3, -1)[0])))
         return losses(self, original, states, *rest)
 

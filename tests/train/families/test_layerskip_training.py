@@ -40,15 +40,15 @@ def trainee_of(own: Any, rows: Any = SAMPLES, **settings: Any) -> Any:
 def drafted_logits(draft: EarlyExitDraft, ids: list[int], start: int) -> Tensor:
     """[n, Vd]: what the draft drafts with after ids[: start + 1], and after each of up to AHEAD tokens more, which it
     runs as its own."""
-    decoder = draft.target.decoder
-    decoder.allocate(1, 64)
-    draft.decoder.share_kv_cache(decoder)
-    decoder.cache.slots.show(64)
+    runner = draft.target.runner
+    runner.allocate(1, 64)
+    draft.runner.share_kv_cache(runner)
+    runner.cache.slots.show(64)
     if start > 0:
-        decoder.prefill(torch.tensor([ids[:start]]), torch.tensor([start]))
+        runner.prefill(torch.tensor([ids[:start]]), torch.tensor([start]))
     found = []
     for at in range(start, min(start + 1 + AHEAD, len(ids))):
-        found.append(draft.decoder.step(torch.tensor([[ids[at]]]), torch.tensor([at]))[0, -1])
+        found.append(draft.runner.step(torch.tensor([[ids[at]]]), torch.tensor([at]))[0, -1])
     return torch.stack(found)
 
 
@@ -142,7 +142,7 @@ def test_training_raises_acceptance_and_leaves_the_target_alone() -> None:
         row([*o.prompt_ids, *o.output_ids], (len(o.prompt_ids), len(o.prompt_ids) + 24))
         for o in answers
     ]
-    weights = {name: value.clone() for name, value in own.decoder.model.state_dict().items()}
+    weights = {name: value.clone() for name, value in own.runner.model.state_dict().items()}
     trainee = trainee_of(own, rows, vocab=0)
     plain = EarlyExitDraft(own, 2)
     before = decode(own, plain, prompts, k=3, max_new_tokens=24)
@@ -158,9 +158,9 @@ def test_training_raises_acceptance_and_leaves_the_target_alone() -> None:
     assert [o.output_ids for o in after] == [o.output_ids for o in answers]
     assert accepted(before) < 40 < 60 < accepted(after)  # of 69 at most
     assert all(
-        torch.equal(value, weights[name]) for name, value in own.decoder.model.state_dict().items()
+        torch.equal(value, weights[name]) for name, value in own.runner.model.state_dict().items()
     )
-    assert all(value.grad is None for value in own.decoder.model.parameters())
+    assert all(value.grad is None for value in own.runner.model.parameters())
 
 
 def test_a_saved_exit_is_trained_on(tmp_path: Any) -> None:

@@ -55,7 +55,7 @@ def final_logits(target: Target, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         text = torch.tensor([ids])
         position = torch.arange(len(ids))[None]
-        return target.decoder.model(input_ids=text, position_ids=position, use_cache=False).logits
+        return target.runner.model(input_ids=text, position_ids=position, use_cache=False).logits
 
 
 def trained(steps: int, rate: float = 1e-2) -> tuple[Any, Target]:
@@ -90,7 +90,7 @@ def test_adapters_off_is_the_old_target() -> None:
 def test_heads_and_adapters_learn_and_nothing_else() -> None:
     """Catches a frozen adapter, and a target whose own weights move under the adapters."""
     target = tiny_target(tiny_model("llama"))
-    before = {name: p.detach().clone() for name, p in target.decoder.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in target.runner.model.named_parameters()}
     trainee = Medusa2().build(FamilyContext(Recipe(), target, samples()))
     batch = batching.collate(samples(), pad_id=0)
     start = {name: p.detach().clone() for name, p in trainee.model.named_parameters()}
@@ -105,7 +105,7 @@ def test_heads_and_adapters_learn_and_nothing_else() -> None:
         optimizer.zero_grad()
     for name, p in trainee.model.named_parameters():
         assert not torch.equal(p, start[name]), name
-    now = dict(target.decoder.model.named_parameters())
+    now = dict(target.runner.model.named_parameters())
     for name, value in before.items():
         base = now.get(name, now.get(name.replace(".weight", ".base_layer.weight")))
         assert base is not None, name
@@ -126,7 +126,7 @@ def test_adapters_are_in_the_layers_that_write_text_and_nowhere_else() -> None:
         adapted = LoraTarget(target, 2)
         found = [m for m in adapted.peft.modules() if isinstance(m, LoraLayer)]
         assert len(found) == count
-        inside = set(layer_stack(target.decoder.model).modules())
+        inside = set(layer_stack(target.runner.model).modules())
         assert inside.issuperset(found)
 
 

@@ -92,12 +92,12 @@ def test_a_new_layer_begins_as_the_targets_last() -> None:
     """Catches weights shared with the target, which training would then change."""
     own = tiny_target(tiny_model("llama"))
     net = trainee_of(own).net
-    last = own.decoder.model.model.layers[-1]
+    last = own.runner.model.model.layers[-1]
     for name, value in net.layers[0].named_parameters():
         original = last.get_parameter(name)
         assert torch.equal(value, original)
         assert value.data_ptr() != original.data_ptr()
-    names = {id(p) for p in own.decoder.model.parameters()}
+    names = {id(p) for p in own.runner.model.parameters()}
     assert not names & {id(p) for p in net.parameters()}
 
 

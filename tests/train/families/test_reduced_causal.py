@@ -163,7 +163,7 @@ def test_it_drafts_the_same_before_and_after_saving(
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert model.config.vocab_size == len(model.lm_head.weight) == target.decoder.vocab_size
+    assert model.config.vocab_size == len(model.lm_head.weight) == target.runner.vocab_size
     assert [file.name for file in tmp_path.glob("*.safetensors")] == [WEIGHTS]  # vLLM reads all
     before = proposals(target, trainee.to_draft())
     assert {token for rows in before for row in rows for token in row} <= set(ids)
@@ -176,7 +176,7 @@ def test_rows_of_other_tokens_stay(world: World, target: Target, tmp_path: Path)
     before, after = (load_file(Path(p) / WEIGHTS) for p in (world.draft, tmp_path))
     moved = (before["lm_head.weight"] != after["lm_head.weight"]).any(1).nonzero()[:, 0]
     assert moved.tolist() == json.loads((tmp_path / VOCAB_FILE).read_text())["ids"]
-    counts = vocab_mapping.count_tokens(rows_of(12, 20, 9), target.decoder.vocab_size)
+    counts = vocab_mapping.count_tokens(rows_of(12, 20, 9), target.runner.vocab_size)
     assert set(counts.nonzero()[:, 0].tolist()) <= set(moved.tolist())
 
 

@@ -131,7 +131,7 @@ def test_states_are_those_of_the_live_target(
         here, there = cached.get_output(batch).features, live.get_output(batch).features
         assert here.shape == there.shape
         assert bool((here[~inside(batch)] == 0).all())
-        x = there[inside(batch)].unflatten(-1, (-1, target.decoder.config.hidden_size))
+        x = there[inside(batch)].unflatten(-1, (-1, target.runner.config.hidden_size))
         least = x.abs().amax(-1, keepdim=True) / 448 * 2**-10
         wrong = (here[inside(batch)].view_as(x) - x).abs()
         assert bool((wrong <= x.abs() * 2**-4 * 1.01 + least * 1.01 + 1e-5).all())
@@ -592,7 +592,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("features")
     world = worlds.build(home / "world", 1)
     target = load_target(str(world.target), "cpu")
-    rows = rows_of(*(20 + 5 * i % 31 for i in range(24)), vocab=target.decoder.vocab_size)
+    rows = rows_of(*(20 + 5 * i % 31 for i in range(24)), vocab=target.runner.vocab_size)
     sample_store.write_shard(home / "samples", rows, "all")
     sampling: dict[str, Any] = {}
     manifest = Manifest("t", None, target.fingerprint, None, sampling, 0, {}, None, {})

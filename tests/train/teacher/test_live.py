@@ -29,7 +29,7 @@ def test_the_teacher_runs_on_packed_weights_and_its_output_trains() -> None:
     """Catches a teacher without packed weights, another result than the model's, and tensors of inference mode."""
     plain = tiny_model("llama")
     target, batch = tiny_target(plain), batching.collate(ROWS, 0)
-    model = target.decoder.model
+    model = target.runner.model
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
     teacher = LiveTeacher(target, HiddenStateSpec((1,)))
     output = teacher.get_output(batch)
@@ -59,7 +59,7 @@ def test_the_teacher_notices_a_changed_target(
     teacher, batch = LiveTeacher(target, HiddenStateSpec((1,))), batching.collate(ROWS, 0)
     before = teacher.get_output(batch).head_inputs
     with torch.no_grad():
-        for model in (plain, target.decoder.model):
+        for model in (plain, target.runner.model):
             for layer in model.modules():
                 if isinstance(layer, torch.nn.Linear):
                     layer.weight.mul_(1.5)

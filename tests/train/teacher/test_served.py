@@ -40,7 +40,7 @@ class StatesServer(StandIn):
     def __init__(self, target: Target, folder: Path) -> None:
         super().__init__()
         self.target, self.folder, self.number = target, folder, 0
-        self.layers = served_layers(TAPS, target.decoder.config.num_hidden_layers)
+        self.layers = served_layers(TAPS, target.runner.config.num_hidden_layers)
 
     def reply_to(self, body: dict[str, Any]) -> tuple[list[int], str]:
         return [], "length"  # `response` makes the reply
@@ -51,7 +51,7 @@ class StatesServer(StandIn):
         with self.lock:
             self.number += 1
             number = self.number
-            model = self.target.decoder.model
+            model = self.target.runner.model
             seen: list[torch.Tensor] = []
             stack = model.model
             hooks = [
@@ -129,8 +129,8 @@ def test_a_target_without_layers_has_their_number_and_refuses_to_decode(
 ) -> None:
     """Bug: text of a model without layers; its weights are read all the same; heads see a target of no layers."""
     bare = load_target(str(world.target), "cpu", with_layers=False)
-    assert bare.decoder.config.num_hidden_layers == target.decoder.config.num_hidden_layers > 0
-    names = [name for name, _ in bare.decoder.model.named_parameters()]
+    assert bare.runner.config.num_hidden_layers == target.runner.config.num_hidden_layers > 0
+    names = [name for name, _ in bare.runner.model.named_parameters()]
     assert len(names) == 3  # embedding, final norm, LM head
     assert not any("layers" in name for name in names)
     with pytest.raises(UserError, match="without its layers"):

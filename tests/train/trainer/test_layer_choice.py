@@ -387,7 +387,7 @@ def test_layers_of_the_target_itself_with_some_tokens(
     assert facts["vocabulary"]["size"] == 60
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.num_hidden_layers == 2
     target = load_target(str(world.target), "cpu")
-    assert target.decoder.config.num_hidden_layers == 4
+    assert target.runner.config.num_hidden_layers == 4
     prompts = tiny_prompts(9, 14, vocab=200)
     texts = [
         [o.output_ids for o in decode(target, draft, prompts, k=3, max_new_tokens=12)]
@@ -465,7 +465,7 @@ def test_other_families_say_that_they_do_not_choose(world: World) -> None:
 
 def test_the_estimate_counts_the_layers_that_stay(world: World) -> None:
     """Catches a dry run that counts the whole init."""
-    target = load_target(str(world.target), "cpu").decoder.config
+    target = load_target(str(world.target), "cpu").runner.config
     runs = [
         ShapeRun(DistillConfig(draft=DraftConfig(init=str(world.draft), **how)), target)
         for how in ({}, {"layers": [0, 2]}, {"keep_layers": 2})

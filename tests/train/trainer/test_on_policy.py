@@ -352,8 +352,8 @@ def test_a_dry_run_writes_one_round_and_keeps_nothing(
     assert "none: it reads the texts in steps" in done.err
     assert f"texts written every {EVERY} steps" in done.err
 
-    rows, size, decoder = held[0]
-    layers = decoder.cache.kv_layers
+    rows, size, runner = held[0]
+    layers = runner.cache.kv_layers
     bytes_of = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values))
     settings = parse_settings(
         DistillConfig, "", [str(x) for x in [*arguments(world, data, out), *share]]

@@ -53,7 +53,7 @@ class DFlash(FamilyTrainer):
     name = "dflash"
 
     def build(self, context: FamilyContext) -> TrainableDraft:
-        counts = vocab_mapping.count_tokens(context.rows, context.target.decoder.vocab_size)
+        counts = vocab_mapping.count_tokens(context.rows, context.target.runner.vocab_size)
         net, config = init_dflash(self.name, context, counts)
         draft = TrainableDFlash(context, self.name, net, config, net.max_tokens)
         draft.metadata = vocabulary_facts(net.ids, counts)
@@ -244,7 +244,7 @@ def init_dflash(name: str, context: FamilyContext, counts: Tensor) -> tuple[DFla
     """(net, its config.json). A new one drafts the most frequent tokens of `counts`, with the target's LM head rows."""
     s, target, device = context.config.draft, context.target, context.device
     check_widths(target)
-    vocab = target.decoder.vocab_size
+    vocab = target.runner.vocab_size
     if s.init:
         config = load_saved_config(s, name)
         size, mask = config["draft_vocab_size"], config["dflash_config"]["mask_token_id"]
@@ -257,14 +257,14 @@ def init_dflash(name: str, context: FamilyContext, counts: Tensor) -> tuple[DFla
             mask_token=mask,
         )
         return dflash.load(s.init, target, device, "float32").net, config
-    layers = tuple(s.taps) or layouts.default_aux_layers(target.decoder.config.num_hidden_layers)
+    layers = tuple(s.taps) or layouts.default_aux_layers(target.runner.config.num_hidden_layers)
     ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
     size = vocab if ids is None else len(ids)
-    mask = choose_mask_token(s.mask_token, None, target.decoder.embedding_rows, context.rows)
-    config = new_config(name, s, target.decoder.config, vocab, size, layers, mask)
+    mask = choose_mask_token(s.mask_token, None, target.runner.embedding_rows, context.rows)
+    config = new_config(name, s, target.runner.config, vocab, size, layers, mask)
     taps = HiddenStateSpec(layers)
-    net = random_init(DFlashModel(llama_config(config), taps, ids, LMHead(target.decoder.model)))
-    start = target.decoder.model.get_output_embeddings().weight.detach().cpu()
+    net = random_init(DFlashModel(llama_config(config), taps, ids, LMHead(target.runner.model)))
+    start = target.runner.model.get_output_embeddings().weight.detach().cpu()
     with torch.no_grad():
         net.fc.weight /= hidden_state_rms(context, taps)
         if net.lm_head is not None:

@@ -33,8 +33,8 @@ class PEagle(Eagle3):
 
     def build(self, context: FamilyContext) -> TrainableDraft:
         s, target = context.config.draft, context.target
-        counts = vocab_mapping.count_tokens(context.rows, target.decoder.vocab_size)
-        size = target.decoder.embedding_rows
+        counts = vocab_mapping.count_tokens(context.rows, target.runner.vocab_size)
+        size = target.runner.embedding_rows
         mask = None if s.init else choose_mask_token(s.mask_token, None, size, context.rows)
         net, config = init_eagle3(context, counts, mask)
         draft = TrainablePEagle(context, "peagle", net, config, s.block)

@@ -58,7 +58,7 @@ class Eagle3(FamilyTrainer):
     hub_tag = "eagle3"
 
     def build(self, context: FamilyContext) -> TrainableDraft:
-        counts = vocab_mapping.count_tokens(context.rows, context.target.decoder.vocab_size)
+        counts = vocab_mapping.count_tokens(context.rows, context.target.runner.vocab_size)
         net, config = init_eagle3(context, counts)
         draft = TrainableEagle(context, "eagle3", net, config, context.config.draft.steps)
         draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
@@ -156,10 +156,10 @@ class TrainableEagle(TrainableDraft):
 
     def __init__(self, context: FamilyContext, name: str, net: Any, config: Config, steps: int):
         target = context.target
-        check_taps(net.taps, target.decoder.config.num_hidden_layers)
+        check_taps(net.taps, target.runner.config.num_hidden_layers)
         self.net, self.name, self.config, self.target = net, name, config, target
         self.teacher = context.teacher(net.taps)
-        embedding = target.decoder.model.get_input_embeddings().weight.detach()
+        embedding = target.runner.model.get_input_embeddings().weight.detach()
         self.model = self.make_trainer(context, self.teacher.head, embedding, steps)
         self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
         self.metadata = {}

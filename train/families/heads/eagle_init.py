@@ -37,8 +37,8 @@ def init_eagle1(s: DraftConfig, target: Target, device: str) -> tuple[EagleModel
     if s.init:
         config = load_saved_config(s, "eagle1")
         return eagle.load(s.init, target, device, "float32").net, config
-    config = layouts.eagle1_config(target.decoder.config, target.decoder.vocab_size)
-    return random_init(Eagle1Model(llama_config(config), LMHead(target.decoder.model))).to(
+    config = layouts.eagle1_config(target.runner.config, target.runner.vocab_size)
+    return random_init(Eagle1Model(llama_config(config), LMHead(target.runner.model))).to(
         device
     ), config
 
@@ -52,7 +52,7 @@ def init_eagle3(
     """
     s, target, device = context.config.draft, context.target, context.device
     check_widths(target)
-    depth, vocab = target.decoder.config.num_hidden_layers, target.decoder.vocab_size
+    depth, vocab = target.runner.config.num_hidden_layers, target.runner.vocab_size
     if s.taps != sorted(set(s.taps)):
         raise UserError(f"draft.taps {s.taps}: name layers in rising order, each once")
     if s.init:
@@ -70,11 +70,11 @@ def init_eagle3(
     layers = tuple(s.taps) or layouts.default_aux_layers(depth)
     ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
     size = vocab if ids is None else len(ids)
-    config = layouts.eagle3_config(target.decoder.config, vocab, size, layers, s.width, s.norms)
+    config = layouts.eagle3_config(target.runner.config, vocab, size, layers, s.width, s.norms)
     if mask_token is not None:
         config = layouts.peagle_config(config, mask_token)
     net = random_init(Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids))
-    start = target.decoder.model.get_output_embeddings().weight.detach().cpu()
+    start = target.runner.model.get_output_embeddings().weight.detach().cpu()
     with torch.no_grad():
         if net.fc_norm is None and net.input_norm is None:
             size_of_states = hidden_state_rms(context, net.taps)
@@ -93,7 +93,7 @@ def hidden_state_rms(context: FamilyContext, taps: HiddenStateSpec) -> float:
     to them changes little and learns slowly, so the fused states are scaled to size 1.
     """
     samples = [context.rows[i] for i in range(min(4, len(context.rows)))]
-    batch = batching.collate(samples, pad_id=0).to(context.target.decoder.device)
+    batch = batching.collate(samples, pad_id=0).to(context.target.runner.device)
     features = context.running_teacher(taps).get_output(batch).features.float()
     supervised = batch.loss_mask[..., None].expand_as(features)
     return float(features[supervised].square().mean().sqrt())

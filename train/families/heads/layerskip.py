@@ -53,7 +53,7 @@ class LayerSkip(FamilyTrainer):
 
     def build(self, context: FamilyContext) -> TrainableDraft:
         target = context.target
-        counts = vocab_mapping.count_tokens(context.rows, target.decoder.vocab_size)
+        counts = vocab_mapping.count_tokens(context.rows, target.runner.vocab_size)
         adapter = init_adapter(context.config.draft, target, context.device, counts)
         draft = TrainableExit(context, adapter)
         draft.metadata = vocabulary_facts(adapter.ids, counts)
@@ -64,7 +64,7 @@ class TrainableExit(TrainableDraft):
     """An exit adapter in training on a frozen target."""
 
     def __init__(self, context: FamilyContext, adapter: ExitAdapter):
-        model = context.target.decoder.model
+        model = context.target.runner.model
         self.net, self.target = adapter, context.target
         self.teacher = context.teacher(adapter.taps)
         head = LMHead(model if adapter.ids is None else with_head_rows(model, adapter.ids))
@@ -124,7 +124,7 @@ def supervised_positions(batch: Batch) -> Tensor:
 def init_adapter(s: DraftConfig, target: Target, device: str, counts: Tensor) -> ExitAdapter:
     """A saved adapter, or a new one that drafts as the plain early exit does, the most frequent tokens of `counts`."""
     check_widths(target)
-    own, vocab = target.decoder.config, target.decoder.vocab_size
+    own, vocab = target.runner.config, target.runner.vocab_size
     if s.init:
         config = load_saved_config(s, "layerskip")
         size = config["draft_vocab_size"]
@@ -138,7 +138,7 @@ def init_adapter(s: DraftConfig, target: Target, device: str, counts: Tensor) ->
     ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
     config = exit_config(s, own, vocab, vocab if ids is None else len(ids))
     check_exit(config["exit_layer"], own.num_hidden_layers)
-    return ExitAdapter(config, copy_final_norm(target.decoder.model), ids).to(device)
+    return ExitAdapter(config, copy_final_norm(target.runner.model), ids).to(device)
 
 
 def exit_config(s: DraftConfig, target_config: Any, vocab: int, size: int) -> dict[str, Any]:

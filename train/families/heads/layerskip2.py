@@ -53,7 +53,7 @@ class TrainableLayerSkip2(TrainableDraft):
 
     def __init__(self, context: FamilyContext):
         s, target = context.config.draft, context.target
-        count = target.decoder.config.num_hidden_layers
+        count = target.runner.config.num_hidden_layers
         self.target, self.layers = target, draft_layers(s, count)
         check_exit(self.layers, count)
         self.lora_target = adapt_target(context)
@@ -74,7 +74,7 @@ class TrainableLayerSkip2(TrainableDraft):
 
     def save(self, folder: Path) -> None:
         """Writes the new target; the adapters are merged into it for good. `exit_layer` stands in its config.json."""
-        self.target.decoder.model.config.exit_layer = self.layers
+        self.target.runner.model.config.exit_layer = self.layers
         self.lora_target.save(folder)
 
 
@@ -91,11 +91,11 @@ class LayerSkip2Trainer(nn.Module):
         self.adapters = nn.ParameterList(lora_target.parameters())
         self.lora_target = lora_target  # no module: its frozen weights do not belong to this one
         self.criterion, self.config, self.exit_layer = criterion, s, exit_layer
-        model = lora_target.target.decoder.model
+        model = lora_target.target.runner.model
         self.count = model.config.get_text_config(decoder=True).num_hidden_layers
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        s, model = self.config, self.lora_target.target.decoder.model
+        s, model = self.config, self.lora_target.target.runner.model
         exits = enabled_exits(self.count, self.exit_layer, s.exit_period, batch.draw)
         weights = exit_weights(self.count, exits, s.exit_scale)
         with torch.no_grad(), self.lora_target.adapters_disabled():
@@ -112,7 +112,7 @@ class LayerSkip2Trainer(nn.Module):
         """Sums over N rows, from the original's final states [N, H] and those of the new target [N, J * H], the last of
         which are behind the final norm: "loss", and the metrics of each exit under its number, as "alpha_8"."""
         head = self.lora_target.head
-        norm = final_norm(self.lora_target.target.decoder.model)
+        norm = final_norm(self.lora_target.target.runner.model)
 
         def sums(original: Tensor, states: Tensor) -> dict[str, Tensor]:
             *inner, final = states.chunk(len(exits), -1)

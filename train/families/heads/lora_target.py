@@ -25,10 +25,10 @@ class LoraTarget:
     def __init__(self, target: Target, rank: int):
         self.target = target
         config = LoraConfig(
-            r=rank, lora_alpha=rank, target_modules=linear_layer_names(target.decoder.model)
+            r=rank, lora_alpha=rank, target_modules=linear_layer_names(target.runner.model)
         )
-        self.peft = get_peft_model(target.decoder.model, config)
-        self.head = LMHead(target.decoder.model)
+        self.peft = get_peft_model(target.runner.model, config)
+        self.head = LMHead(target.runner.model)
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of the adapters."""
@@ -49,7 +49,7 @@ class LoraTarget:
     def states(self, batch: Batch, layers: tuple[int, ...] = ()) -> Tensor:
         """[B, T, F] the states that enter `layers`, then the final ones, which the LM head reads."""
         taps = HiddenStateSpec(layers, final=True)
-        return compute_hidden_states(self.target.decoder.model, batch, taps)
+        return compute_hidden_states(self.target.runner.model, batch, taps)
 
     def save(self, folder: Path) -> None:
         """Writes the new target as a plain model with the adapters merged in, and its tokenizer."""

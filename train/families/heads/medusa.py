@@ -114,10 +114,10 @@ def init_medusa(s: DraftConfig, target: Target, device: str) -> MedusaModel:
         check_against_saved(s, heads=config["num_heads"], head_layers=config["num_hidden_layers"])
         return medusa.load(s.init, target, device, "float32").net
     config = layouts.medusa_config(
-        target.decoder.config, s.heads, s.head_layers, target.decoder.vocab_size
+        target.runner.config, s.heads, s.head_layers, target.runner.vocab_size
     )
     net = MedusaModel(config)
-    start = target.decoder.model.get_output_embeddings().weight.detach()
+    start = target.runner.model.get_output_embeddings().weight.detach()
     with torch.no_grad():
         for parameter in net.lm_heads.parameters():
             parameter.copy_(start)

@@ -77,7 +77,7 @@ class TrainableMtp(TrainableEagle):
         name = str(dtype).removeprefix("torch.")
         tensors = {key: value.detach().cpu() for key, value in self.net.state_dict().items()}
         cast = {key: tensors[key].to(dtype) for key, _ in self.net.named_parameters()}
-        number = self.target.decoder.config.num_hidden_layers
+        number = self.target.runner.config.num_hidden_layers
         config = {**self.config, "dtype": name, "torch_dtype": name}
         layouts.write_checkpoint(folder, config, mtp_model.to_files(tensors | cast, number))
 
@@ -91,7 +91,7 @@ def init_mtp(s: DraftConfig, target: Target, device: str) -> tuple[MtpModel, Con
     if s.init:
         load_saved_config(s, "mtp")
         return mtp.load_net(s.init, target, device, "float32"), mtp_config(target)
-    model = target.decoder.model
+    model = target.runner.model
     net = MtpModel(mtp_model.last_layer(model), LMHead(model))
     width = net.fc.out_features
     with torch.no_grad():
@@ -102,6 +102,6 @@ def init_mtp(s: DraftConfig, target: Target, device: str) -> tuple[MtpModel, Con
 
 def mtp_config(target: Target) -> Config:
     """config.json of an MTP layer: that of its target, with its number of such layers and without the folder's path."""
-    fields: Config = target.decoder.model.config.to_dict()
+    fields: Config = target.runner.model.config.to_dict()
     public = {key: value for key, value in fields.items() if not key.startswith("_")}
     return public | {"num_nextn_predict_layers": 1}

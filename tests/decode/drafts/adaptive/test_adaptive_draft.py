@@ -63,11 +63,11 @@ def knowing(name: str, target: Target) -> Draft:
 
 
 DRAFTS: dict[str, Callable[[Target], Draft]] = {
-    "causal": lambda t: CausalDraft(ModelRunner(noisy(t.decoder.model, 0.02))),
+    "causal": lambda t: CausalDraft(ModelRunner(noisy(t.runner.model, 0.02))),
     "medusa": lambda t: knowing("medusa", t),
     "eagle1": lambda t: knowing("eagle1", t),
     "eagle3": lambda t: knowing("eagle3", t),
-    "pard": lambda t: test_pard.pard_of(t.decoder.model),
+    "pard": lambda t: test_pard.pard_of(t.runner.model),
     "peagle": test_peagle.draft_of,
     "dflash": lambda t: test_dflash.draft_of("dflash", t),
     "dspark": lambda t: test_dflash.draft_of("dspark", t),
@@ -241,7 +241,7 @@ def largest_difference(name: str, rows: int) -> float:
     assert min(watched.asked, watched.skipped) > 5
     want = control.states
     if name == "causal":
-        want = whole_text_logits(reference(noisy(own.decoder.model, 0.02)), watched.states)
+        want = whole_text_logits(reference(noisy(own.runner.model, 0.02)), watched.states)
     # a row that has ended is still asked, after a text that is cut later
     pairs = [(logits, want[text]) for text, logits in watched.states.items() if text in want]
     assert len(pairs) > 0.8 * len(watched.states)
@@ -290,7 +290,7 @@ def passes(config: AdaptiveConfig, rows: int = 1) -> tuple[list[int], list[list[
     model = DRAFTS["causal"](own)
     assert isinstance(model, CausalDraft)
     widths: list[int] = []
-    keep_widths(model.decoder.model, widths)
+    keep_widths(model.runner.model, widths)
     outputs = decode(own, AdaptiveDraft(model, config), PROMPTS[:rows], k=K, max_new_tokens=LENGTH)
     return widths[1:], [o.rounds for o in outputs]
 

@@ -46,11 +46,11 @@ Taps = tuple[int, ...]
 def fields(
     name: str, target: Target, ids: Tensor | None = IDS, taps: Taps = TAPS
 ) -> dict[str, Any]:
-    vocab = target.decoder.vocab_size
+    vocab = target.runner.vocab_size
     size = vocab if ids is None else len(ids)
     # capture id 0, the embedding, has no name among layer outputs
     config = layouts.dflash_config(
-        target.decoder.config, vocab, size, [max(1, i) for i in taps], 2,
+        target.runner.config, vocab, size, [max(1, i) for i in taps], 2,
         K + (name == "dflash"), vocab - 1, RANK if name == "dspark" else 0,
     )  # fmt: skip
     return config | {"eagle_aux_hidden_state_layer_ids": list(taps)}
@@ -58,7 +58,7 @@ def fields(
 
 def net_of(name: str, target: Target, ids: Tensor | None = IDS, taps: Taps = TAPS) -> DFlashModel:
     config = llama_config(fields(name, target, ids, taps))
-    model = target.decoder.model
+    model = target.runner.model
     net = DFlashModel(config, HiddenStateSpec(taps), ids, LMHead(model))
     randomise(net, 3)  # type: ignore[arg-type]
     return net.to(model.dtype)
@@ -114,7 +114,7 @@ def formula_states(net: DFlashModel, features: Tensor, tokens: Tensor, embedding
 
 def drift(draft: Any, inner: DFlashDraft, own: Target, **settings: Any) -> tuple[float, set[int]]:
     """(largest difference of the logits without correction from the formulas, accepted lengths that occurred)."""
-    net, embedding = inner.net, own.decoder.model.get_input_embeddings().weight
+    net, embedding = inner.net, own.runner.model.get_input_embeddings().weight
 
     def formula(text: list[int], depth: int) -> Tensor:
         features = prefilled(own, text[:-1], net.taps)

@@ -40,16 +40,16 @@ TAPS = (0, 1, 2)
 def fields(
     target: Target, ids: Tensor | None = IDS, taps: tuple[int, ...] = TAPS
 ) -> dict[str, Any]:
-    vocab = target.decoder.vocab_size
+    vocab = target.runner.vocab_size
     size = vocab if ids is None else len(ids)
-    config = layouts.eagle3_config(target.decoder.config, vocab, size, taps)
+    config = layouts.eagle3_config(target.runner.config, vocab, size, taps)
     return layouts.peagle_config(config, vocab - 1)
 
 
 def net_of(target: Target, ids: Tensor | None = IDS, taps: tuple[int, ...] = TAPS) -> Eagle3Model:
     net = Eagle3Model(llama_config(fields(target, ids, taps)), HiddenStateSpec(taps), ids)
     randomise(net, 3)
-    return net.to(target.decoder.model.dtype)
+    return net.to(target.runner.model.dtype)
 
 
 def draft_of(target: Target, shape: Any = None, **more: Any) -> PEagleDraft:
@@ -63,7 +63,7 @@ def one_pass(net: Eagle3Model, own: Target, text: list[int], depth: int) -> Tens
     features = prefilled(own, text[:-1], net.taps)[None]
     masks = net.mask_hidden.expand(1, depth - 1, -1)
     tokens = torch.tensor([[*text[1:], *[net.mask_token] * (depth - 1)]])
-    embeds = net.embed(tokens, own.decoder.model.get_input_embeddings().weight)
+    embeds = net.embed(tokens, own.runner.model.get_input_embeddings().weight)
     state = net.init_state(torch.cat([features, masks], 1))
     return net.logits(net.step(state, embeds, torch.arange(tokens.shape[1])[None], causal))[
         0, -depth:

@@ -40,7 +40,7 @@ CONFIGS = {
 
 
 def mirrored(target: Target, config: MirrorConfig, noise: float = 0.02) -> MirrorDraft:
-    inner = CausalDraft(ModelRunner(noisy(target.decoder.model, noise)))
+    inner = CausalDraft(ModelRunner(noisy(target.runner.model, noise)))
     return make_mirror(inner, config, target)
 
 
@@ -107,7 +107,7 @@ def state_error(config: MirrorConfig, rows: int) -> float:
     mirror.propose = spy  # type: ignore[method-assign]
     decode(own, draft, PROMPTS, rows=rows, k=K, sampling=sampling, max_new_tokens=LENGTH)
     assert mirror.counts.reused > 0
-    plain, worst = reference(noisy(own.decoder.model, 0.02)), 0.0
+    plain, worst = reference(noisy(own.runner.model, 0.02)), 0.0
     for (history, length, base), proposal in zip(asked, draft.proposals, strict=True):
         assert proposal.q is not None
         for row in (length > base + 1).nonzero()[:, 0].tolist():  # rows that are not done
@@ -350,7 +350,7 @@ def test_what_cannot_be_mirrored_is_refused() -> None:
     for draft in (random_draft("eagle3", own), EarlyExitDraft(own, 1)):
         with pytest.raises(UserError, match="mirror needs a small language model as draft"):
             make_mirror(draft, config, own)
-    near = CausalDraft(ModelRunner(noisy(own.decoder.model, 0.02)))
+    near = CausalDraft(ModelRunner(noisy(own.runner.model, 0.02)))
     with pytest.raises(UserError, match="early exit needs 1 to 2 layers of this target, not 3"):
         make_mirror(near, MirrorConfig(3), own)
     mirror = make_mirror(near, config, own)

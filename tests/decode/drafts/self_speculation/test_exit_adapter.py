@@ -45,13 +45,13 @@ def adapter_of(
     target: Target, layers: int = EXIT, ids: Tensor | None = None, seed: int | None = 3
 ) -> ExitAdapter:
     """An adapter in the target's dtype with random weights; without a seed as training starts."""
-    vocab, width = target.decoder.vocab_size, 16
+    vocab, width = target.runner.vocab_size, 16
     size = vocab if ids is None else len(ids)
-    config = layouts.exit_config(target.decoder.config, vocab, size, layers, width)
-    adapter = ExitAdapter(config, copy_final_norm(target.decoder.model), ids)
+    config = layouts.exit_config(target.runner.config, vocab, size, layers, width)
+    adapter = ExitAdapter(config, copy_final_norm(target.runner.model), ids)
     if seed is not None:
         randomise(adapter, seed)  # type: ignore[arg-type]
-    return adapter.to(target.decoder.model.dtype)
+    return adapter.to(target.runner.model.dtype)
 
 
 def draft_of(target: Target, shape: TreeShape = None, **settings: Any) -> EarlyExitDraft:
@@ -65,8 +65,8 @@ def draft_of(target: Target, shape: TreeShape = None, **settings: Any) -> EarlyE
 @torch.no_grad()
 def plain_law(adapter: ExitAdapter, target: Target, text: list[int]) -> Tensor:
     """[Vd]: the exit's logits after a text, from the hidden states of transformers' own pass."""
-    states, _ = hf_states(target.decoder.model, text)
-    logits = LMHead(target.decoder.model)(adapter(states[adapter.layers][-1]))
+    states, _ = hf_states(target.runner.model, text)
+    logits = LMHead(target.runner.model)(adapter(states[adapter.layers][-1]))
     return logits if adapter.ids is None else logits[adapter.ids]
 
 
@@ -76,7 +76,7 @@ def drift(arch: str, ids: Tensor | None = None) -> tuple[float, set[int]]:
     lengths that occurred)."""
     own = tiny_target(tiny_model(arch))
     draft = draft_of(own, ids=ids)
-    propose, step = draft.propose, draft.decoder.step
+    propose, step = draft.propose, draft.runner.step
     seen: list[tuple[list[int], Tensor]] = []
 
     def watch(history: Tensor, length: Tensor, k: int) -> Proposal:
@@ -86,7 +86,7 @@ def drift(arch: str, ids: Tensor | None = None) -> tuple[float, set[int]]:
             laws.append(step(*inputs))
             return laws[-1]
 
-        draft.decoder.step = keep  # type: ignore[method-assign,assignment]
+        draft.runner.step = keep  # type: ignore[method-assign,assignment]
         proposal = propose(history, length, k)
         for row, n in enumerate(length.tolist()):
             text = [*history[row, :n].tolist(), *proposal.tokens[row].tolist()]
@@ -122,9 +122,9 @@ def no_adapter(self: ModelRunner, count: int, norm: Any = None, ids: Any = None)
     return FIRST(self, count, None, ids)
 
 
-def a_position_late(decoder: ModelRunner) -> Any:
+def a_position_late(runner: ModelRunner) -> Any:
     """Drafted tokens stand one slot too far."""
-    step = STEP(decoder)
+    step = STEP(runner)
     return lambda tokens, length, nodes, above: step(tokens, length + 1, nodes, above)
 
 
@@ -232,10 +232,10 @@ def test_a_wrong_q_moves_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
 def target_logits(own: Target) -> Tensor:
     """Logits of a prefill and of a step of four tokens behind it."""
     tokens = torch.tensor([PROMPTS[0]])
-    own.decoder.capture_hidden_states(None)
-    own.decoder.allocate(1, 64)
-    first = own.decoder.prefill(tokens, torch.tensor([tokens.shape[1]]))
-    step = own.decoder.step(tokens[:, :4], torch.tensor([tokens.shape[1]]))
+    own.runner.capture_hidden_states(None)
+    own.runner.allocate(1, 64)
+    first = own.runner.prefill(tokens, torch.tensor([tokens.shape[1]]))
+    step = own.runner.step(tokens[:, :4], torch.tensor([tokens.shape[1]]))
     return torch.cat([first[:, None], step], 1)
 
 
@@ -246,13 +246,13 @@ def test_the_targets_logits_stay_the_same_to_the_bit(
 ) -> None:
     """Catches an adapter that the target's own pass runs, and weights that it changes."""
     own = tiny_target(tiny_model(arch))
-    before, weights = target_logits(own), own.decoder.model.state_dict()
+    before, weights = target_logits(own), own.runner.model.state_dict()
     copies = {name: value.clone() for name, value in weights.items()}
     draft = load_draft(saved(tmp_path / "d", own, ids), own)
     assert torch.equal(target_logits(own), before)
     decode(own, draft, PROMPTS, k=K, max_new_tokens=LENGTH)
     assert torch.equal(target_logits(own), before)
-    after = own.decoder.model.state_dict()
+    after = own.runner.model.state_dict()
     assert after.keys() == copies.keys()
     assert all(torch.equal(after[name], value) for name, value in copies.items())
 
@@ -264,16 +264,16 @@ def test_a_round_passes_the_first_layers_once_more_for_each_draft() -> None:
     """K E + L passes over layers, (K + 1) L + K E layers for one token each, as the module says of itself."""
     own = tiny_target(tiny_model("llama"))
     passes, tokens = Counter[int](), Counter[int]()
-    for number, layer in enumerate(layer_stack.layer_stack(own.decoder.model)):
+    for number, layer in enumerate(layer_stack.layer_stack(own.runner.model)):
 
         def count(module: Any, args: Any, at: int = number) -> None:
             passes[at] += 1
             tokens[at] += args[0].shape[1]
 
         layer.register_forward_pre_hook(count)
-    own.decoder.allocate(1, 64)
+    own.runner.allocate(1, 64)
     [output] = decode(own, draft_of(own), [PROMPTS[0]], k=K, max_new_tokens=LENGTH)
-    rounds, layers = len(output.rounds), own.decoder.config.num_hidden_layers
+    rounds, layers = len(output.rounds), own.runner.config.num_hidden_layers
     assert all(drafted == K for drafted, _ in output.rounds)
     assert sum(passes.values()) == layers + rounds * (K * EXIT + layers)  # the first: prefill
     assert [passes[i] - 1 for i in range(layers)] == [rounds * (K + 1)] * EXIT + [rounds]

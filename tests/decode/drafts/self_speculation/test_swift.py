@@ -62,7 +62,7 @@ def deep(arch: str) -> Any:
 
 
 def draft_of(target: Target, config: SwiftConfig = FIXED, bits: str = BITS) -> SwiftDraft:
-    layers = target.decoder.config.num_hidden_layers
+    layers = target.runner.config.num_hidden_layers
     return SwiftDraft(target, config, SkipSearch(layers, config, SearchState(bits)))
 
 
@@ -101,7 +101,7 @@ def drift(arch: str) -> tuple[float, set[int]]:
     model = deep(arch)
     own = tiny_target(model)
     draft = draft_of(own)
-    propose, step = draft.propose, draft.decoder.step
+    propose, step = draft.propose, draft.runner.step
     seen: list[tuple[list[int], list[int], Tensor]] = []
 
     def watch(history: Tensor, length: Tensor, k: int) -> Proposal:
@@ -111,7 +111,7 @@ def drift(arch: str) -> tuple[float, set[int]]:
             laws.append(step(*inputs)[:, -1])
             return laws[-1][:, None]
 
-        draft.decoder.step = keep  # type: ignore[method-assign,assignment]
+        draft.runner.step = keep  # type: ignore[method-assign,assignment]
         proposal = propose(history, length, k)
         for row, n in enumerate(length.tolist()):
             drafted = proposal.tokens[row].tolist()[: len(laws) - 1]
@@ -269,7 +269,7 @@ def test_trying_a_set_leaves_the_targets_cache_alone(monkeypatch: pytest.MonkeyP
     decode(own, draft, [PROMPTS[0]], k=K, max_new_tokens=LENGTH)
 
     def contents() -> list[Tensor]:
-        return [layer.keys.clone() for layer in own.decoder.cache.kv_layers]
+        return [layer.keys.clone() for layer in own.runner.cache.kv_layers]
 
     def changed() -> bool:
         was = contents()

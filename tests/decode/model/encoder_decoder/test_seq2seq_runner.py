@@ -34,7 +34,7 @@ FORKED = tree_from_paths([[0], [1], [0, 0]])
 
 
 def near(target: Target, noise: float = 0.01, **shape: Any) -> CausalDraft:
-    return CausalDraft(build_runner(noisy(target.decoder.model, noise)), **shape)
+    return CausalDraft(build_runner(noisy(target.runner.model, noise)), **shape)
 
 
 DRAFTS: dict[str, Any] = {
@@ -43,11 +43,11 @@ DRAFTS: dict[str, Any] = {
     "static tree": lambda t: near(t, shape=FORKED),
     "dynamic tree": lambda t: near(t, shape=DynamicTree(3, 9)),
     "ngram": lambda t: NgramDraft(),
-    "lookup": lambda t: TwoSourceDraft(NgramDraft(), near(t), t.decoder.vocab_size),
+    "lookup": lambda t: TwoSourceDraft(NgramDraft(), near(t), t.runner.vocab_size),
     "early exit": lambda t: EarlyExitDraft(t, 2),
     "early exit tree": lambda t: EarlyExitDraft(t, 1, FORKED),
     "reduced": lambda t: CausalDraft(
-        build_runner(noisy(t.decoder.model, 0.01), None, torch.arange(0, 97, 2))
+        build_runner(noisy(t.runner.model, 0.01), None, torch.arange(0, 97, 2))
     ),
     "causal LM": lambda t: CausalDraft(ModelRunner(tiny_model("llama"))),
 }
@@ -94,7 +94,7 @@ def test_text_ends_at_eos_and_buffers_grow() -> None:
     target = t5_target(model)
     [output] = decode(target, near(target), [long], k=5, max_new_tokens=200)
     assert output.output_ids == text
-    assert target.decoder.shape[1] > 256
+    assert target.runner.shape[1] > 256
 
 
 def test_half_precision_decodes() -> None:
@@ -213,7 +213,7 @@ def test_a_model_without_start_token_is_refused() -> None:
 def test_heads_and_compilation_are_refused() -> None:
     target = t5_target(tiny_t5())
     with pytest.raises(UserError, match="encoder-decoder: draft with a smaller"):
-        target.decoder.capture_hidden_states(HiddenStateSpec(final=True))
+        target.runner.capture_hidden_states(HiddenStateSpec(final=True))
     with pytest.raises(UserError, match="mode compiled is for causal targets"):
         SpeculativeEngine(target, mode="compiled")
 
@@ -225,7 +225,7 @@ def test_a_saved_t5_is_loaded(tmp_path: Path) -> None:
     prompt = target.tokenizer(world.texts[0])["input_ids"]
     assert prompt[-1] == 1
     [output] = decode(target, None, [prompt], max_new_tokens=40)
-    assert output.output_ids == generated(target.decoder.model, prompt, 40, [1])
+    assert output.output_ids == generated(target.runner.model, prompt, 40, [1])
 
 
 def test_hooks_leave_transformers_alone() -> None:
@@ -234,7 +234,7 @@ def test_hooks_leave_transformers_alone() -> None:
     want = generated(model, PROMPTS[1], 16)
     target = t5_target(model)
     decode(target, near(target), PROMPTS, k=3, max_new_tokens=8)
-    assert generated(target.decoder.model, PROMPTS[1], 16) == want
+    assert generated(target.runner.model, PROMPTS[1], 16) == want
 
 
 @pytest.mark.parametrize("kind", ["t5", "llama"])

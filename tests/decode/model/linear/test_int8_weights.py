@@ -55,9 +55,9 @@ def test_text_with_a_draft_is_the_target_s_own(folder: Path) -> None:
     for prompt, wanted in zip(prompts, plain, strict=True):
         made = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
         assert made[0, len(prompt) :].tolist() == wanted
-    layers = [m for m in target.decoder.model.modules() if isinstance(m, torch.nn.Linear)]
+    layers = [m for m in target.runner.model.modules() if isinstance(m, torch.nn.Linear)]
     kept = [layer for layer in layers if type(layer.weight) is torch.nn.Parameter]
-    assert kept == [target.decoder.model.get_output_embeddings()]
+    assert kept == [target.runner.model.get_output_embeddings()]
 
 
 def test_each_row_of_weights_has_eight_bits_and_a_scale(folder: Path) -> None:

@@ -125,14 +125,14 @@ def test_a_wider_dtype_takes_the_usual_way() -> None:
 
 def test_every_linear_layer_of_a_decoder_is_one() -> None:
     """Catches layers left out, and one that decodes but never takes the other way."""
-    decoder = ModelRunner(tiny_model("llama"))
-    layers = [m for m in decoder.model.modules() if isinstance(m, torch.nn.Linear)]
-    decoder.allocate(2, 16)
+    runner = ModelRunner(tiny_model("llama"))
+    layers = [m for m in runner.model.modules() if isinstance(m, torch.nn.Linear)]
+    runner.allocate(2, 16)
     tokens, base = torch.tensor([[3, 1, 4], [1, 5, 9]]), torch.tensor([0, 0])
     with torch.no_grad():
-        usual = decoder.step(tokens, base)
+        usual = runner.step(tokens, base)
     with torch.inference_mode():
-        fast = decoder.step(tokens, base)
+        fast = runner.step(tokens, base)
     assert all(isinstance(m, PackedLinear) for m in layers)
     assert all(m.packed is not None for m in layers)
     assert torch.allclose(fast, usual, atol=1e-5)

@@ -61,7 +61,7 @@ def gap(name: str, arch: str, monkeypatch: pytest.MonkeyPatch, packed: bool = Fa
     batch = (batching.pack if packed else batching.collate)(SAMPLES, 0)
     with torch.enable_grad():
         _, states, label, block, depth, before = inputs_of(trainee, batch, monkeypatch)
-    embedding = own.decoder.model.get_input_embeddings().weight
+    embedding = own.runner.model.get_input_embeddings().weight
     wanted: dict[tuple[int, int], Tensor] = {}  # by the text's first and anchor's number
     for i, sample in enumerate(SAMPLES):
         ids = list(sample["input_ids"])
