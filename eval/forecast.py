@@ -42,7 +42,7 @@ from decode.drafts.registry import pick_draft
 from decode.engine.template_choice import TemplateSetting
 from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import Target, load_target
-from eval.benchmark import vllm_client
+from decode.serving.running import vllm_client
 from eval.benchmark.journal import Journal, earlier_targets, open_journal
 from eval.forecasting import costs, schedule
 from eval.forecasting.chains import (
