@@ -15,6 +15,8 @@
 - typed_json: dataclasses as JSON files, and files of earlier versions back as dataclasses
 - published: what of a dataclass is published, as its fields say
 - progress: bars in a terminal, plain lines in a log
+- chat_template: a prompt or a chat as token ids
+- template_choice: which chat template renders prompts, and with which arguments
 - secret_patterns: the known forms of tokens, keys and passwords, to find them and to leave them out of messages
 
 It imports no other package of this repository.
