@@ -102,7 +102,7 @@ def arm_for(kind: Any, value: Any) -> tuple[Any, tuple[Any, ...]]:
 def _has_tags(arm: Any, value: Any) -> bool:
     tags = [
         (field.name, get_args(field.keys[field.name]))
-        for field in (fields_of(arm) if is_dataclass(arm) else ())
+        for field in (fields_of(arm) if is_dataclass(arm) else ())  # type: ignore[arg-type]
         if get_origin(field.keys[field.name]) is Literal
     ]
     return all(value.get(name) in words for name, words in tags if len(words) == 1)
@@ -131,7 +131,7 @@ def to_json(value: Any) -> Any:
     if not is_dataclass(value):
         return value
     found: dict[str, Any] = {}
-    for name, keys, marks, _ in fields_of(type(value)):
+    for name, keys, marks, _ in fields_of(type(value)):  # type: ignore[arg-type]
         item = getattr(value, name)
         if len(keys) == 2:
             both: Any = ([], []) if item == [] else item or (None, None)
