@@ -37,6 +37,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "checkpoints": {"common", "model"},
         "drafts": {"common", "model", "verification", "constraints", "checkpoints"},
         "engine": {"common", "model", "verification", "constraints", "drafts"},
+        "serving": {"common", "model", "checkpoints", "drafts"},
     },
     "eval": {
         "metrics": set(),
