@@ -6,6 +6,7 @@
 - checker: ENGINES by name, and a draft's files against the rules of one (scripts/check_draft.py)
 - edits: edits of a saved draft
 - export: a draft in the layouts of engines and trainers (scripts/export.py); gguf_export, gguf_heads: as a GGUF file
+- running/: engines that run: started, asked and ended
 
 It may import all of decode/ but the commands; the rest of decode/ does not import it.
 """

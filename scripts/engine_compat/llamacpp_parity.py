@@ -45,7 +45,8 @@ from decode.model.loading import Target, load_target
 from decode.serving import gguf_heads
 from decode.serving.gguf_export import write_gguf
 from decode.serving.llamacpp_engine import LLAMACPP
-from eval.engine_logs import comparison, reading, scoring
+from eval.engine_logs import reading
+from eval.served import comparison, scoring
 from eval.tasks.loading import Task, TaskPrompt
 from scripts.engine_compat import llamacpp_server
 from scripts.engine_compat.greedy_parity import (

@@ -13,7 +13,7 @@ from typing import Any
 
 from decode.checkpoints import layouts
 from decode.common.errors import UserError
-from decode.engine.template_choice import NAME
+from decode.common.template_choice import NAME
 from decode.serving.hf_engine import TGI, TRANSFORMERS
 from decode.serving.llamacpp_engine import LLAMACPP
 from decode.serving.sglang_engine import SGLANG

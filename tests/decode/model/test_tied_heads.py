@@ -18,7 +18,7 @@ from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import head_is_misstated, load_config, load_model, load_target
 from decode.serving.gguf_export import write_gguf
-from eval.benchmark.vllm_client import language_model_path
+from decode.serving.running.vllm_client import language_model_path
 from tests.tiny import tiny_model
 from tests.worlds import byte_tokenizer
 from train.families.causal import random_init
