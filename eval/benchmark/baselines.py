@@ -23,8 +23,8 @@ from decode.drafts.causal import CausalDraft
 from decode.drafts.lookups.ngram import NgramDraft
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
+from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
-from eval.benchmark import vllm_client
 from eval.benchmark.config import EvalConfig, requested_engines
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.transformers_engine import TransformersEngine

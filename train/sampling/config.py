@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from decode.common.ranges import Count, CountOrZero, DraftLength, Share, above, at_least
 from decode.common.run_dir import RunSettings
+from decode.common.template_choice import TemplateSetting
 from decode.distributed.placement import PlacedTargetSettings
-from decode.engine.template_choice import TemplateSetting
 from decode.verification.sampling import SamplingParams
 from train.data.conversations import TurnSelection
 from train.data.filters import FilterConfig
