@@ -17,7 +17,7 @@ from decode.common.errors import UserError
 from decode.drafts.registry import EngineMethods, saved_families
 from decode.engine.template_choice import NAME
 from eval.reporting.formatting import format_with_interval
-from eval.reporting.report_data import setting_title
+from eval.results.report import setting_title
 from train.hub.published_fields import WITHHELD
 
 ReportEntry = Mapping[str, Any]
