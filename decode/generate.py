@@ -26,10 +26,12 @@ from rich.control import strip_control_codes
 from rich.segment import Segment, Segments
 from rich.style import Style
 
+from decode.common.chat_template import encode_prompt
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_text
 from decode.common.ranges import Count, DraftLength, MatchLength, Seed, Share
+from decode.common.template_choice import TemplateSetting, with_template
 from decode.constraints.grammar import ConstraintConfig, build_matcher
 from decode.distributed.placement import PlacementConfig, load_target, run_placed
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig
@@ -38,10 +40,8 @@ from decode.drafts.registry import add_lookup, make_adaptive, make_mirror, pick_
 from decode.drafts.self_speculation.swift import open_search
 from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.engine.active_request import check_draft_length
-from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
-from decode.engine.template_choice import TemplateSetting, with_template
 from decode.engine.text_stream import LabelledText, TextStream
 from decode.engine.trained_template import use_template
 from decode.model.loading import Target

@@ -36,13 +36,13 @@ from decode.common.ranges import (
     Temperature,
     at_least,
 )
+from decode.common.template_choice import TemplateSetting
 from decode.drafts import causal
 from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import pick_draft
-from decode.engine.template_choice import TemplateSetting
 from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import Target, load_target
-from eval.benchmark import vllm_client
+from decode.serving.running import vllm_client
 from eval.benchmark.journal import Journal, earlier_targets, open_journal
 from eval.forecasting import costs
 from eval.forecasting.chains import (

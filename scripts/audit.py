@@ -41,10 +41,10 @@ from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, Seed, Temperature
 from decode.common.run_dir import open_run
-from decode.engine.template_choice import TemplateSetting
+from decode.common.template_choice import TemplateSetting
 from decode.engine.trained_template import use_template
 from decode.model.loading import Target, find_dtype, load_config, load_target
-from eval.benchmark import vllm_client
+from decode.serving.running import vllm_client
 from eval.engine_logs.reading import read_log
 from eval.tasks.loading import Task, load_task_prompts
 from scripts.engine_compat import vllm_parity

@@ -21,6 +21,7 @@ if not __package__:
 from rich.console import Console
 
 from decode.common import run_dir
+from decode.common.chat_template import encode_prompt
 from decode.common.command import run_command
 from decode.common.damage import read_log
 from decode.common.disk_errors import naming
@@ -28,9 +29,8 @@ from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.progress import progress_bars
 from decode.common.ranges import Count, Seed, at_least
-from decode.engine.chat_template import encode_prompt
+from decode.common.template_choice import TemplateSetting
 from decode.engine.engine import speculate
-from decode.engine.template_choice import TemplateSetting
 from decode.engine.trained_template import use_template
 from decode.model.fingerprint import ModelFingerprint, difference
 from decode.model.loading import Target, load_target

@@ -13,6 +13,8 @@
 - files: atomic writing; text, JSON and YAML read with one-line errors that name the file
 - damage: damaged files are moved aside, and what is intact in them is kept
 - progress: bars in a terminal, plain lines in a log
+- chat_template: a prompt or a chat as token ids
+- template_choice: which chat template renders prompts, and with which arguments
 - secret_patterns: the known forms of tokens, keys and passwords, to find them and to leave them out of messages
 
 It imports no other package of this repository.

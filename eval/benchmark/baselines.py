@@ -30,8 +30,8 @@ from decode.model.encoder_decoder.plain_passes import (
     prepare_generate,
 )
 from decode.model.loading import Target, load_model
+from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
-from eval.benchmark import vllm_client
 from eval.benchmark.config import EvalConfig, requested_engines
 from eval.benchmark.journal import Journal
 from eval.benchmark.methods import PLAIN_DECODING, Method

@@ -18,13 +18,13 @@ from decode.common.ranges import (
     TreeWidth,
     at_least,
 )
+from decode.common.template_choice import TemplateSetting
 from decode.constraints.grammar import ConstraintConfig, is_constrained
 from decode.distributed.placement import PlacementConfig
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig, Milliseconds
 from decode.drafts.mirror.mirror_draft import MirrorConfig
 from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.engine.engine import CAPTURED
-from decode.engine.template_choice import TemplateSetting
 from decode.model.loading import pick_device
 from decode.verification.registry import find_rule
 from eval.tasks.dataset_specs import load_dataset_specs

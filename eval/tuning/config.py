@@ -17,8 +17,8 @@ from decode.common.ranges import (
     TreeNodes,
     TreeWidth,
 )
+from decode.common.template_choice import TemplateSetting
 from decode.engine.active_request import check_draft_length
-from decode.engine.template_choice import TemplateSetting
 from decode.model.loading import Target
 from decode.verification.tree import DynamicTree, expected_tokens_per_round, optimal_static_tree
 from eval.benchmark import config

@@ -42,7 +42,8 @@ from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import draft_family, find_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
-from eval.engine_logs import comparison, reading, scoring
+from eval.engine_logs import reading
+from eval.served import comparison, scoring
 from eval.tasks.loading import Task, TaskPrompt
 from scripts.engine_compat import gguf_heads, llamacpp_server
 from scripts.engine_compat.gguf_export import write_gguf

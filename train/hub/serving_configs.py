@@ -14,8 +14,8 @@ from typing import Any
 
 from decode.checkpoints import layouts
 from decode.common.errors import UserError
+from decode.common.template_choice import NAME
 from decode.drafts.registry import EngineMethods, saved_families
-from decode.engine.template_choice import NAME
 from eval.reporting.formatting import format_with_interval
 from eval.results.report import setting_title
 from train.hub.published_fields import WITHHELD

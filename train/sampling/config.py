@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from decode.common.ranges import Count, CountOrZero, DraftLength, Seed, Share, above, at_least
+from decode.common.template_choice import TemplateSetting
 from decode.distributed.placement import PlacementConfig
-from decode.engine.template_choice import TemplateSetting
 from decode.verification.sampling import SamplingParams
 from train.data.conversations import TurnSelection
 from train.data.filters import FilterConfig

@@ -77,7 +77,7 @@ def decode_reading(
 
 
 def vllm_counts(result: Mapping[str, Any], exact: bool) -> ServedCounts:
-    """What vLLM's job gave (eval/benchmark/vllm_worker.py)."""
+    """What vLLM's job gave (decode/serving/running/vllm_worker.py)."""
     if "error" in result:
         return ServedCounts("vLLM", refused=" ".join(result["error"].split())[:300], exact=exact)
     return ServedCounts(f"vLLM {result['vllm']}", result["answers"], exact=exact)

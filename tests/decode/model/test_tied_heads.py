@@ -16,7 +16,7 @@ from decode.common.errors import UserError
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import head_is_misstated, load_config, load_model, load_target
-from eval.benchmark.vllm_client import language_model_path
+from decode.serving.running.vllm_client import language_model_path
 from scripts.engine_compat.gguf_export import write_gguf
 from tests.tiny import tiny_model
 from tests.worlds import byte_tokenizer

@@ -16,8 +16,9 @@ from decode.drafts.lookups.ngram import NgramDraft
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
+from decode.serving.running import vllm_client, vllm_worker
 from decode.verification.sampling import SamplingParams
-from eval.benchmark import baselines, timing, vllm_client, vllm_worker
+from eval.benchmark import baselines, timing
 from eval.benchmark.baselines import TransformersEngine
 from eval.benchmark.config import EvalConfig, MethodConfig
 from eval.benchmark.journal import Journal

@@ -1,7 +1,7 @@
 """Runs vLLM in its own environment: finds its interpreter, sends it jobs and reads its answers.
 
-vLLM needs its own versions of torch and transformers, so it is never imported here: eval/benchmark/vllm_worker.py runs
-in its environment, and the two exchange JSON.
+vLLM needs its own versions of torch and transformers, so it is never imported here: vllm_worker.py runs in its
+environment, and the two exchange JSON.
 """
 
 import json
@@ -119,7 +119,7 @@ def context_length(prompts: Sequence[Sequence[int]], k: int, max_new_tokens: int
 def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The result of each job as soon as it is done: {vllm: version, repaired, answers} or {error}.
 
-    Fields are those of eval/benchmark/vllm_worker.py. UserError with the end of its log if vLLM does not start.
+    Fields are those of vllm_worker.py. UserError with the end of its log if vLLM does not start.
     """
     command = [find_interpreter(python), str(WORKER_SCRIPT)]
     with tempfile.TemporaryFile("w+") as log:
