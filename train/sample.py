@@ -292,7 +292,7 @@ def write_answers(
         raise UserError(
             f"no prompt fits the context of {reader.name}, which holds {reader.context} tokens"
         )
-    with collective.open_run(state, s.out, s, COMMAND, OWNED_FILES, input_paths(s)):
+    with collective.open_run(state, s, COMMAND, OWNED_FILES, input_paths(s)):
         todo = unanswered_prompts(s, state, reader, fitting)
         rank_prompts = todo[state.process_index :: state.num_processes]
         console = Console(stderr=True, quiet=not state.is_main_process)

@@ -21,6 +21,7 @@ import transformers
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from decode.common.errors import UserError, first_line
+from decode.common.journal import Journal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookups.ngram import NgramDraft
 from decode.engine.records import DecodeRecord
@@ -33,7 +34,6 @@ from decode.model.loading import Target, load_model
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig, requested_engines
-from eval.benchmark.journal import Journal
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import synchronize
 from eval.benchmark.turns import Attempt, EngineAnswer, Turn, steady_turns
