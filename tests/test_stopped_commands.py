@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode.model.linear import packed_linear
+from decode.model import linear
 from eval.benchmark.journal import Journal
 from tests import worlds
 from tests.train.test_sample_command import rows_of
@@ -261,7 +261,7 @@ def test_through_accelerate_launch(
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not packed_linear.PACKED_BFLOAT16,
+    not linear.PACKED_BFLOAT16,
     reason="Muon multiplies in bf16, which takes minutes on this CPU",
 )
 @pytest.mark.parametrize("sent", SIGNALS)

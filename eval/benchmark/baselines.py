@@ -19,7 +19,7 @@ import transformers
 
 from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams

@@ -8,13 +8,13 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from decode.common.errors import first_line
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.model.encoder_decoder.plain_passes import (
+from decode.drafts.lookup import NgramDraft
+from decode.model.loading import Target, load_model
+from decode.model.seq2seq import (
     generated_ids,
     generation_settings,
     prepare_generate,
 )
-from decode.model.loading import Target, load_model
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig
 from eval.benchmark.methods import Method

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from decode.common.errors import UserError
 from decode.drafts.causal import load_ids
-from decode.model.gguf_files import PRE_TOKENIZERS
+from decode.model.formats.gguf_files import PRE_TOKENIZERS
 from decode.model.loading import (
     end_ids,
     load_config,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from decode.common.errors import UserError
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target

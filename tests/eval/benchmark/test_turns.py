@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.records import DecodeRecord
 from decode.model.runner import ModelRunner
 from eval.benchmark import baselines, timing, turns

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from decode.common.errors import UserError
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.model.loading import Target
 from eval.benchmark.journal import Journal
