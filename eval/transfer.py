@@ -29,10 +29,10 @@ from decode.common.command import run_command
 from decode.common.errors import UserError, first_line
 from decode.common.ranges import Count, DraftLength, Share, Temperature
 from decode.common.run_dir import check_file
+from decode.common.template_choice import TemplateSetting
 from decode.drafts.base import Draft, check_request
 from decode.drafts.registry import load_draft
 from decode.engine.active_request import check_draft_length
-from decode.engine.template_choice import TemplateSetting
 from decode.engine.trained_template import use_template
 from decode.model.loading import Target, find_dtype, load_config, load_target
 from decode.verification.sampling import SamplingParams

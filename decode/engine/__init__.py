@@ -5,7 +5,6 @@ round        one round on the device: propose, with the tokens that a grammar fo
              accept, commit; its bytes beside weights and KV cache
 active_request  a request's length and end on the host; checks of prompts
 records      what a round did to one prompt, and the record of a whole request
-chat_template  a prompt as token ids
 text_stream  the text of an answer while its tokens arrive: whole characters
 image_prompts  a prompt with images as token ids and what the model's vision part reads
 compiled     torch.compile for the two halves of a round, a round as one CUDA graph, asynchronous copies to the host

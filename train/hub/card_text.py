@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
-from decode.engine.template_choice import describe
+from decode.common.template_choice import describe
 from eval.metrics.common import ALL_TASKS
 from eval.reporting.formatting import format_value, format_with_interval
 from eval.reporting.report_data import (

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from decode.common.chat_template import apply_template, encode_prompt, encode_prompts
 from decode.common.errors import UserError
-from decode.engine.chat_template import apply_template, encode_prompt, encode_prompts
 from tests.worlds import byte_tokenizer
 
 

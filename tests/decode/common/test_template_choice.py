@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
+from decode.common.chat_template import apply_template, encode_prompt
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE
-from decode.engine.chat_template import apply_template, encode_prompt
-from decode.engine.template_choice import (
+from decode.common.template_choice import (
     arguments_to_give,
     check_setting,
     read_setting,
     template_hash,
     with_template,
 )
+from decode.drafts.base import METADATA_FILE
 from decode.engine.trained_template import use_template
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import byte_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 
 from decode.common.errors import UserError, one_line
 from decode.common.files import check_characters
-from decode.engine.template_choice import (
+from decode.common.template_choice import (
     PROBED,
     arguments_to_give,
     missing_argument_error,
