@@ -38,7 +38,7 @@ from eval.benchmark.journal import earlier_targets, open_journal
 from eval.benchmark.methods import PLAIN_DECODING, Method, draft_checksums
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.metrics.acceptance import tau
-from eval.metrics.common import ALL_TASKS
+from eval.metrics.bootstrap import ALL_TASKS
 from eval.metrics.roofline import measure_bandwidth
 from eval.reporting.checklist import tuned_table
 from eval.reporting.formatting import NOT_MEASURED, escape_markdown, format_percent, table_markdown

@@ -36,7 +36,12 @@ from decode.verification.sampling import SamplingParams, warp
 from eval.benchmark.config import EvalConfig
 from eval.benchmark.methods import Method, simulated_alpha
 from eval.metrics.bootstrap import Array
-from eval.metrics.ks_test import SIGNIFICANCE_LEVEL, holm_correction, ks_distance, ks_p_value
+from eval.metrics.distribution_tests import (
+    SIGNIFICANCE_LEVEL,
+    holm_correction,
+    ks_distance,
+    ks_p_value,
+)
 from eval.tasks.loading import TaskPrompt
 
 BATCH_SIZE = 16

@@ -10,7 +10,7 @@ import pytest
 
 from decode.common.errors import UserError
 from eval.reporting.render import render_html
-from eval.reporting.report_data import read_report, read_tuned
+from eval.results.report import read_report, read_tuned
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 

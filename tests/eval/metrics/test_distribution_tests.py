@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from eval.metrics.bootstrap import Array
-from eval.metrics.ks_test import ks_distance, ks_p_value
-from eval.metrics.permutation_test import POWER, run_permutation_test
+from eval.metrics.distribution_tests import POWER, ks_distance, ks_p_value, run_permutation_test
 
 PROMPTS, DRAWS, ROUNDS, K = 48, 4, 20, 4
 

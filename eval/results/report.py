@@ -8,9 +8,8 @@ from typing import Any
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
-from eval.metrics.common import ALL_TASKS
+from eval.metrics.bootstrap import ALL_TASKS
 from eval.metrics.roofline import with_model_sizes
-from eval.reporting.formatting import format_value
 
 Report = dict[str, Any]
 """The contents of report.json."""
@@ -70,7 +69,7 @@ def _read_measurements(
 def target_name(report: Report) -> str:
     """The target's name; older reports hold the name alone, newer ones an object with revision and tokenizer."""
     target = report["target"]
-    return str(target["name"]) if isinstance(target, dict) else format_value(target)
+    return str(target["name"]) if isinstance(target, dict) else str(target or "–")
 
 
 def get_nested(entry: ReportEntry, outer: str, inner: str) -> Any:

@@ -9,8 +9,8 @@ import pytest
 
 from decode.engine.records import DecodeRecord
 from eval.metrics import acceptance
-from eval.metrics.speculation_profile import position_rates, speculation_profile, validate
 from eval.reporting.render import write_profile
+from eval.results.speculation_profile import position_rates, speculation_profile, validate
 from train.hub import redaction
 from train.hub.published_fields import PROFILE
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from decode.serving.vllm_engine import VLLM
-from eval.metrics.common import ALL_TASKS
+from eval.metrics.bootstrap import ALL_TASKS
 
 SCHEMA_VERSION = "1.0"
 TOLERANCE = 0.02
