@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 
-from decode.common.cli import parse_settings, setting_names, to_dict, to_yaml
 from decode.common.errors import UserError
+from decode.common.settings import OneOf, parse_settings, setting_names, to_dict, to_yaml
 
 
 @dataclass(frozen=True)
@@ -168,13 +168,13 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         (f"steps: 0x{'f' * 5000}", "a.yaml has a number of over"),
         (f"rate: {'9' * 400}", "rate has 1329 binary digits"),
         (f"steps: {'[' * 3000}", "a.yaml"),
-        (f"sampling: {{temperature: {'x' * 9000}}}", "sampling.temperature: Expected a number"),
+        (f"sampling: {{temperature: {'x' * 9000}}}", "sampling.temperature is 'x+: give a number"),
         (BOMB, "a.yaml expands to over"),
         ("steps: !!python/object:os.system x", "a.yaml:1 is not valid YAML"),
         ("sampling: other.yaml", "sampling is 'other.yaml': give a mapping"),
-        ("rate: x", "rate: Expected a number. Got value: x"),
-        ("steps: 1.5", "steps: Expected a whole number"),
-        ("verbose: 1", "verbose: Expected true or false"),
+        ("rate: x", "rate is 'x': give a number"),
+        ("steps: 1.5", "steps is 1.5: give a whole number"),
+        ("verbose: 1", "verbose is 1: give true or false"),
     ],
 )
 def test_yaml_of_the_wrong_shape_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -325,3 +325,95 @@ def test_print_config_is_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[
     file = tmp_path / "printed.yaml"
     file.write_text(capsys.readouterr().out)
     assert read("--config", str(file)) == Outer(steps=7)
+
+
+# ---- a group of one of several classes ----
+
+
+@dataclass
+class Animal:
+    kind: str = ""
+    """What it is."""
+    legs: int = 4
+    """How many it has."""
+
+
+@dataclass
+class Cat(Animal):
+    kind: Literal["cat"] = "cat"
+    lives: int = 9
+    """How often it comes back."""
+
+
+@dataclass
+class Bird(Animal):
+    kind: Literal["bird"] = "bird"
+    legs: int = 2
+    wings: int = 2
+    """How many it flies with."""
+
+
+@dataclass
+class Home:
+    pet: Annotated[Animal, OneOf("kind", {"cat": Cat, "bird": Bird})] = field(default_factory=Cat)
+    size: int = 10
+    """Rooms."""
+
+
+@dataclass
+class Street:
+    home: Home = field(default_factory=Home)
+    """The only one."""
+
+
+LIVES = "pet.lives is a setting of cat, and pet.kind is bird: leave it out"
+
+
+@pytest.mark.parametrize(
+    ("yaml", "argv", "want"),
+    [
+        ("", [], Cat()),
+        ("", ["--pet.wings", "3", "--pet.kind", "bird"], Bird(wings=3)),
+        ("pet: {kind: bird}", ["--pet.wings", "3"], Bird(wings=3)),
+        ("pet: {legs: 1}", ["--pet.kind", "bird"], Bird(legs=1)),
+        ("pet: {kind: bird, wings: 1}", ["--pet.legs=0"], Bird(legs=0, wings=1)),
+        ("", ["--pet", "{kind: bird, wings: 3}"], Bird(wings=3)),
+        # as an earlier version wrote it, with what every kind has
+        ("pet: {kind: bird, wings: 1, lives: 9}", [], Bird(wings=1)),
+        ("pet: {lives: 9}", ["--pet.kind", "bird"], Bird()),
+        ("pet: {kind: bird, lives: 8}", [], LIVES),
+        ("pet: {lives: 8}", ["--pet.kind", "bird"], LIVES),
+        ("", ["--pet.kind", "bird", "--pet.lives", "9"], LIVES),
+        ("", ["--pet", "{kind: bird, lives: 9}"], LIVES),
+        ("", ["--pet.kind", "fish"], "pet.kind 'fish' is not known: choose one of cat, bird"),
+        ("pet: {kind: [1]}", [], r"pet.kind \[1\] is not known"),
+        ("", ["--pet.live", "3"], "no setting pet.live .did you mean 'pet.li"),
+        ("", ["--pet.wings", "3"], "pet.wings is a setting of bird, and pet.kind is cat"),
+        ("pet: 3", [], "pet is 3: give a mapping"),
+    ],
+)
+def test_the_class_is_chosen_by_its_tag(
+    tmp_path: Path, yaml: str, argv: list[str], want: Animal | str
+) -> None:
+    """Catches the first class that has the name, a class that depends on the order, and settings lost in silence."""
+    for settings, prefix in ((Home, ""), (Street, "home.")):
+        text = f"home: {{{yaml}}}" if prefix else yaml
+        (tmp_path / "a.yaml").write_text(text)
+        words = [word.replace("--", f"--{prefix}") for word in argv]
+        words = ["--config", str(tmp_path / "a.yaml"), *words]
+        if isinstance(want, Animal):
+            found: Any = parse_settings(settings, "", words)
+            assert (found.home if prefix else found).pet == want
+            (tmp_path / "b.yaml").write_text(to_yaml(found))
+            assert parse_settings(settings, "", ["--config", str(tmp_path / "b.yaml")]) == found
+        else:
+            with pytest.raises(UserError, match=want.replace("pet.", f"{prefix}pet.")):
+                parse_settings(settings, "", words)
+
+
+def test_help_is_that_of_the_class(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, shown in (([], "lives"), (["--pet.kind", "bird"], "wings")):
+        with pytest.raises(SystemExit):
+            parse_settings(Home, "", [*argv, "--help"])
+        lines = [line for line in capsys.readouterr().out.splitlines() if "--pet" in line]
+        assert lines == ["--pet.kind", "--pet.legs", f"--pet.{shown}"]
