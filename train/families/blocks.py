@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from decode.checkpoints import layouts
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
-from decode.drafts.blocks.pard import MASK_FIELD, PardDraft
-from decode.drafts.blocks.peagle import PEagleDraft
+from decode.drafts.blocks import MASK_FIELD, PardDraft, PEagleDraft
 from decode.drafts.eagle_model import Eagle3Model
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
 from decode.model.layer_stack import decoder_config
-from decode.model.masking.blocks import recomputed, run_now
-from decode.model.recurrent.hybrid_cache import has_recurrent_layers
+from decode.model.masks import recomputed, run_now
+from decode.model.recurrent import has_recurrent_layers
 from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft

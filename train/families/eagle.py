@@ -15,7 +15,7 @@ from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
 from decode.model.hidden_states import HiddenStateSpec, LMHead, check_taps
 from decode.model.loading import Target
-from decode.model.masking.blocks import recomputed, run_now
+from decode.model.masks import recomputed, run_now
 from train.data import batching, vocab_mapping
 from train.data.batching import Batch
 from train.families.alignment import Alignment

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from decode.model.masking.masks import AttentionMask, first_tokens
+from decode.model.masks import AttentionMask, first_tokens
 from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
