@@ -9,7 +9,7 @@ from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.engine.engine import decode
 from decode.model.loading import Target
-from eval.benchmark import vllm_client
+from decode.serving.running import vllm_client
 from eval.forecasting.rounds import ExpectedRounds
 from eval.metrics.common import MS_PER_SECOND
 from eval.metrics.speedup_model import RoundCost, fit_round_cost

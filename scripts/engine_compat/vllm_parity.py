@@ -20,10 +20,10 @@ from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
+from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import tree_from_paths
 from eval import forecast
-from eval.benchmark import vllm_client
 from eval.forecast import ForecastConfig
 from eval.forecasting.chains import ChainSettings, measure_chains
 from eval.forecasting.rounds import RULES
@@ -73,7 +73,7 @@ class VllmParityConfig:
     control: bool = False
     """At a temperature: vLLM drafts greedily and we sample, which the test must detect."""
     repair: bool = True
-    """At a temperature: repair the broken sampling of vLLM's CPU build first (see eval/benchmark/vllm_worker.py)."""
+    """At a temperature: repair the broken sampling of vLLM's CPU build first."""
     forecast: bool = False
     """Also forecast what vLLM accepts, as eval/forecast.py does, and compare."""
     out: str = ""

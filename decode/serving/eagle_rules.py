@@ -6,7 +6,7 @@ import torch
 
 from decode.checkpoints import layouts
 from decode.common.errors import UserError
-from scripts.engine_compat.rules.checkpoint import (
+from decode.serving.rules import (
     DraftFiles,
     TensorShape,
     compare_shapes,

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from decode.checkpoints import importers
-from scripts.engine_compat.rules import eagle
-from scripts.engine_compat.rules.checkpoint import (
+from decode.serving import eagle_rules as eagle
+from decode.serving.rules import (
     DraftFiles,
     TensorShape,
     compare_shapes,

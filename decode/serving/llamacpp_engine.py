@@ -9,8 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from decode.checkpoints import layouts
-from scripts.engine_compat.rules import blocks, causal, eagle
-from scripts.engine_compat.rules.checkpoint import (
+from decode.serving import block_rules as blocks
+from decode.serving import causal_rules as causal
+from decode.serving import eagle_rules as eagle
+from decode.serving.engine import Served, ServingEngine
+from decode.serving.rules import (
     COMMON_RULES,
     IGNORED,
     REFUSED,
@@ -23,7 +26,6 @@ from scripts.engine_compat.rules.checkpoint import (
     vocab_size_mismatch,
 )
 
-DEFAULT_VERSION = "0.6.0"
 EAGLE3_CPP = "src/models/eagle3.cpp"
 DFLASH_CPP = "src/models/dflash.cpp"
 GRAPH_CPP = "src/llama-graph.cpp (t_layer_inp)"
@@ -230,3 +232,17 @@ RULES = (
     Rule("shapes", ("causal",), REFUSED, LOADER_CPP, causal.wrong_shapes),
     Rule("tokenizer", ("causal",), REFUSED, f"{SPECULATIVE_CPP}: draft-simple compares tokens", causal.wrong_tokenizer),
 )  # fmt: skip
+
+LLAMACPP = ServingEngine(
+    "llama.cpp",
+    version="0.6.0",
+    versions="of November 2026",
+    methods={  # --spec-type, for drafts that scripts/export.py writes as GGUF
+        "causal": Served("draft-simple"),
+        # With sampling on the backend, requests at the same time get few tokens accepted.
+        "eagle3": Served("draft-eagle3", {"--no-spec-draft-backend-sampling": True}),
+        "dflash": Served("draft-dflash"),
+        "dspark": Served("draft-dspark"),
+    },
+    rules=RULES,
+)

@@ -10,7 +10,7 @@ from decode.common.errors import UserError
 from decode.drafts.base import read_metadata
 from decode.model.loading import load_tokenizer, stated_config, tokenizer_fingerprint
 from decode.model.vocabularies import disagreement
-from scripts.engine_compat.rules.checkpoint import SILENT, DraftFiles, Rule, has_file
+from decode.serving.rules import SILENT, DraftFiles, Rule, has_file
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from scripts.engine_compat.rules.checkpoint import (
+from decode.serving.rules import (
     DraftFiles,
     TensorShape,
     compare_shapes,

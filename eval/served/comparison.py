@@ -7,10 +7,10 @@ import numpy as np
 
 from decode.common.errors import UserError
 from eval.engine_logs.counts import EngineLog, RequestCounts
-from eval.engine_logs.scoring import SEED, ratios
 from eval.metrics.bootstrap import Array, paired_difference_interval
 from eval.metrics.common import ratio_or_none
 from eval.metrics.permutation_test import POWER, run_permutation_test
+from eval.served.scoring import SEED, ratios
 
 LEVEL = 0.05
 """Two numbers are apart if p is below it and their interval, of 1 − LEVEL, does not hold 0."""

@@ -1,4 +1,4 @@
-"""EAGLE-3, DFlash and DSpark heads as a GGUF file, which llama.cpp drafts with (rules/llamacpp.py has the format).
+"""EAGLE-3, DFlash and DSpark heads as a GGUF file, which llama.cpp drafts with (llamacpp_engine.py has the format).
 
 The file is written from the module that decodes here, not from config.json, and holds the target's whole tokenizer.
 """
@@ -17,10 +17,10 @@ from decode.drafts.blocks.dflash_model import DFlashModel
 from decode.drafts.eagle_model import Eagle3Model
 from decode.drafts.target_outline import load_without_target
 from decode.model.loading import end_ids, load_config, load_tokenizer
-from scripts.engine_compat import gguf_export
-from scripts.engine_compat.gguf_export import Array, GgufType
-from scripts.engine_compat.rules import llamacpp
-from scripts.engine_compat.rules.checkpoint import check_rules, read_draft, read_target
+from decode.serving import gguf_export
+from decode.serving import llamacpp_engine as llamacpp
+from decode.serving.gguf_export import Array, GgufType
+from decode.serving.rules import check_rules, read_draft, read_target
 
 KeyValue = int | bool | list[int]
 
@@ -75,7 +75,7 @@ def write_head(name: str, out: Path, target: str, dtype: GgufType = "float32") -
 def head_content(name: str, target: str) -> HeadContent:
     """The keys and tensors of heads for this target. UserError as in `write_head`."""
     draft = read_draft(name, read_target(target, tokenizer=False))
-    found = check_rules(draft, llamacpp.HEAD_RULES, llamacpp.DEFAULT_VERSION)
+    found = check_rules(draft, llamacpp.HEAD_RULES, llamacpp.LLAMACPP.version)
     if found:
         raise UserError(f"draft {name!r} is not written as GGUF: {found[0].what}")
     loaded: Any = load_without_target(name, target)

@@ -5,8 +5,10 @@ It drops unknown tensors and reports no missing one, so that nearly every mistak
 
 from collections.abc import Iterator
 
-from scripts.engine_compat.rules import causal, eagle
-from scripts.engine_compat.rules.checkpoint import (
+from decode.serving import causal_rules as causal
+from decode.serving import eagle_rules as eagle
+from decode.serving.engine import Served, ServingEngine
+from decode.serving.rules import (
     COMMON_RULES,
     COVERED_EVERYWHERE,
     EAGLE_FAMILIES,
@@ -23,7 +25,6 @@ from scripts.engine_compat.rules.checkpoint import (
     vocab_size_mismatch,
 )
 
-DEFAULT_VERSION = "0.5.23"
 EAGLE3_PY = "python/sglang/srt/models/llama_eagle3.py"
 EAGLE1_PY = "python/sglang/srt/models/llama_eagle.py"
 CONTEXT_PY = "python/sglang/srt/configs/model_config.py (_derive_context_length)"
@@ -117,3 +118,17 @@ RULES = (
     Rule("tied", ("causal",), SILENT, NOTES, causal.dropped_lm_head),
     Rule("tokenizer", ("causal",), REFUSED, f"{NOTES}: STANDALONE compares get_vocab()", causal.wrong_tokenizer),
 )  # fmt: skip
+
+SGLANG = ServingEngine(
+    "SGLang",
+    version="0.5.23",
+    versions="0.5",
+    methods={  # --speculative-algorithm
+        "causal": Served("STANDALONE"),
+        "eagle1": Served("EAGLE"),
+        "eagle3": Served("EAGLE3"),
+        "dflash": Served("DFLASH"),
+        "dspark": Served("DSPARK"),
+    },
+    rules=RULES,
+)

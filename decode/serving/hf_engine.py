@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from decode.model.loading import load_config
-from scripts.engine_compat.rules import causal
-from scripts.engine_compat.rules.checkpoint import (
+from decode.serving import causal_rules as causal
+from decode.serving.engine import Served, ServingEngine
+from decode.serving.rules import (
     COMMON_RULES,
     HEAD_FAMILIES,
     IGNORED,
@@ -18,7 +19,6 @@ from scripts.engine_compat.rules.checkpoint import (
     vocab_size_mismatch,
 )
 
-DEFAULT_VERSION = "5.23"
 UTILS = "transformers/generation/utils.py (_validate_assistant), 5.23"
 CANDIDATES = (
     "transformers/generation/candidate_generator.py, 5.23: no length of the assistant is read"
@@ -56,3 +56,13 @@ RULES = (
     Rule("tied", ("causal",), SILENT, MODELING, causal.dropped_lm_head),
     Rule("tokenizer", ("causal",), SILENT, f"{UTILS}: equal sizes pass for equal tokenizers", causal.wrong_tokenizer),
 )  # fmt: skip
+
+TRANSFORMERS = ServingEngine(
+    "transformers",
+    version="5.23",
+    versions="5; batch 1",
+    methods={"causal": Served("assistant_model")},
+    rules=RULES,
+)
+TGI = ServingEngine("TGI", version="3", versions="3", methods={"medusa": Served("medusa")})
+"""Its files are not checked. It reads the layout of Medusa's authors."""

@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from scripts.engine_compat.rules import blocks, causal, eagle, medusa
-from scripts.engine_compat.rules.checkpoint import (
+from decode.serving import block_rules as blocks
+from decode.serving import causal_rules as causal
+from decode.serving import eagle_rules as eagle
+from decode.serving import medusa_rules as medusa
+from decode.serving.engine import Served, ServingEngine
+from decode.serving.rules import (
     ALL_FAMILIES,
     COMMON_RULES,
     IGNORED,
@@ -23,9 +27,6 @@ from scripts.engine_compat.rules.checkpoint import (
     dtype_mismatch,
     vocab_size_mismatch,
 )
-
-DEFAULT_VERSION = "0.32.0"
-"""The newest version that these rules were run against."""
 
 EAGLE3_PY = "vllm/model_executor/models/llama_eagle3.py, 0.32.0"
 EAGLE1_PY = "vllm/model_executor/models/llama_eagle.py, 0.32.0"
@@ -211,3 +212,23 @@ RULES = (
     Rule("tied", LMS, SILENT, LLAMA_PY, causal.dropped_lm_head),
     Rule("tokenizer", LMS, SILENT, f"{SPECULATIVE}: only sizes are compared", causal.wrong_tokenizer),
 )  # fmt: skip
+
+V1 = "0.32, in its runner V1"
+EAGLE_OPTIONS = {"draft_tensor_parallel_size": 1}
+VLLM = ServingEngine(
+    "vLLM",
+    version="0.32.0",
+    versions="0.32 and 0.33",
+    methods={  # `method` in speculative_config: from the draft's path it would guess wrongly
+        "causal": Served("draft_model"),
+        "pard": Served("draft_model", {"parallel_drafting": True}, V1),
+        "medusa": Served("medusa", versions="up to 0.32, which was the last with Medusa"),
+        "eagle1": Served("eagle", EAGLE_OPTIONS),
+        "eagle3": Served("eagle3", EAGLE_OPTIONS),
+        "peagle": Served("eagle3", {"parallel_drafting": True, **EAGLE_OPTIONS}, V1),
+        "dflash": Served("dflash"),
+        "dspark": Served("dspark"),
+        "mtp": Served("mtp"),
+    },
+    rules=RULES,
+)

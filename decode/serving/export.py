@@ -10,15 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from decode.checkpoints import draft_vocab, importers, layouts
 from decode.checkpoints.importers import DraftCheckpoint, Tensors
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE, check_vocabulary, draft_sha256
 from decode.drafts.causal import load_ids
-from decode.model import tied_heads
 from decode.model.adapters import TOKENIZER_FILES
 from decode.model.loading import (
     adapter_folder,
@@ -28,7 +24,6 @@ from decode.model.loading import (
     load_target,
     model_folder,
 )
-from train.families.causal import resize_vocabulary
 
 ExportedFiles = tuple[dict[str, Any], Tensors, str]
 """config.json, the tensors and the name of their file."""
@@ -180,31 +175,13 @@ def export_hf(path: str, name: str, out: Path) -> None:
             if file.is_file():
                 shutil.copyfile(file, out / file.name)
     else:
-        resize_vocabulary(model, wanted)
+        draft_vocab.resize_vocabulary(model, wanted)
         if ids is not None:
-            silence_other_tokens(model, ids)
+            draft_vocab.silence_other_tokens(model, ids)
         model.save_pretrained(out, safe_serialization=True)
     for pattern in TOKENIZER_FILES:
         for file in Path(model_folder(name, "target")).glob(pattern):
             shutil.copyfile(file, out / file.name)
-
-
-def silence_other_tokens(model: Any, ids: Tensor) -> None:
-    """Gives the tokens outside the reduced vocabulary `ids` [Vd] the mean of its rows in the LM head, in place: rows
-    that had no part in training could else be the most probable.
-
-    The logit of each is then the mean of the others', which is never the largest, and its probability below 1 / Vd. A
-    head that is the embedding becomes a matrix of its own.
-    """
-    head = model.get_output_embeddings()
-    if tied_heads.are_tied(model):
-        head.weight = torch.nn.Parameter(head.weight.detach().clone())
-        tied_heads.set_flag(model.config, False)
-    others = torch.ones(len(head.weight), dtype=torch.bool).index_fill(0, ids, False)
-    with torch.no_grad():
-        for value in (head.weight, head.bias):
-            if value is not None:
-                value[others] = value[ids].float().mean(0).to(value.dtype)
 
 
 def _config_dtype(path: str) -> str:

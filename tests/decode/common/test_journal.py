@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from decode.common.errors import UserError
-from eval.benchmark.journal import Journal
+from decode.common.journal import Journal
 
 MACHINE = {"device": "here"}
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from decode.checkpoints import importers, layouts
 from decode.checkpoints.importers import Tensors
 from decode.drafts.base import METADATA_FILE
-from scripts.engine_compat.exporters import to_speculators
+from decode.serving.export import to_speculators
 
 
 class Edit(Protocol):

@@ -1,40 +1,33 @@
 """Checks a draft's files against the rules of a serving engine, without that engine."""
 
 import warnings
-from dataclasses import dataclass
 
 from decode.common.errors import UserError
 from decode.drafts.target_outline import load_without_target
-from scripts.engine_compat.rules import hf, llamacpp, sglang, trtllm, vllm
-from scripts.engine_compat.rules.checkpoint import (
+from decode.serving.engine import ServingEngine
+from decode.serving.hf_engine import TRANSFORMERS
+from decode.serving.llamacpp_engine import LLAMACPP
+from decode.serving.rules import (
     COMMON_RULES,
     REFUSED,
     SILENT,
     Finding,
-    Rule,
     check_rules,
     read_draft,
     read_target,
 )
+from decode.serving.sglang_engine import SGLANG
+from decode.serving.trtllm_engine import TRTLLM
+from decode.serving.vllm_engine import VLLM
 
-
-@dataclass(frozen=True)
-class EngineRules:
-    """The rules of one engine."""
-
-    default_version: str
-    """The newest version that the rules describe (vLLM: that they were run against)."""
-    rules: tuple[Rule, ...]
-
-
-ENGINES: dict[str, EngineRules] = {
-    "vllm": EngineRules(vllm.DEFAULT_VERSION, vllm.RULES),
-    "sglang": EngineRules(sglang.DEFAULT_VERSION, sglang.RULES),
-    "trtllm": EngineRules(trtllm.DEFAULT_VERSION, trtllm.RULES),
-    "llamacpp": EngineRules(llamacpp.DEFAULT_VERSION, llamacpp.RULES),
-    "transformers": EngineRules(hf.DEFAULT_VERSION, hf.RULES),
+ENGINES: dict[str, ServingEngine] = {
+    "vllm": VLLM,
+    "sglang": SGLANG,
+    "trtllm": TRTLLM,
+    "llamacpp": LLAMACPP,
+    "transformers": TRANSFORMERS,
 }
-
+"""The engines whose rules are known, by their names in settings."""
 
 DECODER_RULE, UNCHECKED = "decoder", "unchecked"
 """Names of findings that no table of rules has."""
@@ -76,4 +69,4 @@ def check_engine_rules(
     if target:
         model = read_target(target, tokenizer=draft.family == "causal")
         draft = read_draft(path, model)
-    return check_rules(draft, known.rules, engine_version or known.default_version)
+    return check_rules(draft, known.rules, engine_version or known.version)

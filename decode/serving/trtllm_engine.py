@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 
-from scripts.engine_compat.rules import causal, eagle, medusa
-from scripts.engine_compat.rules.checkpoint import (
+from decode.serving import causal_rules as causal
+from decode.serving import eagle_rules as eagle
+from decode.serving import medusa_rules as medusa
+from decode.serving.engine import Served, ServingEngine
+from decode.serving.rules import (
     COMMON_RULES,
     COVERED_EVERYWHERE,
     REFUSED,
@@ -18,7 +21,6 @@ from scripts.engine_compat.rules.checkpoint import (
     vocab_size_mismatch,
 )
 
-DEFAULT_VERSION = "1.2"
 SOURCE = "tensorrt_llm/_torch/models/modeling_speculative.py at 00679c6 (2026)"
 CONTEXT_PY = "tensorrt_llm/_torch/pyexecutor/model_engine.py (_init_max_seq_len)"
 DRAFT_TARGET_SOURCE = "tensorrt_llm: DraftTargetDecodingConfig"
@@ -77,3 +79,14 @@ RULES = (
     Rule("tied", ("causal",), SILENT, DRAFT_TARGET_SOURCE, causal.dropped_lm_head),
     Rule("tokenizer", ("causal",), SILENT, f"{DRAFT_TARGET_SOURCE}: tokens are not compared", causal.wrong_tokenizer),
 )  # fmt: skip
+
+TRTLLM = ServingEngine(
+    "TensorRT-LLM",
+    version="1.2",
+    versions="1.x, PyTorch backend",
+    methods={  # `decoding_type`; options are those of the whole file
+        "causal": Served("DraftTarget", {"disable_overlap_scheduler": True}),
+        "eagle3": Served("Eagle3"),
+    },
+    rules=RULES,
+)

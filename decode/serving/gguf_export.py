@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from decode.checkpoints.draft_vocab import resize_vocabulary, silence_other_tokens
 from decode.common.errors import UserError
 from decode.drafts.causal import load_ids
 from decode.model.gguf_files import PRE_TOKENIZERS
@@ -23,8 +24,6 @@ from decode.model.loading import (
     load_tokenizer,
 )
 from decode.model.vocabularies import disagreement
-from scripts.engine_compat.exporters import silence_other_tokens
-from train.families.causal import resize_vocabulary
 
 Array = np.ndarray[Any, Any]
 GgufType = Literal["float32", "float16", "bfloat16"]

@@ -14,7 +14,7 @@ from typing import TextIO
 
 from decode.common.command import end_with_parent
 from decode.common.errors import UserError
-from eval.benchmark.vllm_client import find_interpreter, language_model_path
+from decode.serving.running.vllm_client import find_interpreter, language_model_path
 
 GUARD = Path(__file__).with_name("server_guard.py")
 LOG_TAIL = 1500
