@@ -74,9 +74,7 @@ class BoundaryCheck:
         """Tokens by which a mask that begins at `start` begins too late (negative: too early); None if unknown."""
         prompt = self.prompts.get(row.row["id"])
         if prompt is not None and start == row.spans[0][0]:
-            golden = golden_ids(
-                row.tokenizer, prompt.messages or prompt.text or "", prompt.tools, prompt.arguments
-            )
+            golden = golden_ids(row.tokenizer, prompt.asked, prompt.tools, prompt.arguments)
             near = abs(start - len(golden)) <= FARTHEST
             if near and golden and row.ids[: len(golden)] == golden:
                 return start - len(golden)
@@ -108,8 +106,7 @@ class BoundaryCheck:
         before: str | Messages | None = messages_before_reply(row)
         tools = arguments = None
         if prompt is not None and len(row.spans) == 1:
-            before, tools = prompt.messages or prompt.text, prompt.tools
-            arguments = prompt.arguments
+            before, tools, arguments = prompt.asked, prompt.tools, prompt.arguments
         if before is None:
             if row.template is not None:
                 self.tally.add("chat cannot be read back", row)

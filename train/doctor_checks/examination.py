@@ -20,10 +20,17 @@ from train.data import mixture
 from train.data.conversations import Conversation, TurnSelection
 from train.data.manifest import load_set, read_manifest
 from train.data.mixture import DataSpec
-from train.data.prompt_pipeline import TargetTokenizer, evaluation_texts
-from train.data.prompts import Prompt, encode_prompt, stream_prompts
+from train.data.prompt_pipeline import TargetTokenizer
+from train.data.prompts import Prompt, encode_prompt
 from train.data.rendered_text import TemplateMarks, template_marks
-from train.data.sources import REFUSED, REPEATS, PromptSource, ReadLog
+from train.data.sources import (
+    REFUSED,
+    REPEATS,
+    PromptSource,
+    ReadLog,
+    evaluation_texts,
+    stream_prompts,
+)
 from train.doctor_checks.answers import AnswerCheck
 from train.doctor_checks.boundary import BoundaryCheck
 from train.doctor_checks.chat import FeatureCheck, check_sources, check_template
