@@ -12,16 +12,12 @@ import torch
 
 from decode.checkpoints import importers
 from decode.common.errors import UserError
-from decode.drafts import causal, eagle, medusa, mtp
-from decode.drafts.adaptive.adaptive_draft import AdaptiveConfig, AdaptiveDraft
+from decode.drafts import blocks, causal, eagle, early_exit, medusa, mtp, swift
+from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft, check_saved_draft, check_target_weights, read_metadata
-from decode.drafts.blocks import dflash, pard, peagle
-from decode.drafts.lookups.grammar import GrammarDraft
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.drafts.lookups.suffix import SuffixDraft
-from decode.drafts.mirror.mirror_draft import MirrorConfig, MirrorDraft
-from decode.drafts.self_speculation import early_exit, swift
-from decode.drafts.self_speculation.swift_search import SwiftConfig
+from decode.drafts.lookup import GrammarDraft, NgramDraft, SuffixDraft
+from decode.drafts.mirror import MirrorConfig, MirrorDraft
+from decode.drafts.swift_search import SwiftConfig
 from decode.drafts.wrappers import CrossDeviceDraft, TwoSourceDraft
 from decode.model.loading import Target, find_dtype, pick_device
 from decode.verification.tree import TreeShape
@@ -99,7 +95,7 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         ),
         DraftFamily(
             "pard",
-            load=pard.load,
+            load=blocks.load_pard,
             trainer="train.families.blocks.pard:Pard",
         ),
         DraftFamily(
@@ -125,17 +121,17 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         ),
         DraftFamily(
             "peagle",
-            load=peagle.load,
+            load=blocks.load_peagle,
             trainer="train.families.blocks.peagle:PEagle",
         ),
         DraftFamily(
             "dflash",
-            load=dflash.load,
+            load=blocks.load_dflash,
             trainer="train.families.blocks.dflash:DFlash",
         ),
         DraftFamily(
             "dspark",
-            load=dflash.load,
+            load=blocks.load_dflash,
             trainer="train.families.blocks.dflash:DSpark",
         ),
         DraftFamily(
@@ -298,5 +294,5 @@ def draft_family(path: str) -> str:
     family = read_metadata(folder).get("family")
     if family is None and (Path(folder) / "config.json").is_file():
         family = importers.detect_family(importers.tensor_files(folder))
-        return "pard" if family == "causal" and pard.is_pard(folder) else family
+        return "pard" if family == "causal" and blocks.is_pard(folder) else family
     return family or "causal"  # its loader reports what is missing
