@@ -45,8 +45,8 @@ from train.data.batching import Batch, collate
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
-from train.families.config import DraftConfig
-from train.families.registry import family_trainer
+from train.families.registry import family_settings
+from train.families.settings.base import FamilySettings
 from train.planning.resources import memory_breakdown
 from train.planning.shape_run import ShapeRun, StepWorkload
 
@@ -102,14 +102,11 @@ def batch_shape(size: str, s: BenchTrainingConfig) -> dict[str, int]:
     return SIZES[size] | {"rows": 1, "length": length, "max_position_embeddings": length}
 
 
-def draft_config(family: str, shape: dict[str, int], s: BenchTrainingConfig) -> DraftConfig:
+def draft_config(family: str, shape: dict[str, int], s: BenchTrainingConfig) -> FamilySettings:
     """The draft of a cell."""
-    draft = DraftConfig(family=family, activation_checkpointing=s.activation_checkpointing)
-    if family == "causal":
-        draft.layers = [0, 1]
-    else:
-        draft.vocab = shape["draft_vocab"]
-    return draft
+    sizes = {"layers": [0, 1]} if family == "causal" else {"vocab": shape["draft_vocab"]}
+    again = s.activation_checkpointing
+    return family_settings(family)().having(activation_checkpointing=again, **sizes)
 
 
 def estimated_bytes(family: str, size: str, s: BenchTrainingConfig, mixed: bool) -> int:
@@ -198,7 +195,7 @@ def measure_cell(family: str, size: str, s: BenchTrainingConfig) -> dict[str, An
     draft = draft_config(family, shape, s)
     rows = random_rows(shape)
     settings = DistillConfig(draft=draft, loss="forward_kl")
-    trainee = family_trainer(family).build(FamilyContext(settings, target, rows, device))
+    trainee = draft.build(FamilyContext(settings, target, rows, device))
     trained = [p for p in trainee.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4)
     batch = collate(rows, pad_id=0).to(device)
@@ -259,7 +256,7 @@ def main(s: BenchTrainingConfig) -> None:
     if not s.families or not s.sizes:
         raise UserError("families or sizes is empty: give at least one of each")
     for family in s.families:
-        family_trainer(family)  # UserError for an unknown one
+        family_settings(family)  # UserError for an unknown one
     for size in s.sizes:
         if size not in SIZES:
             raise UserError(f"no size {size!r}; there are {', '.join(SIZES)}")

@@ -64,7 +64,6 @@ from train.data import batching, mixture
 from train.data.mixture import MixturePart
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig, RunComponents
-from train.families.registry import family_trainer
 from train.hub.upload import TrainingPublishConfig
 
 COMMAND = "scripts/lab/data_curve.py"
@@ -194,13 +193,9 @@ def input_paths(s: DataCurveConfig) -> list[str]:
 
 def measure_draft(s: DataCurveConfig, folder: str) -> dict[str, list[list[int]]]:
     """What `count_acceptance` returns of the draft in `folder`."""
-    trainer, name, revision = (
-        family_trainer(s.distill.draft.family),
-        s.distill.target,
-        s.distill.revision,
-    )
-    if trainer.trains_target:
-        name, revision = str(Path(folder) / trainer.target_folder), None
+    name, revision = s.distill.target, s.distill.revision
+    if s.distill.draft.trains_target:
+        name, revision = str(Path(folder) / s.distill.draft.target_folder), None
     target = load_target(name, "auto", s.distill.target_dtype, revision)
     prompts = load_fitting_prompts(s.tasks, target)
     draft = load_draft(folder, target)
@@ -285,7 +280,7 @@ def curve_cells(s: DataCurveConfig, runs: Sequence[PlannedRun]) -> list[Cell]:
 
 def untrained_cells(s: DataCurveConfig) -> list[Cell]:
     """A cell for the draft that training starts from, if it starts from one."""
-    start = s.distill.draft.init
+    start = s.distill.draft.continues
 
     def measure(_: int) -> Json:
         return asdict(TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, start)))
