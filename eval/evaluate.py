@@ -10,6 +10,7 @@ from rich.progress import Progress
 from decode.common import provenance
 from decode.common.cli import to_yaml
 from decode.common.errors import UserError
+from decode.common.journal import Journal
 from decode.common.progress import ProgressLog
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_model, load_target
@@ -17,7 +18,7 @@ from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
 from eval.benchmark.config import EvalConfig
-from eval.benchmark.journal import Journal, earlier_targets
+from eval.benchmark.journal import earlier_targets
 from eval.benchmark.methods import (
     PLAIN_DECODING,
     Method,

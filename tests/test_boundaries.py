@@ -46,8 +46,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "checks": {"metrics", "tasks", "benchmark"},
         "tuning": {"metrics", "tasks", "benchmark"},
         "reporting": {"metrics"},
-        "engine_logs": {"metrics"},
-        "served": {"metrics", "tasks", "engine_logs"},
+        "served": {"metrics", "tasks"},
         "scaling": {"metrics", "reporting"},
         "forecasting": {"metrics", "tasks", "benchmark", "reporting"},
     },
@@ -63,7 +62,6 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "hub": {"data", "families"},
     },
     "scripts": {
-        "engine_compat": set(),
         "lab": set(),
     },
 }

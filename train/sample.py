@@ -196,7 +196,9 @@ def check_engine(s: SampleConfig) -> None:
     if s.placement.kind != "single" and (s.served or s.origin == "text"):
         raise UserError("placement is of a target that is loaded here: leave its kind at single")
     if s.engine == "vllm":
-        vllm_client.find_interpreter(s.vllm_python)  # UserError here rather than behind a line of progress
+        vllm_client.find_interpreter(
+            s.vllm_python
+        )  # UserError here rather than behind a line of progress
 
 
 def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, Engine]:
@@ -299,7 +301,7 @@ def write_answers(
         raise UserError(
             f"no prompt fits the context of {reader.name}, which holds {reader.context} tokens"
         )
-    with collective.open_run(state, s.out, s, COMMAND, OWNED_FILES, input_paths(s)):
+    with collective.open_run(state, s, COMMAND, OWNED_FILES, input_paths(s)):
         todo = unanswered_prompts(s, state, reader, fitting)
         rank_prompts = todo[state.process_index :: state.num_processes]
         console = Console(stderr=True, quiet=not state.is_main_process)

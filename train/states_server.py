@@ -25,6 +25,7 @@ from decode.common.ranges import CountOrZero, at_least
 from decode.serving.running import vllm_client
 from train.teacher.served import LAYERS_FILE
 
+
 @dataclass
 class StatesServer:
     target: str = "assets/target"

@@ -7,6 +7,7 @@
 - command: how a command starts and ends: signals, exit codes, one line for every foreseeable error
 - renamed_settings: old names of settings, read under their new names
 - run_dir: the output folder of a run: whose it is, and no file lost that is another's
+- journal: every finished measurement, line by line on disk
 - lock: one process at a time writes into a folder
 - in_use: one request at a time decodes with a model or a draft
 - provenance: command line, commit, versions and hardware of a result

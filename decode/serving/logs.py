@@ -17,7 +17,15 @@ from decode.serving.log_counts import (
     by_position,
     checked,
 )
-from decode.serving.log_responses import PREFIX, Line, failure, prompt_of, read_lines, response_of, without_docker
+from decode.serving.log_responses import (
+    PREFIX,
+    Line,
+    failure,
+    prompt_of,
+    read_lines,
+    response_of,
+    without_docker,
+)
 
 Format = Literal["auto", "vllm", "sglang", "llamacpp", "draftsmith"]
 OWN = "draftsmith"
@@ -48,7 +56,9 @@ def _own_counts(line: Response, where: str) -> RequestCounts:
 READERS: dict[str, LogReader] = {
     **{name: engine.log for name, engine in ENGINES.items() if engine.log is not None},
     OWN: LogReader(
-        lambda body: isinstance(body.get("rounds"), list) and isinstance(body.get("output_ids"), list),
+        lambda body: (
+            isinstance(body.get("rounds"), list) and isinstance(body.get("output_ids"), list)
+        ),
         _own_counts,
         note="rounds are recorded before an answer is cut at its end",
         figures="report.json has τ cut at the end of answers, and α pooled.",

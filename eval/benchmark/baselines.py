@@ -18,6 +18,7 @@ from typing import Any
 import transformers
 
 from decode.common.errors import UserError
+from decode.common.journal import Journal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookups.ngram import NgramDraft
 from decode.engine.records import DecodeRecord
@@ -25,7 +26,6 @@ from decode.model.loading import Target
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig, requested_engines
-from eval.benchmark.journal import Journal
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.transformers_engine import TransformersEngine
 from eval.benchmark.turns import Attempt, EngineAnswer, Turn, steady_turns

@@ -9,7 +9,7 @@ from. Its lengths count the token that the target adds. docs/engine_logs.md says
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from decode.drafts.registry import DRAFT_FAMILIES
+from decode.serving.vllm_engine import VLLM
 from eval.metrics.common import ALL_TASKS
 
 SCHEMA_VERSION = "1.0"
@@ -63,12 +63,11 @@ def build_profile(
     rates = position_rates(entry["histogram"])
     mean = round(length["pooled"], DIGITS)
     family = entry.get("family") or entry["name"]
-    engines = DRAFT_FAMILIES[family].engines if family in DRAFT_FAMILIES else None
     chain = entry["tree"] is None and entry.get("lookup") is None and family in AUTOREGRESSIVE
     return {
         "schema_version": SCHEMA_VERSION,
         "measured": True,
-        "method": (engines.vllm if engines else "") or family,
+        "method": VLLM.method(family) or family,
         "name": entry["name"],
         "draft_checkpoint": {"name": entry["draft"], "sha256": entry["draft_sha256"]},
         "target_model": {"name": target["name"], "revision": target.get("revision")}

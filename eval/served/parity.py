@@ -4,7 +4,6 @@ Greedily each prompt is compared, at a temperature the acceptance by position ov
 """
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from rich.table import Table
 from decode.common import provenance
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, Seed, Temperature, at_least
-from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.base import Draft
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target
@@ -240,14 +239,12 @@ def totals_table(totals: Mapping[str, RequestCounts]) -> Table:
     return table
 
 
-def finish(
-    head: dict[str, Any], found: dict[str, Any], totals: Mapping[str, RequestCounts], out: str, agree: bool
-) -> None:  # fmt: skip
-    """Prints the result's JSON and writes it to `out`; exit code 1 if the two sides do not agree."""
+def result_line(
+    head: dict[str, Any], found: dict[str, Any], totals: Mapping[str, RequestCounts], out: str
+) -> str:
+    """The result's JSON, which is written to `out` too; empty: to no file."""
     sums = {name: counts_json(x) for name, x in totals.items()}
     line = json.dumps({**head, **found, "totals": sums, **provenance.collect()})
     if out:
         write_atomically(Path(out), line + "\n")
-    print(line)
-    if not agree:
-        sys.exit(1)
+    return line

@@ -174,8 +174,9 @@ def match_prompts(a: EngineLog, b: EngineLog) -> Pairs:
             raise UserError(
                 f"{log.path} holds totals of a server: two logs are compared by request, give responses"
             )
-    named = all(x.prompt for log in (a, b) for x in (*log.requests, *log.failed))
-    pairs = _match_by_name(a, b) if named else _match_by_order(a, b)
+    names = [x.prompt for log in (a, b) for x in log.requests]
+    names += [x.prompt for log in (a, b) for x in log.failed]
+    pairs = _match_by_name(a, b) if all(names) else _match_by_order(a, b)
     if not pairs:
         raise UserError(f"no prompt was answered in both {a.path} and {b.path}: ask again")
     return [one for one, _ in pairs], [other for _, other in pairs]

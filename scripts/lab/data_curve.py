@@ -45,6 +45,7 @@ from decode.common.ranges import (
     above,
     at_least,
 )
+from decode.common.run_dir import FolderSettings
 from decode.drafts.base import METADATA_FILE, check_request
 from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.engine.active_request import check_draft_length
@@ -79,7 +80,8 @@ OWNED_FILES = (
 
 
 @dataclass
-class DataCurveConfig:
+class DataCurveConfig(FolderSettings):
+    out: str = "outputs/data_curve"
     distill: DistillConfig = field(default_factory=DistillConfig)
     """Settings of train/distill.py for every run, whose `data` is the sampled set to divide. Its seed, loop.steps,
     loop.epochs, loop.eval_every, loop.keep_best, tracker, wandb, publish, out, resume, overwrite and dry_run have no
@@ -109,9 +111,6 @@ class DataCurveConfig:
     """Longest answer in evaluation, in tokens."""
     worth: Annotated[float, at_least(-1, 100)] = 0.02
     """Relative gain in τ from which on twice the data is worth it."""
-    out: str = "outputs/data_curve"
-    overwrite: bool = False
-    """Delete what an earlier run left in `out`."""
 
 
 @dataclass(frozen=True)
@@ -334,7 +333,7 @@ def write_results(s: DataCurveConfig, target: dict[str, Any], curve: dict[str, A
 def main(s: DataCurveConfig) -> None:
     run_dir.check_folder(Path(s.out))
     plan = check_and_plan(s)
-    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, input_paths(s)):
+    with run_dir.open_run(s, COMMAND, OWNED_FILES, input_paths(s)):
         before = next(iter(measure_points(s, untrained_cells(s))), None)
         points = measure_points(s, curve_cells(s, plan.runs))
         curve = data_curve.build_curve(points, before, s.temperatures, s.k, s.worth)

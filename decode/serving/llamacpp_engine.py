@@ -1,0 +1,454 @@
+"""llama.cpp. Its rules are from the source of 0.6.0-dev (November 2026) and were run there (llamacpp_parity.py).
+
+HEADS is how a family of heads is written as GGUF: gguf_heads.py writes what it lists, and HEAD_RULES refuse what it
+does not. llama.cpp itself reports few mistakes: most wrong files load and get fewer tokens accepted.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from decode.checkpoints import layouts
+from decode.common.errors import UserError
+from decode.serving import block_rules as blocks
+from decode.serving import causal_rules as causal
+from decode.serving import eagle_rules as eagle
+from decode.serving import prometheus
+from decode.serving.engine import LogReader, Served, ServedDraft, ServingEngine, shell_script
+from decode.serving.log_counts import (
+    EngineLog,
+    PrintedLine,
+    RequestCounts,
+    Response,
+    answer_tokens,
+    checked,
+    first_choice,
+    log_lines,
+    number,
+    numbers,
+    part,
+    prompt_tokens,
+    read_count,
+    recover,
+)
+from decode.serving.rules import (
+    COMMON_RULES,
+    IGNORED,
+    REFUSED,
+    SILENT,
+    ContextAtLeastTargets,
+    DraftFiles,
+    Rule,
+    Unsupported,
+    dtype_mismatch,
+    vocab_size_mismatch,
+)
+
+EAGLE3_CPP = "src/models/eagle3.cpp"
+DFLASH_CPP = "src/models/dflash.cpp"
+GRAPH_CPP = "src/llama-graph.cpp (t_layer_inp)"
+LOADER_CPP = "src/llama-model-loader.cpp"
+SPECULATIVE_CPP = "common/speculative.cpp"
+
+EAGLE3, DFLASH = ("eagle3",), ("dflash", "dspark")
+
+LAYER_TENSORS = {
+    f"layers.N.{name}.weight": f"blk.N.{stored}.weight"
+    for name, stored in {
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }.items()
+}
+SHARED_TENSORS = {
+    "fc.weight": "fc.weight",
+    "norm.weight": "output_norm.weight",
+    "embed_tokens.weight": "token_embd.weight",  # where there is none, the target's
+    "lm_head.weight": "output.weight",  # the same
+}
+EAGLE3_TENSORS = {
+    **SHARED_TENSORS,
+    **LAYER_TENSORS,
+    "input_norm.weight": "enc.output_norm.weight",
+    "layers.N.hidden_norm.weight": "blk.N.attn_norm_2.weight",
+}
+DFLASH_TENSORS = {
+    **SHARED_TENSORS,
+    **LAYER_TENSORS,
+    "hidden_norm.weight": "enc.output_norm.weight",
+    "layers.N.self_attn.q_norm.weight": "blk.N.attn_q_norm.weight",
+    "layers.N.self_attn.k_norm.weight": "blk.N.attn_k_norm.weight",
+}
+DSPARK_TENSORS = {
+    **DFLASH_TENSORS,
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight",
+    "confidence_head.proj.bias": "conf_proj.bias",
+}
+
+
+@dataclass(frozen=True)
+class HeadFormat:
+    """How the heads of a family are written as GGUF. `d2t` and `rope_freqs.weight` are computed, not copied."""
+
+    architecture: str
+    """`general.architecture`, with which the names of keys begin."""
+    tensors: Mapping[str, str]
+    """GGUF's name for each of our tensors; N is a layer's number."""
+    norm_flags: tuple[str, ...] = ()
+    """The norm flags of config.json that are keys."""
+    alternates: bool = False
+    """In the rows of queries and keys the two halves of a rotation alternate."""
+
+
+HEADS = {
+    "eagle3": HeadFormat(
+        "eagle3",
+        EAGLE3_TENSORS,
+        norm_flags=("norm_before_residual", "norm_before_fc"),
+        alternates=True,
+    ),
+    "dflash": HeadFormat("dflash", DFLASH_TENSORS),
+    "dspark": HeadFormat("dflash", DSPARK_TENSORS),
+}
+"""By family. A file of DSpark is known by its `markov_w1.weight`."""
+
+STATE_TARGETS = (
+    *("llama", "mistral", "mixtral"),  # one graph
+    *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
+    *("gpt_oss", "gemma4", "deepseek_v4", "minimax", "minimax_m2", "mimo_v2_flash"),
+    *("nemotron_h", "lfm2", "lfm2_moe", "nanbeige", "hunyuan_vl", "bailing_hybrid"),
+    "muse_glimmer",
+)
+"""model_type, without `_text`, of the targets whose graphs hand out hidden states."""
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Types of RoPE that are frequencies alone."""
+
+
+def gguf_name(family: str, name: str) -> str | None:
+    """GGUF's name for a tensor of these heads; None if their GGUF has no such tensor."""
+    layer = re.match(r"layers\.(\d+)\.", name)
+    general = name if layer is None else name.replace(layer[0], "layers.N.", 1)
+    stored = HEADS[family].tensors.get(general)
+    return stored if stored is None or layer is None else stored.replace(".N.", f".{layer[1]}.")
+
+
+def no_hidden_states(d: DraftFiles) -> Iterator[str]:
+    """A target whose graph does not hand out the states that heads read."""
+    if d.target is None:
+        return
+    kind = str(d.target.config.get("model_type"))
+    if kind.removesuffix("_text") not in STATE_TARGETS:
+        yield (
+            f"llama.cpp hands out no hidden states of targets of type {kind}: llama-server starts and aborts at its "
+            "first request"
+        )
+
+
+def unwritten_tensors(d: DraftFiles) -> Iterator[str]:
+    """Tensors that a GGUF of these heads does not have, biases among them."""
+    for name in sorted(set(d.tensors) - set(eagle.VOCAB_MAPS)):
+        own = name.removeprefix("model.")
+        known = gguf_name(d.family, own) or "rotary_emb." in own or own.startswith("verifier_")
+        if not known:
+            yield f"llama.cpp's {d.family} has no tensor for {d.name_in_file[name]}"
+
+
+def unwritten_norms(d: DraftFiles) -> Iterator[str]:
+    """Norm flags that llama.cpp's graph does not know, and its own converter drops."""
+    for flag in layouts.NORM_FLAGS:
+        if eagle.norm_flag(d, flag) and flag not in HEADS[d.family].norm_flags:
+            yield f"llama.cpp's {d.family} has no {flag}: it would compute as if that were false"
+
+
+def wrong_state_count(d: DraftFiles) -> Iterator[str]:
+    """EAGLE-3 that does not read three states."""
+    fc, width = d.tensors.get("fc.weight"), d.get("target_hidden_size", d.get("hidden_size"))
+    if fc is not None and width and fc.shape[1] != 3 * width:
+        yield f"fc reads {fc.shape[1] // width} hidden states of the target, and llama.cpp gives it exactly 3"
+
+
+def wrong_activation(d: DraftFiles) -> Iterator[str]:
+    """Another activation than SiLU."""
+    name = d.get("hidden_act", d.get("hidden_activation", "silu"))
+    if name not in ("silu", "swish"):
+        yield f"its activation is {name}: llama.cpp computes silu, and gelu from a table of its own"
+
+
+def unwritten_rope(d: DraftFiles) -> Iterator[str]:
+    """RoPE that is more than frequencies."""
+    rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        yield f"its RoPE is of type {kind}: only {', '.join(ROPE_TYPES)} are written"
+
+
+def sliding_window(d: DraftFiles) -> Iterator[str]:
+    """A window, which the graph does not have (EAGLE-3) or which our decoder computes with full attention."""
+    if d.get("sliding_window") and d.get("use_sliding_window", True):
+        yield f"sliding_window is {d.get('sliding_window')}: it is written with full attention alone"
+
+
+HEAD_RULES = (
+    Rule("target-states", tuple(HEADS), REFUSED, GRAPH_CPP, no_hidden_states),
+    Rule("unwritten-norm", EAGLE3, SILENT, EAGLE3_CPP, unwritten_norms),
+    Rule("layers", EAGLE3, REFUSED, EAGLE3_CPP, eagle.wrong_layer_count),
+    Rule("states", EAGLE3, REFUSED, EAGLE3_CPP, wrong_state_count),
+    Rule("anchor", ("dflash",), SILENT, f"{DFLASH_CPP}: DSpark alone", blocks.wrong_anchor),
+    Rule("unknown-tensor", tuple(HEADS), REFUSED, LOADER_CPP, unwritten_tensors),
+    Rule("activation", tuple(HEADS), SILENT, f"{EAGLE3_CPP}, {DFLASH_CPP}", wrong_activation),
+    Rule("rope-type", tuple(HEADS), SILENT, "this project's exporter", unwritten_rope),
+    Rule("window", tuple(HEADS), SILENT, f"{EAGLE3_CPP}, {DFLASH_CPP}", sliding_window),
+    Rule("eagle1", ("eagle1",), REFUSED, SPECULATIVE_CPP, Unsupported("llama.cpp has no EAGLE-1")),
+    Rule("peagle", ("peagle",), REFUSED, EAGLE3_CPP, Unsupported(
+        "llama.cpp has no P-EAGLE: its eagle3 drafts one token a pass, without mask_hidden"
+    )),
+    Rule("medusa", ("medusa",), REFUSED, SPECULATIVE_CPP, Unsupported("llama.cpp has no Medusa")),
+    Rule("parallel", ("pard",), REFUSED, SPECULATIVE_CPP, Unsupported(
+        "llama.cpp has no parallel drafting with a language model: it would run this one token by token, without masks"
+    )),
+    Rule("mtp", ("mtp",), REFUSED, SPECULATIVE_CPP, Unsupported(
+        "an MTP layer is no head of its own in llama.cpp but part of its target's GGUF: convert the target with "
+        "llama.cpp's convert_hf_to_gguf.py"
+    )),
+)  # fmt: skip
+"""What no GGUF that is written here can say, or what no llama-server runs."""
+
+RULES = (
+    *COMMON_RULES,
+    Rule("dtype", ("causal", *HEADS), IGNORED, "this project's exporter: --dtype", dtype_mismatch),
+    Rule("vocabulary", ("causal", *HEADS), REFUSED, f"{EAGLE3_CPP}, {DFLASH_CPP}", vocab_size_mismatch),
+    Rule("context", ("causal", *HEADS), SILENT, SPECULATIVE_CPP, ContextAtLeastTargets(
+        "it drafts on beyond it, and few tokens are accepted there"
+    )),
+    *HEAD_RULES,
+    Rule("shapes", EAGLE3, REFUSED, LOADER_CPP, eagle.wrong_shapes),
+    Rule("missing-tensor", EAGLE3, REFUSED, LOADER_CPP, eagle.missing_tensors),
+    Rule("norm-flags", EAGLE3, SILENT, EAGLE3_CPP, eagle.changed_norm_flags),
+    Rule("rope", EAGLE3, SILENT, EAGLE3_CPP, eagle.rope_mismatch),
+    Rule("bias-flags", EAGLE3, SILENT, EAGLE3_CPP, eagle.unfilled_bias_flags),
+    Rule("taps-disagree", EAGLE3, SILENT, "the files themselves", eagle.conflicting_aux_layers),
+    Rule("target-width", EAGLE3, REFUSED, EAGLE3_CPP, eagle.target_width_mismatch),
+    Rule("map-missing", EAGLE3, REFUSED, LOADER_CPP, eagle.map_missing),
+    Rule("map-superfluous", EAGLE3, REFUSED, LOADER_CPP, eagle.unneeded_map),
+    Rule("map", tuple(HEADS), SILENT, f"{EAGLE3_CPP}: set_rows by d2t", eagle.map_wrong),
+    Rule("map-dtype", tuple(HEADS), SILENT, f"{EAGLE3_CPP}: set_rows by d2t", eagle.map_dtype),
+    Rule("shapes", DFLASH, REFUSED, LOADER_CPP, blocks.wrong_shapes),
+    Rule("missing-tensor", DFLASH, REFUSED, LOADER_CPP, blocks.missing_tensors),
+    Rule("mask-token", DFLASH, SILENT, SPECULATIVE_CPP, blocks.no_mask_token),
+    Rule("causality", DFLASH, SILENT, DFLASH_CPP, blocks.causal_blocks),
+    Rule("taps", DFLASH, SILENT, SPECULATIVE_CPP, blocks.wrong_aux_layers),
+    *causal.RULES,
+    Rule("missing-tensor", ("causal",), REFUSED, LOADER_CPP, causal.missing_tensors),
+    Rule("shapes", ("causal",), REFUSED, LOADER_CPP, causal.wrong_shapes),
+    Rule("tokenizer", ("causal",), REFUSED, f"{SPECULATIVE_CPP}: draft-simple compares tokens", causal.wrong_tokenizer),
+)  # fmt: skip
+
+
+# ---- how it is started ----
+
+
+def serving_files(d: ServedDraft) -> dict[str, str]:
+    """Commands that write draft and target as GGUF files, and one of llama-server."""
+    served, export = LLAMACPP.methods[d.family], ["python", "scripts/export.py"]
+    conversions = [
+        [*export, d.repo, "--format", "gguf", "--target", d.target, "--out", "gguf/draft"],
+        [*export, d.target, "--format", "gguf", "--dtype", "bfloat16", "--out", "gguf/target"],
+    ]
+    words = ["llama-server", "-m", "gguf/target/model.gguf", "-md", "gguf/draft/model.gguf"]
+    words += ["--spec-type", served.method, "--spec-draft-n-max", str(d.k)]
+    if d.template:
+        words += ["--jinja", "--chat-template-kwargs", json.dumps(d.template)]
+    lines = ["# once, in a checkout of draftsmith", *map(shlex.join, conversions), ""]
+    return {"llamacpp.sh": "\n".join(lines) + shell_script([*words, *served.options], d.revision)}
+
+
+# ---- its logs ----
+
+TASK = re.compile(r"\bid +\d+ \| task +(-?\d+) \|")
+LONGEST_DRAFT = 64
+"""Tokens of the longest draft of any kind that llama-server has by default: so many a stop string may cut off."""
+
+
+def read_response(body: Response, where: str) -> RequestCounts:
+    """The counts of one response. UserError without timings. A response without draft_n drafted nothing.
+
+    Neither verification steps nor positions are in it. Each pass after prefill emits its accepted drafts and one more
+    token, so they are predicted_n − 1 − draft_n_accepted; passes that drafted nothing are among them, and the last one
+    may have been cut at the end of the answer.
+    """
+    timings = body.get("timings")
+    if not isinstance(timings, Mapping):
+        raise UserError(f"{where} has no timings: log what llama-server answers")
+    predicted = read_count(timings, "predicted_n", where)
+    usage = part(body, "usage")
+    length, read = (
+        answer_tokens(body, usage),
+        prompt_tokens({"prompt_tokens": body.get("tokens_evaluated"), **usage}),
+    )
+    if length not in (None, predicted):
+        raise UserError(
+            f"{where}: timings of {predicted} tokens contradict the answer's length of {length}: the counts are of "
+            "another request, or the log is damaged"
+        )
+    if "draft_n" not in timings:
+        return RequestCounts(max(0, predicted - 1), 0, 0, prompt_tokens=read)
+    drafted, accepted = (read_count(timings, key, where) for key in ("draft_n", "draft_n_accepted"))
+    checked(RequestCounts(None, drafted, accepted), where)
+    stop = str(body.get("stop_type", "")), str(first_choice(body).get("finish_reason"))
+    cut = LONGEST_DRAFT if "word" in stop or "stop" in stop else 0
+    rounds = _rounds(predicted, drafted, accepted, cut, where)
+    return checked(RequestCounts(rounds, drafted, accepted, prompt_tokens=read), where)
+
+
+def _rounds(tokens: int, drafted: int, accepted: int, cut: int, where: str) -> int:
+    """Passes after prefill of an answer of `tokens`. UserError if it is shorter than its accepted tokens.
+
+    A stop string may have cut off up to `cut` of them.
+    """
+    if accepted > max(0, tokens - 1) + cut:
+        raise UserError(
+            f"{where}: {accepted} accepted of {drafted} drafted tokens contradict the answer's length of {tokens}: "
+            "the counts are of another request, or the log is damaged"
+        )
+    return max(int(drafted > 0), tokens - 1 - accepted)
+
+
+@dataclass
+class _PrintedRequest:
+    """What the log says of one request."""
+
+    task: int
+    tokens: int | None = None
+    line: PrintedLine | None = None
+    where: str = ""
+
+
+def read_printed(text: str, path: str) -> EngineLog:
+    """The requests in a server's log, in the order in which they were asked. UserError that names a line whose figures
+    contradict each other. A request without a line on drafts drafted nothing.
+
+    Newer versions tell the rounds with a draft and the positions too.
+    """
+    current: dict[int, _PrintedRequest] = {}
+    requests: list[_PrintedRequest] = []
+
+    def begin(task: int) -> None:
+        current[task] = _PrintedRequest(task)
+        requests.append(current[task])
+
+    task = -1
+    for where, line in log_lines(text, path):
+        named = TASK.search(line)
+        task = int(named[1]) if named else task  # older versions name it once, above several lines
+        if "prompt eval time =" in line and "tokens (" in line:
+            begin(task)
+        elif "eval time =" in line and task in current:
+            tokens = number(r"/ +(\d+) tokens", line, where)
+            current[task].tokens = None if tokens is None else int(tokens)
+        elif DRAFTS.search(line):
+            if (
+                task not in current or current[task].line is not None
+            ):  # the log begins or goes on here
+                begin(task)
+            current[task].line, current[task].where = _printed_line(line, where), where
+        elif "acc per pos = (" in line and task in current:
+            known = current[task].line
+            if known is not None:
+                rates = numbers(r"acc per pos = \(([\d., ]*)\)", line)
+                current[task].line = replace(known, rates=rates)
+    told = [x for x in requests if x.tokens is not None or x.line is not None]
+    if len({x.task for x in told}) == len(told):  # else the server was started again
+        told.sort(key=lambda x: x.task)
+    counts = [_printed_counts(x) for x in told]
+    if not any(x.drafted for x in counts):
+        raise UserError(f"{path}: no request drafted a token: speculative decoding was off")
+    notes = [
+        "rounds derived: tokens of the answer − 1 − accepted; a request without a line on drafts drafted nothing"
+    ]
+    if any(x.rounds is None for x in counts):
+        notes.append(
+            "not every request has its eval time in this log, so its rounds and τ are not known"
+        )
+    return EngineLog(path, "llamacpp", counts, notes=tuple(notes))
+
+
+def _printed_line(line: str, where: str) -> PrintedLine:
+    found = re.search(r"= *([\d.]+) *\( *(\d+) accepted / *(\d+) generated\)", line)
+    if found is None:
+        raise UserError(
+            f"{where} has no numbers of accepted and generated tokens: the line is cut off, drop it"
+        )
+    rate, accepted, drafted = float(found[1]), int(found[2]), int(found[3])
+    if drafted == 0 or abs(accepted / drafted - rate) > 2e-5:
+        raise UserError(
+            f"{where}: {accepted} accepted of {drafted} drafted tokens are not {found[1]}: the line is damaged"
+        )
+    length = number(r"mean (?:len|acceptance length) = *([\d.]+)", line, where, float)
+    rates = numbers(r"acceptance rate per position = \(([\d., ]*)\)", line)
+    return PrintedLine(drafted, accepted, length, rates)
+
+
+def _printed_counts(request: _PrintedRequest) -> RequestCounts:
+    tokens, line = request.tokens, request.line
+    if line is None:
+        return RequestCounts(max(0, (tokens or 0) - 1), 0, 0)
+    counts = recover(line, request.where).counts
+    if tokens is None:
+        return RequestCounts(None, line.drafted, line.accepted, engine_length=line.length)
+    # a stop string cuts off no more than a draft has positions
+    rounds = _rounds(tokens, line.drafted, line.accepted, len(line.rates), request.where)
+    known = counts.rounds or 0
+    if known > rounds + max(1, len(line.rates)):
+        raise UserError(
+            f"{request.where}: {known} rounds with a draft and {line.accepted} accepted tokens contradict the answer's "
+            f"length of {tokens}: the log is damaged"
+        )
+    found = replace(counts, rounds=max(rounds, known), engine_length=line.length)
+    return checked(found, request.where)
+
+
+DRAFTS = re.compile(r"\bdraft acceptance(?: rate)? = ")
+"""In a line of its log that counts the drafts of a request."""
+LOG = LogReader(
+    lambda body: isinstance(body.get("timings"), Mapping),
+    read_response,
+    note="rounds derived: predicted_n − 1 − draft_n_accepted; no positions in these responses, so no α",
+    figures="llama.cpp prints an acceptance rate and a mean length for each request, so averages of its lines are "
+    "means of requests; its /metrics count rounds with a draft, over all requests.",
+    mark=re.compile(rf"{DRAFTS.pattern}|\bprint_timings?: +id "),
+    printed=read_printed,
+    dump=partial(prometheus.read_totals, "llamacpp"),
+)
+
+HEADS_FOR = (
+    "of November 2026, for targets whose hidden states it hands out: Llama, Qwen 3 and gpt-oss are among them, Qwen 2 "
+    "is not"
+)
+LLAMACPP = ServingEngine(
+    "llama.cpp",
+    version="0.6.0",
+    versions="of November 2026",
+    methods={  # --spec-type, for drafts that scripts/export.py writes as GGUF
+        "causal": Served("draft-simple"),
+        # With sampling on the backend, requests at the same time get few tokens accepted.
+        "eagle3": Served("draft-eagle3", {"--no-spec-draft-backend-sampling": True}, HEADS_FOR),
+        "dflash": Served("draft-dflash", versions=HEADS_FOR),
+        "dspark": Served("draft-dspark", versions=HEADS_FOR),
+    },
+    rules=RULES,
+    files=serving_files,
+    note="{versions}. scripts/export.py, from a checkout of draftsmith, writes GGUF files of drafts, and of Llama and "
+    "Qwen 2 targets; a GGUF of the target from elsewhere will do if its tokenizer is the same",
+    log=LOG,
+)
