@@ -24,7 +24,7 @@ from decode.serving.log_counts import EngineLog, RequestCounts, pool
 from decode.serving.rules import IGNORED, DraftFiles, Finding, read_draft, read_target
 from decode.serving.running import vllm_client
 from eval.metrics.bootstrap import Array
-from eval.metrics.permutation_test import PermutationTestResult, run_permutation_test
+from eval.metrics.distribution_tests import PermutationTestResult, run_permutation_test
 from eval.served.parity import BATCH_ROWS, RefereeConfig, counts_json, decode_counts
 from eval.served.reading import AS_WRITTEN, Reading, copy_files
 from eval.served.suspects import readings

@@ -24,7 +24,7 @@ from decode.serving.log_counts import RequestCounts
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import tree_from_paths
-from eval.metrics import permutation_test
+from eval.metrics.distribution_tests import POWER, run_permutation_test
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 
 SIGNIFICANCE_LEVEL = 1e-3
@@ -209,9 +209,7 @@ def compare_sampled(
 ) -> dict[str, Any]:
     """At a temperature: the result of the permutation test; `passed` if it detects no difference in acceptance."""
     sides = [np.array([[x.rounds, *x.accepted_at] for x in side]) for side in (ours, vllm)]
-    test = permutation_test.run_permutation_test(
-        sides[0], sides[1], level=SIGNIFICANCE_LEVEL, seed=s.seed
-    )
+    test = run_permutation_test(sides[0], sides[1], level=SIGNIFICANCE_LEVEL, seed=s.seed)
     return {
         "temperature": s.temperature,
         "prompts": len(ours),
@@ -219,7 +217,7 @@ def compare_sampled(
         "drafts": draft_sampling(s),
         "passed": test.p_value >= SIGNIFICANCE_LEVEL,
         "level": SIGNIFICANCE_LEVEL,
-        "power": permutation_test.POWER,
+        "power": POWER,
         "statistic": test.statistic,
         "p_value": test.p_value,
         "permutations": test.permutations,

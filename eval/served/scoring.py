@@ -18,9 +18,9 @@ from eval.metrics.bootstrap import (
     mean_of_ratios,
     paired_difference_interval,
     ratio_interval,
+    ratio_or_none,
 )
-from eval.metrics.common import ratio_or_none
-from eval.metrics.permutation_test import POWER, run_permutation_test
+from eval.metrics.distribution_tests import POWER, run_permutation_test
 
 SEED = 0
 LEVEL = 0.05

@@ -16,12 +16,11 @@ from decode.drafts.causal import CausalDraft
 from decode.model.loading import load_target
 from decode.serving import sglang_engine, trtllm_engine, vllm_engine
 from eval.forecast import ForecastConfig, load
-from eval.forecasting import costs, schedule
+from eval.forecasting import costs
+from eval.forecasting.chains import VllmNgramDraft
 from eval.forecasting.costs import CostPoint, EngineCost, fit_engine_cost, group_costs
-from eval.forecasting.engines import ENGINE_RULES, rules_of
-from eval.forecasting.rounds import RULES, ExpectedRounds, TextChains
+from eval.forecasting.rounds import ENGINE_RULES, RULES, ExpectedRounds, TextChains, rules_of
 from eval.forecasting.rows import forecast_row, forecast_rows
-from eval.forecasting.vllm_ngram import VllmNgramDraft
 from eval.metrics.speedup_model import RoundCost
 from tests import worlds
 
@@ -118,7 +117,7 @@ def test_schedules_choose_the_fastest_k_of_every_batch_size() -> None:
         ).items()
     }
     tau = {1: 1.5, 2: 1.8}
-    ranges = schedule.best_ranges(by_batch, tau)
+    ranges = costs.best_ranges(by_batch, tau)
     for batch in range(1, 10):
         at = (batch - 1) / 8
         ms = {0: 10 + 2 * at, 1: 11 + 14 * at, 2: 12 + 26 * at}
