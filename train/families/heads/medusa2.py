@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from decode.common.typed_json import to_json
 from decode.drafts.medusa import MedusaModel
 from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft
@@ -44,7 +45,7 @@ class TrainableMedusa2(TrainableMedusa):
         self.low_lr_parameters = list(self.model.adapters)
         self.metadata = {
             "target": {"name": str(Path(config.out) / "target"), "revision": None},
-            "original_target": target.describe(),
+            "original_target": to_json(target.describe()),
         }
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
