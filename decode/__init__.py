@@ -8,8 +8,9 @@
 - checkpoints: draft checkpoints on disk
 - drafts: the draft families
 - engine: rounds of drafting and verification, compiled code and CUDA graphs
+- serving: what other engines load, serve and log; engines that run
 - generate.py: the command that continues one prompt
 
-common <- model <- verification <- constraints, checkpoints <- drafts <- engine <- generate.py, and model <- distributed
-<- generate.py; nothing outside decode is imported.
+common <- model <- verification <- constraints, checkpoints <- drafts <- engine <- generate.py, serving; model
+<- distributed <- generate.py; nothing outside decode is imported.
 """

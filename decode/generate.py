@@ -26,22 +26,22 @@ from rich.control import strip_control_codes
 from rich.segment import Segment, Segments
 from rich.style import Style
 
+from decode.common.chat_template import encode_prompt
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_text
 from decode.common.ranges import Count, DraftLength, MatchLength, Seed, Share
+from decode.common.template_choice import TemplateSetting, with_template
 from decode.constraints.grammar import ConstraintConfig, build_matcher
-from decode.distributed.placement import PlacementConfig, load_target, run_placed
+from decode.distributed.placement import PlacedTargetSettings, load_target, run_placed
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig
 from decode.drafts.mirror.mirror_draft import MirrorConfig
 from decode.drafts.registry import add_lookup, make_adaptive, make_mirror, pick_draft
 from decode.drafts.self_speculation.swift import open_search
 from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.engine.active_request import check_draft_length
-from decode.engine.chat_template import encode_prompt
 from decode.engine.engine import speculate
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
-from decode.engine.template_choice import TemplateSetting, with_template
 from decode.engine.text_stream import LabelledText, TextStream
 from decode.engine.trained_template import use_template
 from decode.model.loading import Target
@@ -52,19 +52,13 @@ ACCEPTED_STYLE, REJECTED_STYLE, TARGET_STYLE = "green", "red strike", "bold blue
 
 
 @dataclass
-class GenerateConfig:
-    """Settings of the command."""
-
+class GenerateConfig(PlacedTargetSettings):
     prompt: str = ""
     """The text to continue, or to answer if the target has a chat template."""
     prompt_file: str = ""
     """A file to read the prompt from instead."""
     image: str | list[str] = ""
     """Image files that stand before the prompt, a path or a list [a.png, b.png]; for vision-language targets."""
-    target: str = "assets/target"
-    """Folder or Hub name of the target."""
-    revision: str | None = None
-    """Commit, tag or branch of a target on the Hub."""
     template: TemplateSetting | None = None
     """How the chat template renders prompts, as in train/sample.py: its arguments, such as '{enable_thinking: false}',
     or the name of one of several. null: as in the training of the draft; '{}': the tokenizer's own."""
@@ -100,12 +94,6 @@ class GenerateConfig:
     """The answer follows the Lark grammar in this file (llguidance's dialect; the rule `start` is the whole text)."""
     seed: Seed = 0
     """Seed of sampling; equal seeds give equal text."""
-    device: str = "auto"
-    """cpu, cuda, cuda:1 and so on; auto: cuda if there is a GPU, else cpu."""
-    dtype: str = "float32"
-    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao), for
-    the target and the draft."""
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
     rejected: bool = True
     """Show rejected tokens too. They are never shown outside a terminal."""
 

@@ -27,37 +27,36 @@ from rich.console import Console
 from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
+from decode.common.journal import Journal
 from decode.common.ranges import (
     Count,
     CountOrZero,
     DraftLength,
     MatchLength,
-    Seed,
     Temperature,
     at_least,
 )
+from decode.common.template_choice import TemplateSetting
 from decode.drafts import causal
 from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import pick_draft
-from decode.engine.template_choice import TemplateSetting
 from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import Target, load_target
-from eval.benchmark import vllm_client
-from eval.benchmark.journal import Journal, earlier_targets, open_journal
-from eval.forecasting import costs, schedule
+from decode.serving.running import vllm_client
+from eval.benchmark.journal import MeasuringSettings, earlier_targets, open_journal
+from eval.forecasting import costs
 from eval.forecasting.chains import (
     LOOKUPS,
     ChainSettings,
+    VllmNgramDraft,
     check_draft,
     check_room,
     measure_chains,
 )
-from eval.forecasting.engines import ENGINE_RULES, rules_of
 from eval.forecasting.pages import forecast_markdown
-from eval.forecasting.rounds import TextChains, text_from_json, text_to_json
+from eval.forecasting.rounds import ENGINE_RULES, TextChains, rules_of, text_from_json, text_to_json
 from eval.forecasting.rows import forecast_rows
-from eval.forecasting.vllm_ngram import VllmNgramDraft
-from eval.metrics.common import ALL_TASKS
+from eval.metrics.bootstrap import ALL_TASKS
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
 
 SCHEMA = 1
@@ -67,7 +66,7 @@ OWNED_FILES = ("journal.jsonl", "forecast.json", "forecast.md")
 
 
 @dataclass
-class ForecastConfig:
+class ForecastConfig(MeasuringSettings):
     target: str = "assets/target"
     """Target model: folder, GGUF file or Hub name."""
     draft: str = "assets/draft"
@@ -114,14 +113,7 @@ class ForecastConfig:
     """Number type of the target: float32, bfloat16 or float16."""
     draft_dtype: str = "float32"
     """Number type of the draft."""
-    seed: Seed = 0
     out: str = "outputs/forecast"
-    """Folder for the result."""
-    allow_changed: bool = False
-    """Go on in `out` although the target (its weights or dtype) or a draft is another one than before. Right if you
-    know that both decode alike; forecast.json says that it has measurements of both."""
-    overwrite: bool = False
-    """Delete an earlier result in `out` and measure again."""
 
 
 def check(s: ForecastConfig) -> None:
@@ -260,7 +252,7 @@ def schedules(
                 if (x["temperature"], x["rule"]) == (temperature, rule) and x["tau"] is not None
             }
             place = {"temperature": temperature, "rule": rule, "context": context}
-            found.append(place | schedule.schedule_entry(own, tau))
+            found.append(place | costs.schedule_entry(own, tau))
     return found
 
 
@@ -300,9 +292,9 @@ def main(s: ForecastConfig) -> None:
     draft = load(s, target)  # every mistake shows before the folder is changed
     items = load_fitting_prompts(s.tasks, target)
     check_room(target, items, ChainSettings(max(s.k), 0.0, s.max_new_tokens, s.rows))
-    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, inputs):
+    with run_dir.open_run(s, COMMAND, OWNED_FILES, inputs) as run:
         checksums = {s.draft: draft_sha256(s.draft)}
-        journal = open_journal(out, rendering_identity(target), checksums, s.allow_changed)
+        journal = open_journal(run, rendering_identity(target), checksums, s.allow_changed)
         result = forecast(s, target, draft, items, journal)
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
         files.write_atomically(out / "forecast.json", text + "\n")

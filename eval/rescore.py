@@ -25,10 +25,10 @@ from rich.table import Table
 from decode.common.command import run_command
 from decode.common.files import write_atomically
 from decode.common.run_dir import check_file
-from eval.engine_logs.comparison import compare
 from eval.engine_logs.reading import Format, read_log
-from eval.engine_logs.scoring import score
 from eval.reporting.formatting import format_number, format_with_interval
+from eval.served.comparison import compare
+from eval.served.scoring import score
 
 NAMES = {"tau": "τ", "alpha": "α", "acceptance_rate": "acceptance rate"}
 

@@ -115,10 +115,10 @@ def measure(s: EvalConfig) -> None:
     check_requests(s, methods)
     items = [item for task in s.tasks for item in loading.load_task_prompts(task, target)]
     forms = dict.fromkeys(f"{item.task}: {item.form}" for item in items if item.form)
-    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, config.input_paths(s)):
-        out = Path(s.out)
+    with run_dir.open_run(s, COMMAND, OWNED_FILES, config.input_paths(s)) as run:
+        out = run.path
         checksums = draft_checksums(s.methods)
-        journal = open_journal(out, rendering_identity(target), checksums, s.allow_changed)
+        journal = open_journal(run, rendering_identity(target), checksums, s.allow_changed)
         for line in forms:
             Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
         with progress_bars() as progress:

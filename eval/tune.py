@@ -28,16 +28,17 @@ from rich.text import Text
 from decode.common import files, provenance, run_dir
 from decode.common.cli import to_yaml
 from decode.common.command import run_command
+from decode.common.journal import Journal
 from decode.common.progress import ProgressLog, progress_bars
 from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import load_target
 from eval.benchmark import config
 from eval.benchmark.config import TreeConfig
-from eval.benchmark.journal import Journal, earlier_targets, open_journal
+from eval.benchmark.journal import earlier_targets, open_journal
 from eval.benchmark.methods import PLAIN_DECODING, Method, draft_checksums
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.metrics.acceptance import tau
-from eval.metrics.common import ALL_TASKS
+from eval.metrics.bootstrap import ALL_TASKS
 from eval.metrics.roofline import measure_bandwidth
 from eval.reporting.checklist import tuned_table
 from eval.reporting.formatting import NOT_MEASURED, escape_markdown, format_percent, table_markdown
@@ -246,9 +247,9 @@ def main(s: TuneConfig) -> None:
     methods = load_methods(s, target)  # every mistake shows before the folder is changed
     context = load_timing_context(s, target)
     console, out = Console(stderr=True), Path(s.out)
-    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, config.input_paths(to_eval_config(s))):
+    with run_dir.open_run(s, COMMAND, OWNED_FILES, config.input_paths(to_eval_config(s))) as run:
         checksums = draft_checksums(s.methods)
-        journal = open_journal(out, rendering_identity(target), checksums, s.allow_changed)
+        journal = open_journal(run, rendering_identity(target), checksums, s.allow_changed)
         with progress_bars(console) as progress:
             tuned = tune(s, context, methods, journal, progress)
         files.write_atomically(

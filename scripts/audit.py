@@ -39,19 +39,19 @@ from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
-from decode.common.ranges import Count, DraftLength, Seed, Temperature
-from decode.common.run_dir import open_run
-from decode.engine.template_choice import TemplateSetting
+from decode.common.ranges import Count, DraftLength, Temperature
+from decode.common.run_dir import RunSettings, open_run
+from decode.common.template_choice import TemplateSetting
 from decode.engine.trained_template import use_template
 from decode.model.loading import Target, find_dtype, load_config, load_target
-from eval.benchmark import vllm_client
+from decode.serving.checker import ENGINES, check_engine_rules
+from decode.serving.running import vllm_client
 from eval.engine_logs.reading import read_log
 from eval.tasks.loading import Task, load_task_prompts
 from scripts.engine_compat import vllm_parity
 from scripts.engine_compat.audit import decoding
 from scripts.engine_compat.audit.decoding import ServedCounts
 from scripts.engine_compat.audit.draft_audit import audit_draft, show_counts
-from scripts.engine_compat.checker import ENGINES, check_engine_rules
 from scripts.engine_compat.vllm_parity import VllmParityConfig
 
 COMMAND = "scripts/audit.py"
@@ -59,7 +59,8 @@ OUTPUTS = ("audit.json", "copy-*/**")
 
 
 @dataclass
-class AuditConfig:
+class AuditConfig(RunSettings):
+    out: str = "outputs/audit"
     draft: str = ""
     """The draft's folder or Hub name; may stand first without --draft."""
     target: str = "assets/target"
@@ -87,12 +88,6 @@ class AuditConfig:
     """Of our decoder."""
     dtype: str = "float32"
     """Of both sides. In float32 equal functions accept equal tokens; in others a test compares them."""
-    seed: Seed = 0
-    """Of the sampling on both sides."""
-    out: str = "outputs/audit"
-    """Folder for audit.json."""
-    overwrite: bool = False
-    """Replace the audit in the folder."""
 
 
 def check(s: AuditConfig) -> None:
@@ -184,7 +179,7 @@ def main(s: AuditConfig) -> None:
     """Writes audit.json and prints what was found."""
     check(s)
     log = None if s.served in ("vllm", "none") else read_log(s.served)
-    with open_run(s.out, s, COMMAND, OUTPUTS, inputs=[s.draft, s.target, s.served]):
+    with open_run(s, COMMAND, OUTPUTS, [s.draft, s.target, s.served]) as run:
         folder = importers.resolve_folder(s.draft)
         target = use_template(load_target(s.target, s.device, s.dtype), s.template, [folder])
         target = replace(target, eos=frozenset())
@@ -205,7 +200,7 @@ def main(s: AuditConfig) -> None:
         )
         result = {**found, "sampled": sampled, **provenance.collect()}
         text = json.dumps(result, indent=1, ensure_ascii=False)
-        write_atomically(Path(s.out) / "audit.json", text + "\n")
+        write_atomically(run.path / "audit.json", text + "\n")
     print_audit(result)
 
 

@@ -17,7 +17,7 @@ from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.run_dir import RUN_FILE
 from decode.drafts.base import METADATA_FILE
-from eval.reporting.report_data import draft_entries, read_report
+from eval.results.report import draft_entries, read_report
 from train.distill import DistillConfig
 from train.trainer.tracking import Tracker, check_tracker
 

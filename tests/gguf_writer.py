@@ -19,9 +19,9 @@ import gguf
 import numpy as np
 import torch
 
+from decode.serving.running.server_process import free_port
 from tests.tiny import tiny_model
 from tests.worlds import ROOT
-from train.servers.server_process import free_port
 
 GOLDEN = ROOT / "tests/golden/gguf_tokens.json"
 PROMPTS = [

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from decode.common.journal import Journal
 from decode.model.linear import packed_linear
-from eval.benchmark.journal import Journal
 from tests import worlds
 from tests.train.test_sample_command import rows_of
 from tests.worlds import ROOT, Done, World, contents

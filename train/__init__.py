@@ -6,7 +6,6 @@
     distill.py        command: trains a draft on sampled sets
     states_server.py  command: starts a vLLM server that writes the target's hidden states for distill.py
     data/             prompts, tokenised conversations, the sampled set on disk, mixtures, batches
-    servers/          requests to servers with OpenAI's API, with repeated attempts
     sampling/         the sampled set is written: rows, the local engine, servers with OpenAI's API
     doctor_checks/    the checks of doctor.py: boundaries, template, answers, prompts, texts
     losses/           divergences between target and draft distributions, and the loss made of them
@@ -16,7 +15,7 @@
     planning/         estimates of memory, time and disk, and the dry run
     hub/              model cards and publishing
 
-Import order: data <- losses <- teacher <- families <- trainer <- planning <- distill.py. sampling imports data, and
-like teacher servers; doctor_checks imports data, hub data and families. train may import decode and eval, never
+Import order: data <- losses <- teacher <- families <- trainer <- planning <- distill.py. sampling and doctor_checks
+import data, hub data and families. train may import decode and eval, never
 scripts.
 """

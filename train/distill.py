@@ -31,7 +31,8 @@ from decode.common import provenance
 from decode.common.cli import to_dict
 from decode.common.command import run_command, stop
 from decode.common.errors import UserError
-from decode.common.ranges import CountOrZero, Seed
+from decode.common.ranges import CountOrZero
+from decode.common.run_dir import RunSettings
 from decode.distributed.placement import PlacementConfig, load_target, run_placed
 from decode.drafts.base import (
     METADATA_FILE,
@@ -91,7 +92,7 @@ OUT_OF_MEMORY_ADVICE = (
 
 
 @dataclass
-class DistillConfig:
+class DistillConfig(RunSettings):
     RENAMED_SETTINGS: ClassVar[dict[str, str]] = {"compare": "divergence"}
 
     target: str = "assets/target"
@@ -136,7 +137,6 @@ class DistillConfig:
     project: str = ""
     """Project in Weights & Biases or Trackio; empty: that of WANDB_PROJECT, else draftsmith."""
     publish: TrainingPublishConfig = field(default_factory=TrainingPublishConfig)
-    seed: Seed = 0
     out: str = "outputs/drafts/causal"
     """Folder of the draft and its checkpoints."""
     resume: bool = False
@@ -145,8 +145,6 @@ class DistillConfig:
     """Go on although the target (its weights or dtype), the sampled set, `draft.init` or stored features are others
     than before, or the samples are another target's answers. Right if you know that the difference does not matter, as
     after adding prompts to the set or for answers of a target that was fine-tuned a little since."""
-    overwrite: bool = False
-    """Delete what an earlier run left in `out`."""
     dry_run: bool = False
     """Only estimate what the run needs and try two steps of it, with the live target; writes nothing into `out`."""
 
@@ -545,7 +543,7 @@ def train_draft(s: DistillConfig) -> None:
             if accelerator.is_main_process:
                 print(json.dumps({"dry_run": True, "estimated": estimated, "measured": measured}))
         else:
-            run = collective.open_run(accelerator, s.out, s, COMMAND, OWNED_FILES, input_paths(s))
+            run = collective.open_run(accelerator, s, COMMAND, OWNED_FILES, input_paths(s))
             with run as resumed:
                 distill(s, accelerator, parts, console, resumed)
 

@@ -22,7 +22,7 @@ from decode.common import files, provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.run_dir import check_file
-from decode.engine.template_choice import describe
+from decode.common.template_choice import describe
 from train.data import mixture
 from train.data.prompt_pipeline import load_target_tokenizer
 from train.data.sources import ReadLog

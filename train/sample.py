@@ -42,7 +42,8 @@ from decode.model.loading import (
     model_folder,
     unfollowed_settings,
 )
-from eval.benchmark.vllm_client import find_interpreter
+from decode.serving.running import completions
+from decode.serving.running.vllm_client import find_interpreter
 from train.data import manifest, sample_store
 from train.data.prompt_pipeline import (
     TargetTokenizer,
@@ -55,7 +56,6 @@ from train.sampling import local_engine, server_engine
 from train.sampling.config import SampleConfig
 from train.sampling.rows import SKIPPED, ShardWriter
 from train.sampling.vllm_server import target_server
-from train.servers import client
 from train.trainer import collective
 
 COMMAND = "train/sample.py"
@@ -207,7 +207,7 @@ def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, 
         return load_reader(s), partial(write_texts, s)
     if s.served:
         with collective.raise_on_all_ranks(state):
-            server = replace(client.connect(s), own=s.engine == "vllm")
+            server = replace(completions.connect(s), own=s.engine == "vllm")
         reader = load_reader(s)
         context = min(reader.context, server.context or reader.context)
         reader = replace(reader, context=context, identity=served_identity(s, server.model, reader))
@@ -292,7 +292,7 @@ def write_answers(
         raise UserError(
             f"no prompt fits the context of {reader.name}, which holds {reader.context} tokens"
         )
-    with collective.open_run(state, s.out, s, COMMAND, OWNED_FILES, input_paths(s)):
+    with collective.open_run(state, s, COMMAND, OWNED_FILES, input_paths(s)):
         todo = unanswered_prompts(s, state, reader, fitting)
         rank_prompts = todo[state.process_index :: state.num_processes]
         console = Console(stderr=True, quiet=not state.is_main_process)

@@ -22,10 +22,10 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import CountOrZero, at_least
-from train.servers.server_process import vllm_command
+from decode.serving.running import server_process
 from train.teacher.served import LAYERS_FILE
 
-CONNECTOR_FOLDER = Path(__file__).resolve().parent / "servers"
+CONNECTOR_FOLDER = Path(server_process.__file__).parent
 
 
 @dataclass
@@ -63,7 +63,7 @@ def server_command(s: StatesServer, has_cuda: bool) -> list[str]:
         **({} if has_cuda else {"kv_connector_module_path": "vllm_cpu_states"}),
     }
     return [
-        *vllm_command(s.vllm_python, s.target, s.revision, s.dtype, s.host, s.port),
+        *server_process.vllm_command(s.vllm_python, s.target, s.revision, s.dtype, s.host, s.port),
         "--no-enable-prefix-caching",
         *("--speculative-config", json.dumps(speculative)),
         *("--kv-transfer-config", json.dumps(transfer), *s.vllm_args),

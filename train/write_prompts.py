@@ -21,16 +21,18 @@ if not __package__:
 from rich.console import Console
 
 from decode.common import run_dir
+from decode.common.chat_template import encode_prompt
 from decode.common.command import run_command
 from decode.common.damage import read_log
 from decode.common.disk_errors import naming
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.progress import progress_bars
-from decode.common.ranges import Count, Seed, at_least
-from decode.engine.chat_template import encode_prompt
+from decode.common.ranges import Count, at_least
+from decode.common.run_dir import RunSettings
+from decode.common.template_choice import TemplateSetting
+from decode.distributed.placement import TargetSettings
 from decode.engine.engine import speculate
-from decode.engine.template_choice import TemplateSetting
 from decode.engine.trained_template import use_template
 from decode.model.fingerprint import ModelFingerprint, difference
 from decode.model.loading import Target, load_target
@@ -45,11 +47,11 @@ MARK = "\ue000"  # a character of private use, which no template holds
 
 
 @dataclass
-class WritePromptsConfig:
+class WritePromptsConfig(RunSettings, TargetSettings):
     target: str = "assets/target"
     """A model with a chat template, which writes the users' turns: a folder, a GGUF file or a Hub name."""
-    revision: str | None = None
-    """Commit, tag or branch of a Hub target."""
+    out: str = "outputs/prompts"
+    """Folder of prompts.jsonl, one chat a line."""
     systems: list[str] = field(default_factory=lambda: [""])
     """System messages, which steer what is asked; each gets an equal share. Empty: the template's own."""
     template: TemplateSetting | None = None
@@ -63,19 +65,10 @@ class WritePromptsConfig:
     """Tokens of the longest prompt; one that has not ended by then is dropped."""
     batch_size: Count = 32
     """Prompts written together."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    dtype: str = "float32"
-    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao)."""
-    seed: Seed = 0
-    out: str = "outputs/prompts"
-    """Folder of prompts.jsonl, one chat a line."""
     resume: bool = False
     """Continue in `out` although the settings differ, such as a larger count."""
     allow_changed: bool = False
     """Go on in `out` although another target (other weights, another dtype) wrote the prompts that are there."""
-    overwrite: bool = False
-    """Replace what an earlier run left in `out`."""
 
 
 def user_turn(tokenizer: Any, system: str) -> tuple[list[int], int]:
@@ -211,7 +204,7 @@ def main(s: WritePromptsConfig) -> None:
     target = use_template(load_target(s.target, s.device, s.dtype, s.revision), s.template)
     turns = user_turns(s, target)
     out = Path(s.out)
-    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, [s.target]):
+    with run_dir.open_run(s, COMMAND, OWNED_FILES, [s.target]):
         consequence = "they are written again"
         fields = {"number": int, "finish_reason": str, "text": str}
         written = read_log(out / LOG_FILE, fields, consequence)

@@ -7,11 +7,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 
 def hardware() -> dict[str, Any]:
     """Device name, number of GPUs, CPU threads and architecture of the machine that this process runs on."""
+    import torch  # slow to import, and commands say their --help without it
+
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else _cpu_name(),

@@ -14,12 +14,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from decode.common import damage, files, lock
+from decode.common import damage, files, lock, provenance
 from decode.common.cli import to_dict, to_yaml
 from decode.common.errors import UserError
+from decode.common.journal import Journal
+from decode.common.ranges import Seed
 from decode.common.renamed_settings import rename_keys, renamed_settings
 
 RUN_FILE = "run.yaml"
+JOURNAL = "journal.jsonl"
 PREVIOUS_RUN = ".previous-run"
 """Folder within the output folder that keeps the run which --overwrite replaces until the new one has succeeded."""
 MOVING = PREVIOUS_RUN + ".tmp"
@@ -29,33 +32,50 @@ CONTROL_SETTINGS = ("overwrite", "resume", "allow_changed", "dry_run", "publish"
 """Settings that say how a run starts and ends, and who logs it. They may differ between two starts of one run."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """The run that has an output folder open."""
+@dataclass
+class FolderSettings:
+    """What every command that writes a folder can be told."""
 
+    out: str = ""
+    """Folder for what is written. A run that was stopped goes on where it stopped."""
+    overwrite: bool = False
+    """Replace what an earlier run left in `out`."""
+
+
+@dataclass
+class RunSettings(FolderSettings):
+    seed: Seed = 0
+    """Of everything that is drawn at random."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """An output folder that this run has open."""
+
+    path: Path
     resumes: bool
     """It continues an earlier run in the folder."""
+
+    def journal(self) -> Journal:
+        """What has been measured in this folder so far, and where further measurements are kept."""
+        return Journal(self.path / JOURNAL, provenance.hardware())
 
 
 @contextmanager
 def open_run(
-    folder: str,
-    settings: Any,
-    command: str,
-    owned: Sequence[str],
-    inputs: Sequence[str | Path] = (),
-) -> Iterator[Run]:
-    """Makes `folder` the output folder of this run while the block runs, and writes run.yaml into it.
+    settings: FolderSettings, command: str, writes: Sequence[str], reads: Sequence[str | Path] = ()
+) -> Iterator[RunFolder]:
+    """Makes `settings.out` the output folder of this run while the block runs, and writes run.yaml into it.
 
     An earlier run of the same `command` ("train/sample.py") with equal settings is continued, one with others only
     with `settings.resume`. With `settings.overwrite` it is moved to PREVIOUS_RUN, and deleted once a run in the folder
-    has ended without an exception. `owned` are patterns of the files that the command writes, see `owns`; `inputs` are
+    has ended without an exception. `writes` are patterns of the files that the command writes, see `owns`; `reads` are
     paths that it reads (names of other things are ignored).
 
     UserError, and nothing is changed, for a folder of another command or of no run, one that another process has open,
     other settings without one of the two, and for --overwrite where the folder holds a foreign file or an input.
     """
-    path = Path(folder)
+    path = Path(settings.out)
     check_folder(path)
     if settings.overwrite and vars(settings).get("resume"):
         raise UserError(
@@ -63,14 +83,14 @@ def open_run(
         )
     check_command(path, settings, command)
     path.mkdir(parents=True, exist_ok=True)
-    with lock.hold(path / lock.LOCK_FILE, folder):
+    with lock.hold(path / lock.LOCK_FILE, settings.out):
         _move_back(path)
         check_command(path, settings, command)
         resumes = False
         if (path / RUN_FILE).is_file():
             if settings.overwrite:
-                check_inputs_outside(path, inputs)
-                check_no_foreign_file(path, owned, command)
+                check_inputs_outside(path, reads)
+                check_no_foreign_file(path, writes, command)
             else:
                 resumes = _continues(path, settings)
         text = f"{HEADER}{command}\n{to_yaml(settings)}"
@@ -80,12 +100,12 @@ def open_run(
         else:
             files.write_atomically(path / RUN_FILE, text)
         try:
-            yield Run(resumes)
+            yield RunFolder(path, resumes)
         except BaseException as error:
             if not isinstance(error, UserError):  # a signal, a full disk
                 without = " without --overwrite" if settings.overwrite else ""
                 error.add_note(
-                    f"what is finished is kept in {folder}, and the same command{without} goes on"
+                    f"what is finished is kept in {path}, and the same command{without} goes on"
                 )
             if resumes and _times(path) == before:  # refused before it did anything
                 files.write_atomically(path / RUN_FILE, earlier)
@@ -189,7 +209,7 @@ def check_inputs_outside(out: Path, inputs: Sequence[str | Path]) -> None:
             )
 
 
-def check_no_foreign_file(folder: Path, owned: Sequence[str], command: str) -> None:
+def check_no_foreign_file(folder: Path, writes: Sequence[str], command: str) -> None:
     """UserError that names a file of `folder` which the command does not write."""
     for parent, folders, names in os.walk(folder):
         here = Path(parent)
@@ -199,7 +219,7 @@ def check_no_foreign_file(folder: Path, owned: Sequence[str], command: str) -> N
             names = [name for name in names if name not in OWN_NAMES]
         for name in sorted([*names, *links]):
             path = (here / name).relative_to(folder)
-            if not any(owns(pattern, path) for pattern in owned):
+            if not any(owns(pattern, path) for pattern in writes):
                 raise UserError(
                     f"{folder / path} was not written by {command}, and would be lost: move it away or name another "
                     "folder with --out"

@@ -45,6 +45,26 @@ class PlacementConfig:
     read from the target's files. Empty: a temporary one, which is deleted at the end."""
 
 
+@dataclass
+class TargetSettings:
+    """Which target, and as what it is loaded: what most commands with a target can be told."""
+
+    target: str = "assets/target"
+    """The target model: a folder, a GGUF file or a Hub name."""
+    revision: str | None = None
+    """Commit, tag or branch of a target on the Hub."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, …"""
+    dtype: str = "float32"
+    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao). Losslessness to the
+    token is a property of computing in float32."""
+
+
+@dataclass
+class PlacedTargetSettings(TargetSettings):
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+
+
 def run_placed(s: PlacementConfig, run: Callable[[], None]) -> None:
     """Calls `run`, the rest of a command that loads its target with `load_target`; under tensor parallelism only in
     the first process, which the others follow.

@@ -5,7 +5,6 @@ round        one round on the device: propose, verify in one pass of the target,
 forced_tokens  proposals under grammars: chains with the tokens that a grammar forces behind them
 active_request  a request's length and end on the host; checks of prompts
 records      what a round did to one prompt, and the record of a whole request
-chat_template  a prompt as token ids
 text_stream  the text of an answer while its tokens arrive: whole characters
 compile      torch.compile for the two halves of a round
 warm_up      runs every shape of rounds once, before decoding is timed

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from decode.common import damage
-from decode.drafts.base import read_metadata
-from decode.engine.template_choice import (
+from decode.common.template_choice import (
     TemplateSetting,
     check_setting,
     describe,
@@ -15,6 +14,7 @@ from decode.engine.template_choice import (
     template_hash,
     with_template,
 )
+from decode.drafts.base import read_metadata
 from decode.model.fingerprint import ModelFingerprint
 from decode.model.loading import Target
 

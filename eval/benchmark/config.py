@@ -10,7 +10,6 @@ from decode.common.ranges import (
     CountOrZero,
     DraftLength,
     MatchLength,
-    Seed,
     Share,
     Temperature,
     TopP,
@@ -18,15 +17,16 @@ from decode.common.ranges import (
     TreeWidth,
     at_least,
 )
+from decode.common.template_choice import TemplateSetting
 from decode.constraints.grammar import ConstraintConfig, is_constrained
-from decode.distributed.placement import PlacementConfig
+from decode.distributed.placement import PlacedTargetSettings
 from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig, Milliseconds
 from decode.drafts.mirror.mirror_draft import MirrorConfig
 from decode.drafts.self_speculation.swift_search import SwiftConfig
 from decode.engine.engine import CAPTURED
-from decode.engine.template_choice import TemplateSetting
 from decode.model.loading import pick_device
 from decode.verification.registry import find_rule
+from eval.benchmark.journal import MeasuringSettings
 from eval.tasks.dataset_specs import load_dataset_specs
 from eval.tasks.loading import Task
 
@@ -107,11 +107,8 @@ class AcceptanceComparisonConfig:
 
 
 @dataclass
-class EvalConfig:
-    target: str = "assets/target"
-    """Target model: folder or Hub name."""
-    revision: str | None = None
-    """Commit, tag or branch of a target from the Hub."""
+class EvalConfig(MeasuringSettings, PlacedTargetSettings):
+    out: str = "outputs/eval"
     original: str = ""
     """The target before it was trained itself (medusa2, layerskip2); the report then measures how far it has moved."""
     methods: list[MethodConfig] = field(default_factory=lambda: [MethodConfig("ngram")])
@@ -155,20 +152,6 @@ class EvalConfig:
     but with your user's rights. Leave it off for models that you do not trust."""
     phase_prompts: CountOrZero = 2
     """Prompts per task for the separate pass that times draft and verify; 0 skips it."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, …"""
-    dtype: str = "float32"
-    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao).
-    Losslessness to the token is a property of computing in float32."""
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    seed: Seed = 0
-    out: str = "outputs/eval"
-    """Folder for the report. A run that was stopped goes on where it stopped."""
-    allow_changed: bool = False
-    """Go on in `out` although the target (its weights or dtype) or a draft is another one than before. Right if you
-    know that both decode alike; the report says that it has measurements of both."""
-    overwrite: bool = False
-    """Delete an earlier report in `out` and measure again."""
 
 
 def requested_engines(s: EvalConfig) -> list[str]:

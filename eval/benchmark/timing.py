@@ -15,6 +15,7 @@ import torch
 
 from decode.common import damage
 from decode.common.errors import UserError, first_line
+from decode.common.journal import Journal
 from decode.constraints.matcher import Matcher
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import DecodeRecord
@@ -22,7 +23,6 @@ from decode.engine.round import PhaseTimes
 from decode.engine.warm_up import one_batch_per_shape, run_first_rounds
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
-from eval.benchmark.journal import Journal
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.turns import Attempt, EngineAnswer, Turn, repeat_stalled_turns
 from eval.tasks.loading import TaskPrompt

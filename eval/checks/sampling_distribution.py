@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from decode.common.journal import Journal
 from decode.drafts.base import Proposal
 from decode.drafts.wrappers import RecordingDraft
 from decode.engine.engine import SpeculativeEngine
@@ -33,10 +34,14 @@ from decode.verification.registry import find_rule
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import SamplingParams, warp
 from eval.benchmark.config import EvalConfig
-from eval.benchmark.journal import Journal
 from eval.benchmark.methods import Method, simulated_alpha
 from eval.metrics.bootstrap import Array
-from eval.metrics.ks_test import SIGNIFICANCE_LEVEL, holm_correction, ks_distance, ks_p_value
+from eval.metrics.distribution_tests import (
+    SIGNIFICANCE_LEVEL,
+    holm_correction,
+    ks_distance,
+    ks_p_value,
+)
 from eval.tasks.loading import TaskPrompt
 
 BATCH_SIZE = 16

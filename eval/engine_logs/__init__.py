@@ -8,8 +8,6 @@
 - vllm_log, sglang_log, llamacpp_log: one engine's responses and own log as counts, and SGLang's dump.
 - own_log: the lines of our outputs.jsonl as counts.
 - reading: which engine wrote a log.
-- scoring: τ, α and acceptance rate of a log, pooled and as a mean over requests.
-- comparison: two logs of the same prompts: difference, interval, p-value and power.
 
 May import eval.metrics and decode, nothing else of eval. docs/engine_logs.md says where each format was read.
 """

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from decode.common.chat_template import Arguments, Messages, Tools, encode_prompt
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero
-from decode.engine.chat_template import Arguments, Messages, Tools, encode_prompt
 from decode.model.loading import Target
 from decode.model.vocabularies import check_embedded
 from eval.tasks import row_files

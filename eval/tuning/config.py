@@ -7,23 +7,24 @@ from math import prod
 from typing import Literal
 
 from decode.common.errors import UserError
+from decode.common.journal import Journal
 from decode.common.ranges import (
     Count,
     CountOrZero,
     DraftLength,
-    Seed,
     Temperature,
     TopP,
     TreeNodes,
     TreeWidth,
 )
+from decode.common.template_choice import TemplateSetting
+from decode.distributed.placement import TargetSettings
 from decode.engine.active_request import check_draft_length
-from decode.engine.template_choice import TemplateSetting
 from decode.model.loading import Target
 from decode.verification.tree import DynamicTree, expected_tokens_per_round, optimal_static_tree
 from eval.benchmark import config
 from eval.benchmark.config import MethodConfig, TreeConfig
-from eval.benchmark.journal import Journal
+from eval.benchmark.journal import MeasuringSettings
 from eval.benchmark.methods import Method, build_draft, follows_tree_shape
 from eval.benchmark.timing import TimingContext
 from eval.tasks import loading
@@ -35,11 +36,8 @@ TUNED_EXIT = "early-exit"
 
 
 @dataclass
-class TuneConfig:
-    target: str = "assets/target"
-    """Target model: folder or Hub name."""
-    revision: str | None = None
-    """Commit, tag or branch of a target from the Hub."""
+class TuneConfig(MeasuringSettings, TargetSettings):
+    out: str = "outputs/tune"
     methods: list[MethodConfig] = field(default_factory=lambda: [MethodConfig("ngram")])
     """Drafts to tune, with the fields of eval/run.py's methods; their own k and tree are not used."""
     tasks: list[Task] = field(
@@ -75,18 +73,6 @@ class TuneConfig:
     """Longest answer."""
     mode: Literal["eager", "captured", "compiled", "graph"] = "eager"
     """compiled and graph take a minute or more for each setting; captured and graph need a GPU."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1, …"""
-    dtype: str = "float32"
-    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao)."""
-    seed: Seed = 0
-    out: str = "outputs/tune"
-    """Folder for the results."""
-    allow_changed: bool = False
-    """Go on in `out` although the target (its weights or dtype) or a draft is another one than before. Right if you
-    know that both decode alike; tuned.json says that it has measurements of both."""
-    overwrite: bool = False
-    """Delete an earlier run of other settings in `out`."""
 
 
 def check_config(s: TuneConfig) -> None:

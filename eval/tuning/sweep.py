@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from decode.common.journal import Journal
 from decode.engine.records import RoundRecord
 from decode.verification.tree import StaticTree, tree_from_paths
-from eval.benchmark.journal import Journal
 from eval.benchmark.methods import Method
 from eval.benchmark.timing import InterleavedTimer, TimingContext, TimingResult
 from eval.tasks.loading import TaskPrompt

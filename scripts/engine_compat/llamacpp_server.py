@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from decode.common.errors import UserError, first_line
-from eval.benchmark.vllm_client import find_executable
+from decode.serving.running.server_process import free_port, running_server
+from decode.serving.running.vllm_client import find_executable
 from eval.engine_logs import llamacpp_log, prometheus, spec_counters
 from scripts.engine_compat.greedy_parity import PromptCounts
-from train.servers.server_process import free_port, running_server
 
 START_SECONDS = 120.0
 REQUEST_SECONDS = 600.0

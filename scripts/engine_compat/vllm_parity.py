@@ -20,15 +20,15 @@ from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
+from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import tree_from_paths
 from eval import forecast
-from eval.benchmark import vllm_client
 from eval.forecast import ForecastConfig
 from eval.forecasting.chains import ChainSettings, measure_chains
 from eval.forecasting.rounds import RULES
-from eval.forecasting.served import compare
-from eval.metrics import permutation_test
+from eval.forecasting.rows import compare
+from eval.metrics.distribution_tests import POWER, run_permutation_test
 from eval.reporting.formatting import format_with_interval
 from eval.tasks.loading import Task, TaskPrompt
 from scripts.engine_compat.greedy_parity import (
@@ -73,7 +73,7 @@ class VllmParityConfig:
     control: bool = False
     """At a temperature: vLLM drafts greedily and we sample, which the test must detect."""
     repair: bool = True
-    """At a temperature: repair the broken sampling of vLLM's CPU build first (see eval/benchmark/vllm_worker.py)."""
+    """At a temperature: repair the broken sampling of vLLM's CPU build first."""
     forecast: bool = False
     """Also forecast what vLLM accepts, as eval/forecast.py does, and compare."""
     out: str = ""
@@ -163,7 +163,7 @@ def compare_sampled(
     s: VllmParityConfig, ours: Sequence[PromptCounts], vllm: Sequence[PromptCounts]
 ) -> dict[str, Any]:
     """At a temperature: the result of the permutation test; `passed` if it detects no difference in acceptance."""
-    test = permutation_test.run_permutation_test(
+    test = run_permutation_test(
         counts_array(ours), counts_array(vllm), level=SIGNIFICANCE_LEVEL, seed=s.seed
     )
     return {
@@ -173,7 +173,7 @@ def compare_sampled(
         "drafts": draft_sampling(s),
         "passed": test.p_value >= SIGNIFICANCE_LEVEL,
         "level": SIGNIFICANCE_LEVEL,
-        "power": permutation_test.POWER,
+        "power": POWER,
         "statistic": test.statistic,
         "p_value": test.p_value,
         "permutations": test.permutations,

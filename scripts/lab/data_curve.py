@@ -45,18 +45,19 @@ from decode.common.ranges import (
     above,
     at_least,
 )
+from decode.common.run_dir import FolderSettings
 from decode.drafts.base import METADATA_FILE, check_request
 from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import load_target
 from decode.verification.sampling import SamplingParams
-from eval.checks.transfer import count_acceptance
 from eval.metrics.bootstrap import Array
 from eval.reporting import plots
 from eval.reporting.formatting import table_markdown
-from eval.scaling import chart, data_curve
+from eval.scaling import data_curve
 from eval.scaling.data_curve import TrainedPoint
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
+from eval.transfer import count_acceptance
 from scripts.lab.cells import Cell, Json, run_cells
 from train import distill
 from train.data import batching, mixture
@@ -79,7 +80,8 @@ OWNED_FILES = (
 
 
 @dataclass
-class DataCurveConfig:
+class DataCurveConfig(FolderSettings):
+    out: str = "outputs/data_curve"
     distill: DistillConfig = field(default_factory=DistillConfig)
     """Settings of train/distill.py for every run, whose `data` is the sampled set to divide. Its seed, loop.steps,
     loop.epochs, loop.eval_every, loop.keep_best, tracker, wandb, publish, out, resume, overwrite and dry_run have no
@@ -109,9 +111,6 @@ class DataCurveConfig:
     """Longest answer in evaluation, in tokens."""
     worth: Annotated[float, at_least(-1, 100)] = 0.02
     """Relative gain in τ from which on twice the data is worth it."""
-    out: str = "outputs/data_curve"
-    overwrite: bool = False
-    """Delete what an earlier run left in `out`."""
 
 
 @dataclass(frozen=True)
@@ -320,11 +319,11 @@ def write_results(s: DataCurveConfig, target: dict[str, Any], curve: dict[str, A
     lines = "\n".join(f"- {line}" for line in data_curve.doubling_lines(facts))
     tables = (data_curve.points_table(facts), data_curve.laws_table(facts))
     figures = " ".join(f"![{metric}]({metric}.svg)" for metric in data_curve.METRICS)
-    key = f"{chart.marker_line(facts)}; dashed: fitted."
+    key = f"{data_curve.marker_line(facts)}; dashed: fitted."
     parts = ["# Data curve", lines, figures, key, *map(table_markdown, tables)]
     files.write_atomically(out / "data_curve.md", "\n\n".join(parts) + "\n")
     for metric in data_curve.METRICS:
-        svg = plots.recolor(chart.curve_panel(facts, metric)).rstrip("\n")
+        svg = plots.recolor(data_curve.curve_panel(facts, metric)).rstrip("\n")
         files.write_atomically(out / f"{metric}.svg", svg + "\n")
     text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)
     files.write_atomically(out / "data_curve.json", text + "\n")
@@ -334,7 +333,7 @@ def write_results(s: DataCurveConfig, target: dict[str, Any], curve: dict[str, A
 def main(s: DataCurveConfig) -> None:
     run_dir.check_folder(Path(s.out))
     plan = check_and_plan(s)
-    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, input_paths(s)):
+    with run_dir.open_run(s, COMMAND, OWNED_FILES, input_paths(s)):
         before = next(iter(measure_points(s, untrained_cells(s))), None)
         points = measure_points(s, curve_cells(s, plan.runs))
         curve = data_curve.build_curve(points, before, s.temperatures, s.k, s.worth)

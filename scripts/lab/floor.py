@@ -50,6 +50,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, at_least
 from decode.common.run_dir import check_file
+from decode.distributed.placement import TargetSettings
 from decode.drafts.base import Draft, Proposal
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.round import PhaseTimes
@@ -77,12 +78,7 @@ MOST_VERIFIED = 16
 
 
 @dataclass
-class FloorConfig:
-    target: str = "assets/target"
-    revision: str | None = None
-    """Commit, tag or branch of a Hub target."""
-    dtype: str = "float32"
-    device: str = "auto"
+class FloorConfig(TargetSettings):
     mode: str = "eager"
     """The decoder's mode: eager, compiled or graph."""
     split_kv: bool = False

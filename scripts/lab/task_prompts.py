@@ -19,11 +19,11 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from decode.common import run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import parse_jsonl, read_text, write_atomically
-from decode.common.ranges import CountOrZero, Seed
+from decode.common.ranges import CountOrZero
+from decode.common.run_dir import RunSettings, open_run
 from decode.model.loading import load_tokenizer
 from eval.tasks.row_files import load_hub_dataset
 from train.data import manifest, python_corpus
@@ -131,7 +131,9 @@ EVENTS = (
 
 
 @dataclass
-class TaskPromptsConfig:
+class TaskPromptsConfig(RunSettings):
+    out: str = "outputs/task_prompts"
+    """Folder of the prompt files, one chat a line."""
     math: str = "openai/gsm8k"
     """Where the questions are: a data set of the Hub, or a .jsonl file with `question` on each line."""
     math_count: CountOrZero = 1500
@@ -139,13 +141,8 @@ class TaskPromptsConfig:
     article_count: CountOrZero = 480
     articles: str = ""
     """Folder of the sampled set of answers to articles.jsonl; given, only summaries.jsonl is written."""
-    seed: Seed = 0
-    out: str = "outputs/task_prompts"
-    """Folder of the prompt files, one chat a line."""
     resume: bool = False
     """Write into `out` again although the settings differ."""
-    overwrite: bool = False
-    """Replace what an earlier run left in `out`."""
 
 
 def read_questions(source: str) -> list[str]:
@@ -224,9 +221,9 @@ def main(s: TaskPromptsConfig) -> None:
             "code.jsonl": ask(CODE, function_stubs(), s.code_count, rng),
             "articles.jsonl": ask_articles(s.article_count, rng),
         }
-    with run_dir.open_run(s.out, s, COMMAND, OWNED_FILES, [s.math, s.articles]):
+    with open_run(s, COMMAND, OWNED_FILES, [s.math, s.articles]) as run:
         for name, prompts in files.items():
-            write_prompts(Path(s.out) / name, prompts)
+            write_prompts(run.path / name, prompts)
     print(json.dumps({name: len(prompts) for name, prompts in files.items()}))
 
 

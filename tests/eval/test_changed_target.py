@@ -9,12 +9,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from decode.common import provenance
+from decode.common.journal import Journal
+from decode.common.run_dir import RunFolder
 from decode.drafts import base
 from decode.drafts.base import draft_sha256
 from decode.drafts.registry import load_draft
 from decode.model.fingerprint import ModelFingerprint, weights_fingerprint
 from decode.model.loading import load_target
-from eval.benchmark.journal import Journal, earlier_targets, open_journal
+from eval.benchmark.journal import earlier_targets, open_journal
 from eval.reporting.summary import other_targets_lines
 from tests import worlds
 from tests.worlds import Done, World, contents
@@ -138,25 +140,29 @@ JOURNALS: dict[str, tuple[ModelFingerprint, dict[str, str | None], str]] = {
 @pytest.mark.parametrize("what", JOURNALS)
 def test_a_journal_is_of_its_target_and_drafts(tmp_path: Path, what: str) -> None:
     """Bug: a kept batch or reference is taken although what gave it is gone."""
-    open_journal(tmp_path, ONE, {"d": "1"}, False).put(["reference", "a"], [1, 2])
+    open_journal(RunFolder(tmp_path, False), ONE, {"d": "1"}, False).put(["reference", "a"], [1, 2])
     before = contents(tmp_path)
     target, drafts, words = JOURNALS[what]
     if not words:
-        assert open_journal(tmp_path, target, drafts, False).get(["reference", "a"]) == [1, 2]
+        assert open_journal(RunFolder(tmp_path, False), target, drafts, False).get(
+            ["reference", "a"]
+        ) == [1, 2]
         return
     with pytest.raises(base.UserError, match=words):
-        open_journal(tmp_path, target, drafts, False)
+        open_journal(RunFolder(tmp_path, False), target, drafts, False)
     assert contents(tmp_path) == before
-    kept = open_journal(tmp_path, target, drafts, True)
+    kept = open_journal(RunFolder(tmp_path, False), target, drafts, True)
     assert kept.get(["reference", "a"]) == [1, 2]
     assert earlier_targets(kept) == ([] if what == "draft" else [ONE.to_json()])
-    open_journal(tmp_path, target, drafts, False)  # allowed once, it is the last state
+    open_journal(
+        RunFolder(tmp_path, False), target, drafts, False
+    )  # allowed once, it is the last state
 
 
 def test_a_journal_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     """Bug: measurements that name no target cannot be finished, or are said to be of this one."""
     Journal(tmp_path / "journal.jsonl", provenance.hardware()).put(["drafts"], {"d": "1"})
-    journal = open_journal(tmp_path, TWO, {"d": "1"}, False)
+    journal = open_journal(RunFolder(tmp_path, False), TWO, {"d": "1"}, False)
     assert earlier_targets(journal) == [{}]
     lines = other_targets_lines({"target": {}, "methods": [], "earlier_targets": [{}]})
     assert lines == ["Some measurements may be of another target: they do not name it."]

@@ -14,8 +14,8 @@ from decode.common.errors import UserError
 from decode.drafts import mtp_model
 from decode.drafts.registry import load_draft
 from decode.model.loading import Target, load_model
-from scripts.engine_compat.checker import DECODER_RULE, check_draft_files
-from scripts.engine_compat.rules.checkpoint import IGNORED, REFUSED, SILENT
+from decode.serving.checker import DECODER_RULE, check_draft_files
+from decode.serving.rules import IGNORED, REFUSED, SILENT
 from tests.decode.checkpoints import test_importers
 from tests.decode.checkpoints.test_importers import TRAINERS, edited, quietly
 from tests.decode.checkpoints.test_layouts import V, small_target

@@ -14,7 +14,7 @@ import pytest
 
 from decode.common.errors import UserError
 from decode.model.loading import load_target
-from eval.benchmark import vllm_client
+from decode.serving.running import vllm_client
 from eval.tasks.loading import load_task_prompts
 from scripts.engine_compat import vllm_parity
 
@@ -38,7 +38,7 @@ def stand_in(folder: Path, answers: str) -> str:
 
 
 def reply(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """What eval/benchmark/vllm_worker.py prints."""
+    """What decode/serving/running/vllm_worker.py prints."""
     return {"vllm": "9.9", "repaired": [], "answers": answers}
 
 

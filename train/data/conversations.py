@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from decode.common.chat_template import apply_template
 from decode.common.errors import UserError
-from decode.engine.chat_template import apply_template
 from train.data.prompts import Prompt, encode_prompt, encode_prompts, make_prompt
 
 TurnSelection = Literal["last", "all"]

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from decode.common.chat_template import Arguments
 from decode.common.errors import UserError
-from decode.engine.chat_template import Arguments
-from decode.engine.template_choice import (
+from decode.common.template_choice import (
     TemplateSetting,
     check_setting,
     read_setting,

@@ -17,9 +17,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from decode.common import chat_template
+from decode.common.chat_template import Arguments, Tools
 from decode.common.errors import UserError
-from decode.engine import chat_template
-from decode.engine.chat_template import Arguments, Tools
 from eval.tasks.row_forms import Content, message_text
 from train.data.sources import (
     BUNDLED_PROMPTS,

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from decode.common.chat_template import apply_template
 from decode.common.errors import UserError
-from decode.engine.chat_template import apply_template
 from eval.tasks.row_forms import message_text
 from train.data.prompts import Prompt
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from decode.common.chat_template import Arguments, Tools
 from decode.common.errors import UserError
 from decode.common.ranges import Count, at_least
-from decode.engine.chat_template import Arguments, Tools
 from eval.tasks.row_files import DatasetRow, read_hub_rows, read_rows
 from eval.tasks.row_forms import Content, check_said, prompt_columns, read_row
 from train.data import python_corpus

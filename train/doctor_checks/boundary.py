@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from decode.common.chat_template import Arguments, Messages, Tools, encode_prompt
 from decode.common.errors import UserError
-from decode.engine.chat_template import Arguments, Messages, Tools, encode_prompt
 from train.data.prompts import Prompt
 from train.doctor_checks.findings import DataFinding, Defect, cost_or_note, percent, stop_or_cost
 from train.doctor_checks.seen_rows import SeenRow, decode

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from decode.common.chat_template import apply_template
 from decode.common.errors import UserError
-from decode.engine.chat_template import apply_template
 from eval.tasks.row_forms import message_text
 from train.data.conversations import TurnSelection
 from train.data.prompts import Prompt

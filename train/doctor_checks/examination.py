@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from decode.common.chat_template import Arguments
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, Seed, Share, zero_or
-from decode.engine.chat_template import Arguments
-from decode.engine.template_choice import TemplateSetting, describe, with_template
+from decode.common.template_choice import TemplateSetting, describe, with_template
 from decode.model.loading import load_config
 from train.data import mixture
 from train.data.conversations import Conversation, TurnSelection

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from decode.engine.chat_template import Messages
+from decode.common.chat_template import Messages
 from train.data.batching import supervised_positions
 from train.data.prompts import Prompt
 from train.data.sample_store import SampleRow

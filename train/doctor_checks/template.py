@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from decode.common.chat_template import Messages, apply_template
 from decode.common.errors import UserError
-from decode.engine.chat_template import Messages, apply_template
 from train.data.conversations import PROBE_REPLY
 
 SYSTEM, USER, REPLY, NEXT, LAST = "Qsys0", "Qask1", "Qsay2", "Qask3", "Qsay4"

@@ -7,5 +7,5 @@
     vllm_server.py     a vLLM server that is started for one run
     server_answers.py  from a server's answer to the token ids that were sampled, or the reason why they are unknown
 
-May import decode, eval, train.data and train.servers.
+May import decode, eval and train.data.
 """

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from decode.common.ranges import Count, CountOrZero, DraftLength, Seed, Share, above, at_least
-from decode.distributed.placement import PlacementConfig
-from decode.engine.template_choice import TemplateSetting
+from decode.common.ranges import Count, CountOrZero, DraftLength, Share, above, at_least
+from decode.common.run_dir import RunSettings
+from decode.common.template_choice import TemplateSetting
+from decode.distributed.placement import PlacedTargetSettings
 from decode.verification.sampling import SamplingParams
 from train.data.conversations import TurnSelection
 from train.data.filters import FilterConfig
@@ -13,11 +14,9 @@ from train.data.sources import PromptSource
 
 
 @dataclass
-class SampleConfig:
-    target: str = "assets/target"
-    """The target model, which generates the answers: a folder or a Hub name."""
-    revision: str | None = None
-    """Commit, tag or branch of a Hub target."""
+class SampleConfig(RunSettings, PlacedTargetSettings):
+    out: str = "outputs/samples"
+    """Folder of the sampled set."""
     origin: Literal["target", "text"] = "target"
     """target: the target generates the answers; text: answers and texts are stored as they stand, and only the target's
     tokenizer and chat template are used."""
@@ -79,19 +78,11 @@ class SampleConfig:
     """Answers per file, which is also the most work that is repeated after a kill."""
     device: str = "auto"
     """auto, cpu or cuda; with several processes auto gives each its own GPU."""
-    dtype: str = "float32"
-    """float32, bfloat16, float16, or int8 or int8_bfloat16 (weights in eight bits, by torchao)."""
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    seed: Seed = 0
-    out: str = "outputs/samples"
-    """Folder of the sampled set."""
     resume: bool = False
     """Resume in `out` although the settings differ. A run with the same settings resumes by itself."""
     allow_changed: bool = False
     """Go on in `out` although its answers are of another target: other weights, another dtype. Right if you know that
     both write alike, such as the same weights stored with a rounding."""
-    overwrite: bool = False
-    """Delete what an earlier run left in `out`."""
 
     @property
     def served(self) -> bool:

@@ -9,8 +9,8 @@ text that was sampled in other pieces, equally many, is not noticed.
 from dataclasses import dataclass
 from typing import Any
 
+from decode.serving.running.completions import ForeignReplyError, MalformedReplyError
 from train.data.prompt_pipeline import TargetTokenizer
-from train.servers.client import ForeignReplyError, MalformedReplyError
 
 UNDECODABLE = "\ufffd"
 """What stands in a text for bytes that are no character."""

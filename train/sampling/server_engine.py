@@ -19,11 +19,11 @@ from decode.common.command import DeferredStop, stop
 from decode.common.damage import warn
 from decode.common.progress import ProgressBars
 from decode.engine.records import DecodeRecord
+from decode.serving.running.completions import Completions, PromptFailedError, Server, open_client
 from train.data.prompt_pipeline import TargetTokenizer, TokenizedPrompt
 from train.sampling.config import SampleConfig
 from train.sampling.rows import ConversationState, ShardWriter, reply_seed
 from train.sampling.server_answers import Reply, UnusableReplyError, read_reply
-from train.servers.client import Completions, PromptFailedError, Server, open_client
 
 WARNINGS = 5
 """Failed prompts that get a line of their own."""

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
+from decode.serving.running.server_process import free_port, running_server, vllm_command
 from train.sampling.config import SampleConfig
-from train.servers.server_process import free_port, running_server, vllm_command
 
 
 @contextmanager

@@ -23,8 +23,7 @@ from decode.common.ranges import CountOrZero, above, at_least
 from decode.model.hidden_states import HiddenStateSpec, LMHead
 from decode.model.layer_stack import final_norm
 from decode.model.loading import Target
-from train.data.batching import Batch
-from train.servers.client import (
+from decode.serving.running.completions import (
     Completions,
     ForeignReplyError,
     MalformedReplyError,
@@ -33,6 +32,7 @@ from train.servers.client import (
     connect,
     open_client,
 )
+from train.data.batching import Batch
 from train.teacher.live import TeacherOutput, target_logits
 
 PLAUSIBLE = 5

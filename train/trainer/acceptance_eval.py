@@ -8,10 +8,10 @@ from typing import Any
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.common.ranges import Count, DraftLength
+from decode.common.template_choice import with_template
 from decode.drafts.base import Draft
 from decode.engine.active_request import check_draft_length
 from decode.engine.engine import decode
-from decode.engine.template_choice import with_template
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.metrics import acceptance

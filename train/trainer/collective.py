@@ -12,6 +12,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from decode.common import run_dir
 from decode.common.errors import UserError
+from decode.common.run_dir import FolderSettings
 
 
 class SingleRankError(UserError):
@@ -47,17 +48,16 @@ def broadcast(value: Any) -> Any:
 @contextmanager
 def open_run(
     accelerator: Accelerator | PartialState,
-    folder: str,
-    settings: Any,
+    settings: FolderSettings,
     command: str,
-    owned: Sequence[str],
-    inputs: Sequence[str | Path],
+    writes: Sequence[str],
+    reads: Sequence[str | Path],
 ) -> Iterator[bool]:
     """`run_dir.open_run` in the main process; gives every rank whether an earlier run is continued."""
     with contextlib.ExitStack() as stack:
         resumes = False
         with raise_on_all_ranks(accelerator):
             if accelerator.is_main_process:
-                run = run_dir.open_run(folder, settings, command, owned, inputs)
+                run = run_dir.open_run(settings, command, writes, reads)
                 resumes = stack.enter_context(run).resumes
         yield broadcast(resumes)

@@ -10,9 +10,9 @@ from typing import Any
 from decode.common.errors import UserError, first_line
 from decode.drafts.registry import load_draft
 from decode.model.loading import Target
+from decode.serving.rules import DraftFiles
 from eval.engine_logs.counts import EngineLog
 from scripts.engine_compat.audit.reading import Reading, copy_files
-from scripts.engine_compat.rules.checkpoint import DraftFiles
 from scripts.engine_compat.vllm_parity import (
     BATCH_ROWS,
     PromptCounts,
@@ -77,7 +77,7 @@ def decode_reading(
 
 
 def vllm_counts(result: Mapping[str, Any], exact: bool) -> ServedCounts:
-    """What vLLM's job gave (eval/benchmark/vllm_worker.py)."""
+    """What vLLM's job gave (decode/serving/running/vllm_worker.py)."""
     if "error" in result:
         return ServedCounts("vLLM", refused=" ".join(result["error"].split())[:300], exact=exact)
     return ServedCounts(f"vLLM {result['vllm']}", result["answers"], exact=exact)

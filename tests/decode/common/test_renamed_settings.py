@@ -9,7 +9,7 @@ import pytest
 
 from decode.common.cli import parse_settings, setting_names, to_dict, to_yaml
 from decode.common.errors import UserError
-from decode.common.run_dir import RUN_FILE, open_run
+from decode.common.run_dir import RUN_FILE, FolderSettings, open_run
 
 
 @dataclass
@@ -32,17 +32,13 @@ class Draft:
 
 
 @dataclass
-class Train:
+class Train(FolderSettings):
     draft: Draft = field(default_factory=Draft)
     """The draft."""
     divergence: Loss = field(default_factory=Loss)
     """What is minimised."""
     tasks: list[str] = field(default_factory=list)
     """Tasks."""
-    out: str = ""
-    """Folder."""
-    overwrite: bool = False
-    """Delete."""
     RENAMED_SETTINGS: ClassVar[dict[str, str]] = {
         "draft.scratch": "draft.init_config",
         "compare": "divergence",
@@ -51,7 +47,7 @@ class Train:
 
 
 OLD = "draft: {scratch: {hidden_size: 8}, rank: 4}\ncompare: {top: 3}\ndomains: [a]\n"
-WANT = Train(Draft({"hidden_size": 8}, 4), Loss(3), ["a"])
+WANT = Train(draft=Draft({"hidden_size": 8}, 4), divergence=Loss(3), tasks=["a"])
 NAMES = [("draft.scratch", "draft.init_config"), ("draft.rank", "draft.target_lora_rank"),
          ("compare", "divergence"), ("domains", "tasks")]  # fmt: skip
 
@@ -149,7 +145,7 @@ def test_a_folder_with_old_names_is_the_same_run(
     settings = dataclasses.replace(WANT, out=str(out))
 
     def resumes(settings: Train) -> bool:
-        with open_run(str(out), settings, "train.py", ["draft"]) as run:
+        with open_run(settings, "train.py", ["draft"]) as run:
             return run.resumes
 
     assert not resumes(settings)

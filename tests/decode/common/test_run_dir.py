@@ -18,6 +18,7 @@ from decode.common.run_dir import (
     MOVING,
     PREVIOUS_RUN,
     RUN_FILE,
+    FolderSettings,
     open_run,
     owns,
     replace_folder,
@@ -28,20 +29,16 @@ COMMAND = "train/work.py"
 OWNED = ("result.json", "parts/*.bin", "logs/**")
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass
+class Settings(FolderSettings):
     target: str = "assets/target"
     """Model."""
     data: str = ""
     """Samples."""
     steps: int = 1
     """How many."""
-    out: str = ""
-    """Folder."""
     resume: bool = False
     """Go on."""
-    overwrite: bool = False
-    """Replace."""
 
 
 @pytest.fixture
@@ -52,7 +49,7 @@ def out(tmp_path: Path) -> Path:
 def run(out: Path, result: str = "1", inputs: Any = (), **changed: Any) -> bool:
     """A whole run in `out`; True if it resumed an earlier one."""
     settings = Settings(out=str(out), **changed)
-    with open_run(str(out), settings, COMMAND, OWNED, inputs) as opened:
+    with open_run(settings, COMMAND, OWNED, inputs) as opened:
         files.write_atomically(out / "result.json", result)
         files.write_atomically(out / "parts" / "a.bin", result)
         return opened.resumes
@@ -86,7 +83,7 @@ def test_overwrite_replaces_the_earlier_run_once_the_new_one_has_succeeded(out: 
     (out / "logs").mkdir()
     (out / "logs" / "x").write_text("old")
     settings = Settings(out=str(out), steps=2, overwrite=True)
-    with open_run(str(out), settings, COMMAND, OWNED) as opened:
+    with open_run(settings, COMMAND, OWNED) as opened:
         assert not opened.resumes
         assert {p.name for p in out.iterdir()} == {RUN_FILE, lock.LOCK_FILE, PREVIOUS_RUN}
         assert (out / PREVIOUS_RUN / "result.json").read_text() == "old"
@@ -101,14 +98,14 @@ def test_a_run_that_fails_keeps_the_earlier_one_and_says_where(
     run(out, "old")
     before = contents(out)
     settings = Settings(out=str(out), steps=2, overwrite=True)
-    with pytest.raises(type(error)) as raised, open_run(str(out), settings, COMMAND, OWNED):
+    with pytest.raises(type(error)) as raised, open_run(settings, COMMAND, OWNED):
         raise error
     assert contents(out / PREVIOUS_RUN) == before
     assert f"the earlier run lies in {out / PREVIOUS_RUN}" in raised.value.__notes__
     assert not (out / lock.LOCK_FILE).exists()
     # once more: nothing of either is lost
     (out / "result.json").write_text("half")
-    with pytest.raises(UserError), open_run(str(out), settings, COMMAND, OWNED):
+    with pytest.raises(UserError), open_run(settings, COMMAND, OWNED):
         raise UserError("x")
     assert contents(out / PREVIOUS_RUN / PREVIOUS_RUN) == before
     assert (out / PREVIOUS_RUN / "result.json").read_text() == "half"
@@ -144,7 +141,7 @@ def test_a_kill_while_the_earlier_run_is_moved_loses_nothing(
         patch.setattr(Path, "replace", killing(Path.replace))
         settings = Settings(out=str(out), steps=2, overwrite=True)
         try:
-            with open_run(str(out), settings, COMMAND, OWNED):
+            with open_run(settings, COMMAND, OWNED):
                 pass
             killed = False
         except Killed:
@@ -158,7 +155,7 @@ def test_a_kill_while_the_earlier_run_is_moved_loses_nothing(
 def test_an_error_of_the_world_in_mid_run_says_how_to_go_on(out: Path) -> None:
     with (
         pytest.raises(OSError, match="full") as raised,
-        open_run(str(out), Settings(out=str(out)), COMMAND, OWNED),
+        open_run(Settings(out=str(out)), COMMAND, OWNED),
     ):
         raise OSError(errno.ENOSPC, "full")
     assert raised.value.__notes__ == [
@@ -253,7 +250,7 @@ def test_links_in_the_folder_keep_what_they_lead_to(out: Path, tmp_path: Path) -
 
 def test_a_second_run_is_refused_and_changes_nothing(out: Path) -> None:
     settings = Settings(out=str(out))
-    with open_run(str(out), settings, COMMAND, OWNED):
+    with open_run(settings, COMMAND, OWNED):
         for changed in ({}, {"overwrite": True}, {"resume": True}, {"steps": 2}):
             refused(out, r"another run is using .*\(pid \d+, host ", **changed)
     assert run(out)
@@ -322,13 +319,11 @@ def test_settings_without_resume(out: Path) -> None:
     """Catches a command without that setting, such as eval/run.py."""
 
     @dataclass
-    class Few:
-        out: str = ""
-        overwrite: bool = False
+    class Few(FolderSettings):
         steps: int = 1
 
     def start(settings: Few) -> bool:
-        with open_run(str(out), settings, COMMAND, OWNED) as opened:
+        with open_run(settings, COMMAND, OWNED) as opened:
             return opened.resumes
 
     few = Few(str(out))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from decode.common.journal import Journal
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookups.ngram import NgramDraft
@@ -18,7 +19,6 @@ from decode.engine.engine import SpeculativeEngine
 from decode.model.runner import ModelRunner
 from decode.verification.tree import DynamicTree
 from eval.benchmark import timing
-from eval.benchmark.journal import Journal
 from eval.benchmark.methods import Method
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.tasks.loading import TaskPrompt

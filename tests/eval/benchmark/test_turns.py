@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from decode.common.journal import Journal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.lookups.ngram import NgramDraft
 from decode.engine.records import DecodeRecord
 from decode.model.runner import ModelRunner
 from eval.benchmark import baselines, timing, turns
-from eval.benchmark.journal import Journal
 from eval.benchmark.methods import PLAIN_DECODING, Method
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.benchmark.turns import EngineAnswer

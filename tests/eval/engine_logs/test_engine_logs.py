@@ -11,10 +11,10 @@ import pytest
 
 from decode.common.errors import UserError
 from eval import rescore
-from eval.engine_logs.comparison import compare, match_prompts
 from eval.engine_logs.counts import EngineLog, RequestCounts, by_position
 from eval.engine_logs.reading import read_log
-from eval.engine_logs.scoring import score
+from eval.served.comparison import compare, match_prompts
+from eval.served.scoring import score
 from tests.worlds import ROOT
 
 LOGS = ROOT / "tests" / "golden" / "engine_logs"

@@ -9,12 +9,12 @@ import pytest
 
 from decode.common.errors import UserError
 from eval import rescore
-from eval.engine_logs.comparison import compare, match_prompts
 from eval.engine_logs.counts import EngineLog
 from eval.engine_logs.printed import PrintedLine, recover
 from eval.engine_logs.reading import read_log
-from eval.engine_logs.scoring import score
 from eval.engine_logs.streams import BROKE_OFF
+from eval.served.comparison import compare, match_prompts
+from eval.served.scoring import score
 
 
 def read(tmp_path: Path, text: str, **options: Any) -> EngineLog:

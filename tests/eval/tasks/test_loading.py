@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from decode.common.errors import UserError
+from decode.common.journal import Journal
 from decode.drafts.lookups.ngram import NgramDraft
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.model.loading import Target
-from eval.benchmark.journal import Journal
 from eval.benchmark.multi_turn import load_eval_prompts
 from eval.checks import answer_quality, sandbox
 from eval.tasks import dataset_specs, row_files

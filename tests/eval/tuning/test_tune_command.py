@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from decode.common.errors import UserError
+from decode.common.journal import Journal
 from decode.drafts.base import draft_sha256
 from decode.drafts.causal import CausalDraft
 from decode.engine.engine import row_seeds
@@ -20,7 +21,6 @@ from decode.model.runner import ModelRunner
 from decode.verification.tree import DynamicTree, StaticTree, optimal_static_tree, tree_from_paths
 from eval.benchmark import timing
 from eval.benchmark.config import MethodConfig
-from eval.benchmark.journal import Journal
 from eval.benchmark.methods import PLAIN_DECODING, Method, describe_tree, tree_paths
 from eval.benchmark.timing import TimingContext, TimingResult, decode_batch
 from eval.benchmark.turns import rounds_only

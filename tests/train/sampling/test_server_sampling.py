@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from decode.common import files
+from decode.serving.running import completions
 from tests import worlds
 from tests.train.sampling.stand_in import Ids, StandIn, serving
 from tests.train.test_sample_command import Rows, ids_of, rows_of, shard_files, sources
@@ -21,7 +22,6 @@ from train.data import sample_store
 from train.data.manifest import load_set, read_manifest
 from train.hub import redaction
 from train.hub.published_fields import MANIFEST
-from train.servers import client
 
 COMMAND = "train/sample.py"
 KEY = "k3y-" + "Zq7" * 8
@@ -37,8 +37,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "FIRST_WAIT", 0.02)
-    monkeypatch.delenv(client.KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(completions, "FIRST_WAIT", 0.02)
+    monkeypatch.delenv(completions.KEY_VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_the_key_is_sent_and_stays_secret(
 ) -> None:
     """Bug: the key of the environment is not used, or stands in a log, a message or a file."""
     server.key = KEY
-    monkeypatch.setenv(client.KEY_VARIABLE, KEY)
+    monkeypatch.setenv(completions.KEY_VARIABLE, KEY)
     server.fault = every_other("400", attempts=9)  # what it says repeats the key
     done = sample(world, server, tmp_path / "out")
     assert summary(done)["answered"] > 0
@@ -326,9 +326,9 @@ def test_the_key_is_sent_and_stays_secret(
     assert contents(tmp_path / "out")
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or KEY.encode() not in path.read_bytes()
-    monkeypatch.setenv(client.KEY_VARIABLE, "another")
+    monkeypatch.setenv(completions.KEY_VARIABLE, "another")
     message = sample(world, server, tmp_path / "refused").error()
-    assert client.KEY_VARIABLE in message
+    assert completions.KEY_VARIABLE in message
     assert "another" not in message
     assert not (tmp_path / "refused").exists()
 
@@ -344,9 +344,9 @@ def test_a_server_that_is_gone_ends_the_run(world: World, tmp_path: Path) -> Non
     words = ["--resume", "true", "--retries", 1]
     assert "no server answers" in sample(world, gone, out, *words).error()
     with serving(StandIn()) as server:
-        refused = client.Server("http://127.0.0.1:9/v1", "tiny", None)
+        refused = completions.Server("http://127.0.0.1:9/v1", "tiny", None)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(client, "connect", lambda s: refused)
+            patch.setattr(completions, "connect", lambda s: refused)
             done = sample(world, server, out, *words)
     assert done.code == 2
     assert "cannot be reached any more" in done.err

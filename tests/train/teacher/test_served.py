@@ -16,12 +16,12 @@ from decode.common.errors import UserError
 from decode.engine.engine import decode
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target, load_target
+from decode.serving.running import completions
 from tests import worlds
 from tests.train.sampling.stand_in import StandIn, serving
 from tests.train.teacher.test_feature_store import rows_of
 from tests.worlds import World
 from train.data import batching
-from train.servers import client
 from train.teacher.live import LiveTeacher
 from train.teacher.served import LAYERS_FILE, ServedTeacher, StatesServerConfig, served_layers
 
@@ -89,7 +89,7 @@ def target(world: World) -> Target:
 def server(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[StatesServer]:
-    monkeypatch.setattr(client, "FIRST_WAIT", 0.02)
+    monkeypatch.setattr(completions, "FIRST_WAIT", 0.02)
     folder = tmp_path / "states"
     folder.mkdir()
     with serving(StatesServer(target, folder)) as running:

@@ -1,0 +1,102 @@
+"""A server that is started for one run and ended with it: its port, its start, the end of its log in errors."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from decode.common.command import end_with_parent
+from decode.common.errors import UserError
+from decode.serving.running.vllm_client import find_interpreter, language_model_path
+
+GUARD = Path(__file__).with_name("server_guard.py")
+LOG_TAIL = 1500
+"""Characters of the server's log in an error."""
+ENDING_SECONDS = 5.0
+"""Between the moment that a server no longer answers and its end."""
+
+
+@contextmanager
+def running_server(
+    command: Sequence[str], ready_url: str, seconds: float, name: str, **environment: str
+) -> Iterator[None]:
+    """Runs `command` during the block, which begins as soon as `ready_url` answers; variables that are set stay.
+
+    It ends with the block and with this process, however that ends, and so do its children (server_guard.py).
+    UserError with the end of its log if the server `name` does not start, or not within so many seconds; a UserError of
+    the block also gets its exit code and the end of its log if the server has ended on its own.
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(GUARD), *command],
+            stdout=log,
+            stderr=log,
+            cwd=tempfile.gettempdir(),
+            env={**environment, **os.environ},
+            preexec_fn=end_with_parent,
+            process_group=0,  # or what kills the command's group kills the guard before it has ended the server
+        )
+        try:
+            _wait_until_ready(process, ready_url, seconds, name, log)
+            try:
+                yield
+            except UserError as error:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(ENDING_SECONDS)
+                if process.returncode is None:
+                    raise
+                raise UserError(
+                    f"{name} ended with exit code {process.returncode} ({error}); {_end_of(log)}"
+                ) from error
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_ready(
+    process: "subprocess.Popen[bytes]", url: str, seconds: float, name: str, log: TextIO
+) -> None:
+    end = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < end:
+        with suppress(OSError), urllib.request.urlopen(url, timeout=5):
+            return
+        time.sleep(0.5)
+    why = "did not start" if process.poll() is not None else f"was not ready within {seconds:g} s"
+    raise UserError(f"{name} {why}; {_end_of(log)}")
+
+
+def _end_of(log: TextIO) -> str:
+    log.seek(0)
+    return f"the end of its log:\n{log.read()[-LOG_TAIL:]}"
+
+
+def vllm_command(
+    python: str, target: str, revision: str | None, dtype: str, host: str, port: int
+) -> list[str]:
+    """The beginning of the command line of a vLLM server that serves `target` under the name "target".
+
+    `python` is as for `find_interpreter`. UserError if there is no such interpreter.
+    """
+    model = language_model_path(target, revision, dtype)
+    at = ["--revision", revision] if revision and not Path(model).exists() else []
+    return [
+        *(find_interpreter(python), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model, "--served-model-name", "target", "--dtype", dtype, *at),
+        *("--host", host, "--port", str(port)),
+    ]
