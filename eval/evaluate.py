@@ -9,10 +9,10 @@ from typing import Any
 from rich.progress import Progress
 
 from decode.common import provenance
-from decode.common.cli import to_yaml
 from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.progress import ProgressLog
+from decode.common.settings import to_yaml
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_model, load_target
 from decode.drafts.base import draft_sha256, is_altered, trained_for

@@ -26,10 +26,10 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from decode.common import files, provenance, run_dir
-from decode.common.cli import to_yaml
 from decode.common.command import run_command
 from decode.common.journal import Journal
 from decode.common.progress import ProgressLog, progress_bars
+from decode.common.settings import to_yaml
 from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import load_target
 from eval.benchmark import config

@@ -23,14 +23,14 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from decode.common.errors import UserError, first_line
 from decode.common.journal import Journal
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.records import DecodeRecord
-from decode.model.encoder_decoder.plain_passes import (
+from decode.model.loading import Target, load_model
+from decode.model.seq2seq import (
     generated_ids,
     generation_settings,
     prepare_generate,
 )
-from decode.model.loading import Target, load_model
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig, requested_engines
