@@ -18,9 +18,9 @@ from typing import Any
 from rich.console import Console
 
 from decode.common import files, lock, provenance, run_dir
-from decode.common.cli import to_dict
 from decode.common.command import Terminated
 from decode.common.errors import UserError
+from decode.common.settings import to_dict
 from decode.common.typed_json import to_json
 
 Json = dict[str, Any]
