@@ -19,6 +19,7 @@ from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.ranges import Seed
 from decode.common.settings import drop_foreign, rename_keys, renamed_settings, to_dict, to_yaml
+from decode.common.typed_json import to_json
 
 RUN_FILE = "run.yaml"
 JOURNAL = "journal.jsonl"
@@ -57,7 +58,7 @@ class RunFolder:
 
     def journal(self) -> Journal:
         """What has been measured in this folder so far, and where further measurements are kept."""
-        return Journal(self.path / JOURNAL, provenance.hardware())
+        return Journal(self.path / JOURNAL, to_json(provenance.hardware()))
 
 
 @contextmanager

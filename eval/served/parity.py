@@ -16,6 +16,7 @@ from rich.table import Table
 from decode.common import provenance
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, Seed, Temperature, at_least
+from decode.common.typed_json import to_json
 from decode.drafts.base import Draft
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
@@ -242,7 +243,7 @@ def result_line(
 ) -> str:
     """The result's JSON, which is written to `out` too; empty: to no file."""
     sums = {name: counts_json(x) for name, x in totals.items()}
-    line = json.dumps({**head, **found, "totals": sums, **provenance.collect()})
+    line = json.dumps({**head, **found, "totals": sums, **to_json(provenance.collect())})
     if out:
         write_atomically(Path(out), line + "\n")
     return line

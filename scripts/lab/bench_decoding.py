@@ -41,6 +41,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, Seed
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import collect_outputs
 from decode.engine.warm_up import run_first_rounds
@@ -391,7 +392,12 @@ def main(s: BenchDecodingConfig) -> None:
         about = {"median": statistics.median(lengths), "most": lengths[-1]}
         finish(
             s.out,
-            {"cells": cells, "settings": settings, "prompt_tokens": about, **provenance.collect()},
+            {
+                "cells": cells,
+                "settings": settings,
+                "prompt_tokens": about,
+                **to_json(provenance.collect()),
+            },
         )
 
 

@@ -46,6 +46,7 @@ from decode.common.ranges import (
     at_least,
 )
 from decode.common.run_dir import FolderSettings
+from decode.common.typed_json import to_json
 from decode.drafts.base import METADATA_FILE, check_request
 from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.engine.active_request import check_draft_length
@@ -235,7 +236,7 @@ def check_and_plan(s: DataCurveConfig) -> CurvePlan:
         for seed in s.seeds
         for size, part in zip(sizes, nested_rows(tokens, sizes, seed), strict=True)
     ]  # fmt: skip
-    about = target.describe()
+    about = to_json(target.describe())
     return CurvePlan(sorted(runs, key=lambda run: run.size), about)
 
 
@@ -313,7 +314,7 @@ def write_results(s: DataCurveConfig, target: dict[str, Any], curve: dict[str, A
         **{key: vars(s)[key] for key in ("k", "max_new_tokens", "temperatures", "seeds", "worth")},
         **{key: vars(s)[key] for key in ("passes", "least_steps", "steps")},
         **curve,
-        **provenance.collect(),
+        **to_json(provenance.collect()),
     }
     out = Path(s.out)
     lines = "\n".join(f"- {line}" for line in data_curve.doubling_lines(facts))
