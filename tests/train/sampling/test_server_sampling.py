@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from decode.common import files
 from decode.serving.running import completions
 from tests import worlds
 from tests.train.sampling.stand_in import Ids, StandIn, serving
