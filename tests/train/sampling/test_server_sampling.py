@@ -20,6 +20,8 @@ from tests.train.test_sample_origins import world as chat_world  # noqa: F401 (a
 from tests.worlds import CONTEXT, Done, World, contents
 from train.data import sample_store
 from train.data.manifest import load_set, read_manifest
+from train.hub import redaction
+from train.hub.published_fields import MANIFEST
 
 COMMAND = "train/sample.py"
 KEY = "k3y-" + "Zq7" * 8
