@@ -20,8 +20,8 @@ from train.data import mixture, sample_store
 from train.data.conversations import conversation_with_replies
 from train.data.manifest import read_manifest
 from train.data.prompts import make_prompt
+from train.data.template_probe import probe
 from train.doctor_checks import examination
-from train.doctor_checks.template import probe
 from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
 
 BODY = "{% for m in messages %}<2>{{ m['role'] }}\n{{ m['content'] }}<1>\n{% endfor %}"

@@ -11,7 +11,7 @@ from tests import worlds
 from tests.tiny import tiny_model
 from tests.worlds import byte_tokenizer
 from train.data.prompts import Prompt
-from train.data.rendered_text import TemplateMarks, template_marks
+from train.data.template_probe import TemplateMarks, template_marks
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
