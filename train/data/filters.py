@@ -10,6 +10,11 @@ import numpy as np
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, zero_or
 
+OVERLAPS = "dropped_as_evaluation"
+WRONG_LENGTHS = "dropped_by_length"
+NEAR_DUPLICATES = "dropped_as_near_duplicates"
+FILTERS = (OVERLAPS, WRONG_LENGTHS, NEAR_DUPLICATES)
+"""Names of the counts of prompts that the filters drop, in their order."""
 OVERLAP_WORDS = 13
 """Consecutive words in common that count as overlap, as in GPT-3 (arXiv 2005.14165, appendix C)."""
 SHORT_TEXT_WORDS = OVERLAP_WORDS + 2
@@ -128,6 +133,24 @@ def minhash_signature(text: str) -> np.ndarray:
     }
     hashed = np.array([zlib.crc32(shingle.encode()) for shingle in shingles], dtype=np.uint64)
     return ((hashed[:, None] * HASH_FACTORS + HASH_TERMS) >> np.uint64(32)).min(0).astype(np.uint32)
+
+
+class PromptFilter:
+    """Which prompts are dropped, and why."""
+
+    def __init__(self, s: FilterConfig, evaluation_texts: list[str]):
+        self.s = s
+        self.evaluation = EvaluationOverlap(evaluation_texts)
+        self.unlike = NearDuplicates(s.near_duplicates) if s.near_duplicates > 0 else None
+
+    def why_dropped(self, text: str, tokens: int | None) -> str:
+        """The name of the count of the first filter that a prompt does not pass; "" if it passes all. `tokens` is its
+        length, None where any will do."""
+        if self.evaluation.overlaps(text):
+            return OVERLAPS
+        if tokens is not None and has_wrong_length(tokens, self.s):
+            return WRONG_LENGTHS
+        return NEAR_DUPLICATES if self.unlike is not None and not self.unlike.add(text) else ""
 
 
 def has_wrong_length(prompt_tokens: int, s: FilterConfig) -> bool:

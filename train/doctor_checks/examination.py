@@ -22,7 +22,6 @@ from train.data.manifest import load_set, read_manifest
 from train.data.mixture import DataSpec
 from train.data.prompt_pipeline import TargetTokenizer
 from train.data.prompts import Prompt, encode_prompt
-from train.data.rendered_text import TemplateMarks, template_marks
 from train.data.sources import (
     REFUSED,
     REPEATS,
@@ -31,13 +30,13 @@ from train.data.sources import (
     evaluation_texts,
     stream_prompts,
 )
+from train.data.template_probe import ChatTemplate, TemplateMarks, probe, template_marks
 from train.doctor_checks.answers import AnswerCheck
 from train.doctor_checks.boundary import BoundaryCheck
 from train.doctor_checks.chat import FeatureCheck, check_sources, check_template
 from train.doctor_checks.corpus import CoverageCheck, MixCheck, OverlapCheck
 from train.doctor_checks.findings import DataFinding, Tally, percent
 from train.doctor_checks.rows import SeenRow, prompt_row
-from train.doctor_checks.template import ChatTemplate, probe
 
 MOST_RENDERINGS = 256
 """Arguments of rows with which the template is looked at, which takes some hundredths of a second: rows with others,

@@ -11,7 +11,7 @@ from decode.common.chat_template import Messages
 from train.data.batching import label_mask
 from train.data.prompts import Prompt
 from train.data.sample_store import SampleRow
-from train.doctor_checks.template import ChatTemplate, unrender
+from train.data.template_probe import ChatTemplate, unrender
 
 
 @dataclass(frozen=True, eq=False)

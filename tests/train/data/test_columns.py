@@ -21,8 +21,8 @@ from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, with_later_t
 from eval.tasks.row_files import PACKED, SUFFIXES
 from eval.tasks.row_forms import FORMS, prompt_columns, read_tools
 from tests import worlds
-from tests.tiny import tiny_model, tiny_target
-from tests.worlds import EOS, byte_tokenizer
+from tests.rows import byte_target, file_sources, sample, save_byte_target, write_rows
+from tests.worlds import byte_tokenizer
 from train.data import sample_store
 from train.data.conversations import conversation_with_replies, join_turns
 from train.data.manifest import read_manifest
@@ -94,10 +94,7 @@ def written(value: Any) -> str:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=4096)
-    return replace(tiny_target(model, tuple(EOS)), tokenizer=tokenizer)
+    return byte_target(TEMPLATE, 4096)
 
 
 def served(
@@ -110,10 +107,9 @@ def served(
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if path.suffix == ".jsonl":
+        return write_rows(path, rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
 
@@ -583,18 +579,7 @@ def test_a_call_has_no_text_for_the_filters() -> None:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved target with TEMPLATE."""
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=2048)
-    return worlds.save(tmp_path_factory.mktemp("world") / "target", model, tokenizer)
-
-
-def sample(target: Path, path: Path, out: Path, *more: object) -> worlds.Done:
-    sources = json.dumps([{"kind": "file", "path": str(path)}])
-    return worlds.call(
-        "train/sample.py", "--target", target, "--sources", sources, "--out", out,
-        "--max_new_tokens", 4, *more,
-    )  # fmt: skip
+    return save_byte_target(tmp_path_factory.mktemp("world") / "target", TEMPLATE)
 
 
 def test_sampling_says_how_rows_were_read_and_counts_what_it_skips(
@@ -653,13 +638,9 @@ def test_the_doctor_counts_tools_and_what_the_template_does_with_them(
     path = write(
         tmp_path / "rows.jsonl", [{"messages": OSLO[:1], "tools": [WEATHER]}, {"prompt": "x?"}]
     )
-    sources = json.dumps([{"kind": "file", "path": str(path)}])
-    deaf = tmp_path / "deaf"
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE.partition("{% endif %}")[2]
-    worlds.save(deaf, tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    deaf = save_byte_target(tmp_path / "deaf", TEMPLATE.partition("{% endif %}")[2])
     for folder, severities in ((world, []), (deaf, ["costs"])):
-        done = worlds.call("train/doctor.py", "--target", folder, "--sources", sources)
+        done = worlds.call("train/doctor.py", "--target", folder, "--sources", file_sources(path))
         assert done.code == 0, done.err
         told = json.loads(done.out.splitlines()[-1])
         facts = told["parts"]["Prompts before sampling"]["facts"]
@@ -675,10 +656,9 @@ def test_the_doctor_compares_rows_with_their_tools(world: Path, tmp_path: Path) 
         tmp_path / "rows.jsonl", [{"prompt": f"{i}?", "tools": [WEATHER]} for i in range(4)]
     )
     assert sample(world, path, tmp_path / "out").code == 0
-    sources = json.dumps([{"kind": "file", "path": str(path)}])
     done = worlds.call(
-        "train/doctor.py", tmp_path / "out", "--target", world, "--sources", sources
-    )  # fmt: skip
+        "train/doctor.py", tmp_path / "out", "--target", world, "--sources", file_sources(path)
+    )
     assert done.code == 0, done.err
     names = {finding["name"] for finding in json.loads(done.out.splitlines()[-1])["findings"]}
     assert "prompt is rendered otherwise" not in names

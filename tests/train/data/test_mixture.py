@@ -15,6 +15,7 @@ from decode.common.errors import UserError
 from decode.common.settings import parse_settings, to_yaml
 from decode.model.loading import tokenizer_fingerprint
 from tests import worlds
+from tests.rows import sample_row
 from tests.tiny import tiny_config, tiny_model, tiny_target
 from tests.train.data.test_manifest import MANIFEST
 from tests.worlds import byte_tokenizer
@@ -35,17 +36,7 @@ TARGET = tiny_target(tiny_model("llama"))
 
 
 def rows(name: str, count: int) -> list[SampleRow]:
-    return [
-        {
-            "id": f"{name}{i}",
-            "source": name,
-            "origin": "target",
-            "input_ids": [1, 2, 3, i],
-            "loss_spans": [[2, 4]],
-            "finish_reason": "eos",
-        }
-        for i in range(count)
-    ]
+    return [sample_row([1, 2, 3, i], [[2, 4]], f"{name}{i}", name) for i in range(count)]
 
 
 def written(folder: Path, name: str, count: int, tokenizer: str = "aa") -> str:
