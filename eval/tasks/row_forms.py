@@ -255,7 +255,7 @@ def _read_message(item: Any, what: str) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     content = message.get("content")
-    if isinstance(content, list) and content and _are_texts(content):
+    if isinstance(content, list) and content and all(map(_is_text, content)):
         texts = (part if isinstance(part, str) else part["text"] for part in content)
         message["content"] = "\n".join(texts)
     complete = isinstance(message.get("content"), str) or (
@@ -345,13 +345,8 @@ def _is_message(item: dict[str, Any]) -> bool:
     return said and not {"role", "from"}.isdisjoint(item)
 
 
-def _are_texts(parts: list[Any]) -> bool:
-    return all(
-        isinstance(part, str)
-        or (
-            isinstance(part, dict)
-            and part.get("type", "text") in TEXT_PARTS
-            and isinstance(part.get("text"), str)
-        )
-        for part in parts
-    )
+def _is_text(part: Any) -> bool:
+    """Whether a part of a content is a text."""
+    if isinstance(part, dict):
+        return part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str)
+    return isinstance(part, str)

@@ -83,21 +83,19 @@ class ReadLog:
 
     def lines(self) -> list[str]:
         """What to tell the user."""
-        number = self.dropped[UNANSWERED]
-        rows = (
-            f"{number} row{'s' * (number > 1)} without an answer skipped, such as {self.unanswered}"
-        )
-        skipped = [f"{rows}: {ANSWER_ADVICE}"] if number else []
-        refused = self.dropped[REFUSED]
-        if refused:
-            skipped += [f"skipped {error}" for error in self.refused]
-            skipped.append(f"{refused} of {self.rows} rows refused and skipped")
+        said = [*self.forms.values()]
+        if number := self.dropped[UNANSWERED]:
+            rows = f"{number} row{'s' * (number > 1)} without an answer skipped"
+            said.append(f"{rows}, such as {self.unanswered}: {ANSWER_ADVICE}")
+        if refused := self.dropped[REFUSED]:
+            said += [f"skipped {error}" for error in self.refused]
+            said.append(f"{refused} of {self.rows} rows refused and skipped")
         if self.rendered:
-            skipped.append(
+            said.append(
                 f"{self.rendered} prompts were rendered with a chat template already, such as {self.first_rendered}: "
                 f"the template renders them once more; {RENDERED_ADVICE}"
             )
-        return [*self.forms.values(), *skipped]
+        return said
 
 
 ANSWER_ADVICE = (

@@ -105,7 +105,14 @@ def probe(tokenizer: Any) -> ChatTemplate | None:
     bos = tokenizer.bos_token_id
     others = {thinks, plain} - {opened, None} if thinks != plain else set()
     last_end = answered.split(REPLY)[-1] if REPLY in answered else ""
-    before_system, system_to_user, system = _probe_system(tokenizer)
+    with_system = render(tokenizer, [{"role": "system", "content": SYSTEM}, user(USER)], True)
+    system = _kept(with_system, SYSTEM)
+    call = {"type": "function", "id": "call00001", "function": {"name": TOOL, "arguments": {}}}
+    calls = [user(USER), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = {"role": "tool", "content": LAST, "name": TOOL, "tool_call_id": "call00001"}
+    parameters = {"type": "object", "properties": {}}
+    function = {"name": TOOL, "description": "probe", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
     thoughtful = [user(USER), assistant(PROBE_REPLY), user(NEXT)]
     history = render(tokenizer, thoughtful, True)
     longer = render(tokenizer, [user(USER), assistant(REPLY), user(NEXT)], True)
@@ -116,15 +123,15 @@ def probe(tokenizer: Any) -> ChatTemplate | None:
         other_openings=tuple(sorted(_after(text, USER) for text in others if text is not None)),
         turn_end=_encode(tokenizer, last_end)[:1],
         before_user=opened.split(USER)[0],
-        before_system=before_system,
-        system_to_user=system_to_user,
+        before_system=(with_system or "").split(SYSTEM)[0] if system == "kept" else "",
+        system_to_user=_between(with_system, SYSTEM, USER),
         user_to_reply=user_to_reply,
         user_to_earlier=_between(longer, USER, REPLY) or user_to_reply,
         reply_to_user=_between(longer, REPLY, NEXT),
         system=system,
-        tools=_probe_tools(tokenizer),
-        tool_calls=_probe_tool_calls(tokenizer),
-        tool_results=_probe_tool_results(tokenizer),
+        tools=_kept(render(tokenizer, [user(USER)], True, tools=tools), TOOL),
+        tool_calls=_kept(render(tokenizer, calls), TOOL),
+        tool_results=_kept(render(tokenizer, [*calls, result], True), LAST),
         has_thinking_switch=thinks != plain,
         drops_thoughts=history is not None and "\nwhy\n" not in history,
         rewrites_history=longer is not None and not longer.startswith(opened + REPLY),
@@ -189,39 +196,8 @@ def _between(text: str | None, before: str, after: str) -> str:
     return text.split(before)[-1].split(after)[0]
 
 
-def _probe_system(tokenizer: Any) -> tuple[str, str, Kept]:
-    """(text before a system message, text between it and the user's, whether the template keeps it)."""
-    text = render(tokenizer, [{"role": "system", "content": SYSTEM}, user(USER)], True)
-    if text is None:
-        return "", "", "refused"
-    if SYSTEM not in text:
-        return "", "", "dropped"
-    return text.split(SYSTEM)[0], _between(text, SYSTEM, USER), "kept"
-
-
 def _kept(text: str | None, mark: str) -> Kept:
     return "refused" if text is None else "kept" if mark in text else "dropped"
-
-
-def _probe_tools(tokenizer: Any) -> Kept:
-    parameters = {"type": "object", "properties": {}}
-    function = {"name": TOOL, "description": "probe", "parameters": parameters}
-    tools = [{"type": "function", "function": function}]
-    return _kept(render(tokenizer, [user(USER)], True, tools=tools), TOOL)
-
-
-def _tool_chat() -> Messages:
-    call = {"type": "function", "id": "call00001", "function": {"name": TOOL, "arguments": {}}}
-    return [user(USER), {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-
-def _probe_tool_calls(tokenizer: Any) -> Kept:
-    return _kept(render(tokenizer, _tool_chat()), TOOL)
-
-
-def _probe_tool_results(tokenizer: Any) -> Kept:
-    result = {"role": "tool", "content": LAST, "name": TOOL, "tool_call_id": "call00001"}
-    return _kept(render(tokenizer, [*_tool_chat(), result], True), LAST)
 
 
 @dataclass(frozen=True)

@@ -285,23 +285,14 @@ def test_domains_and_limits_of_own_rows(target: Target, tmp_path: Path) -> None:
         load_task_prompts(Task("own", path), target)
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"question": "2?", "answer": 5}, "rows.jsonl:1: .*is it a file of this task"),
-        ({"question": "2?", "answer": "#### 2", "self": 1, "id": "x"}, ""),
-    ],
-)
-def test_values_of_other_types(
-    row: dict[str, Any], reason: str, target: Target, tmp_path: Path
-) -> None:
+def test_values_of_other_types(target: Target, tmp_path: Path) -> None:
     """Bug: a number where the template splits a text, or a field with the name of a parameter, ends in a traceback."""
-    task = Task("gsm8k", str(write(tmp_path, [row])))
-    if reason:
-        with pytest.raises(UserError, match=reason):
-            load_task_prompts(task, target)
-    else:
-        assert load_task_prompts(task, target)[0].id == "x"
+    rows = [{"question": "2?", "answer": "#### 2", "self": 1, "id": "x"}]
+    task = Task("gsm8k", str(write(tmp_path, rows)))
+    assert load_task_prompts(task, target)[0].id == "x"
+    write(tmp_path, [{"question": "2?", "answer": 5}])
+    with pytest.raises(UserError, match=r"rows.jsonl:1: .*is it a file of this task"):
+        load_task_prompts(task, target)
 
 
 @pytest.mark.parametrize(
