@@ -13,7 +13,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from decode.common.errors import UserError, one_line
 from decode.common.files import read_yaml
 from decode.model.names import is_local
-from eval.tasks.row_files import DatasetRow, read_hub_rows, read_rows
+from eval.tasks.row_files import read_hub_rows, read_rows
+from eval.tasks.row_forms import DatasetRow
 
 ASSETS_DIR = Path(__file__).resolve().parents[2] / "assets"
 BUNDLED_PROMPTS = ASSETS_DIR / "prompts"

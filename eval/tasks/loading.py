@@ -26,8 +26,7 @@ from eval.tasks.dataset_specs import (
     render_template,
     row_domain,
 )
-from eval.tasks.row_files import DatasetRow
-from eval.tasks.row_forms import read_arguments, read_row, read_tools
+from eval.tasks.row_forms import DatasetRow, read_arguments, read_row, read_tools
 
 
 @dataclass
@@ -167,16 +166,16 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         prompt, *later = turns[: task.turns or None]
         # One turn is a plain prompt: it needs no chat template.
         prompt = [{"role": "user", "content": prompt}] if later else prompt
-        tools = read_tools(row.fields, row.location)
+        tools = read_tools(row)
     elif spec.name == CUSTOM_DATASET.name:
-        found = read_row(row.fields, row.location, answered=False)
+        found = read_row(row, answered=False)
         asked = None if found is None else found.question()
         if found is None or asked is None:
             raise UserError(f"{row.location} has no prompt: fill it or remove the row")
-        prompt, tools, form = asked, found.tools, found.describe(row.fields)
+        prompt, tools, form = asked, found.tools, found.describe()
     else:
         prompt = render_template((spec.chat_prompt if chat else "") or spec.prompt, row)
-    arguments = read_arguments(row.fields, row.location)
+    arguments = read_arguments(row)
     try:
         ids = _encode(target, prompt, tools, arguments)
     except UserError as error:

@@ -68,13 +68,11 @@ class ChatTemplate:
         }
 
 
-def user(content: str) -> dict[str, Any]:
-    """A message of the user."""
+def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
-def assistant(content: str) -> dict[str, Any]:
-    """A reply."""
+def assistant(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
 
 
@@ -108,7 +106,7 @@ def probe(tokenizer: Any) -> ChatTemplate | None:
     with_system = render(tokenizer, [{"role": "system", "content": SYSTEM}, user(USER)], True)
     system = _kept(with_system, SYSTEM)
     call = {"type": "function", "id": "call00001", "function": {"name": TOOL, "arguments": {}}}
-    calls = [user(USER), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    calls: Messages = [user(USER), {"role": "assistant", "content": "", "tool_calls": [call]}]
     result = {"role": "tool", "content": LAST, "name": TOOL, "tool_call_id": "call00001"}
     parameters = {"type": "object", "properties": {}}
     function = {"name": TOOL, "description": "probe", "parameters": parameters}
