@@ -113,7 +113,6 @@ def read_dataset_spec(file: Path) -> DatasetSpec:
 
 
 def find_dataset_spec(kind: str) -> DatasetSpec:
-    """The spec of that name, CUSTOM_DATASET if there is none."""
     return load_dataset_specs().get(kind, CUSTOM_DATASET)
 
 
@@ -148,7 +147,6 @@ def _row_error(row: DatasetRow, error: Exception) -> UserError:
 
 
 def row_domain(spec: DatasetSpec, row: DatasetRow) -> str:
-    """The row's domain, else the spec's, else empty."""
     domain = evaluate_expression(spec.domain_from, row)
     return str(domain) if domain else spec.domain
 

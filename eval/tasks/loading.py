@@ -222,7 +222,6 @@ def _encode(
 
 
 def _task_spec(task: Task) -> DatasetSpec:
-    """The spec that the task is read by, with the task's own split if it names one."""
     spec = find_dataset_spec(task.kind or task.name)
     return replace(spec, split=task.split) if task.split else spec
 

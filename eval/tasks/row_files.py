@@ -316,18 +316,20 @@ def _load_saved(path: Path, split: str) -> Any:
 
 
 def _table_rows(data: Any, where: str, rng: random.Random | None) -> Iterator[DatasetRow]:
-    order = array("q", range(len(data)))
-    if rng is not None:
-        rng.shuffle(order)  # type: ignore[arg-type]
-    for index in order:
+    for index in range(len(data)) if rng is None else _shuffled_numbers(len(data), rng):
         fields = drop_arrow_nulls(data[index], data.features)
         yield DatasetRow(fields, f"{where}, row {index}")
 
 
+def _shuffled_numbers(count: int, rng: random.Random) -> Sequence[int]:
+    order = array("q", range(count))
+    rng.shuffle(order)  # type: ignore[arg-type]
+    return order
+
+
 def _shuffled(rows: Callable[[], Iterator[DatasetRow]], rng: random.Random) -> Iterator[DatasetRow]:
     """The rows in random order: each pass over all of them keeps the next ROWS_A_PASS of that order."""
-    order = array("q", range(sum(1 for _ in rows())))
-    rng.shuffle(order)  # type: ignore[arg-type]
+    order = _shuffled_numbers(sum(1 for _ in rows()), rng)
     for start in range(0, len(order), ROWS_A_PASS):
         chosen = order[start : start + ROWS_A_PASS]
         wanted = set(chosen)
@@ -350,9 +352,7 @@ def _shuffled_lines(
                     starts.append(end)
                     numbers.append(number)
                 end += len(line)
-            order = array("q", range(len(starts)))
-            rng.shuffle(order)  # type: ignore[arg-type]
-            for i in order:
+            for i in _shuffled_numbers(len(starts), rng):
                 file.seek(starts[i])
                 yield _parse_row(file.readline().decode(), f"{path}:{numbers[i]}")
     except (OSError, UnicodeDecodeError):

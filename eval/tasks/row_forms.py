@@ -355,7 +355,6 @@ def _is_chat(value: Any) -> bool:
 
 
 def _is_text(part: Any) -> bool:
-    """Whether a part of a content is a text."""
     if isinstance(part, dict):
         return part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str)
     return isinstance(part, str)

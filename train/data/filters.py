@@ -1,5 +1,6 @@
 """Step 3 of 3 from sources to tokens: finds overlaps with evaluation, near duplicates, and wrong lengths."""
 
+import math
 import re
 import zlib
 from dataclasses import dataclass
@@ -65,7 +66,6 @@ class EvaluationOverlap:
         self.grams = {gram for text in texts for gram in _ngrams(text)}
 
     def overlaps(self, text: str) -> bool:
-        """Whether the text overlaps one of the evaluation texts."""
         text = _normalize_whitespace(text)
         if not self.grams.isdisjoint(_ngrams(text)):
             return True
@@ -148,14 +148,10 @@ class PromptFilter:
         length, None where any will do."""
         if self.evaluation.overlaps(text):
             return OVERLAPS
-        if tokens is not None and has_wrong_length(tokens, self.s):
+        longest = self.s.max_prompt or math.inf
+        if tokens is not None and not self.s.min_prompt <= tokens <= longest:
             return WRONG_LENGTHS
         return NEAR_DUPLICATES if self.unlike is not None and not self.unlike.add(text) else ""
-
-
-def has_wrong_length(prompt_tokens: int, s: FilterConfig) -> bool:
-    """Whether a prompt of this many tokens is too short or too long."""
-    return prompt_tokens < s.min_prompt or 0 < s.max_prompt < prompt_tokens
 
 
 def _normalize_whitespace(text: str) -> str:

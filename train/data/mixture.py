@@ -94,7 +94,6 @@ class Mixture(Rows):
         return row if len(self.sources) == 1 else {**row, "id": f"{source}/{row['id']}"}
 
     def row_at(self, place: int, seed: int) -> SampleRow:
-        """The row at `place` (from 0) of the endless order."""
         source, number = source_at(self.shares, place)
         index = batching.shuffled_index(len(self.sources[source]), seed, number, source)
         return self[int(self.offsets[source]) + index]

@@ -88,7 +88,6 @@ class TargetTokenizer:
 
     @property
     def chat_template_hash(self) -> str | None:
-        """What manifests record of the chat template with its arguments; None without one."""
         return template_hash(self.tokenizer)
 
     def with_template(self, setting: TemplateSetting | None) -> "TargetTokenizer":
@@ -104,7 +103,6 @@ class TargetTokenizer:
 
     @classmethod
     def from_target(cls, target: Target) -> "TargetTokenizer":
-        """The tokenizer of a loaded target."""
         return cls(
             target.name,
             target.revision,

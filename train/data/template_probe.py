@@ -183,7 +183,6 @@ def _partition(text: str, *separators: str) -> tuple[str, str, str]:
 
 
 def _after(text: str, before: str) -> str:
-    """What stands behind the last `before`."""
     return text.rpartition(before)[2]
 
 

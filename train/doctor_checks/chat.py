@@ -33,7 +33,6 @@ class FeatureCheck:
         tally.said["template"] = template
 
     def add(self, row: SeenRow) -> None:
-        """Counts one row."""
         if row.is_window or not row.spans:
             return
         turns = [m["role"] for m in row.messages or []]

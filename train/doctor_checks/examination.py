@@ -168,9 +168,7 @@ def examine_sets(
         **coverage.facts(),
     }
     findings, examples = tally.findings()
-    return Examination(
-        looked["rows"], labels, facts, findings, each_once([*examples, *first])[: s.show]
-    )
+    return Examination(looked["rows"], labels, facts, findings, shown_rows(s, examples, first))
 
 
 def read_rows(s: DoctorConfig, renderings: Renderings, tally: Tally) -> Iterator[SeenRow]:
@@ -243,7 +241,7 @@ def examine_prompts(
     forms = {"read": "; ".join(log.lines())} if log.forms else {}
     facts = {"prompts": f"{len(prompts):,}", **forms, **counts, **mix.facts()}
     findings, examples = tally.findings()
-    shown = each_once([*examples, *(row for row, _ in seen[: s.show])])[: s.show]
+    shown = shown_rows(s, examples, [row for row, _ in seen[: s.show]])
     return Examination(len(prompts), 0, facts, findings, shown)
 
 
@@ -266,6 +264,6 @@ def holds_rendered_text(marks: TemplateMarks, row: SeenRow) -> bool:
     return marks.found_in(row.asked) != "" or (turns > 0 and min(counts, default=0) > turns)
 
 
-def each_once(rows: list[SeenRow]) -> list[SeenRow]:
-    """The rows without those whose id came before."""
-    return list({row.id: row for row in rows}.values())
+def shown_rows(s: DoctorConfig, examples: list[SeenRow], first: list[SeenRow]) -> list[SeenRow]:
+    """The examples, then the first rows; each once, `show` in all."""
+    return list({row.id: row for row in [*examples, *first]}.values())[: s.show]

@@ -56,7 +56,6 @@ def visible(text: str) -> str:
 
 
 def describe_row(row: SeenRow) -> str:
-    """One line about a sample."""
     labels = int(row.labels.sum())
     ended = f", ended by {row.row['finish_reason']}" if row.spans else ""
     name = visible(f"{row.id} ({row.row['source']})")

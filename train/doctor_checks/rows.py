@@ -47,12 +47,10 @@ class SeenRow:
 
     @functools.cached_property
     def text(self) -> str:
-        """The whole row as text, with special tokens."""
         return decode(self.tokenizer, self.ids)
 
     @functools.cached_property
     def replies(self) -> list[str]:
-        """The text of each span."""
         return [decode(self.tokenizer, self.ids[start:end]) for start, end in self.spans]
 
     @functools.cached_property
