@@ -40,7 +40,15 @@ from decode.common.run_dir import check_file
 from decode.model.attention import METHODS, training_attention
 from decode.model.loading import NUMBER_TYPES, Target, find_dtype, pick_device
 from decode.model.runner import ModelRunner
-from scripts.lab.cells import Cell, Json, cells_beside, finish, measure_apart, run_cells
+from scripts.lab.cells import (
+    BenchSettings,
+    Cell,
+    Json,
+    cells_beside,
+    finish,
+    measure_apart,
+    run_cells,
+)
 from train.data.batching import Batch, collate
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
@@ -70,7 +78,7 @@ BATCH_KEYS = ("rows", "length", "draft_vocab")
 
 
 @dataclass
-class BenchTrainingConfig:
+class BenchTrainingConfig(BenchSettings):
     sizes: list[str] = field(default_factory=lambda: ["12x256", "12x512"])
     """Target shapes, keys of SIZES; 12x256 is that of the bundled target."""
     families: list[str] = field(default_factory=lambda: ["causal", "medusa", "eagle1", "eagle3"])
@@ -88,8 +96,6 @@ class BenchTrainingConfig:
     device: str = "auto"
     dtype: str = "float32"
     """Data type of the target; drafts train in fp32."""
-    out: str = ""
-    """File for the JSON of the last line; empty: none."""
     one: bool = False
     """Measure only the first family at the first size, in this process, and print its JSON (used internally)."""
 

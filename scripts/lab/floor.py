@@ -59,7 +59,7 @@ from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics.roofline import measure_bandwidth
 from eval.tasks.loading import Task, load_fitting_prompts
-from scripts.lab.cells import Cell, Json, cells_beside, finish, run_cells
+from scripts.lab.cells import BenchSettings, Cell, Json, cells_beside, finish, run_cells
 from scripts.lab.floor_work import (
     MS,
     body_layers,
@@ -78,7 +78,7 @@ MOST_VERIFIED = 16
 
 
 @dataclass
-class FloorConfig(TargetSettings):
+class FloorConfig(BenchSettings, TargetSettings):
     mode: str = "eager"
     """The decoder's mode: eager, compiled or graph."""
     split_kv: bool = False
@@ -97,8 +97,6 @@ class FloorConfig(TargetSettings):
     """Samples of a pass of features and of a step of training; 0: neither is timed."""
     sample_tokens: Annotated[int, at_least(2)] = 256
     """Tokens of each of these samples, the second half of which is an answer."""
-    out: str = ""
-    """File for the JSON of the last line; empty: none."""
 
 
 class RepeatDraft(Draft):
