@@ -44,6 +44,7 @@ from decode.common.run_dir import RunSettings, open_run
 from decode.common.template_choice import TemplateSetting
 from decode.engine.trained_template import use_template
 from decode.model.loading import Target, find_dtype, load_config, load_target
+from decode.serving.checker import ENGINES, check_engine_rules
 from decode.serving.running import vllm_client
 from eval.engine_logs.reading import read_log
 from eval.tasks.loading import Task, load_task_prompts
@@ -51,7 +52,6 @@ from scripts.engine_compat import vllm_parity
 from scripts.engine_compat.audit import decoding
 from scripts.engine_compat.audit.decoding import ServedCounts
 from scripts.engine_compat.audit.draft_audit import audit_draft, show_counts
-from scripts.engine_compat.checker import ENGINES, check_engine_rules
 from scripts.engine_compat.vllm_parity import VllmParityConfig
 
 COMMAND = "scripts/audit.py"

@@ -4,7 +4,7 @@
 
 Each finding says what the engine does: `refused` is an error at the start or at the first request; `silent` serves
 another function than was trained, with few tokens accepted; `ignored` is harmless. Exit code 1 for the first two. The
-rules are tables in scripts/engine_compat/rules/, each rule with its source. Those of vLLM were also run
+rules are tables in decode/serving/, each rule with its source. Those of vLLM were also run
 (docs/results/served_damage.json). The rule `decoder` is why this project's own decoder refuses the draft.
 """
 
@@ -21,8 +21,8 @@ from rich.table import Table
 
 from decode.common.command import run_command
 from decode.common.errors import UserError
-from scripts.engine_compat.checker import ENGINES, check_draft_files
-from scripts.engine_compat.rules.checkpoint import IGNORED
+from decode.serving.checker import ENGINES, check_draft_files
+from decode.serving.rules import IGNORED
 
 
 @dataclass
@@ -45,7 +45,7 @@ def main(s: CheckDraftConfig) -> None:
         raise UserError("give a draft's folder and --engine")
     findings = check_draft_files(s.draft, s.engine, s.engine_version, s.target)
     wrong = [finding for finding in findings if finding.effect != IGNORED]
-    version = s.engine_version or ENGINES[s.engine].default_version
+    version = s.engine_version or ENGINES[s.engine].version
     if s.json:
         facts = {
             "draft": s.draft,

@@ -36,11 +36,12 @@ from decode.common.ranges import DraftLength
 from decode.common.run_dir import check_folder, replace_folder
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
-from decode.model.gguf_files import gguf_folder
+from decode.model.formats.gguf_files import gguf_folder
 from decode.model.loading import NUMBER_TYPES, load_tokenizer, tokenizer_fingerprint
 from decode.model.names import check_name
-from scripts.engine_compat import exporters, gguf_export, gguf_heads
-from scripts.engine_compat.gguf_export import GgufType
+from decode.serving import export as exporters
+from decode.serving import gguf_export, gguf_heads
+from decode.serving.gguf_export import GgufType
 
 HEAD_FORMATS = ("flat", "speculators", "medusa-legacy", "gguf")
 CAUSAL_FORMATS = ("hf", "gguf")

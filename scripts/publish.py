@@ -30,8 +30,8 @@ from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.run_dir import check_inputs_outside
 from decode.drafts.base import read_metadata
+from decode.serving.checker import check_draft_files
 from eval.scaling.data_curve import read_data_curve
-from scripts.engine_compat.checker import check_draft_files
 from train.hub import publish, upload
 from train.hub.upload import HubLabels
 

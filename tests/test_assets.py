@@ -3,7 +3,7 @@
 import json
 
 from decode.drafts.base import draft_sha256, read_metadata
-from scripts.engine_compat.checker import check_draft_files
+from decode.serving.checker import check_draft_files
 from tests import worlds
 from train.hub import redaction
 

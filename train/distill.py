@@ -28,11 +28,11 @@ from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env, se
 from rich.console import Console
 
 from decode.common import provenance
-from decode.common.cli import to_dict
 from decode.common.command import run_command, stop
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero
 from decode.common.run_dir import RunSettings
+from decode.common.settings import to_dict
 from decode.distributed.placement import PlacementConfig, load_target, run_placed
 from decode.drafts.base import (
     METADATA_FILE,

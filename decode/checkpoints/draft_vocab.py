@@ -16,6 +16,7 @@ import torch
 
 from decode.common.errors import UserError
 from decode.common.files import read_json_object, write_atomically
+from decode.model.formats import tied_heads
 
 VOCAB_FILE = "draft_vocab.json"
 
@@ -49,3 +50,42 @@ def read_ids(folder: str, vocab_size: int, facts: Mapping[str, Any]) -> torch.Te
             "draft belongs to another target"
         )
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def resize_vocabulary(model: Any, size: int) -> None:
+    """Gives `model` as many logits as the target has, in place: engines take no draft with more or fewer.
+
+    Models of one tokenizer are padded to different sizes. Surplus rows are cut off: the target has no such
+    ids. New rows are the mean of all others, so that the logit of each is the mean of the model's logits: it is never
+    the largest, and its probability is below 1 / V everywhere. Training moves them to the target's distribution.
+    """
+    head = model.get_output_embeddings()
+    old = head.weight.shape[0]
+    if old == size:
+        return
+    model.resize_token_embeddings(size, mean_resizing=False)
+    if old > size:
+        return
+    head = model.get_output_embeddings()
+    tables = {id(w): w for w in (model.get_input_embeddings().weight, head.weight)}
+    with torch.no_grad():
+        for weight in [*tables.values(), *([] if head.bias is None else [head.bias])]:
+            weight[old:] = weight[:old].mean(0)
+
+
+def silence_other_tokens(model: Any, ids: torch.Tensor) -> None:
+    """Gives the tokens outside the reduced vocabulary `ids` [Vd] the mean of its rows in the LM head, in place: rows
+    that had no part in training could else be the most probable.
+
+    The logit of each is then the mean of the others', which is never the largest, and its probability below 1 / Vd. A
+    head that is the embedding becomes a matrix of its own.
+    """
+    head = model.get_output_embeddings()
+    if tied_heads.are_tied(model):
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        tied_heads.set_flag(model.config, False)
+    others = torch.ones(len(head.weight), dtype=torch.bool).index_fill(0, ids, False)
+    with torch.no_grad():
+        for value in (head.weight, head.bias):
+            if value is not None:
+                value[others] = value[ids].float().mean(0).to(value.dtype)

@@ -4,25 +4,20 @@ A new family is one `register_family(DraftFamily(...))`: its decoder is a subcla
 trainer a subclass of `train.families.base.FamilyTrainer` named in `trainer`.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from decode.checkpoints import importers
 from decode.common.errors import UserError
-from decode.drafts import causal, eagle, medusa, mtp
-from decode.drafts.adaptive.adaptive_draft import AdaptiveConfig, AdaptiveDraft
+from decode.drafts import blocks, causal, eagle, early_exit, medusa, mtp, swift
+from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft, check_saved_draft, check_target_weights, read_metadata
-from decode.drafts.blocks import dflash, pard, peagle
-from decode.drafts.lookups.grammar import GrammarDraft
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.drafts.lookups.suffix import SuffixDraft
-from decode.drafts.mirror.mirror_draft import MirrorConfig, MirrorDraft
-from decode.drafts.self_speculation import early_exit, swift
-from decode.drafts.self_speculation.swift_search import SwiftConfig
+from decode.drafts.lookup import GrammarDraft, NgramDraft, SuffixDraft
+from decode.drafts.mirror import MirrorConfig, MirrorDraft
+from decode.drafts.swift_search import SwiftConfig
 from decode.drafts.wrappers import CrossDeviceDraft, TwoSourceDraft
 from decode.model.loading import Target, find_dtype, pick_device
 from decode.verification.tree import TreeShape
@@ -33,32 +28,6 @@ CreateDraft = Callable[[Target, int, TreeShape], Draft]
 """(target, number of the target's first layers to use, tree shape or None for chains) -> draft."""
 CreateLookup = Callable[[int], Draft]
 """(tokens that a match has at least) -> draft without a model, whose chains are empty where it has no such match."""
-
-
-@dataclass(frozen=True)
-class EngineMethods:
-    """How inference engines call the method that decodes with a family's drafts; empty or False: they have none."""
-
-    vllm: str = ""
-    """`method` in vLLM's speculative_config, which would otherwise guess it wrongly from the draft's path."""
-    vllm_options: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of vLLM's speculative_config."""
-    vllm_versions: str = "0.32 and 0.33"
-    """The versions of vLLM that serve it, for people to read."""
-    sglang: str = ""
-    """--speculative-algorithm of SGLang."""
-    tensorrt_llm: str = ""
-    """`decoding_type` in the speculative_config of TensorRT-LLM's PyTorch backend."""
-    tensorrt_llm_options: tuple[str, ...] = ()
-    """Lines of YAML that its options file needs besides speculative_config."""
-    llamacpp: str = ""
-    """--spec-type of llama.cpp, for a draft that scripts/export.py writes as GGUF."""
-    llamacpp_options: tuple[str, ...] = ()
-    """Further flags of llama-server."""
-    transformers: bool = False
-    """transformers takes the draft as assistant_model."""
-    tgi: bool = False
-    """TGI serves the draft, in the layout of Medusa's authors."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +48,6 @@ class DraftFamily:
     """Drafting a token reads weights, its own or the target's (early-exit)."""
     saved_as: str = ""
     """`family` in draftsmith.json; empty: its name. Medusa-2 heads are saved as `medusa`."""
-
-    engines: EngineMethods = EngineMethods()
-    """How inference engines serve a saved draft."""
 
     @property
     def saved_name(self) -> str:
@@ -126,34 +92,16 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
             "causal",
             load=causal.load,
             trainer="train.families.causal:Causal",
-            engines=EngineMethods(
-                vllm="draft_model",
-                sglang="STANDALONE",
-                tensorrt_llm="DraftTarget",
-                tensorrt_llm_options=("disable_overlap_scheduler: true",),
-                llamacpp="draft-simple",
-                transformers=True,
-            ),
         ),
         DraftFamily(
             "pard",
-            load=pard.load,
+            load=blocks.load_pard,
             trainer="train.families.blocks.pard:Pard",
-            engines=EngineMethods(
-                vllm="draft_model",
-                vllm_options={"parallel_drafting": True},
-                vllm_versions="0.32, in its runner V1",
-            ),
         ),
         DraftFamily(
             "medusa",
             load=medusa.load,
             trainer="train.families.heads.medusa:Medusa",
-            engines=EngineMethods(
-                vllm="medusa",
-                vllm_versions="up to 0.32, which was the last with Medusa",
-                tgi=True,
-            ),
         ),
         DraftFamily(
             "medusa2",
@@ -165,53 +113,31 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
             "eagle1",
             load=eagle.load,
             trainer="train.families.heads.eagle:Eagle1",
-            engines=EngineMethods(
-                vllm="eagle",
-                vllm_options={"draft_tensor_parallel_size": 1},
-                sglang="EAGLE",
-            ),
         ),
         DraftFamily(
             "eagle3",
             load=eagle.load,
             trainer="train.families.heads.eagle:Eagle3",
-            engines=EngineMethods(
-                vllm="eagle3",
-                vllm_options={"draft_tensor_parallel_size": 1},
-                sglang="EAGLE3",
-                tensorrt_llm="Eagle3",
-                llamacpp="draft-eagle3",
-                # with it, requests at the same time get few tokens accepted
-                llamacpp_options=("--no-spec-draft-backend-sampling",),
-            ),
         ),
         DraftFamily(
             "peagle",
-            load=peagle.load,
+            load=blocks.load_peagle,
             trainer="train.families.blocks.peagle:PEagle",
-            engines=EngineMethods(
-                vllm="eagle3",
-                vllm_options={"parallel_drafting": True, "draft_tensor_parallel_size": 1},
-                vllm_versions="0.32, in its runner V1",
-            ),
         ),
         DraftFamily(
             "dflash",
-            load=dflash.load,
+            load=blocks.load_dflash,
             trainer="train.families.blocks.dflash:DFlash",
-            engines=EngineMethods(vllm="dflash", sglang="DFLASH", llamacpp="draft-dflash"),
         ),
         DraftFamily(
             "dspark",
-            load=dflash.load,
+            load=blocks.load_dflash,
             trainer="train.families.blocks.dflash:DSpark",
-            engines=EngineMethods(vllm="dspark", sglang="DSPARK", llamacpp="draft-dspark"),
         ),
         DraftFamily(
             "mtp",
             load=mtp.load,
             trainer="train.families.heads.mtp:Mtp",
-            engines=EngineMethods(vllm="mtp"),
         ),
         DraftFamily(
             "ngram",
@@ -368,5 +294,5 @@ def draft_family(path: str) -> str:
     family = read_metadata(folder).get("family")
     if family is None and (Path(folder) / "config.json").is_file():
         family = importers.detect_family(importers.tensor_files(folder))
-        return "pard" if family == "causal" and pard.is_pard(folder) else family
+        return "pard" if family == "causal" and blocks.is_pard(folder) else family
     return family or "causal"  # its loader reports what is missing

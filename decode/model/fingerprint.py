@@ -135,7 +135,7 @@ def tensors_digest(folder: Path) -> str | None:
     """A hash of every tensor's name, shape and values; None if the folder has no safetensors.
 
     A tied head counts as the embedding, stored or not. What config.json says of it does not count: the tensors decide
-    (decode/model/tied_heads.py).
+    (decode/model/formats/tied_heads.py).
     """
     files = weight_files(folder)
     if not files:

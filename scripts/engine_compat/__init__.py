@@ -1,11 +1,5 @@
-"""Drafts in serving engines: layouts, rules on files, and decoding in vLLM and llama.cpp.
+"""Drafts in serving engines, beside decoding here.
 
-exporters.py         a draft in the layouts of engines and trainers (scripts/export.py)
-gguf_export.py       a causal draft or its target as a GGUF file
-gguf_heads.py        EAGLE-3, DFlash and DSpark heads as a GGUF file
-checker.py           a draft's files against an engine's rules (scripts/check_draft.py)
-rules/               the rules of each engine
-checkpoint_edits.py  edits of a saved draft
 corruptions.py       known mistakes of exporters, as edits with the rules that must find them
 greedy_parity.py     greedy decoding in another engine and here, prompt by prompt
 audit/               which way of reading a draft's files gives what an engine serves (scripts/audit.py)

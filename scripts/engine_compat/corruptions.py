@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from scripts.engine_compat.checkpoint_edits import (
+from decode.serving.edits import (
     Edit,
     NestConfig,
     RemoveFile,

@@ -42,11 +42,13 @@ from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import draft_family, find_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
+from decode.serving import gguf_heads
+from decode.serving.gguf_export import write_gguf
+from decode.serving.llamacpp_engine import LLAMACPP
 from eval.engine_logs import reading
 from eval.served import comparison, scoring
 from eval.tasks.loading import Task, TaskPrompt
-from scripts.engine_compat import gguf_heads, llamacpp_server
-from scripts.engine_compat.gguf_export import write_gguf
+from scripts.engine_compat import llamacpp_server
 from scripts.engine_compat.greedy_parity import (
     PromptCounts,
     compare_greedy,
@@ -123,7 +125,7 @@ def run_llamacpp(
             write_gguf(s.target, served)
         write = write_gguf if draft_family(s.draft) == "causal" else gguf_heads.write_head
         write(s.draft, draft, target=s.target)
-        kind = find_family(s.draft).engines.llamacpp
+        kind = LLAMACPP.method(find_family(s.draft).saved_name)
         context = min(target.runner.context, longest)
         with llamacpp_server.llama_server(server, served, draft, kind, s.k, context) as url:
             return [
@@ -207,7 +209,7 @@ def main(s: LlamaCppParityConfig) -> None:
     """Decodes on both sides, prints the comparison and its JSON; exit code 1 if the two sides differ."""
     if not s.draft:
         raise UserError("give a draft's folder")
-    if not find_family(s.draft).engines.llamacpp:
+    if not LLAMACPP.method(find_family(s.draft).saved_name):
         family = draft_family(s.draft)
         raise UserError(f"{s.draft} is of family {family}, with which llama.cpp does not draft")
     check_file(s.out, [s.target_gguf])  # before the work

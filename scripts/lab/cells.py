@@ -19,10 +19,10 @@ from typing import Any
 from rich.console import Console
 
 from decode.common import files, lock, provenance, run_dir
-from decode.common.cli import to_dict
 from decode.common.command import Terminated
 from decode.common.errors import UserError
 from decode.common.journal import Journal
+from decode.common.settings import to_dict
 
 Json = dict[str, Any]
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)

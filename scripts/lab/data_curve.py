@@ -51,13 +51,13 @@ from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
-from eval.checks.transfer import count_acceptance
 from eval.metrics.bootstrap import Array
 from eval.reporting import plots
 from eval.reporting.formatting import table_markdown
-from eval.scaling import chart, data_curve
+from eval.scaling import data_curve
 from eval.scaling.data_curve import TrainedPoint
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
+from eval.transfer import count_acceptance
 from scripts.lab.cells import Cell, Json, run_cells
 from train import distill
 from train.data import batching, mixture
@@ -287,11 +287,11 @@ def write_results(s: DataCurveConfig, out: Path, target: Target, curve: Json) ->
     lines = "\n".join(f"- {line}" for line in data_curve.doubling_lines(facts))
     tables = (data_curve.points_table(facts), data_curve.laws_table(facts))
     figures = " ".join(f"![{metric}]({metric}.svg)" for metric in data_curve.METRICS)
-    key = f"{chart.marker_line(facts)}; dashed: fitted."
+    key = f"{data_curve.marker_line(facts)}; dashed: fitted."
     parts = ["# Data curve", lines, figures, key, *map(table_markdown, tables)]
     files.write_atomically(out / "data_curve.md", "\n\n".join(parts) + "\n")
     for metric in data_curve.METRICS:
-        svg = plots.recolor(chart.curve_panel(facts, metric)).rstrip("\n")
+        svg = plots.recolor(data_curve.curve_panel(facts, metric)).rstrip("\n")
         files.write_atomically(out / f"{metric}.svg", svg + "\n")
     text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)
     files.write_atomically(out / "data_curve.json", text + "\n")

@@ -8,7 +8,7 @@ each weight and row. For each R the table has
 
   roofline: the larger of weights ÷ memory bandwidth and operations ÷ the highest rate that any product below reached
   product: the target's linear layers alone, one after the other, by the fastest of these kernels: linear
-    (torch.nn.functional.linear), packed (decode/model/linear/packed_linear.py), on a CPU also int8 (weights in 8 bits,
+    (torch.nn.functional.linear), packed (decode/model/linear.py), on a CPU also int8 (weights in 8 bits,
     torch._weight_int8pack_mm), which is listed and not counted as this dtype's floor
   engine: a whole round of the decoder without its draft's part: attention, norms, sampling and bookkeeping included.
     Up to 16 rows one text is verified (K = R - 1 drafted tokens), beyond it R texts are decoded plainly

@@ -13,6 +13,15 @@ from decode.common.errors import UserError
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target
+from decode.serving.checker import check_draft_files
+from decode.serving.edits import (
+    Edit,
+    combine,
+    drop,
+    set_config,
+    set_rope_theta,
+)
+from decode.serving.rules import read_draft, read_target
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from scripts import audit
 from scripts.engine_compat import vllm_parity
@@ -20,15 +29,6 @@ from scripts.engine_compat.audit.decoding import ServedCounts, vllm_counts
 from scripts.engine_compat.audit.draft_audit import audit_draft
 from scripts.engine_compat.audit.reading import copy_files
 from scripts.engine_compat.audit.suspects import readings
-from scripts.engine_compat.checker import check_draft_files
-from scripts.engine_compat.checkpoint_edits import (
-    Edit,
-    combine,
-    drop,
-    set_config,
-    set_rope_theta,
-)
-from scripts.engine_compat.rules.checkpoint import read_draft, read_target
 from scripts.engine_compat.vllm_parity import PromptCounts, VllmParityConfig
 from tests.heads import INNER, knowing_net, save
 from tests.scripts.test_vllm_parity import reply, stand_in

@@ -12,7 +12,7 @@ import torch
 from decode.checkpoints import importers, layouts
 from decode.drafts.base import METADATA_FILE
 from decode.model.loading import load_target
-from scripts.engine_compat.checker import check_draft_files
+from decode.serving.checker import check_draft_files
 from tests.tiny import tiny_model, tiny_target
 from tests.train.data.test_packing import SAMPLES
 from train.distill import DistillConfig

@@ -17,10 +17,10 @@ from decode.drafts.base import METADATA_FILE, draft_sha256
 from decode.drafts.eagle_model import Eagle3Model, llama_config
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
+from decode.serving.checker import ENGINES, check_draft_files
+from decode.serving.rules import IGNORED, REFUSED, SILENT
 from scripts import export
-from scripts.engine_compat.checker import ENGINES, check_draft_files
 from scripts.engine_compat.corruptions import all_corruptions
-from scripts.engine_compat.rules.checkpoint import IGNORED, REFUSED, SILENT
 from tests.decode.checkpoints.test_layouts import LAYERS, V, small_target
 from tests.heads import fields, ids_of, net_of, randomise
 from tests.scripts import test_check_blocks

@@ -17,10 +17,10 @@ from decode.checkpoints.draft_vocab import save_ids
 from decode.common.chat_template import encode_prompt
 from decode.common.errors import UserError
 from decode.common.template_choice import with_template
-from decode.model.gguf_reader import read_file
+from decode.model.formats.gguf_reader import read_file
 from decode.model.loading import Target, load_model, load_target, load_tokenizer
-from scripts.engine_compat import gguf_export
-from scripts.engine_compat.gguf_export import write_gguf
+from decode.serving import gguf_export
+from decode.serving.gguf_export import write_gguf
 from tests.tiny import rope, tiny_model
 from tests.worlds import ROOT
 

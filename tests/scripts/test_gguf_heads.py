@@ -15,18 +15,19 @@ from safetensors.torch import load_file
 from decode.checkpoints import layouts
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
-from decode.drafts.blocks.dflash_model import DFlashModel
+from decode.drafts.dflash_model import DFlashModel
 from decode.drafts.eagle_model import Eagle3Model, llama_config
 from decode.engine.engine import decode
-from decode.model.gguf_reader import GgufContent, StoredTensor, read_file
+from decode.model.formats.gguf_reader import GgufContent, StoredTensor, read_file
 from decode.model.hidden_states import HiddenStateSpec, LMHead
 from decode.model.loading import Target, load_target
+from decode.serving import gguf_heads
+from decode.serving import llamacpp_engine as llamacpp
+from decode.serving.checker import check_draft_files
+from decode.serving.rules import REFUSED, SILENT, DraftFiles, TargetInfo
 from scripts import export
-from scripts.engine_compat import gguf_heads, llamacpp_parity
-from scripts.engine_compat.checker import check_draft_files
+from scripts.engine_compat import llamacpp_parity
 from scripts.engine_compat.greedy_parity import load_prompts
-from scripts.engine_compat.rules import llamacpp
-from scripts.engine_compat.rules.checkpoint import REFUSED, SILENT, DraftFiles, TargetInfo
 from tests.heads import randomise
 from tests.scripts.test_check_blocks import good as block_drafts  # noqa: F401  a fixture
 from tests.tiny import tiny_model

@@ -15,14 +15,14 @@ from decode.common.errors import UserError
 from decode.drafts.base import Draft, check_vocabulary, read_metadata
 from decode.drafts.causal import causal_draft, load_ids
 from decode.model import attention
-from decode.model.config_checks import check_sizes
+from decode.model.compatibility import check_sizes
 from decode.model.cut_layers import check_config, check_cut, cut_layers
-from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
 from decode.model.layer_stack import decoder_config, layer_stack, renumber_layers, with_layers
 from decode.model.loading import (
     Target,
     auto_class,
+    build_runner,
     load_model,
 )
 from decode.model.runner import ModelRunner
@@ -222,7 +222,7 @@ def load_init(s: DraftConfig, target: Target, device: str, shape: Any = None) ->
     else:
         check_vocabulary(s.init, target)
         model = load_model(s.init, "draft", device, "float32")
-    resize_vocabulary(model, target.runner.vocab_size)
+    draft_vocab.resize_vocabulary(model, target.runner.vocab_size)
     return model
 
 
@@ -234,27 +234,6 @@ def check_same_kind(model: Any, target: Target) -> None:
         raise UserError(
             f"the draft is {kinds[own]} and the target {kinds[wanted]}: give a draft.init of the target's kind"
         )
-
-
-def resize_vocabulary(model: Any, size: int) -> None:
-    """Gives `model` as many logits as the target has, in place: engines take no draft with more or fewer.
-
-    Models of one tokenizer are padded to different sizes. Surplus rows are cut off: the target has no such
-    ids. New rows are the mean of all others, so that the logit of each is the mean of the model's logits: it is never
-    the largest, and its probability is below 1 / V everywhere. Training moves them to the target's distribution.
-    """
-    head = model.get_output_embeddings()
-    old = head.weight.shape[0]
-    if old == size:
-        return
-    model.resize_token_embeddings(size, mean_resizing=False)
-    if old > size:
-        return
-    head = model.get_output_embeddings()
-    tables = {id(w): w for w in (model.get_input_embeddings().weight, head.weight)}
-    with torch.no_grad():
-        for weight in [*tables.values(), *([] if head.bias is None else [head.bias])]:
-            weight[old:] = weight[:old].mean(0)
 
 
 def random_init_config(changes: dict[str, Any], config: Any, vocab: int) -> Any:

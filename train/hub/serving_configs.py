@@ -1,9 +1,8 @@
 """How a published draft is served: a file for each engine that loads its family, and the reason where one does not.
 
 Flags and keys are those of vLLM 0.32 and 0.33, SGLang 0.5, TensorRT-LLM 1.x (PyTorch backend), llama.cpp of November
-2026, TGI 3 and transformers 5; engines draft chains. Which engine serves which family is registered in
-decode/drafts/registry.py. Nothing here runs an engine: vllm_parity.py and llamacpp_parity.py of scripts/engine_compat/
-do.
+2026, TGI 3 and transformers 5; engines draft chains. Which engine serves which family is said in decode/serving/.
+Nothing here runs an engine: vllm_parity.py and llamacpp_parity.py of scripts/engine_compat/ do.
 """
 
 import json
@@ -15,9 +14,13 @@ from typing import Any
 from decode.checkpoints import layouts
 from decode.common.errors import UserError
 from decode.common.template_choice import NAME
-from decode.drafts.registry import EngineMethods, saved_families
+from decode.serving.hf_engine import TGI, TRANSFORMERS
+from decode.serving.llamacpp_engine import LLAMACPP
+from decode.serving.sglang_engine import SGLANG
+from decode.serving.trtllm_engine import TRTLLM
+from decode.serving.vllm_engine import VLLM
 from eval.reporting.formatting import format_with_interval
-from eval.reporting.report_data import setting_title
+from eval.results.report import setting_title
 from train.hub.published_fields import WITHHELD
 
 ReportEntry = Mapping[str, Any]
@@ -40,10 +43,6 @@ class ServedDraft:
     """EAGLE-3: layers whose input hidden states it reads; empty for the default ones."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template that most of its training prompts were rendered with."""
-
-    @property
-    def engines(self) -> EngineMethods:
-        return saved_families()[self.family].engines
 
     def unsupported(self, engine: str) -> str:
         return f"{engine} has no method for drafts of family {self.family}"
@@ -83,15 +82,15 @@ def vllm_speculative_config(job: ServedDraft) -> dict[str, Any]:
     """vLLM's speculative_config."""
     return {
         "model": job.repo,
-        "method": job.engines.vllm,
+        "method": VLLM.method(job.family),
         "num_speculative_tokens": job.k,
-        **job.engines.vllm_options,
+        **VLLM.methods[job.family].options,
     }
 
 
 def vllm_config(job: ServedDraft) -> EngineServingConfig:
     """A `vllm serve` command."""
-    if not job.engines.vllm:
+    if job.family not in VLLM.methods:
         return EngineServingConfig("vLLM", job.unsupported("vLLM"), {})
     revision = ["--revision", job.revision] if job.revision else []
     words = ["vllm", "serve", job.target, *revision]
@@ -99,13 +98,13 @@ def vllm_config(job: ServedDraft) -> EngineServingConfig:
     if job.template:
         words += ["--default-chat-template-kwargs", json.dumps(job.template)]
     return EngineServingConfig(
-        "vLLM", job.engines.vllm_versions, {"vllm.sh": _shell_script(job, words)}
+        "vLLM", VLLM.versions_for(job.family), {"vllm.sh": _shell_script(job, words)}
     )
 
 
 def triton_config(job: ServedDraft) -> EngineServingConfig:
     """A model repository for Triton's vLLM backend, which passes model.json to vLLM."""
-    if not job.engines.vllm:
+    if job.family not in VLLM.methods:
         return EngineServingConfig("Triton", job.unsupported("the vLLM inside it"), {})
     name = f"triton/draftsmith_{job.family}"
     revision = {"revision": job.revision} if job.revision else {}
@@ -115,17 +114,17 @@ def triton_config(job: ServedDraft) -> EngineServingConfig:
         f"{name}/config.pbtxt": config,
         f"{name}/1/model.json": json.dumps(model, indent=2) + "\n",
     }
-    note = f"tritonserver --model-repository serving/triton, with vLLM inside: {job.engines.vllm_versions}"
+    note = f"tritonserver --model-repository serving/triton, with vLLM inside: {VLLM.versions_for(job.family)}"
     return EngineServingConfig("Triton", note, files)
 
 
 def sglang_config(job: ServedDraft) -> EngineServingConfig:
     """A command of SGLang, which drafts chains with top-k 1."""
-    if not job.engines.sglang or 0 in job.layers:
+    if job.family not in SGLANG.methods or 0 in job.layers:
         reason = NO_EMBEDDING_CAPTURE if 0 in job.layers else job.unsupported("SGLang")
         return EngineServingConfig("SGLang", reason, {})
     words = ["python", "-m", "sglang.launch_server", "--model", job.target]
-    words += ["--speculative-algorithm", job.engines.sglang]
+    words += ["--speculative-algorithm", SGLANG.method(job.family)]
     words += ["--speculative-draft-model-path", job.repo]
     words += ["--speculative-num-steps", str(job.k), "--speculative-eagle-topk", "1"]
     words += ["--speculative-num-draft-tokens", str(job.k + 1)]  # it counts the root as well
@@ -139,11 +138,12 @@ def trtllm_config(job: ServedDraft) -> EngineServingConfig:
     """A command of TensorRT-LLM and its YAML of options."""
     if 0 in job.layers:
         return EngineServingConfig("TensorRT-LLM", NO_EMBEDDING_CAPTURE, {})
-    if not job.engines.tensorrt_llm:
+    if job.family not in TRTLLM.methods:
         reason = job.unsupported("its PyTorch backend")
         return EngineServingConfig("TensorRT-LLM", reason, {})
-    lines = [*job.engines.tensorrt_llm_options, "speculative_config:"]
-    lines.append(f"  decoding_type: {job.engines.tensorrt_llm}")
+    served = TRTLLM.methods[job.family]
+    lines = [f"{key}: {json.dumps(value)}" for key, value in served.options.items()]
+    lines += ["speculative_config:", f"  decoding_type: {served.method}"]
     lines += [f"  max_draft_len: {job.k}", f"  speculative_model: {job.repo}"]
     if job.layers:  # it counts layers by their output
         lines.append(f"  eagle3_layers_to_capture: {list(layouts.capture_to_output(job.layers))}")
@@ -158,7 +158,7 @@ def trtllm_config(job: ServedDraft) -> EngineServingConfig:
 
 def llamacpp_config(job: ServedDraft) -> EngineServingConfig:
     """Commands that write draft and target as GGUF files, and one of llama-server."""
-    if not job.engines.llamacpp:
+    if job.family not in LLAMACPP.methods:
         return EngineServingConfig("llama.cpp", job.unsupported("llama.cpp"), {})
     export = ["python", "scripts/export.py"]
     conversions = [
@@ -166,10 +166,10 @@ def llamacpp_config(job: ServedDraft) -> EngineServingConfig:
         [*export, job.target, "--format", "gguf", "--dtype", "bfloat16", "--out", "gguf/target"],
     ]
     words = ["llama-server", "-m", "gguf/target/model.gguf", "-md", "gguf/draft/model.gguf"]
-    words += ["--spec-type", job.engines.llamacpp, "--spec-draft-n-max", str(job.k)]
+    words += ["--spec-type", LLAMACPP.method(job.family), "--spec-draft-n-max", str(job.k)]
     if job.template:
         words += ["--jinja", "--chat-template-kwargs", json.dumps(job.template)]
-    words += job.engines.llamacpp_options
+    words += LLAMACPP.methods[job.family].options
     heads = ", for targets whose hidden states it hands out: Llama, Qwen 3 and gpt-oss are among them, Qwen 2 is not"
     note = (
         f"of November 2026{heads if job.family != 'causal' else ''}. scripts/export.py, from a checkout of draftsmith, "
@@ -184,7 +184,7 @@ def llamacpp_config(job: ServedDraft) -> EngineServingConfig:
 
 def tgi_config(job: ServedDraft) -> EngineServingConfig:
     """A command of TGI, which serves Medusa heads only."""
-    if not job.engines.tgi:
+    if job.family not in TGI.methods:
         return EngineServingConfig("TGI", "speculates with Medusa heads or n-grams only", {})
     words = ["text-generation-launcher", "--model-id", job.repo, "--speculate", str(job.k)]
     note = (
@@ -196,7 +196,7 @@ def tgi_config(job: ServedDraft) -> EngineServingConfig:
 
 def transformers_config(job: ServedDraft) -> EngineServingConfig:
     """A Python script with assistant_model."""
-    if not job.engines.transformers:
+    if job.family not in TRANSFORMERS.methods:
         return EngineServingConfig(
             "transformers", "assistant_model takes language models, not heads", {}
         )

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from decode.common import files, provenance, run_dir
-from decode.common.cli import to_dict
 from decode.common.disk_errors import naming
+from decode.common.settings import to_dict
 from decode.drafts.base import METADATA_FILE, draft_sha256
 from decode.drafts.registry import DRAFT_FAMILIES
 from decode.model.loading import Target, model_fingerprint

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from decode.common.errors import UserError
-from decode.drafts.registry import find_family, saved_families
+from decode.drafts.registry import find_family
 from decode.engine.engine import row_seeds
-from decode.model.gguf_files import gguf_folder
+from decode.model.formats.gguf_files import gguf_folder
 from decode.model.loading import NUMBER_TYPES, adapter_folder, head_is_misstated
+from decode.serving.vllm_engine import VLLM
 from decode.verification.sampling import SamplingParams
 
 WORKER_SCRIPT = Path(__file__).with_name("vllm_worker.py")
@@ -51,14 +52,14 @@ def has_vllm(python: str) -> bool:
 def speculative_config(draft: str, k: int, **more: Any) -> dict[str, Any]:
     """vLLM's --speculative-config for a saved draft. UserError for a family without a vLLM method."""
     family = find_family(draft)
-    if not family.engines.vllm:
-        known = ", ".join(name for name, one in saved_families().items() if one.engines.vllm)
+    if family.saved_name not in VLLM.methods:
+        known = ", ".join(VLLM.methods)
         raise UserError(f"{draft}: vLLM has no method for family {family.name!r}; it has {known}")
     return {
         "model": model_path(draft),
-        "method": family.engines.vllm,
+        "method": VLLM.method(family.saved_name),
         "num_speculative_tokens": k,
-        **family.engines.vllm_options,
+        **VLLM.methods[family.saved_name].options,
         **more,
     }
 

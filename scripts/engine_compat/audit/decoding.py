@@ -10,9 +10,9 @@ from typing import Any
 from decode.common.errors import UserError, first_line
 from decode.drafts.registry import load_draft
 from decode.model.loading import Target
+from decode.serving.rules import DraftFiles
 from eval.engine_logs.counts import EngineLog
 from scripts.engine_compat.audit.reading import Reading, copy_files
-from scripts.engine_compat.rules.checkpoint import DraftFiles
 from scripts.engine_compat.vllm_parity import (
     BATCH_ROWS,
     PromptCounts,

@@ -6,13 +6,13 @@ from typing import Any
 
 from decode.drafts.base import check_saved_tokenizer, check_tokenizer, draft_sha256, read_metadata
 from decode.model.loading import Target
+from decode.serving.rules import DraftFiles, Finding, read_draft, read_target
 from eval.tasks.loading import TaskPrompt
 from scripts.engine_compat.audit import naming
 from scripts.engine_compat.audit.decoding import Outcome, ServedCounts, decode_reading
 from scripts.engine_compat.audit.naming import Cause
 from scripts.engine_compat.audit.reading import AS_WRITTEN, Reading
 from scripts.engine_compat.audit.suspects import readings
-from scripts.engine_compat.rules.checkpoint import DraftFiles, Finding, read_draft, read_target
 from scripts.engine_compat.vllm_parity import PromptCounts, VllmParityConfig, sum_counts
 
 LOWER_DTYPES = ("bfloat16", "float16")

@@ -8,6 +8,9 @@ import torch
 from decode.checkpoints import layouts
 from decode.drafts.drafting import ReducedVocab
 from decode.model.hidden_states import HiddenStateSpec
+from decode.serving import eagle_rules as eagle
+from decode.serving.edits import ConfigEdit, Edit, TensorEdit, combine, set_config
+from decode.serving.rules import DraftFiles
 from scripts.engine_compat.audit.reading import (
     AdjustFn,
     Reading,
@@ -17,9 +20,6 @@ from scripts.engine_compat.audit.reading import (
     layer_config,
     reverse_columns,
 )
-from scripts.engine_compat.checkpoint_edits import ConfigEdit, Edit, TensorEdit, combine, set_config
-from scripts.engine_compat.rules import eagle
-from scripts.engine_compat.rules.checkpoint import DraftFiles
 
 # ---- taps ----
 

@@ -10,8 +10,8 @@ import torch
 from decode.checkpoints import importers, layouts
 from decode.checkpoints.importers import Tensors
 from decode.drafts.base import METADATA_FILE
-from scripts.engine_compat.checkpoint_edits import ConfigEdit, Edit, EditSequence, TensorEdit
-from scripts.engine_compat.rules.checkpoint import DraftFiles, TensorShape
+from decode.serving.edits import ConfigEdit, Edit, EditSequence, TensorEdit
+from decode.serving.rules import DraftFiles, TensorShape
 
 AdjustFn = Callable[[Any], None]
 """Changes a loaded draft in place, where no edit of its files could."""

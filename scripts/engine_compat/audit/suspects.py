@@ -11,15 +11,10 @@ from typing import Any
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.checkpoints.importers import Tensors
 from decode.common.errors import UserError
-from scripts.engine_compat.audit import eagle_suspects as heads
-from scripts.engine_compat.audit.reading import (
-    Reading,
-    Shapes,
-    drop_all,
-    fill_tensors,
-    layer_config,
-)
-from scripts.engine_compat.checkpoint_edits import (
+from decode.serving import causal_rules as causal
+from decode.serving import eagle_rules as eagle
+from decode.serving import medusa_rules as medusa
+from decode.serving.edits import (
     ConfigEdit,
     Edit,
     RemoveFile,
@@ -28,8 +23,15 @@ from scripts.engine_compat.checkpoint_edits import (
     rename,
     set_config,
 )
-from scripts.engine_compat.rules import causal, eagle, medusa
-from scripts.engine_compat.rules.checkpoint import DraftFiles, has_file
+from decode.serving.rules import DraftFiles, has_file
+from scripts.engine_compat.audit import eagle_suspects as heads
+from scripts.engine_compat.audit.reading import (
+    Reading,
+    Shapes,
+    drop_all,
+    fill_tensors,
+    layer_config,
+)
 
 
 def readings(d: DraftFiles) -> list[Reading]:

@@ -17,9 +17,9 @@ from decode.drafts.target_outline import load_without_target
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target, tokenizer_fingerprint
 from decode.model.vocabularies import disagreement
+from decode.serving.causal_rules import wrong_tokenizer
+from decode.serving.rules import read_draft, read_target
 from decode.verification.sampling import SamplingParams
-from scripts.engine_compat.rules.causal import wrong_tokenizer
-from scripts.engine_compat.rules.checkpoint import read_draft, read_target
 from scripts.export import ExportConfig, main
 from tests import heads
 from tests.tiny import noisy, tiny_model

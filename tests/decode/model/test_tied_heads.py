@@ -11,16 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from decode.checkpoints.draft_vocab import resize_vocabulary
 from decode.common import damage
 from decode.common.errors import UserError
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import head_is_misstated, load_config, load_model, load_target
+from decode.serving.gguf_export import write_gguf
 from decode.serving.running.vllm_client import language_model_path
-from scripts.engine_compat.gguf_export import write_gguf
 from tests.tiny import tiny_model
 from tests.worlds import byte_tokenizer
-from train.families.causal import random_init, resize_vocabulary
+from train.families.causal import random_init
 
 VOCAB = 268
 IDS = torch.arange(12, 52).view(2, 20)

@@ -11,7 +11,7 @@ import pytest
 
 from decode.common.errors import UserError
 from decode.common.journal import Journal
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.model.loading import Target
 from eval.benchmark.multi_turn import load_eval_prompts

@@ -16,8 +16,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from decode.common.cli import parse_settings
 from decode.common.errors import UserError
+from decode.common.settings import parse_settings
 from decode.model import names
 from train.data import python_corpus
 from train.data.filters import drop_overlaps

@@ -11,6 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from decode.checkpoints.draft_vocab import resize_vocabulary
 from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
 from decode.drafts.registry import load_draft
@@ -25,7 +26,7 @@ from train.data import batching
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
-from train.families.causal import build_causal_lm, random_init_config, resize_vocabulary
+from train.families.causal import build_causal_lm, random_init_config
 from train.families.config import DraftConfig
 from train.families.registry import family_trainer
 from train.trainer.loop import LoopConfig, build_optimizers

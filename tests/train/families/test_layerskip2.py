@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from decode.common.errors import UserError
 from decode.drafts.base import read_metadata
+from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.registry import load_draft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
 from eval.checks.target_drift import measure_target_drift

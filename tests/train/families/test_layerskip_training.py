@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
-from decode.drafts.self_speculation.exit_adapter import ExitAdapter
+from decode.drafts.early_exit import EarlyExitDraft, ExitAdapter
 from decode.engine.engine import decode
 from decode.engine.records import DecodeRecord
 from decode.model.runner import ModelRunner
-from tests.decode.drafts.self_speculation.test_exit_adapter import FEW, no_adapter, saved
+from tests.decode.drafts.test_exit_adapter import FEW, no_adapter, saved
 from tests.heads import randomise
 from tests.tiny import tiny_model, tiny_prompts, tiny_target
 from tests.train.data.test_packing import SAMPLES

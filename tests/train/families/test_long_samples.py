@@ -7,10 +7,9 @@ import torch
 from torch.nn.attention import flex_attention
 
 from decode.common.errors import UserError
-from decode.model import attention
+from decode.model import attention, masks
 from decode.model.hidden_states import HiddenStateSpec
-from decode.model.masking import blocks
-from decode.model.masking.masks import AttentionMask
+from decode.model.masks import AttentionMask
 from tests.params import slow_except
 from tests.tiny import FEW, tiny_model, tiny_target
 from tests.train.data.test_packing import FAMILY, SAMPLES, trainee_of
@@ -30,7 +29,7 @@ METHODS = ["blockwise", "flex"]
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few queries, and flex_attention with the gradient on a CPU that its reference code has."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    for module in (blocks, ttt_attention, dflash):
+    for module in (masks, ttt_attention, dflash):
         monkeypatch.setattr(module, "BLOCK", 7)
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from decode.common.errors import UserError
-from decode.drafts.registry import DRAFT_FAMILIES
+from decode.serving.vllm_engine import VLLM
 from eval.tuning.selection import fastest_chains
 from tests.drafts import entry, tuned
 from train.hub.serving_configs import (
@@ -55,7 +55,7 @@ def test_every_file_says_the_same(name: str) -> None:
     given = files["vllm.sh"].split("--speculative-config '")[1].split("'")[0]
     model = json.loads(files[f"triton/draftsmith_{job.family}/1/model.json"])
     assert json.loads(given) == model["speculative_config"] == vllm_speculative_config(job)
-    method = DRAFT_FAMILIES[job.family].engines.vllm
+    method = VLLM.method(job.family)
     assert json.loads(given)["method"] == method != ""  # never left to be guessed from the path
     if "sglang.sh" in files:
         assert f"--speculative-num-steps {job.k} " in files["sglang.sh"]

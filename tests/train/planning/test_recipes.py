@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from decode.checkpoints import layouts
 from decode.common import chat_template as common_chat_template
-from decode.common.cli import parse_settings
+from decode.common.settings import parse_settings
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import DTYPES, auto_class, load_target

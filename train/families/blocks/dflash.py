@@ -8,16 +8,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from decode.checkpoints import layouts
+from decode.drafts import blocks
 from decode.drafts.base import Draft
-from decode.drafts.blocks import dflash
-from decode.drafts.blocks.dflash import DFlashDraft
-from decode.drafts.blocks.dflash_model import DFlashModel
+from decode.drafts.blocks import DFlashDraft
+from decode.drafts.dflash_model import DFlashModel
 from decode.drafts.eagle_model import llama_config
 from decode.model.attention import SETTINGS
 from decode.model.hidden_states import HiddenStateSpec, LMHead
-from decode.model.masking.blocks import BLOCK, recomputed, run_now
-from decode.model.masking.flex import add_own_keys, attend_flex, block_mask
-from decode.model.masking.masks import SlotMask, key_index, take_keys
+from decode.model.masks import (
+    BLOCK,
+    SlotMask,
+    add_own_keys,
+    attend_flex,
+    block_mask,
+    key_index,
+    recomputed,
+    run_now,
+    take_keys,
+)
 from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.families.base import (
@@ -159,7 +167,7 @@ def block_attention(
     """[B, M * size, heads, D]: each of M blocks attends to the context that its slot of `mask` sees, and to itself.
 
     q [B, heads, M * size, D] and k, v [B, Hkv, M * size, D] of the blocks; keys, values [B, Hkv, T, D] of the context.
-    From BLOCK queries on, a few blocks at a time are computed, and again in backward (decode/model/masking/blocks.py).
+    From BLOCK queries on, a few blocks at a time are computed, and again in backward (decode/model/masks.py).
     """
     q = q.unflatten(1, (k.shape[1], -1)).unflatten(3, (-1, size)) * q.shape[-1] ** -0.5
     k, v = k.unflatten(2, (-1, size)), v.unflatten(2, (-1, size))  # [B, Hkv, M, size, D]
@@ -256,7 +264,7 @@ def init_dflash(name: str, context: FamilyContext, counts: Tensor) -> tuple[DFla
             block=config["block_size"] - (name == "dflash"),
             mask_token=mask,
         )
-        return dflash.load(s.init, target, device, "float32").net, config
+        return blocks.load_dflash(s.init, target, device, "float32").net, config
     layers = tuple(s.taps) or layouts.default_aux_layers(target.runner.config.num_hidden_layers)
     ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
     size = vocab if ids is None else len(ids)

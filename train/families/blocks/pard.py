@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
-from decode.drafts.blocks.pard import MASK_FIELD, PardDraft
+from decode.drafts.blocks import MASK_FIELD, PardDraft
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
 from decode.model.layer_stack import decoder_config
-from decode.model.recurrent.hybrid_cache import has_recurrent_layers
+from decode.model.recurrent import has_recurrent_layers
 from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.blocks.block_loss import BlockLoss

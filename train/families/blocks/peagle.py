@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from decode.checkpoints import layouts
 from decode.drafts.base import Draft
-from decode.drafts.blocks.peagle import PEagleDraft
+from decode.drafts.blocks import PEagleDraft
 from decode.drafts.eagle_model import Eagle3Model
 from decode.model import attention
-from decode.model.masking.blocks import recomputed, run_now
+from decode.model.masks import recomputed, run_now
 from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.families.base import FamilyContext, TrainableDraft

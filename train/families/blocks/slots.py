@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from decode.model.masking.masks import AttentionMask, first_tokens
+from decode.model.masks import AttentionMask, first_tokens
 from train.data.batching import Batch
 from train.families.alignment import target_run_length
 

@@ -12,7 +12,7 @@ from decode.drafts.base import Draft
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, EagleModel
 from decode.model.hidden_states import check_taps
-from decode.model.masking.blocks import recomputed, run_now
+from decode.model.masks import recomputed, run_now
 from train.data import vocab_mapping
 from train.data.batching import Batch
 from train.families.alignment import Alignment

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from decode.checkpoints import layouts
+from decode.drafts import early_exit
 from decode.drafts.base import Draft
-from decode.drafts.self_speculation import early_exit
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
-from decode.drafts.self_speculation.exit_adapter import ExitAdapter, copy_final_norm
+from decode.drafts.early_exit import EarlyExitDraft, ExitAdapter, copy_final_norm
 from decode.model.hidden_states import LMHead
 from decode.model.layer_stack import check_exit, with_head_rows
 from decode.model.loading import Target

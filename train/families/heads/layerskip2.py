@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from decode.drafts.base import Draft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
+from decode.drafts.early_exit import EarlyExitDraft
 from decode.model.layer_stack import check_exit, final_norm
 from train.data.batching import Batch
 from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft

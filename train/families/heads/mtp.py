@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from decode.checkpoints import layouts
-from decode.drafts import mtp, mtp_model
+from decode.drafts import mtp
 from decode.drafts.base import Draft
-from decode.drafts.mtp import MtpDraft
-from decode.drafts.mtp_model import MtpModel
+from decode.drafts.mtp import MtpDraft, MtpModel
 from decode.model import attention
 from decode.model.hidden_states import LMHead
 from decode.model.loading import Target
-from decode.model.masking.masks import SlotMask
+from decode.model.masks import SlotMask
 from train.data.batching import Batch
 from train.families.alignment import Alignment
 from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft, model_dtype
@@ -79,7 +78,7 @@ class TrainableMtp(TrainableEagle):
         cast = {key: tensors[key].to(dtype) for key, _ in self.net.named_parameters()}
         number = self.target.runner.config.num_hidden_layers
         config = {**self.config, "dtype": name, "torch_dtype": name}
-        layouts.write_checkpoint(folder, config, mtp_model.to_files(tensors | cast, number))
+        layouts.write_checkpoint(folder, config, mtp.to_files(tensors | cast, number))
 
 
 def init_mtp(s: DraftConfig, target: Target, device: str) -> tuple[MtpModel, Config]:
@@ -92,7 +91,7 @@ def init_mtp(s: DraftConfig, target: Target, device: str) -> tuple[MtpModel, Con
         load_saved_config(s, "mtp")
         return mtp.load_net(s.init, target, device, "float32"), mtp_config(target)
     model = target.runner.model
-    net = MtpModel(mtp_model.last_layer(model), LMHead(model))
+    net = MtpModel(mtp.last_layer(model), LMHead(model))
     width = net.fc.out_features
     with torch.no_grad():
         nn.init.normal_(net.fc.weight, std=0.1 * width**-0.5)

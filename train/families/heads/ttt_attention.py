@@ -12,9 +12,15 @@ from torch import Tensor
 
 from decode.drafts.eagle_model import AttendFn
 from decode.model.attention import SETTINGS
-from decode.model.masking.blocks import recomputed
-from decode.model.masking.flex import add_own_keys, attend_flex, block_mask
-from decode.model.masking.masks import SlotMask, key_index, take_keys
+from decode.model.masks import (
+    SlotMask,
+    add_own_keys,
+    attend_flex,
+    block_mask,
+    key_index,
+    recomputed,
+    take_keys,
+)
 
 BLOCK = 512
 """Slots whose attention scores are in memory at once, but for method "dense" (decode/model/attention.py)."""

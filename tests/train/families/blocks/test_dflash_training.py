@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.model.masking.masks import SlotMask
-from tests.decode.drafts.blocks.test_dflash import formula_states
+from decode.model.masks import SlotMask
+from tests.decode.drafts.test_dflash import formula_states
 from tests.heads import prefilled, randomise
 from tests.tiny import FEW, tiny_model, tiny_target
 from tests.train.data.test_packing import SAMPLES

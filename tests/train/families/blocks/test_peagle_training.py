@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.decode.drafts.blocks.test_peagle import one_pass
+from tests.decode.drafts.test_peagle import one_pass
 from tests.heads import randomise
 from tests.tiny import FEW, tiny_model, tiny_target
 from tests.train.data.test_packing import SAMPLES

@@ -1,0 +1,72 @@
+"""Checks a draft's files against the rules of a serving engine, without that engine."""
+
+import warnings
+
+from decode.common.errors import UserError
+from decode.drafts.target_outline import load_without_target
+from decode.serving.engine import ServingEngine
+from decode.serving.hf_engine import TRANSFORMERS
+from decode.serving.llamacpp_engine import LLAMACPP
+from decode.serving.rules import (
+    COMMON_RULES,
+    REFUSED,
+    SILENT,
+    Finding,
+    check_rules,
+    read_draft,
+    read_target,
+)
+from decode.serving.sglang_engine import SGLANG
+from decode.serving.trtllm_engine import TRTLLM
+from decode.serving.vllm_engine import VLLM
+
+ENGINES: dict[str, ServingEngine] = {
+    "vllm": VLLM,
+    "sglang": SGLANG,
+    "trtllm": TRTLLM,
+    "llamacpp": LLAMACPP,
+    "transformers": TRANSFORMERS,
+}
+"""The engines whose rules are known, by their names in settings."""
+
+DECODER_RULE, UNCHECKED = "decoder", "unchecked"
+"""Names of findings that no table of rules has."""
+
+
+def check_draft_files(
+    path: str, engine: str, engine_version: str = "", target: str = ""
+) -> list[Finding]:
+    """The rules of an engine that a draft's files break, and why this project's decoder refuses it, if it does; [] for
+    a draft that both decode as it was trained.
+
+    Without a `target` (folder or Hub name), what depends on it is not checked. UserError for an unknown engine, or
+    for files that no engine could open.
+    """
+    findings = check_engine_rules(path, engine, engine_version, target)
+    if any(finding.rule == UNCHECKED for finding in findings):
+        return findings
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what decodes all the same
+            load_without_target(path, target)
+    except UserError as error:
+        findings.append(Finding(DECODER_RULE, REFUSED, str(error), "decode/drafts, which loads it"))
+    return findings
+
+
+def check_engine_rules(
+    path: str, engine: str, engine_version: str = "", target: str = ""
+) -> list[Finding]:
+    """`check_draft_files` by the rules of the engine alone."""
+    if engine not in ENGINES:
+        raise UserError(f"no engine {engine!r}: give one of {', '.join(ENGINES)}")
+    known = ENGINES[engine]
+    draft = read_draft(path)
+    own = [rule for rule in known.rules if rule not in COMMON_RULES]
+    if not any(draft.family in rule.families for rule in own):
+        what = f"there are no rules for drafts of family {draft.family!r}: whether {engine} serves them is not known"
+        return [Finding(UNCHECKED, SILENT, what, "this project")]
+    if target:
+        model = read_target(target, tokenizer=draft.family == "causal")
+        draft = read_draft(path, model)
+    return check_rules(draft, known.rules, engine_version or known.version)

@@ -1,0 +1,199 @@
+"""A draft's files in the layouts of other engines and trainers, or in ours.
+
+Tensors are copied bit for bit. The layouts are listed in scripts/export.py.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from decode.checkpoints import draft_vocab, importers, layouts
+from decode.checkpoints.importers import DraftCheckpoint, Tensors
+from decode.common.errors import UserError
+from decode.drafts.base import METADATA_FILE, check_vocabulary, draft_sha256
+from decode.drafts.causal import load_ids
+from decode.model.formats.adapters import TOKENIZER_FILES
+from decode.model.loading import (
+    adapter_folder,
+    head_is_misstated,
+    load_config,
+    load_model,
+    load_target,
+    model_folder,
+)
+
+ExportedFiles = tuple[dict[str, Any], Tensors, str]
+"""config.json, the tensors and the name of their file."""
+
+
+def with_lm_head(checkpoint: DraftCheckpoint, target: str) -> DraftCheckpoint:
+    """Medusa heads that use the target's lm_head, with a copy of it: vLLM refuses heads without one.
+
+    Other checkpoints as they are. UserError if the target is needed and not given.
+    """
+    if not checkpoint.config.get("original_lm_head") or "lm_heads.0.weight" in checkpoint.tensors:
+        return checkpoint
+    if not target:
+        raise UserError("these heads use the target's lm_head: give --target")
+    weight = load_model(target, "target", "cpu", "float32").get_output_embeddings().weight.detach()
+    dtype = checkpoint.tensors["blocks.0.layers.0.weight"].dtype
+    sizes = {"vocab_size": len(weight), "truncated_vocab_size": len(weight)}
+    tensors = checkpoint.tensors | {"lm_heads.0.weight": weight.to(dtype)}
+    return DraftCheckpoint(checkpoint.family, checkpoint.config | sizes, tensors)
+
+
+def to_flat(checkpoint: DraftCheckpoint) -> ExportedFiles:
+    """Our layout. UserError for EAGLE-3 heads that no flat config describes to both vLLM and SGLang."""
+    config, tensors = checkpoint.config, checkpoint.tensors
+    if checkpoint.family != "eagle3":
+        if checkpoint.config.get("original_lm_head"):
+            names = {"lm_heads.0.weight": "lm_head.weight"}
+            tensors = {names.get(name, name): value for name, value in tensors.items()}
+        return config, tensors, layouts.WEIGHTS_FILE
+    if config["norm_before_residual"]:
+        raise UserError(
+            "this draft was trained with norm_before_residual, which SGLang does not implement: only --format "
+            "speculators can store it"
+        )
+    return config, layouts.to_midlayer(tensors), layouts.WEIGHTS_FILE
+
+
+LAYER_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "vocab_size",
+    "num_hidden_layers",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "rope_theta",
+    "rope_scaling",
+    "num_aux_hidden_states",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+"""Keys of a flat config that belong into `transformer_layer_config`."""
+
+
+def to_speculators(checkpoint: DraftCheckpoint, target: str, k: int) -> ExportedFiles:
+    """The speculators library's nested config with the same tensors. UserError for other families than EAGLE-3."""
+    if checkpoint.family != "eagle3":
+        raise UserError(f"the speculators format is for EAGLE-3, and this is {checkpoint.family}")
+    if not target:
+        raise UserError("the speculators format names the target: give --target")
+    config = checkpoint.config
+    layer = {key: config[key] for key in LAYER_KEYS if key in config}
+    outer = {key: config[key] for key in importers.SPECULATORS_OUTER_KEYS if key in config}
+    method = {"proposal_type": "greedy", "speculative_tokens": k}
+    nested = {
+        # No model_type: with one vLLM does not read the other keys.
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        **outer,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {"model_type": "llama", **layer},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**method, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": target, "architectures": _target_architectures(target)},
+        },
+    }
+    return nested, checkpoint.tensors, layouts.WEIGHTS_FILE
+
+
+def _target_architectures(target: str) -> list[str]:
+    return list(load_config(target, "target").architectures or [])
+
+
+def to_medusa_legacy(checkpoint: DraftCheckpoint, target: str) -> ExportedFiles:
+    """Numbered tensors, in which a head's projection follows its last layer. Loaders that need .pt cannot read it.
+
+    UserError for other families than Medusa.
+    """
+    if checkpoint.family != "medusa":
+        raise UserError(f"medusa-legacy is for Medusa heads, and this is {checkpoint.family}")
+    config, layers = checkpoint.config, checkpoint.config["num_hidden_layers"]
+
+    def numbered_name(name: str) -> str:
+        block = re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", name)
+        if block:
+            return f"{block[1]}.{block[2]}.linear.{block[3]}"
+        return re.sub(r"lm_heads\.(\d+)\.weight", rf"\1.{layers}.weight", name)
+
+    tensors = checkpoint.tensors
+    if config["original_lm_head"]:  # the target's, which this layout omits
+        tensors = {name: value for name, value in tensors.items() if "lm_head" not in name}
+    legacy = {
+        "medusa_num_heads": config["num_heads"],
+        "medusa_num_layers": layers,
+        "base_model_name_or_path": target,
+    }
+    legacy |= {key: config[key] for key in ("dtype", "torch_dtype") if key in config}
+    return (
+        legacy,
+        {numbered_name(name): value for name, value in tensors.items()},
+        importers.WEIGHT_FILES[1],
+    )
+
+
+MODEL_FILES = ("config.json", "generation_config.json")
+
+
+def export_hf(path: str, name: str, out: Path) -> None:
+    """Writes a causal draft with the vocabulary size of the target `name`, whose tokenizer files are copied unchanged.
+
+    Rows are added to its embedding and lm_head, or surplus ones are cut off, as training does; a reduced vocabulary
+    stays beside them, and other engines do not draft the other tokens (`silence_other_tokens`). UserError for another
+    tokenizer.
+    """
+    if not name or not Path(name).is_dir():
+        raise UserError("hf copies the target's tokenizer files: give --target, a local folder")
+    target, path = load_target(name, "cpu"), adapter_folder(path, "draft") or path
+    check_vocabulary(path, target)
+    model = load_model(path, "draft", "cpu", _config_dtype(path))
+    size, wanted = model.get_output_embeddings().weight.shape[0], target.runner.vocab_size
+    ids = load_ids(path, min(size, wanted))
+    out.mkdir(parents=True, exist_ok=True)
+    draft_vocab.save_ids(out, ids)
+    copied = size == wanted and Path(path).is_dir() and not head_is_misstated(path, "draft")
+    if copied and ids is None:
+        names = [*MODEL_FILES, *(file.name for file in Path(path).glob("model*.safetensors*"))]
+        for file in (Path(path) / name for name in names):
+            if file.is_file():
+                shutil.copyfile(file, out / file.name)
+    else:
+        draft_vocab.resize_vocabulary(model, wanted)
+        if ids is not None:
+            draft_vocab.silence_other_tokens(model, ids)
+        model.save_pretrained(out, safe_serialization=True)
+    for pattern in TOKENIZER_FILES:
+        for file in Path(model_folder(name, "target")).glob(pattern):
+            shutil.copyfile(file, out / file.name)
+
+
+def _config_dtype(path: str) -> str:
+    return str(load_config(path, "draft").dtype or "float32").removeprefix("torch.")
+
+
+def write_metadata(path: str, metadata: Mapping[str, Any], out: Path) -> None:
+    """Writes draftsmith.json beside the copy, with the checksums of the copy and of the original."""
+    if metadata:
+        facts = {
+            **metadata,
+            "draft_sha256": draft_sha256(str(out)),
+            "exported_from": draft_sha256(path),
+        }
+        (out / METADATA_FILE).write_text(json.dumps(facts, indent=1) + "\n")

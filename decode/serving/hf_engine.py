@@ -1,0 +1,68 @@
+"""The rules of transformers' `assistant_model=`, which takes causal LMs only."""
+
+from collections.abc import Iterator
+
+from decode.model.loading import load_config
+from decode.serving import causal_rules as causal
+from decode.serving.engine import Served, ServingEngine
+from decode.serving.rules import (
+    COMMON_RULES,
+    HEAD_FAMILIES,
+    IGNORED,
+    REFUSED,
+    SILENT,
+    ContextAtLeastTargets,
+    DraftFiles,
+    Rule,
+    Unsupported,
+    dtype_mismatch,
+    vocab_size_mismatch,
+)
+
+UTILS = "transformers/generation/utils.py (_validate_assistant), 5.23"
+CANDIDATES = (
+    "transformers/generation/candidate_generator.py, 5.23: no length of the assistant is read"
+)
+MODELING = "transformers/modeling_utils.py, 5.23"
+
+
+def learned_positions(d: DraftFiles) -> bool:
+    """Whether positions are rows of a table, which ends."""
+    return "rope_parameters" not in load_config(d.path, "draft").to_dict()
+
+
+def overrun(d: DraftFiles) -> Iterator[str]:
+    """A table of positions that is shorter than the target's texts."""
+    end = ContextAtLeastTargets("generation ends with an IndexError beyond it")
+    return end(d) if learned_positions(d) else iter(())
+
+
+def stretched(d: DraftFiles) -> Iterator[str]:
+    """RoPE that goes on beyond what the draft was made for."""
+    far = ContextAtLeastTargets("it drafts on beyond it, and few tokens are accepted there")
+    return iter(()) if learned_positions(d) else far(d)
+
+
+RULES = (
+    *COMMON_RULES,
+    Rule("heads", HEAD_FAMILIES, REFUSED, UTILS, Unsupported("assistant_model takes causal LMs, not heads")),
+    Rule("dtype", ("causal",), IGNORED, MODELING, dtype_mismatch),
+    Rule("vocabulary", ("causal",), REFUSED, f"{UTILS}: other sizes need both tokenizers", vocab_size_mismatch),
+    Rule("context", ("causal",), REFUSED, CANDIDATES, overrun),
+    Rule("context-rope", ("causal",), SILENT, CANDIDATES, stretched),
+    *causal.RULES,
+    Rule("missing-tensor", ("causal",), SILENT, f"{MODELING}: random, with a warning", causal.missing_tensors),
+    Rule("shapes", ("causal",), REFUSED, MODELING, causal.wrong_shapes),
+    Rule("tied", ("causal",), SILENT, MODELING, causal.dropped_lm_head),
+    Rule("tokenizer", ("causal",), SILENT, f"{UTILS}: equal sizes pass for equal tokenizers", causal.wrong_tokenizer),
+)  # fmt: skip
+
+TRANSFORMERS = ServingEngine(
+    "transformers",
+    version="5.23",
+    versions="5; batch 1",
+    methods={"causal": Served("assistant_model")},
+    rules=RULES,
+)
+TGI = ServingEngine("TGI", version="3", versions="3", methods={"medusa": Served("medusa")})
+"""Its files are not checked. It reads the layout of Medusa's authors."""

@@ -1,0 +1,248 @@
+"""The rules of llama.cpp 0.6.0-dev (November 2026), from its source and run there (llamacpp_parity.py).
+
+HEADS is how a family of heads is written as GGUF: gguf_heads.py writes what it lists, and HEAD_RULES refuse what it
+does not. llama.cpp itself reports few mistakes: most wrong files load and get fewer tokens accepted.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from decode.checkpoints import layouts
+from decode.serving import block_rules as blocks
+from decode.serving import causal_rules as causal
+from decode.serving import eagle_rules as eagle
+from decode.serving.engine import Served, ServingEngine
+from decode.serving.rules import (
+    COMMON_RULES,
+    IGNORED,
+    REFUSED,
+    SILENT,
+    ContextAtLeastTargets,
+    DraftFiles,
+    Rule,
+    Unsupported,
+    dtype_mismatch,
+    vocab_size_mismatch,
+)
+
+EAGLE3_CPP = "src/models/eagle3.cpp"
+DFLASH_CPP = "src/models/dflash.cpp"
+GRAPH_CPP = "src/llama-graph.cpp (t_layer_inp)"
+LOADER_CPP = "src/llama-model-loader.cpp"
+SPECULATIVE_CPP = "common/speculative.cpp"
+
+EAGLE3, DFLASH = ("eagle3",), ("dflash", "dspark")
+
+LAYER_TENSORS = {
+    f"layers.N.{name}.weight": f"blk.N.{stored}.weight"
+    for name, stored in {
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }.items()
+}
+SHARED_TENSORS = {
+    "fc.weight": "fc.weight",
+    "norm.weight": "output_norm.weight",
+    "embed_tokens.weight": "token_embd.weight",  # where there is none, the target's
+    "lm_head.weight": "output.weight",  # the same
+}
+EAGLE3_TENSORS = {
+    **SHARED_TENSORS,
+    **LAYER_TENSORS,
+    "input_norm.weight": "enc.output_norm.weight",
+    "layers.N.hidden_norm.weight": "blk.N.attn_norm_2.weight",
+}
+DFLASH_TENSORS = {
+    **SHARED_TENSORS,
+    **LAYER_TENSORS,
+    "hidden_norm.weight": "enc.output_norm.weight",
+    "layers.N.self_attn.q_norm.weight": "blk.N.attn_q_norm.weight",
+    "layers.N.self_attn.k_norm.weight": "blk.N.attn_k_norm.weight",
+}
+DSPARK_TENSORS = {
+    **DFLASH_TENSORS,
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight",
+    "confidence_head.proj.bias": "conf_proj.bias",
+}
+
+
+@dataclass(frozen=True)
+class HeadFormat:
+    """How the heads of a family are written as GGUF. `d2t` and `rope_freqs.weight` are computed, not copied."""
+
+    architecture: str
+    """`general.architecture`, with which the names of keys begin."""
+    tensors: Mapping[str, str]
+    """GGUF's name for each of our tensors; N is a layer's number."""
+    norm_flags: tuple[str, ...] = ()
+    """The norm flags of config.json that are keys."""
+    alternates: bool = False
+    """In the rows of queries and keys the two halves of a rotation alternate."""
+
+
+HEADS = {
+    "eagle3": HeadFormat(
+        "eagle3",
+        EAGLE3_TENSORS,
+        norm_flags=("norm_before_residual", "norm_before_fc"),
+        alternates=True,
+    ),
+    "dflash": HeadFormat("dflash", DFLASH_TENSORS),
+    "dspark": HeadFormat("dflash", DSPARK_TENSORS),
+}
+"""By family. A file of DSpark is known by its `markov_w1.weight`."""
+
+STATE_TARGETS = (
+    *("llama", "mistral", "mixtral"),  # one graph
+    *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
+    *("gpt_oss", "gemma4", "deepseek_v4", "minimax", "minimax_m2", "mimo_v2_flash"),
+    *("nemotron_h", "lfm2", "lfm2_moe", "nanbeige", "hunyuan_vl", "bailing_hybrid"),
+    "muse_glimmer",
+)
+"""model_type, without `_text`, of the targets whose graphs hand out hidden states."""
+ROPE_TYPES = ("default", "linear", "llama3")
+"""Types of RoPE that are frequencies alone."""
+
+
+def gguf_name(family: str, name: str) -> str | None:
+    """GGUF's name for a tensor of these heads; None if their GGUF has no such tensor."""
+    layer = re.match(r"layers\.(\d+)\.", name)
+    general = name if layer is None else name.replace(layer[0], "layers.N.", 1)
+    stored = HEADS[family].tensors.get(general)
+    return stored if stored is None or layer is None else stored.replace(".N.", f".{layer[1]}.")
+
+
+def no_hidden_states(d: DraftFiles) -> Iterator[str]:
+    """A target whose graph does not hand out the states that heads read."""
+    if d.target is None:
+        return
+    kind = str(d.target.config.get("model_type"))
+    if kind.removesuffix("_text") not in STATE_TARGETS:
+        yield (
+            f"llama.cpp hands out no hidden states of targets of type {kind}: llama-server starts and aborts at its "
+            "first request"
+        )
+
+
+def unwritten_tensors(d: DraftFiles) -> Iterator[str]:
+    """Tensors that a GGUF of these heads does not have, biases among them."""
+    for name in sorted(set(d.tensors) - set(eagle.VOCAB_MAPS)):
+        own = name.removeprefix("model.")
+        known = gguf_name(d.family, own) or "rotary_emb." in own or own.startswith("verifier_")
+        if not known:
+            yield f"llama.cpp's {d.family} has no tensor for {d.name_in_file[name]}"
+
+
+def unwritten_norms(d: DraftFiles) -> Iterator[str]:
+    """Norm flags that llama.cpp's graph does not know, and its own converter drops."""
+    for flag in layouts.NORM_FLAGS:
+        if eagle.norm_flag(d, flag) and flag not in HEADS[d.family].norm_flags:
+            yield f"llama.cpp's {d.family} has no {flag}: it would compute as if that were false"
+
+
+def wrong_state_count(d: DraftFiles) -> Iterator[str]:
+    """EAGLE-3 that does not read three states."""
+    fc, width = d.tensors.get("fc.weight"), d.get("target_hidden_size", d.get("hidden_size"))
+    if fc is not None and width and fc.shape[1] != 3 * width:
+        yield f"fc reads {fc.shape[1] // width} hidden states of the target, and llama.cpp gives it exactly 3"
+
+
+def wrong_activation(d: DraftFiles) -> Iterator[str]:
+    """Another activation than SiLU."""
+    name = d.get("hidden_act", d.get("hidden_activation", "silu"))
+    if name not in ("silu", "swish"):
+        yield f"its activation is {name}: llama.cpp computes silu, and gelu from a table of its own"
+
+
+def unwritten_rope(d: DraftFiles) -> Iterator[str]:
+    """RoPE that is more than frequencies."""
+    rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        yield f"its RoPE is of type {kind}: only {', '.join(ROPE_TYPES)} are written"
+
+
+def sliding_window(d: DraftFiles) -> Iterator[str]:
+    """A window, which the graph does not have (EAGLE-3) or which our decoder computes with full attention."""
+    if d.get("sliding_window") and d.get("use_sliding_window", True):
+        yield f"sliding_window is {d.get('sliding_window')}: it is written with full attention alone"
+
+
+HEAD_RULES = (
+    Rule("target-states", tuple(HEADS), REFUSED, GRAPH_CPP, no_hidden_states),
+    Rule("unwritten-norm", EAGLE3, SILENT, EAGLE3_CPP, unwritten_norms),
+    Rule("layers", EAGLE3, REFUSED, EAGLE3_CPP, eagle.wrong_layer_count),
+    Rule("states", EAGLE3, REFUSED, EAGLE3_CPP, wrong_state_count),
+    Rule("anchor", ("dflash",), SILENT, f"{DFLASH_CPP}: DSpark alone", blocks.wrong_anchor),
+    Rule("unknown-tensor", tuple(HEADS), REFUSED, LOADER_CPP, unwritten_tensors),
+    Rule("activation", tuple(HEADS), SILENT, f"{EAGLE3_CPP}, {DFLASH_CPP}", wrong_activation),
+    Rule("rope-type", tuple(HEADS), SILENT, "this project's exporter", unwritten_rope),
+    Rule("window", tuple(HEADS), SILENT, f"{EAGLE3_CPP}, {DFLASH_CPP}", sliding_window),
+    Rule("eagle1", ("eagle1",), REFUSED, SPECULATIVE_CPP, Unsupported("llama.cpp has no EAGLE-1")),
+    Rule("peagle", ("peagle",), REFUSED, EAGLE3_CPP, Unsupported(
+        "llama.cpp has no P-EAGLE: its eagle3 drafts one token a pass, without mask_hidden"
+    )),
+    Rule("medusa", ("medusa",), REFUSED, SPECULATIVE_CPP, Unsupported("llama.cpp has no Medusa")),
+    Rule("parallel", ("pard",), REFUSED, SPECULATIVE_CPP, Unsupported(
+        "llama.cpp has no parallel drafting with a language model: it would run this one token by token, without masks"
+    )),
+    Rule("mtp", ("mtp",), REFUSED, SPECULATIVE_CPP, Unsupported(
+        "an MTP layer is no head of its own in llama.cpp but part of its target's GGUF: convert the target with "
+        "llama.cpp's convert_hf_to_gguf.py"
+    )),
+)  # fmt: skip
+"""What no GGUF that is written here can say, or what no llama-server runs."""
+
+RULES = (
+    *COMMON_RULES,
+    Rule("dtype", ("causal", *HEADS), IGNORED, "this project's exporter: --dtype", dtype_mismatch),
+    Rule("vocabulary", ("causal", *HEADS), REFUSED, f"{EAGLE3_CPP}, {DFLASH_CPP}", vocab_size_mismatch),
+    Rule("context", ("causal", *HEADS), SILENT, SPECULATIVE_CPP, ContextAtLeastTargets(
+        "it drafts on beyond it, and few tokens are accepted there"
+    )),
+    *HEAD_RULES,
+    Rule("shapes", EAGLE3, REFUSED, LOADER_CPP, eagle.wrong_shapes),
+    Rule("missing-tensor", EAGLE3, REFUSED, LOADER_CPP, eagle.missing_tensors),
+    Rule("norm-flags", EAGLE3, SILENT, EAGLE3_CPP, eagle.changed_norm_flags),
+    Rule("rope", EAGLE3, SILENT, EAGLE3_CPP, eagle.rope_mismatch),
+    Rule("bias-flags", EAGLE3, SILENT, EAGLE3_CPP, eagle.unfilled_bias_flags),
+    Rule("taps-disagree", EAGLE3, SILENT, "the files themselves", eagle.conflicting_aux_layers),
+    Rule("target-width", EAGLE3, REFUSED, EAGLE3_CPP, eagle.target_width_mismatch),
+    Rule("map-missing", EAGLE3, REFUSED, LOADER_CPP, eagle.map_missing),
+    Rule("map-superfluous", EAGLE3, REFUSED, LOADER_CPP, eagle.unneeded_map),
+    Rule("map", tuple(HEADS), SILENT, f"{EAGLE3_CPP}: set_rows by d2t", eagle.map_wrong),
+    Rule("map-dtype", tuple(HEADS), SILENT, f"{EAGLE3_CPP}: set_rows by d2t", eagle.map_dtype),
+    Rule("shapes", DFLASH, REFUSED, LOADER_CPP, blocks.wrong_shapes),
+    Rule("missing-tensor", DFLASH, REFUSED, LOADER_CPP, blocks.missing_tensors),
+    Rule("mask-token", DFLASH, SILENT, SPECULATIVE_CPP, blocks.no_mask_token),
+    Rule("causality", DFLASH, SILENT, DFLASH_CPP, blocks.causal_blocks),
+    Rule("taps", DFLASH, SILENT, SPECULATIVE_CPP, blocks.wrong_aux_layers),
+    *causal.RULES,
+    Rule("missing-tensor", ("causal",), REFUSED, LOADER_CPP, causal.missing_tensors),
+    Rule("shapes", ("causal",), REFUSED, LOADER_CPP, causal.wrong_shapes),
+    Rule("tokenizer", ("causal",), REFUSED, f"{SPECULATIVE_CPP}: draft-simple compares tokens", causal.wrong_tokenizer),
+)  # fmt: skip
+
+LLAMACPP = ServingEngine(
+    "llama.cpp",
+    version="0.6.0",
+    versions="of November 2026",
+    methods={  # --spec-type, for drafts that scripts/export.py writes as GGUF
+        "causal": Served("draft-simple"),
+        # With sampling on the backend, requests at the same time get few tokens accepted.
+        "eagle3": Served("draft-eagle3", {"--no-spec-draft-backend-sampling": True}),
+        "dflash": Served("draft-dflash"),
+        "dspark": Served("draft-dspark"),
+    },
+    rules=RULES,
+)

@@ -1,0 +1,92 @@
+"""The rules of TensorRT-LLM, from the source of its PyTorch backend. They were not run here."""
+
+from collections.abc import Iterator
+
+from decode.serving import causal_rules as causal
+from decode.serving import eagle_rules as eagle
+from decode.serving import medusa_rules as medusa
+from decode.serving.engine import Served, ServingEngine
+from decode.serving.rules import (
+    COMMON_RULES,
+    COVERED_EVERYWHERE,
+    REFUSED,
+    SILENT,
+    ContextAtLeastTargets,
+    DraftFiles,
+    RequireKeys,
+    RequireValue,
+    Rule,
+    Unsupported,
+    dtype_mismatch,
+    vocab_size_mismatch,
+)
+
+SOURCE = "tensorrt_llm/_torch/models/modeling_speculative.py at 00679c6 (2026)"
+CONTEXT_PY = "tensorrt_llm/_torch/pyexecutor/model_engine.py (_init_max_seq_len)"
+DRAFT_TARGET_SOURCE = "tensorrt_llm: DraftTargetDecodingConfig"
+
+
+def ignored_norm_before_fc(d: DraftFiles) -> Iterator[str]:
+    """norm_before_fc is read from eagle_config only."""
+    if d.get("norm_before_fc", False) and not (d.get("eagle_config") or {}).get("norm_before_fc"):
+        yield "norm_before_fc is ignored outside eagle_config"
+
+
+def non_default_aux_layers(d: DraftFiles) -> Iterator[str]:
+    """The layers to read are an option of the server, not part of the checkpoint."""
+    if d.target is None:
+        return
+    count = d.target.config["num_hidden_layers"]
+    wanted = eagle.trained_aux_layers(d)
+    if wanted is not None and wanted != eagle.default_aux_layers(count):
+        yield f"the head does not read the default layers: pass eagle3_layers_to_capture {[i - 1 for i in wanted]}"
+
+
+EAGLE3 = ("eagle3",)
+RULES = (
+    *COMMON_RULES,
+    Rule("dtype", COVERED_EVERYWHERE, SILENT, f"{SOURCE}: torch_dtype is the dtype of the modules", dtype_mismatch),
+    Rule("vocabulary", ("causal", "eagle3"), REFUSED, SOURCE, vocab_size_mismatch),
+    Rule("context", ("causal", "eagle3"), REFUSED, CONTEXT_PY, ContextAtLeastTargets(
+        "the server takes the smaller number for both and refuses longer requests"
+    )),
+    Rule("eagle1", ("eagle1",), REFUSED, SOURCE, Unsupported("the PyTorch backend has no EAGLE-1 of a Llama layer")),
+    Rule("nested-config", EAGLE3, REFUSED, SOURCE, eagle.speculators_config),
+    Rule("settings", EAGLE3, REFUSED, SOURCE, RequireKeys(("attention_bias", "torch_dtype", "num_hidden_layers"))),
+    Rule("norm-before-residual", EAGLE3, SILENT, SOURCE, eagle.norm_before_residual),
+    Rule("norm-before-fc", EAGLE3, SILENT, SOURCE, ignored_norm_before_fc),
+    Rule("norm-flags", EAGLE3, SILENT, SOURCE, eagle.changed_norm_flags),
+    Rule("shapes", EAGLE3, REFUSED, SOURCE, eagle.wrong_shapes),
+    Rule("missing-tensor", EAGLE3, SILENT, SOURCE, eagle.missing_tensors),
+    Rule("unknown-tensor", EAGLE3, SILENT, SOURCE, eagle.unknown_tensors),
+    Rule("dropped-bias", EAGLE3, SILENT, SOURCE, eagle.dropped_biases),
+    Rule("bias-flags", EAGLE3, SILENT, SOURCE, eagle.unfilled_bias_flags),
+    Rule("activation", EAGLE3, SILENT, SOURCE, RequireValue("hidden_act", "silu")),
+    Rule("layers", EAGLE3, SILENT, SOURCE, eagle.wrong_layer_count),
+    Rule("rope", EAGLE3, SILENT, SOURCE, eagle.rope_mismatch),
+    Rule("rope-keys", EAGLE3, SILENT, f"{SOURCE}: RopeParams.from_config", RequireKeys(("rope_theta",))),
+    Rule("draft-vocabulary", EAGLE3, SILENT, f"{SOURCE}: _ensure_draft_vocab_size", RequireKeys(("draft_vocab_size",))),
+    Rule("map-missing", EAGLE3, SILENT, SOURCE, eagle.map_missing),
+    Rule("map", EAGLE3, SILENT, SOURCE, eagle.map_wrong),
+    Rule("map-dtype", EAGLE3, SILENT, SOURCE, eagle.map_dtype),
+    Rule("taps", EAGLE3, SILENT, "eagle3_layers_to_capture of the server", non_default_aux_layers),
+    Rule("taps-disagree", EAGLE3, SILENT, SOURCE, eagle.conflicting_aux_layers),
+    Rule("target-width", EAGLE3, REFUSED, SOURCE, eagle.target_width_mismatch),
+    Rule("layout", ("medusa",), REFUSED, "TensorRT-LLM examples/medusa, from notes", medusa.unnumbered_tensors),
+    *causal.RULES,
+    Rule("missing-tensor", ("causal",), SILENT, DRAFT_TARGET_SOURCE, causal.missing_tensors),
+    Rule("shapes", ("causal",), REFUSED, DRAFT_TARGET_SOURCE, causal.wrong_shapes),
+    Rule("tied", ("causal",), SILENT, DRAFT_TARGET_SOURCE, causal.dropped_lm_head),
+    Rule("tokenizer", ("causal",), SILENT, f"{DRAFT_TARGET_SOURCE}: tokens are not compared", causal.wrong_tokenizer),
+)  # fmt: skip
+
+TRTLLM = ServingEngine(
+    "TensorRT-LLM",
+    version="1.2",
+    versions="1.x, PyTorch backend",
+    methods={  # `decoding_type`; options are those of the whole file
+        "causal": Served("DraftTarget", {"disable_overlap_scheduler": True}),
+        "eagle3": Served("Eagle3"),
+    },
+    rules=RULES,
+)

@@ -1,0 +1,234 @@
+"""The rules of vLLM, from the source of 0.32.0 and run there (docs/results/served_damage.json); 0.33.0 from notes.
+
+Its EAGLE loaders do not report missing tensors, refuse unknown ones and skip unknown biases; the Medusa loader does the
+reverse.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from decode.serving import block_rules as blocks
+from decode.serving import causal_rules as causal
+from decode.serving import eagle_rules as eagle
+from decode.serving import medusa_rules as medusa
+from decode.serving.engine import Served, ServingEngine
+from decode.serving.rules import (
+    ALL_FAMILIES,
+    COMMON_RULES,
+    IGNORED,
+    REFUSED,
+    SILENT,
+    ContextAtLeastTargets,
+    DraftFiles,
+    RequireValue,
+    Rule,
+    Unsupported,
+    dtype_mismatch,
+    vocab_size_mismatch,
+)
+
+EAGLE3_PY = "vllm/model_executor/models/llama_eagle3.py, 0.32.0"
+EAGLE1_PY = "vllm/model_executor/models/llama_eagle.py, 0.32.0"
+LLAMA_PY = "vllm/model_executor/models/llama.py, 0.32.0"
+MEDUSA_PY = "vllm/model_executor/models/medusa.py, 0.32.0"
+CONFIG_PY = "vllm/transformers_utils/configs/eagle.py, 0.32.0"
+MEDUSA_CONFIG_PY = "vllm/transformers_utils/configs/medusa.py, 0.32.0"
+SPECULATORS_PY = "vllm/transformers_utils/configs/speculators/, 0.32.0"
+RUNNER_PY = "vllm/v1/worker/gpu_model_runner.py (_get_eagle3_aux_layers_from_config), 0.32.0"
+SPECULATIVE = "vllm/config/speculative.py, 0.32.0"
+WEIGHTS_PY = "vllm/model_executor/models/utils.py (AutoWeightsLoader), 0.32.0"
+LOADER_PY = "vllm/model_executor/model_loader/default_loader.py (track_weights_loading), 0.32.0"
+
+CONTEXT_PY = "vllm/v1/worker/gpu_model_runner.py (effective_drafter_max_model_len)"
+DFLASH_PY = "vllm/model_executor/models/qwen3_dflash.py, 0.32.0"
+DSPARK_PY = "vllm/model_executor/models/qwen3_dspark.py, 0.32.0"
+ALGOS_PY = "vllm/transformers_utils/configs/speculators/algos.py, 0.32.0"
+PROPOSER_PY = "vllm/v1/spec_decode/llm_base_proposer.py, 0.32.0"
+MTP_PY = "vllm/model_executor/models/deepseek_mtp.py and glm4_moe_mtp.py, 0.32.0"
+
+LMS = ("causal", "pard")
+EAGLES = ("eagle1", "eagle3", "peagle")
+EAGLE3 = ("eagle3", "peagle")
+DFLASH = ("dflash", "dspark")
+ARCHITECTURES = {
+    "eagle1": ("EagleLlamaForCausalLM",),
+    **dict.fromkeys(
+        EAGLE3,
+        (
+            "Eagle3LlamaForCausalLM",
+            "LlamaForCausalLMEagle3",
+            "Eagle3Qwen2_5vlForCausalLM",
+            "Eagle3Qwen3vlForCausalLM",
+        ),
+    ),
+}
+"""Names in vLLM's model registry whose class has the Llama layer of these heads."""
+
+
+def wrong_architecture(d: DraftFiles) -> Iterator[str]:
+    """The registry name that vLLM derives from `architectures` when the method is given."""
+    if d.is_speculators_format:
+        return  # the type of its layer decides
+    names = [str(name) for name in d.get("architectures", [])]
+    if d.family in EAGLE3:
+        derived = [n if "Eagle3" in (n[:6], n[-6:]) else f"Eagle3{n}" for n in names]
+    else:
+        derived = [n if n.startswith("Eagle") else f"Eagle{n}" for n in names]
+    if not set(derived) & set(ARCHITECTURES[d.family]):
+        yield f"architectures {names} become {derived}: none is registered for these heads"
+
+
+def wrong_dflash_architecture(d: DraftFiles) -> Iterator[str]:
+    """`architectures` and `model_type` by which the class of DFlash or DSpark is found."""
+    if d.is_speculators_format:
+        return
+    wanted = (
+        ("DFlashDraftModel",) if d.family == "dflash" else ("DSparkDraftModel", "Qwen3DSparkModel")
+    )
+    names = d.get("architectures", [])
+    if not set(names) & set(wanted):
+        yield f"architectures {names} do not contain {' or '.join(wanted)}"
+    if d.get("model_type") != "qwen3":
+        yield f"model_type is {d.get('model_type')}: the layers are Qwen3's"
+
+
+def wrong_nested_config(d: DraftFiles) -> Iterator[str]:
+    """Settings that vLLM needs in the speculators format."""
+    if not d.is_speculators_format:
+        return
+    if "model_type" in d.raw_config:
+        yield f"model_type {d.raw_config['model_type']!r} hides the nested settings: leave it out"
+    if d.raw_config.get("speculators_model_type") != "eagle3":
+        yield f"speculators_model_type is {d.raw_config.get('speculators_model_type')!r} and not 'eagle3'"
+    if d.config.get("model_type", "llama") != "llama":
+        yield f"transformer_layer_config is of type {d.config['model_type']!r}: these heads have Llama's layer"
+    speculators: Any = d.raw_config.get("speculators_config") or {}
+    methods: Any = speculators.get("proposal_methods") or [{}]
+    if "speculative_tokens" not in methods[0]:
+        yield "speculators_config.proposal_methods[0].speculative_tokens is missing"
+    if "name_or_path" not in (speculators.get("verifier") or {}):
+        yield "speculators_config.verifier.name_or_path is missing"
+
+
+def implicit_norm_flag(d: DraftFiles) -> Iterator[str]:
+    """A nested config without norm_before_residual, whose default differs from that of a flat one."""
+    if d.is_speculators_format and "norm_before_residual" not in d.raw_config:
+        yield "norm_before_residual is not set: the default is true here, and false in a flat config"
+
+
+def skipped_norm_weights(d: DraftFiles) -> Iterator[str]:
+    """Weights of a norm that its flag turns off."""
+    if "input_norm.weight" in d.tensors and not eagle.norm_flag(d, "norm_before_fc"):
+        yield "input_norm.weight is skipped: norm_before_fc is not true"
+
+
+def unknown_tensors(d: DraftFiles) -> Iterator[str]:
+    """Unknown tensors other than input_norm, which is skipped."""
+    return (w for w in eagle.unknown_tensors(d) if not w.startswith("input_norm"))
+
+
+def implicit_draft_vocab_size(d: DraftFiles) -> Iterator[str]:
+    """No draft_vocab_size, which then defaults to vocab_size, while lm_head has fewer rows."""
+    head = d.tensors.get("lm_head.weight")
+    if (
+        d.config.get("draft_vocab_size") is None
+        and head is not None
+        and len(head) != d.get("vocab_size")
+    ):
+        yield f"draft_vocab_size is not set: the engine takes vocab_size, and lm_head has {len(head)} rows"
+
+
+RULES = (
+    *COMMON_RULES,
+    Rule("dtype", ALL_FAMILIES, IGNORED, f"{SPECULATIVE}: the draft gets the target's dtype", dtype_mismatch),
+    Rule("vocabulary", (*LMS, *EAGLES, *DFLASH), REFUSED, SPECULATIVE, vocab_size_mismatch),
+    Rule("context", (*LMS, *EAGLES, *DFLASH), SILENT, CONTEXT_PY, ContextAtLeastTargets(
+        "nothing is drafted for a whole batch in which one text has come within K tokens of it"
+    )),
+    # EAGLE
+    Rule("architecture", EAGLES, REFUSED, CONFIG_PY, wrong_architecture),
+    Rule("nested-config", ("eagle3",), REFUSED, SPECULATORS_PY, wrong_nested_config),
+    Rule("nested-norm-flag", ("eagle3",), SILENT, SPECULATORS_PY, implicit_norm_flag),
+    Rule("shapes", EAGLES, REFUSED, EAGLE3_PY, eagle.wrong_shapes),
+    Rule("missing-tensor", EAGLES, SILENT, f"{EAGLE3_PY}: reports nothing", eagle.missing_tensors),
+    Rule("unknown-tensor", EAGLES, REFUSED, WEIGHTS_PY, unknown_tensors),
+    Rule("skipped-tensor", EAGLE3, SILENT, EAGLE3_PY, skipped_norm_weights),
+    Rule("dropped-bias", EAGLES, SILENT, WEIGHTS_PY, eagle.dropped_biases),
+    Rule("bias-flags", EAGLES, SILENT, LLAMA_PY, eagle.unfilled_bias_flags),
+    Rule("activation", EAGLES, REFUSED, LLAMA_PY, RequireValue("hidden_act", "silu")),
+    Rule("layers", EAGLES, SILENT, EAGLE3_PY, eagle.wrong_layer_count),
+    Rule("rope", EAGLES, SILENT, f"{LLAMA_PY}: rope_parameters", eagle.rope_mismatch),
+    Rule("norm-flags", EAGLE3, SILENT, EAGLE3_PY, eagle.changed_norm_flags),
+    Rule("draft-vocabulary", EAGLE3, REFUSED, EAGLE3_PY, implicit_draft_vocab_size),
+    Rule("map-missing", EAGLE3, SILENT, EAGLE3_PY, eagle.map_missing),
+    Rule("map-superfluous", EAGLE3, REFUSED, EAGLE3_PY, eagle.unneeded_map),
+    Rule("map", EAGLE3, SILENT, EAGLE3_PY, eagle.map_wrong),
+    Rule("map-dtype", EAGLE3, SILENT, EAGLE3_PY, eagle.map_dtype),
+    Rule("members-dtype", EAGLE3, IGNORED, f"{EAGLE3_PY}: t2d is skipped", eagle.t2d_dtype),
+    Rule("taps", EAGLE3, SILENT, RUNNER_PY, eagle.wrong_vllm_aux_layers),
+    Rule("taps-disagree", EAGLE3, SILENT, RUNNER_PY, eagle.conflicting_aux_layers),
+    Rule("target-width", EAGLE3, REFUSED, EAGLE3_PY, eagle.target_width_mismatch),
+    # blocks
+    Rule("mask-token", ("pard", "peagle", *DFLASH), REFUSED, PROPOSER_PY, blocks.no_mask_token),
+    Rule("mask-state", ("peagle",), REFUSED, EAGLE3_PY, blocks.no_mask_state),
+    Rule("architecture", DFLASH, REFUSED, SPECULATIVE, wrong_dflash_architecture),
+    Rule("shapes", DFLASH, REFUSED, DFLASH_PY, blocks.wrong_shapes),
+    Rule("missing-tensor", DFLASH, SILENT, f"{DFLASH_PY}: reports nothing", blocks.missing_tensors),
+    Rule("unknown-tensor", DFLASH, REFUSED, WEIGHTS_PY, blocks.unknown_tensors),
+    Rule("nested-causality", DFLASH, SILENT, ALGOS_PY, blocks.nested_causality),
+    Rule("causality", DFLASH, SILENT, DFLASH_PY, blocks.causal_blocks),
+    Rule("anchor", ("dflash",), SILENT, "vllm/v1/spec_decode/dflash.py, 0.32.0", blocks.wrong_anchor),
+    Rule("taps", DFLASH, SILENT, RUNNER_PY, blocks.wrong_aux_layers),
+    Rule("map", DFLASH, SILENT, DFLASH_PY, eagle.map_wrong),
+    Rule("map-dtype", DFLASH, SILENT, DFLASH_PY, eagle.map_dtype),
+    Rule("corrector", ("dspark",), REFUSED, DSPARK_PY, RequireValue("markov_head_type", "vanilla", "vanilla")),
+    # MTP layers
+    Rule("mtp-target", ("mtp",), REFUSED, SPECULATIVE, blocks.unknown_mtp_target),
+    Rule("missing-tensor", ("mtp",), SILENT, MTP_PY, blocks.missing_mtp_tensors),
+    # Medusa
+    Rule(
+        "removed",
+        ("medusa",),
+        REFUSED,
+        "vLLM 0.33.0 has no Medusa",
+        Unsupported("vLLM has no Medusa from 0.33.0 on: serve it with 0.32 or older"),
+        since="0.33",
+    ),
+    Rule("missing-tensor", ("medusa",), REFUSED, LOADER_PY, medusa.missing_tensors),
+    Rule("unknown-tensor", ("medusa",), SILENT, MEDUSA_PY, medusa.unknown_tensors),
+    Rule("dropped-bias", ("medusa",), SILENT, MEDUSA_PY, medusa.dropped_biases),
+    Rule("shared-projection", ("medusa",), SILENT, MEDUSA_PY, medusa.dropped_projections),
+    Rule("shapes", ("medusa",), REFUSED, MEDUSA_PY, medusa.wrong_shapes),
+    Rule("sizes", ("medusa",), REFUSED, f"{MEDUSA_CONFIG_PY}: 4096 by default", medusa.hidden_size_mismatch),
+    Rule("truncated-vocabulary", ("medusa",), REFUSED, MEDUSA_PY, medusa.missing_token_map),
+    Rule("renamed-settings", ("medusa",), SILENT, MEDUSA_CONFIG_PY, medusa.ambiguous_keys),
+    Rule("vocabulary", ("medusa",), REFUSED, MEDUSA_PY, medusa.vocab_rows_mismatch),
+    Rule("old-names", ("medusa",), REFUSED, f"{MEDUSA_PY}: old keys", medusa.numbered_tensors, before="0.32"),
+    # causal
+    *(replace(rule, families=LMS) for rule in causal.RULES),
+    Rule("missing-tensor", LMS, REFUSED, LOADER_PY, causal.missing_tensors),
+    Rule("shapes", LMS, REFUSED, LOADER_PY, causal.wrong_shapes),
+    Rule("tied", LMS, SILENT, LLAMA_PY, causal.dropped_lm_head),
+    Rule("tokenizer", LMS, SILENT, f"{SPECULATIVE}: only sizes are compared", causal.wrong_tokenizer),
+)  # fmt: skip
+
+V1 = "0.32, in its runner V1"
+EAGLE_OPTIONS = {"draft_tensor_parallel_size": 1}
+VLLM = ServingEngine(
+    "vLLM",
+    version="0.32.0",
+    versions="0.32 and 0.33",
+    methods={  # `method` in speculative_config: from the draft's path it would guess wrongly
+        "causal": Served("draft_model"),
+        "pard": Served("draft_model", {"parallel_drafting": True}, V1),
+        "medusa": Served("medusa", versions="up to 0.32, which was the last with Medusa"),
+        "eagle1": Served("eagle", EAGLE_OPTIONS),
+        "eagle3": Served("eagle3", EAGLE_OPTIONS),
+        "peagle": Served("eagle3", {"parallel_drafting": True, **EAGLE_OPTIONS}, V1),
+        "dflash": Served("dflash"),
+        "dspark": Served("dspark"),
+        "mtp": Served("mtp"),
+    },
+    rules=RULES,
+)
