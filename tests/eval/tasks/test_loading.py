@@ -409,7 +409,7 @@ def test_versions_tell_recipe_and_file(target: Target, tmp_path: Path) -> None:
     assert task_version(Task("gsm8k", str(path))) != before
     assert (
         task_version(Task("code"))
-        == "code@" + (dataset_specs.BUNDLED_PROMPTS_DIR / "VERSION").read_text().strip()
+        == "code@" + (dataset_specs.BUNDLED_PROMPTS / "VERSION").read_text().strip()
     )
 
 

@@ -75,10 +75,6 @@ class SeenRow:
         own = np.array(self.row["input_ids"], dtype=np.int32)
         return replace(self, row={**self.row, "input_ids": cast(Sequence[int], own)})
 
-    def as_prompt(self) -> Prompt:
-        """What the user wrote, for the filters of prompts."""
-        return Prompt(self.row["id"], self.row["source"], self.asked, None, 0)
-
 
 def decode(tokenizer: Any, ids: list[int]) -> str:
     """The text of the ids with special tokens, and with spaces as they are."""
