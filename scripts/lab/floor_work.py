@@ -78,7 +78,8 @@ def time_products(
     layers: Sequence[nn.Linear], rows: Sequence[int], repeats: int
 ) -> dict[str, list[float]]:
     """{kernel: milliseconds of one product with every layer, for each of these numbers of rows}."""
-    device, found = layers[0].weight.device, {}
+    device = layers[0].weight.device
+    found: dict[str, list[float]] = {}
     widths = {layer.weight.shape[1] for layer in layers}
     for name, kernel in kernels(device).items():
         products = [(layer.weight.shape[1], kernel(layer)) for layer in layers]
