@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -205,8 +206,12 @@ def main(s: CompareTrainersConfig) -> None:
     if importlib.util.find_spec("trl") is None and any(arm.startswith("gkd") for arm in arms):
         console.print("gkd is skipped: it needs `pip install trl`")
         arms = [arm for arm in arms if not arm.startswith("gkd")]
-    # A process of its own has a peak of memory of its own.
-    cells = [Cell(arm, lambda _, arm=arm: measure_apart(__file__, s, arms=[arm])) for arm in arms]
+
+    def measure(arm: str, _: int) -> Json:
+        # A process of its own has a peak of memory of its own.
+        return measure_apart(__file__, s, arms=[arm])
+
+    cells = [Cell(arm, partial(measure, arm)) for arm in arms]
     with cells_beside(s.out, s) as kept:
         runs_of = run_cells(cells, kept, s.rounds)
         report(console, s, runs_of)

@@ -64,7 +64,7 @@ from scripts.lab.floor_work import (
     MS,
     body_layers,
     extraction_ms,
-    fastest_ms,
+    floor_ms,
     linear_layers,
     sample_rows,
     time_products,
@@ -174,7 +174,7 @@ def measure_batches(
         vocabulary = vocabulary_ms(target, prompts, rows, plain, s.repeats)
         found.append(
             {
-                "work": "sampling", "tokens": rows, "floor": fastest_ms(layers, rows, s.repeats),
+                "work": "sampling", "tokens": rows, "floor": floor_ms(layers, rows, s.repeats),
                 "took": round_ms(target, s, prompts, rows, plain)[0], "vocabulary": vocabulary,
                 "vocabulary_top_p": vocabulary_ms(target, prompts, rows, nucleus, s.repeats),
             }
@@ -183,7 +183,7 @@ def measure_batches(
         samples = sample_rows(prompts, s.samples, s.sample_tokens)
         body = body_layers(target.runner.model)
         tokens = s.samples * s.sample_tokens
-        floor = fastest_ms(body, tokens, 2)
+        floor = floor_ms(body, tokens, 2)
         rate = 2 * tokens * sum(layer.weight.numel() for layer in body) / floor
         found.append(
             {"work": "features", "tokens": tokens, "floor": floor, "took": extraction_ms(target, samples)}
