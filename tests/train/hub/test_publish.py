@@ -722,8 +722,8 @@ def test_training_ends_with_publishing(
         "--loop.steps", 1, "--loop.batch_size", 4, "--loop.micro_batch", 4, "--loop.warmup", 0,
         "--check.prompts", 3, "--check.max_new_tokens", 4, "--wandb", "disabled",
     ]  # fmt: skip
-    for name, value in hub.environment(api, tmp_path).items():
-        monkeypatch.setenv(name, value)  # publishing is a process of its own
+    # Publishing is a process of its own.
+    monkeypatch.setattr(worlds, "ENV", worlds.ENV | hub.environment(api, tmp_path))
     wrong = worlds.call("train/distill.py", *args, "--publish.repo", "me/x y")
     assert "is not a valid name" in wrong.error()
     assert not (tmp_path / "lm").exists()
