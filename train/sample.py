@@ -141,14 +141,14 @@ def count_answers(
 
     Only a server's answers can be skipped; their counts also say why.
     """
-    skipped: dict[str, int] = {}
+    ends = sample_store.row_ends(Path(s.out))
+    found = [ends[prompt.id] for prompt in prompts if prompt.id in ends]
+    answered = [supervised for supervised, _ in found]
+    skipped = {}
     if s.served:
-        reasons = sample_store.finish_reasons(Path(s.out))
-        ended = Counter(reasons.get(prompt.id) for prompt in prompts)
+        ended = Counter(reason for _, reason in found)
         skipped = {reason: ended[reason] for reason in SKIPPED}
         skipped["skipped"] = sum(skipped.values())
-    supervised = sample_store.supervised_by_id(Path(s.out))
-    answered = [supervised[p.id] for p in prompts if p.id in supervised]
     return {
         "asked": len(prompts),
         "answered": sum(answered),
