@@ -45,7 +45,6 @@ from eval.benchmark.timing import synchronize
 from scripts.lab.cells import (
     BenchSettings,
     Cell,
-    Json,
     cells_beside,
     finish,
     measure_apart,
@@ -273,7 +272,7 @@ def main(s: BenchTrainingConfig) -> None:
         report(s, [cell for (cell,) in run_cells(cells, kept).values()])
 
 
-def report(s: BenchTrainingConfig, cells: list[Json]) -> None:
+def report(s: BenchTrainingConfig, cells: list[dict[str, Any]]) -> None:
     """Prints the table and writes the result."""
     table = Table(
         "target", "family", "length", "attention", "tokens/s", "s/step", "peak GB", "estimate", "draft", "loss",
@@ -288,10 +287,10 @@ def report(s: BenchTrainingConfig, cells: list[Json]) -> None:
     finish(s.out, {"cells": cells, **about, **provenance.collect()})
 
 
-def measured_apart(family: str, size: str, s: BenchTrainingConfig, _: int) -> Json:
+def measured_apart(family: str, size: str, s: BenchTrainingConfig, _: int) -> object:
     """`measure_cell` in a process of its own; without its numbers if with `lengths` that process fails, for lack of
     memory."""
-    cell: Json = {"family": family, "size": size, "attention": s.attention[0]}
+    cell: dict[str, object] = {"family": family, "size": size, "attention": s.attention[0]}
     cell |= {"length": batch_shape(size, s)["length"]}
     cell |= {"estimated_bytes": estimated_bytes(family, size, s, mixed=False)}
     try:

@@ -52,7 +52,6 @@ from scripts.lab import reference_trainers
 from scripts.lab.cells import (
     BenchSettings,
     Cell,
-    Json,
     cells_beside,
     finish,
     measure_apart,
@@ -207,7 +206,7 @@ def main(s: CompareTrainersConfig) -> None:
         console.print("gkd is skipped: it needs `pip install trl`")
         arms = [arm for arm in arms if not arm.startswith("gkd")]
 
-    def measure(arm: str, _: int) -> Json:
+    def measure(arm: str, _: int) -> object:
         # A process of its own has a peak of memory of its own.
         return measure_apart(__file__, s, arms=[arm])
 
@@ -217,7 +216,9 @@ def main(s: CompareTrainersConfig) -> None:
         report(console, s, runs_of)
 
 
-def report(console: Console, s: CompareTrainersConfig, runs_of: dict[str, list[Json]]) -> None:
+def report(
+    console: Console, s: CompareTrainersConfig, runs_of: Mapping[str, list[dict[str, float]]]
+) -> None:
     """Prints the table of {trainer: its runs} and writes the result."""
     table = Table(
         "trainer", "tokens/s", "least to most", "with the pass", "s a step", "memory added, GB", "in all"

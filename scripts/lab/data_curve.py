@@ -29,7 +29,7 @@ from typing import Annotated
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -58,7 +58,7 @@ from eval.scaling import data_curve
 from eval.scaling.data_curve import TrainedPoint
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
 from eval.transfer import count_acceptance
-from scripts.lab.cells import Cell, Json, run_cells
+from scripts.lab.cells import Cell, run_cells
 from train import distill
 from train.data import batching, mixture
 from train.data.mixture import MixturePart
@@ -246,7 +246,7 @@ def train_draft(s: DataCurveConfig, run: PlannedRun) -> Path:
     return out
 
 
-def measure_point(s: DataCurveConfig, run: PlannedRun, _: int) -> Json:
+def measure_point(s: DataCurveConfig, run: PlannedRun, _: int) -> object:
     """The TrainedPoint of one run. What only training needs is deleted afterwards."""
     counts = measure_draft(s, str(train_draft(s, run)))
     shutil.rmtree(Path(s.out) / "drafts" / run.name / "checkpoints", ignore_errors=True)
@@ -256,7 +256,7 @@ def measure_point(s: DataCurveConfig, run: PlannedRun, _: int) -> Json:
 def curve_cells(s: DataCurveConfig, runs: Sequence[PlannedRun]) -> list[Cell]:
     """A cell for each run; before them one for the draft that training starts from, if it starts from one."""
 
-    def measure_start(_: int) -> Json:
+    def measure_start(_: int) -> object:
         return asdict(TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, s.distill.draft.init)))
 
     start = [Cell("before", measure_start)] if s.distill.draft.init else []
@@ -270,7 +270,9 @@ def curve_cells(s: DataCurveConfig, runs: Sequence[PlannedRun]) -> list[Cell]:
     ]
 
 
-def write_results(s: DataCurveConfig, out: Path, target: Target, curve: Json) -> None:
+def write_results(
+    s: DataCurveConfig, out: Path, target: Target, curve: Mapping[str, object]
+) -> None:
     """Writes data_curve.json, data_curve.md and both figures."""
     facts = {
         "schema": 1,
