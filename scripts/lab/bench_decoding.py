@@ -41,6 +41,7 @@ from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.ranges import Count, CountOrZero, Seed
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import collect_outputs
 from decode.engine.warm_up import run_first_rounds
@@ -356,7 +357,7 @@ def main(s: BenchDecodingConfig) -> None:
         settings = {name: value for name, value in vars(s).items() if name != "out"}
         about = {"median": statistics.median(lengths), "most": lengths[-1]}
         result = {"cells": list(map(asdict, cells)), "settings": settings, "prompt_tokens": about}
-        finish(s.out, {**result, **provenance.collect()})
+        finish(s.out, {**result, **to_json(provenance.collect())})
 
 
 if __name__ == "__main__":

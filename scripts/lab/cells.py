@@ -23,6 +23,7 @@ from decode.common.command import Terminated
 from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.settings import to_dict
+from decode.common.typed_json import to_json
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5 % quantiles of Student's t with 1, 2, 3, … degrees of freedom."""
@@ -81,7 +82,8 @@ def cells_beside(out: str, settings: Any) -> Iterator[Journal | None]:
     run_dir.check_folder(folder)
     file = folder / run_dir.JOURNAL
     kept = to_dict(settings) | {"out": ""}
-    measured_by = {"settings": kept, **provenance.hardware(), "git": provenance.git_sha()}
+    machine, commit = to_json(provenance.hardware()), provenance.git_sha()
+    measured_by = {"settings": kept, **machine, "git": commit}
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with lock.hold(folder / lock.LOCK_FILE, folder):

@@ -47,6 +47,7 @@ from decode.common.errors import UserError
 from decode.common.progress import progress_bars
 from decode.common.ranges import Count, CountOrZero
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.model.loading import load_model, load_target
 from scripts.lab import reference_trainers
 from scripts.lab.cells import (
@@ -238,7 +239,7 @@ def report(
         )  # fmt: skip
     console.print(table)
     settings = {key: value for key, value in vars(s).items() if key not in ("one", "out")}
-    made = provenance.collect()
+    made = to_json(provenance.collect())
     trl = importlib.util.find_spec("trl") is not None
     made["versions"]["trl"] = importlib.metadata.version("trl") if trl else None
     finish(s.out, {"arms": arms, "settings": settings, **made})

@@ -46,6 +46,7 @@ from decode.common.ranges import (
     at_least,
 )
 from decode.common.run_dir import FolderSettings
+from decode.common.typed_json import to_json
 from decode.drafts.base import METADATA_FILE, check_request
 from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.engine.active_request import check_draft_length
@@ -276,7 +277,7 @@ def write_results(
     """Writes data_curve.json, data_curve.md and both figures."""
     facts = {
         "schema": 1,
-        "target": target.describe(),
+        "target": to_json(target.describe()),
         "data": s.distill.data,
         "family": DRAFT_FAMILIES[s.distill.draft.family].saved_name,
         "loss": s.distill.loss,
@@ -284,7 +285,7 @@ def write_results(
         **{key: vars(s)[key] for key in ("k", "max_new_tokens", "temperatures", "seeds", "worth")},
         **{key: vars(s)[key] for key in ("passes", "least_steps", "steps")},
         **curve,
-        **provenance.collect(),
+        **to_json(provenance.collect()),
     }
     lines = "\n".join(f"- {line}" for line in data_curve.doubling_lines(facts))
     tables = (data_curve.points_table(facts), data_curve.laws_table(facts))

@@ -50,6 +50,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, at_least
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.distributed.placement import TargetSettings
 from decode.drafts.base import Draft, Proposal
 from decode.engine.engine import SpeculativeEngine
@@ -260,7 +261,7 @@ def main(s: FloorConfig) -> None:
             "target": target.name, "dtype": s.dtype, "mode": s.mode, "split_kv": s.split_kv, "prompts": len(prompts),
             "context": statistics.mean(map(len, prompts)) + s.max_new_tokens / 2, "weight_bytes": weight_bytes,
             "bandwidth": speed, "products": products, "steps": list(map(asdict, steps)),
-            "batches": batches["found"], **provenance.collect(),
+            "batches": batches["found"], **to_json(provenance.collect()),
         })  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from decode.common import files, provenance
 from decode.common.errors import UserError
 from decode.common.progress import duration
+from decode.common.typed_json import to_json
 from eval.reporting import plots
 from eval.reporting.formatting import (
     NOT_MEASURED,
@@ -191,7 +192,9 @@ def write_results(s: SweepConfig, rows: list[SweepRow], failed: dict[str, str]) 
     shown = ("command", "recipe", "words", "metric", "goal", "point")
     settings = {name: vars(s)[name] for name in shown}
     facts = {"schema": 1, **settings, "rows": [asdict(row) for row in rows], "failed": failed}
-    content = json.dumps({**facts, **provenance.collect()}, indent=1, ensure_ascii=False) + "\n"
+    content = (
+        json.dumps({**facts, **to_json(provenance.collect())}, indent=1, ensure_ascii=False) + "\n"
+    )
     files.write_atomically(out / "sweep.json", content)
     return text
 
