@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -41,12 +41,13 @@ from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.ranges import Count, CountOrZero, Seed
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import collect_outputs
 from decode.engine.warm_up import run_first_rounds
 from decode.model.loading import Target, load_model, load_target
 from decode.verification.sampling import SamplingParams
-from scripts.lab.cells import BenchSettings, Cell, Json, cells_beside, finish, middle, run_cells
+from scripts.lab.cells import BenchSettings, Cell, cells_beside, finish, run_cells
 from train.data.prompts import encode_prompt
 from train.data.sources import PromptSource, read_prompts
 
@@ -84,6 +85,26 @@ class BenchDecodingConfig(BenchSettings):
 
 Answers = list[list[int]]
 """Token ids, in the order of the prompts."""
+
+
+Run = dict[str, float]
+"""What one turn of an engine generated (`count_run`)."""
+
+
+@dataclass(frozen=True)
+class EngineSpeed:
+    """An engine at one number of rows: medians and ranges over its turns."""
+
+    engine: str
+    batch: int
+    tokens_per_second: float
+    least: float
+    most: float
+    over_generate: float | None
+    """Its speed ÷ generate's of the same turn."""
+    tokens_per_answer: float
+    ended: float
+    runs: list[Run]
 
 
 @dataclass(frozen=True)
@@ -221,7 +242,7 @@ def start_engines(
     return {name: start[name]() for name in s.engines}
 
 
-def count_run(answers: Answers, seconds: float, eos: Collection[int], limit: int) -> Json:
+def count_run(answers: Answers, seconds: float, eos: Collection[int], limit: int) -> Run:
     """What one turn generated: tokens and tokens a second, answers, and those that ended with EOS."""
     lengths = [answer_length(ids, eos, limit) for ids in answers]
     ended = sum(ids[length - 1] in eos for ids, length in zip(answers, lengths, strict=True))
@@ -242,7 +263,7 @@ def take_turns(
     eos: Collection[int],
     console: Console,
     journal: Journal | None = None,
-) -> dict[str, list[Json]]:
+) -> dict[str, list[Run]]:
     """{engine: a `count_run` for each of its turns}, after a warm-up on the shortest and the longest prompts.
 
     What the journal has is not measured again, and no engine is warmed up before one is measured.
@@ -255,7 +276,7 @@ def take_turns(
                 engine.sample(some, min(s.max_new_tokens, WARM_UP_TOKENS), s.seed)
             engine.warm_up(list(prompts[-rows:]))
 
-    def measure(name: str, turn: int) -> Json:
+    def measure(name: str, turn: int) -> Run:
         warm_up()
         start = time.perf_counter()
         answers = engines[name].sample(prompts, s.max_new_tokens, s.seed + 1 + turn)
@@ -269,37 +290,40 @@ def take_turns(
     return {name: runs[f"{name}-{rows}"] for name in engines}
 
 
-def summarize_runs(rows: int, runs: Mapping[str, Sequence[Json]]) -> list[Json]:
-    """One cell for each engine: medians and ranges over its turns, and its speed ÷ generate's of the same turn."""
-    cells: list[Json] = []
+def summarize_runs(rows: int, runs: Mapping[str, list[Run]]) -> list[EngineSpeed]:
+    cells = []
     for name, each in runs.items():
         speeds = [run["tokens_per_second"] for run in each]
         base = [run["tokens_per_second"] for run in runs.get("generate", [])]
         ratios = [speed / other for speed, other in zip(speeds, base, strict=False)]
-        speed, answers = middle(speeds), sum(run["answers"] for run in each)
+        answers = sum(run["answers"] for run in each)
         cells.append(
-            {
-                "engine": name, "batch": rows, "tokens_per_second": speed.pop("median"), **speed,
-                "over_generate": statistics.median(ratios) if ratios else None,
-                "tokens_per_answer": sum(run["tokens"] for run in each) / answers,
-                "ended": sum(run["ended"] for run in each) / answers, "runs": list(each),
-            }
-        )  # fmt: skip
+            EngineSpeed(
+                engine=name,
+                batch=rows,
+                tokens_per_second=statistics.median(speeds),
+                least=min(speeds),
+                most=max(speeds),
+                over_generate=statistics.median(ratios) if ratios else None,
+                tokens_per_answer=sum(run["tokens"] for run in each) / answers,
+                ended=sum(run["ended"] for run in each) / answers,
+                runs=each,
+            )
+        )
     return cells
 
 
-def print_cells(console: Console, cells: Sequence[Json]) -> None:
+def print_cells(console: Console, cells: Sequence[EngineSpeed]) -> None:
     """Prints a table with a line for each cell."""
     table = Table(
         "batch", "engine", "tokens/s", "range", "× generate", "length", "ended",
         title="sampling at temperature 1",
     )  # fmt: skip
-    for cell in cells:
-        ratio = cell["over_generate"]
+    for x in cells:
         table.add_row(
-            str(cell["batch"]), cell["engine"], f"{cell['tokens_per_second']:,.0f}",
-            f"{cell['least']:,.0f} – {cell['most']:,.0f}", "–" if ratio is None else f"{ratio:.2f}",
-            f"{cell['tokens_per_answer']:.1f}", f"{100 * cell['ended']:.0f} %",
+            str(x.batch), x.engine, f"{x.tokens_per_second:,.0f}", f"{x.least:,.0f} – {x.most:,.0f}",
+            "–" if x.over_generate is None else f"{x.over_generate:.2f}",
+            f"{x.tokens_per_answer:.1f}", f"{100 * x.ended:.0f} %",
         )  # fmt: skip
     console.print(table)
 
@@ -318,7 +342,7 @@ def main(s: BenchDecodingConfig) -> None:
         model.generation_config = GenerationConfig()  # its settings would be mixed into a call's
     prompts = load_prompt_ids(s, target)
     longest = len(prompts[-1]) + s.max_new_tokens
-    cells: list[Json] = []
+    cells: list[EngineSpeed] = []
     with cells_beside(s.out, s) as journal:
         for rows in s.batches:
             engines = start_engines(s, target, model, rows, longest)
@@ -332,8 +356,8 @@ def main(s: BenchDecodingConfig) -> None:
         lengths = [len(prompt) for prompt in prompts]
         settings = {name: value for name, value in vars(s).items() if name != "out"}
         about = {"median": statistics.median(lengths), "most": lengths[-1]}
-        result = {"cells": cells, "settings": settings, "prompt_tokens": about}
-        finish(s.out, {**result, **provenance.collect()})
+        result = {"cells": list(map(asdict, cells)), "settings": settings, "prompt_tokens": about}
+        finish(s.out, {**result, **to_json(provenance.collect())})
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.model.attention import METHODS, training_attention
 from decode.model.loading import NUMBER_TYPES, Target, find_dtype, pick_device
 from decode.model.runner import ModelRunner
@@ -45,7 +46,6 @@ from eval.benchmark.timing import synchronize
 from scripts.lab.cells import (
     BenchSettings,
     Cell,
-    Json,
     cells_beside,
     finish,
     measure_apart,
@@ -273,7 +273,7 @@ def main(s: BenchTrainingConfig) -> None:
         report(s, [cell for (cell,) in run_cells(cells, kept).values()])
 
 
-def report(s: BenchTrainingConfig, cells: list[Json]) -> None:
+def report(s: BenchTrainingConfig, cells: list[dict[str, Any]]) -> None:
     """Prints the table and writes the result."""
     table = Table(
         "target", "family", "length", "attention", "tokens/s", "s/step", "peak GB", "estimate", "draft", "loss",
@@ -285,13 +285,13 @@ def report(s: BenchTrainingConfig, cells: list[Json]) -> None:
     Console(stderr=True, width=110).print(table)
     shapes = {size: SIZES[size] for size in s.sizes}
     about = {"shapes": shapes, "gpu_estimates": gpu_estimates(s), "dtype": s.dtype}
-    finish(s.out, {"cells": cells, **about, **provenance.collect()})
+    finish(s.out, {"cells": cells, **about, **to_json(provenance.collect())})
 
 
-def measured_apart(family: str, size: str, s: BenchTrainingConfig, _: int) -> Json:
+def measured_apart(family: str, size: str, s: BenchTrainingConfig, _: int) -> object:
     """`measure_cell` in a process of its own; without its numbers if with `lengths` that process fails, for lack of
     memory."""
-    cell: Json = {"family": family, "size": size, "attention": s.attention[0]}
+    cell: dict[str, object] = {"family": family, "size": size, "attention": s.attention[0]}
     cell |= {"length": batch_shape(size, s)["length"]}
     cell |= {"estimated_bytes": estimated_bytes(family, size, s, mixed=False)}
     try:

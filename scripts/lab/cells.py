@@ -9,7 +9,7 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -23,8 +23,8 @@ from decode.common.command import Terminated
 from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.settings import to_dict
+from decode.common.typed_json import to_json
 
-Json = dict[str, Any]
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5 % quantiles of Student's t with 1, 2, 3, … degrees of freedom."""
 
@@ -34,21 +34,21 @@ class Cell:
     """One thing to measure; its name, part of a file's name, tells it from the others of its experiment."""
 
     name: str
-    measure: Callable[[int], Json]
-    """What is measured in the turn of this number."""
+    measure: Callable[[int], object]
+    """What is measured in the turn of this number, as JSON holds it."""
     title: str = ""
     """Said on stderr before it is measured or read; empty: nothing is."""
 
 
 def run_cells(
     cells: Sequence[Cell], journal: Journal | None, turns: int = 1
-) -> dict[str, list[Json]]:
+) -> dict[str, list[Any]]:
     """{name: what each turn measured}: every cell `turns` times, those of a turn one after the other.
 
     What an earlier start kept in the journal is read (None: nothing is kept). UserError for two cells of one name.
     """
     console = Console(stderr=True)
-    found: dict[str, list[Json]] = {cell.name: [] for cell in cells}
+    found: dict[str, list[Any]] = {cell.name: [] for cell in cells}
     if len(found) < len(cells):
         names = [cell.name for cell in cells]
         twice = next(name for name in names if names.count(name) > 1)
@@ -82,7 +82,8 @@ def cells_beside(out: str, settings: Any) -> Iterator[Journal | None]:
     run_dir.check_folder(folder)
     file = folder / run_dir.JOURNAL
     kept = to_dict(settings) | {"out": ""}
-    measured_by = {"settings": kept, **provenance.hardware(), "git": provenance.git_sha()}
+    machine, commit = to_json(provenance.hardware()), provenance.git_sha()
+    measured_by = {"settings": kept, **machine, "git": commit}
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with lock.hold(folder / lock.LOCK_FILE, folder):
@@ -107,7 +108,7 @@ def cells_beside(out: str, settings: Any) -> Iterator[Journal | None]:
             folder.rmdir()
 
 
-def measure_apart(script: str, settings: Any, **changes: Any) -> Json:
+def measure_apart(script: str, settings: Any, **changes: Any) -> Any:
     """What the command `script` with its setting `one` prints last, in a process of its own. UserError if it fails.
 
     `changes` are settings that differ from `settings`. A process of its own has a peak of memory of its own.
@@ -124,7 +125,7 @@ def measure_apart(script: str, settings: Any, **changes: Any) -> Json:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         what = ", ".join(f"{name} {json.dumps(value)}" for name, value in changes.items())
         raise UserError(f"{what}: {last.removeprefix('error: ')}")
-    return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @dataclass
@@ -133,7 +134,7 @@ class BenchSettings:
     """File for the JSON of the last line; empty: none."""
 
 
-def finish(out: str, result: Json) -> None:
+def finish(out: str, result: Mapping[str, object]) -> None:
     """Writes the result as one line into the file `out`, if that is not "", and prints it."""
     line = json.dumps(result)
     if out:
@@ -141,7 +142,7 @@ def finish(out: str, result: Json) -> None:
     print(line)
 
 
-def middle(values: Sequence[float]) -> Json:
+def middle(values: Sequence[float]) -> dict[str, float]:
     """{median, least, most}."""
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 

@@ -47,12 +47,12 @@ from decode.common.errors import UserError
 from decode.common.progress import progress_bars
 from decode.common.ranges import Count, CountOrZero
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.model.loading import load_model, load_target
 from scripts.lab import reference_trainers
 from scripts.lab.cells import (
     BenchSettings,
     Cell,
-    Json,
     cells_beside,
     finish,
     measure_apart,
@@ -207,7 +207,7 @@ def main(s: CompareTrainersConfig) -> None:
         console.print("gkd is skipped: it needs `pip install trl`")
         arms = [arm for arm in arms if not arm.startswith("gkd")]
 
-    def measure(arm: str, _: int) -> Json:
+    def measure(arm: str, _: int) -> object:
         # A process of its own has a peak of memory of its own.
         return measure_apart(__file__, s, arms=[arm])
 
@@ -217,7 +217,9 @@ def main(s: CompareTrainersConfig) -> None:
         report(console, s, runs_of)
 
 
-def report(console: Console, s: CompareTrainersConfig, runs_of: dict[str, list[Json]]) -> None:
+def report(
+    console: Console, s: CompareTrainersConfig, runs_of: Mapping[str, list[dict[str, float]]]
+) -> None:
     """Prints the table of {trainer: its runs} and writes the result."""
     table = Table(
         "trainer", "tokens/s", "least to most", "with the pass", "s a step", "memory added, GB", "in all"
@@ -237,7 +239,7 @@ def report(console: Console, s: CompareTrainersConfig, runs_of: dict[str, list[J
         )  # fmt: skip
     console.print(table)
     settings = {key: value for key, value in vars(s).items() if key not in ("one", "out")}
-    made = provenance.collect()
+    made = to_json(provenance.collect())
     trl = importlib.util.find_spec("trl") is not None
     made["versions"]["trl"] = importlib.metadata.version("trl") if trl else None
     finish(s.out, {"arms": arms, "settings": settings, **made})

@@ -29,7 +29,7 @@ from typing import Annotated
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -46,6 +46,7 @@ from decode.common.ranges import (
     at_least,
 )
 from decode.common.run_dir import FolderSettings
+from decode.common.typed_json import to_json
 from decode.drafts.base import METADATA_FILE, check_request
 from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.engine.active_request import check_draft_length
@@ -58,7 +59,7 @@ from eval.scaling import data_curve
 from eval.scaling.data_curve import TrainedPoint
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
 from eval.transfer import count_acceptance
-from scripts.lab.cells import Cell, Json, run_cells
+from scripts.lab.cells import Cell, run_cells
 from train import distill
 from train.data import batching, mixture
 from train.data.mixture import MixturePart
@@ -246,7 +247,7 @@ def train_draft(s: DataCurveConfig, run: PlannedRun) -> Path:
     return out
 
 
-def measure_point(s: DataCurveConfig, run: PlannedRun, _: int) -> Json:
+def measure_point(s: DataCurveConfig, run: PlannedRun, _: int) -> object:
     """The TrainedPoint of one run. What only training needs is deleted afterwards."""
     counts = measure_draft(s, str(train_draft(s, run)))
     shutil.rmtree(Path(s.out) / "drafts" / run.name / "checkpoints", ignore_errors=True)
@@ -256,7 +257,7 @@ def measure_point(s: DataCurveConfig, run: PlannedRun, _: int) -> Json:
 def curve_cells(s: DataCurveConfig, runs: Sequence[PlannedRun]) -> list[Cell]:
     """A cell for each run; before them one for the draft that training starts from, if it starts from one."""
 
-    def measure_start(_: int) -> Json:
+    def measure_start(_: int) -> object:
         return asdict(TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, s.distill.draft.init)))
 
     start = [Cell("before", measure_start)] if s.distill.draft.init else []
@@ -270,11 +271,13 @@ def curve_cells(s: DataCurveConfig, runs: Sequence[PlannedRun]) -> list[Cell]:
     ]
 
 
-def write_results(s: DataCurveConfig, out: Path, target: Target, curve: Json) -> None:
+def write_results(
+    s: DataCurveConfig, out: Path, target: Target, curve: Mapping[str, object]
+) -> None:
     """Writes data_curve.json, data_curve.md and both figures."""
     facts = {
         "schema": 1,
-        "target": target.describe(),
+        "target": to_json(target.describe()),
         "data": s.distill.data,
         "family": DRAFT_FAMILIES[s.distill.draft.family].saved_name,
         "loss": s.distill.loss,
@@ -282,7 +285,7 @@ def write_results(s: DataCurveConfig, out: Path, target: Target, curve: Json) ->
         **{key: vars(s)[key] for key in ("k", "max_new_tokens", "temperatures", "seeds", "worth")},
         **{key: vars(s)[key] for key in ("passes", "least_steps", "steps")},
         **curve,
-        **provenance.collect(),
+        **to_json(provenance.collect()),
     }
     lines = "\n".join(f"- {line}" for line in data_curve.doubling_lines(facts))
     tables = (data_curve.points_table(facts), data_curve.laws_table(facts))

@@ -179,9 +179,9 @@ def test_engines_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     ours, generate = summarize_runs(4, runs)
     assert [run["seconds"] for run in runs["ours"]] == [7, 10, 11]
-    assert (ours["tokens_per_second"], ours["least"], ours["most"]) == (30 / 10, 30 / 11, 30 / 7)
-    assert ours["over_generate"] == 12 / 11
-    assert (generate["over_generate"], ours["tokens_per_answer"], ours["ended"]) == (1.0, 3.0, 0.0)
+    assert (ours.tokens_per_second, ours.least, ours.most) == (30 / 10, 30 / 11, 30 / 7)
+    assert ours.over_generate == 12 / 11
+    assert (generate.over_generate, ours.tokens_per_answer, ours.ended) == (1.0, 3.0, 0.0)
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import random
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.provenance import hardware
 from scripts.lab import cells
-from scripts.lab.cells import Cell, Json, cells_beside, run_cells
+from scripts.lab.cells import Cell, cells_beside, run_cells
 from tests import worlds
 
 STAND_IN = "tests/scripts/bench_stand_in.py"
@@ -30,7 +31,7 @@ class BenchConfig:
 def counted(names: str, log: list[tuple[str, int]], stop_at: int = 99) -> list[Cell]:
     """Cells that note their turns; the measurement of number `stop_at` is stopped in the middle."""
 
-    def measure(name: str, turn: int) -> Json:
+    def measure(name: str, turn: int) -> dict[str, int]:
         log.append((name, turn))
         if len(log) == stop_at:
             raise Terminated
@@ -78,9 +79,7 @@ def test_one_name_stands_for_one_cell() -> None:
         run_cells(counted("aba", []), None)
 
 
-def measure_beside(
-    out: Path, s: BenchConfig, log: list[tuple[str, int]], stop_at: int = 99
-) -> Json:
+def measure_beside(out: Path, s: BenchConfig, log: list[tuple[str, int]], stop_at: int = 99) -> Any:
     with cells_beside(str(out), s) as kept:
         return run_cells(counted("abc", log, stop_at), kept, 2)
 
