@@ -10,7 +10,7 @@ arXiv 2406.08464). Killed or stopped, the same command goes on, and writes the s
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -30,6 +30,7 @@ from decode.common.progress import progress_bars
 from decode.common.ranges import Count, at_least
 from decode.common.run_dir import RunSettings
 from decode.common.template_choice import TemplateSetting
+from decode.common.typed_json import from_json, to_json
 from decode.distributed.placement import TargetSettings
 from decode.engine.engine import speculate
 from decode.engine.trained_template import use_template
@@ -86,8 +87,8 @@ class WrittenPrompt:
     number: int
     finish_reason: str
     text: str
-    target: dict[str, str] = field(default_factory=dict)
-    """The `ModelFingerprint` of what wrote it; earlier versions named none."""
+    target: ModelFingerprint = ModelFingerprint()
+    """What wrote it; earlier versions named none."""
 
 
 def user_turn(tokenizer: Any, system: str) -> UserTurn:
@@ -165,9 +166,9 @@ def write_prompts(
             del written[record.prompt]
             number = todo[record.prompt]
             text = target.tokenizer.decode(ids, skip_special_tokens=True).strip()
-            entry = WrittenPrompt(number, record.finished, text, target.identity.to_json())
+            entry = WrittenPrompt(number, record.finished, text, target.identity)
             with naming(log):
-                file.write(json.dumps(asdict(entry)) + "\n")
+                file.write(json.dumps(to_json(entry)) + "\n")
                 file.flush()
             bars.update(bar, speed=f"{tokens / (time.perf_counter() - start):,.0f} tokens/s")
             bars.advance(bar)
@@ -175,7 +176,8 @@ def write_prompts(
 
 def read_written(log: Path) -> list[WrittenPrompt]:
     fields = {"number": int, "finish_reason": str, "text": str}
-    return [WrittenPrompt(**entry) for entry in read_log(log, fields, "they are written again")]
+    entries = read_log(log, fields, "they are written again")
+    return [from_json(WrittenPrompt, entry) for entry in entries]
 
 
 def whole_prompts(s: WritePromptsConfig, written: list[WrittenPrompt]) -> dict[str, Messages]:
@@ -198,8 +200,8 @@ def whole_prompts(s: WritePromptsConfig, written: list[WrittenPrompt]) -> dict[s
 
 def check_same_target(s: WritePromptsConfig, target: Target, written: list[WrittenPrompt]) -> None:
     """UserError if another target wrote some of the prompts, unless `allow_changed`."""
-    for then in {json.dumps(entry.target) for entry in written}:
-        found = difference(ModelFingerprint.from_json(json.loads(then)), target.identity)
+    for then in {entry.target for entry in written}:
+        found = difference(then, target.identity)
         if found:
             what = f"another target wrote prompts in {s.out} ({found})"
             run_dir.refuse_change(what, s.allow_changed)

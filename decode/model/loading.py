@@ -27,8 +27,9 @@ from decode.common import damage
 from decode.common.disk_errors import disk_error
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
+from decode.common.typed_json import to_json
 from decode.model.compatibility import check_sizes
-from decode.model.fingerprint import ModelFingerprint, weights_fingerprint
+from decode.model.fingerprint import ModelFingerprint, TargetRecord, weights_fingerprint
 from decode.model.formats import tied_heads
 from decode.model.formats.adapters import find_adapter, merged_folder, without_adapter
 from decode.model.formats.gguf_files import gguf_folder
@@ -97,12 +98,10 @@ class Target:
         folder = self.runner.model.config.name_or_path
         return model_fingerprint(folder, self.revision, self.dtype)
 
-    def describe(self) -> dict[str, Any]:
-        """{name, revision, tokenizer, template, weights, dtype} as results record them, `template` if it is not its own
-        one."""
-        named = {"name": self.name, "revision": self.revision, "tokenizer": self.fingerprint}
-        rendering = {"template": dict(self.template)} if self.template else {}
-        return named | rendering | self.identity.to_json()
+    def describe(self) -> TargetRecord:
+        named: dict[str, Any] = {"name": self.name, "revision": self.revision}
+        named |= {"tokenizer": self.fingerprint, "template": dict(self.template) or None}
+        return TargetRecord(**named | to_json(self.identity))
 
     @property
     def is_encoder_decoder(self) -> bool:
