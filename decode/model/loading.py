@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -106,11 +107,10 @@ class Target:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether an encoder reads its prompts (decode/model/encoder_decoder)."""
         return bool(self.runner.model.config.is_encoder_decoder)
 
     @cached_property
-    def eos_ids(self) -> torch.Tensor:
+    def eos_ids(self) -> Tensor:
         """`eos` [E] in rising order, on the device of the model."""
         return torch.tensor(sorted(self.eos), dtype=torch.long, device=self.runner.device)
 
@@ -524,7 +524,7 @@ def load_target(
 
 
 def build_runner(
-    model: Any, vocab_size: int | None = None, ids: torch.Tensor | None = None
+    model: Any, vocab_size: int | None = None, ids: Tensor | None = None
 ) -> ModelRunner:
     """The runner of a causal LM, with recurrent layers or without, of an encoder-decoder or of a vision-language model;
     the arguments are those of ModelRunner."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from decode.common.errors import UserError
 from decode.distributed.placement import (
@@ -17,7 +18,7 @@ from decode.distributed.placement import (
     load_target,
     run_placed,
 )
-from decode.distributed.tensor_parallel import whole_ends_plan
+from decode.distributed.tensor_parallel import replicated_ends_plan
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.model import loading
 from decode.model.layer_stack import with_layers
@@ -63,7 +64,7 @@ def train_words(world: World, data: Path, out: Path) -> list[object]:
     ]  # fmt: skip
 
 
-def trained(done: Done, out: Path) -> dict[str, torch.Tensor]:
+def trained(done: Done, out: Path) -> dict[str, Tensor]:
     assert done.code == 0, done.err
     return load_file(out / "model.safetensors")
 
@@ -178,13 +179,13 @@ def test_models_of_other_kinds_are_refused(part: str) -> None:
 def test_plans_keep_both_ends_whole() -> None:
     """Bug: a draft reads half an embedding, or heads are shared out unevenly, which transformers does not refuse."""
     config = tiny_model("llama").config
-    plan = whole_ends_plan(config, "target", 2)
+    plan = replicated_ends_plan(config, "target", 2)
     assert plan["model.layers.*.self_attn.q_proj"] == "colwise"
     assert plan["lm_head"] == plan["model.embed_tokens"] == "replicated_with_grad_allreduce"
     with pytest.raises(UserError, match="2 key heads, which 4 processes cannot share"):
-        whole_ends_plan(config, "target", 4)
+        replicated_ends_plan(config, "target", 4)
     with pytest.raises(UserError, match="no tensor-parallel plan for opt"):
-        whole_ends_plan(tiny_model("opt").config, "target", 2)
+        replicated_ends_plan(tiny_model("opt").config, "target", 2)
 
 
 # ---- slices over two processes ----

@@ -11,7 +11,7 @@ from decode.checkpoints import layouts
 from decode.drafts.base import Draft
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, EagleModel
-from decode.model.hidden_states import check_taps
+from decode.model.hidden_states import check_aux_layers
 from decode.model.masks import recomputed, run_now
 from train.data import vocab_mapping
 from train.data.batching import Batch
@@ -156,9 +156,9 @@ class TrainableEagle(TrainableDraft):
 
     def __init__(self, context: FamilyContext, name: str, net: Any, config: Config, steps: int):
         target = context.target
-        check_taps(net.taps, target.runner.config.num_hidden_layers)
+        check_aux_layers(net.aux_layers, target.runner.config.num_hidden_layers)
         self.net, self.name, self.config, self.target = net, name, config, target
-        self.teacher = context.teacher(net.taps)
+        self.teacher = context.teacher(net.aux_layers)
         embedding = target.runner.model.get_input_embeddings().weight.detach()
         self.model = self.make_trainer(context, self.teacher.head, embedding, steps)
         self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
