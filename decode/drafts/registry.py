@@ -96,48 +96,48 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         DraftFamily(
             "pard",
             load=blocks.load_pard,
-            trainer="train.families.blocks.pard:Pard",
+            trainer="train.families.blocks:Pard",
         ),
         DraftFamily(
             "medusa",
             load=medusa.load,
-            trainer="train.families.heads.medusa:Medusa",
+            trainer="train.families.medusa:Medusa",
         ),
         DraftFamily(
             "medusa2",
             load=medusa.load,
-            trainer="train.families.heads.medusa2:Medusa2",
+            trainer="train.families.medusa:Medusa2",
             saved_as="medusa",
         ),
         DraftFamily(
             "eagle1",
             load=eagle.load,
-            trainer="train.families.heads.eagle:Eagle1",
+            trainer="train.families.eagle:Eagle1",
         ),
         DraftFamily(
             "eagle3",
             load=eagle.load,
-            trainer="train.families.heads.eagle:Eagle3",
+            trainer="train.families.eagle:Eagle3",
         ),
         DraftFamily(
             "peagle",
             load=blocks.load_peagle,
-            trainer="train.families.blocks.peagle:PEagle",
+            trainer="train.families.blocks:PEagle",
         ),
         DraftFamily(
             "dflash",
             load=blocks.load_dflash,
-            trainer="train.families.blocks.dflash:DFlash",
+            trainer="train.families.dflash:DFlash",
         ),
         DraftFamily(
             "dspark",
             load=blocks.load_dflash,
-            trainer="train.families.blocks.dflash:DSpark",
+            trainer="train.families.dflash:DSpark",
         ),
         DraftFamily(
             "mtp",
             load=mtp.load,
-            trainer="train.families.heads.mtp:Mtp",
+            trainer="train.families.mtp:Mtp",
         ),
         DraftFamily(
             "ngram",
@@ -159,12 +159,12 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         DraftFamily(
             "layerskip",
             load=early_exit.load,
-            trainer="train.families.heads.layerskip:LayerSkip",
+            trainer="train.families.layerskip:LayerSkip",
         ),
         DraftFamily(
             "layerskip2",
             load=early_exit.load_own_exit,
-            trainer="train.families.heads.layerskip2:LayerSkip2",
+            trainer="train.families.layerskip2:LayerSkip2",
         ),
     )
 }

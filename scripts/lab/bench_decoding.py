@@ -47,8 +47,8 @@ from decode.engine.warm_up import run_first_rounds
 from decode.model.loading import Target, load_model, load_target
 from decode.verification.sampling import SamplingParams
 from scripts.lab.cells import Cell, Json, cells_beside, finish, middle, run_cells
-from train.data.prompts import encode_prompt, read_prompts
-from train.data.sources import PromptSource
+from train.data.prompts import encode_prompt
+from train.data.sources import PromptSource, read_prompts
 
 EngineName = Literal["ours", "ours-compiled", "generate", "generate_batch"]
 WARM_UP_TOKENS = 8

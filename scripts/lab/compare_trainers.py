@@ -54,7 +54,7 @@ from train import distill
 from train.data import mixture
 from train.data.sample_store import SampleRow
 from train.families.config import DraftConfig
-from train.families.heads.eagle import TrainableEagle
+from train.families.eagle import TrainableEagle
 from train.trainer import on_policy as trainer_on_policy
 from train.trainer.checkpoint import TrainingState
 from train.trainer.loop import LoopConfig, train

@@ -28,17 +28,17 @@ from tests.worlds import World
 from train.data import batching
 from train.data.batching import Batch
 from train.distill import DistillConfig
+from train.families import layerskip2
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
-from train.families.heads import layerskip2
-from train.families.heads.layer_dropout import (
+from train.families.layerskip2 import (
+    LayerSkip2Trainer,
     draw_dropped_layers,
     dropout_rates,
     enabled_exits,
     exit_weights,
 )
-from train.families.heads.layerskip2 import LayerSkip2Trainer
-from train.families.heads.lora_target import LoraTarget
+from train.families.lora_target import LoraTarget
 from train.families.registry import family_trainer
 
 LAYERS = 4

@@ -19,10 +19,10 @@ from tests.train.families.test_heads_training import row
 from train.data import batching
 from train.data.batching import Batch
 from train.distill import DistillConfig
+from train.families import layerskip
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
-from train.families.heads import layerskip
-from train.families.heads.layerskip import ExitTrainer
+from train.families.layerskip import ExitTrainer
 from train.families.registry import family_trainer
 from train.teacher.live import LiveTeacher, TeacherOutput
 

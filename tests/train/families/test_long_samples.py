@@ -15,8 +15,7 @@ from tests.tiny import FEW, tiny_model, tiny_target
 from tests.train.data.test_packing import FAMILY, SAMPLES, trainee_of
 from tests.train.families.test_heads_training import assert_same, learned, model_of
 from train.data import batching
-from train.families.blocks import dflash
-from train.families.heads import ttt_attention
+from train.families import dflash, ttt_attention
 from train.teacher.live import compute_hidden_states
 
 ATTENDING = ["causal", "pard", "eagle1", "eagle3", "mtp", "peagle", "dflash", "dspark"]

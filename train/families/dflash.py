@@ -33,10 +33,15 @@ from train.families.base import (
     FamilyTrainer,
     TrainableDraft,
 )
-from train.families.blocks.block_loss import BlockLoss
-from train.families.blocks.mask_token import choose_mask_token
-from train.families.blocks.slots import Retention, draw_depths
+from train.families.block_loss import BlockLoss
 from train.families.config import DraftConfig
+from train.families.eagle import (
+    DEFAULT_VOCAB,
+    TrainableEagle,
+    hidden_state_rms,
+    valid_slot_indices,
+    vocabulary_facts,
+)
 from train.families.head_init import (
     Config,
     check_against_saved,
@@ -44,8 +49,7 @@ from train.families.head_init import (
     load_saved_config,
     random_init,
 )
-from train.families.heads.eagle import TrainableEagle, valid_slot_indices
-from train.families.heads.eagle_init import DEFAULT_VOCAB, hidden_state_rms, vocabulary_facts
+from train.families.slots import Retention, choose_mask_token, draw_depths
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput
 

@@ -31,13 +31,13 @@ from train.families.base import (
     model_dtype,
 )
 from train.families.config import DraftConfig
+from train.families.eagle import DEFAULT_VOCAB, vocabulary_facts
 from train.families.head_init import (
     check_against_saved,
     check_widths,
     load_saved_config,
 )
 from train.families.head_loss import loss_and_metrics
-from train.families.heads.eagle_init import DEFAULT_VOCAB, vocabulary_facts
 from train.losses import chunked_sums
 from train.losses.objective import Criterion
 from train.teacher.live import TeacherOutput

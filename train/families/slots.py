@@ -8,14 +8,18 @@ max(r^d, least) of the anchors, always a subset of those of depth d - 1, whose k
 
 import math
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from decode.common.errors import UserError
 from decode.model.masks import AttentionMask, first_tokens
+from train.data import vocab_mapping
 from train.data.batching import Batch
+from train.data.sample_store import SampleRow
 from train.families.alignment import target_run_length
 
 
@@ -132,3 +136,25 @@ class BlockMask(AttentionMask):
             return [(earliest, end)]
         # the slots of a block are neighbours
         return [(earliest, end), (max(self.length, start - self.size), stop)]
+
+
+def choose_mask_token(
+    given: int | None, saved: int | None, size: int, rows: Iterable[SampleRow]
+) -> int:
+    """draft.mask_token `given`; that `saved` in the draft of draft.init; else the token that answers have least often.
+
+    Of several the last one, so that a row of the embedding that no token uses comes first. UserError for an id outside
+    the embedding of `size` rows, or another than the saved one.
+    """
+    if given is not None and not 0 <= given < size:
+        raise UserError(f"draft.mask_token {given}: name a token of 0 … {size - 1}")
+    if saved is not None:
+        if given not in (None, saved):
+            raise UserError(
+                f"draft.mask_token is {given}, and the draft in draft.init has {saved}: leave it out"
+            )
+        return saved
+    if given is not None:
+        return given
+    counts = vocab_mapping.count_tokens(rows, size)
+    return size - 1 - int(counts.flip(0).argmin())

@@ -13,11 +13,11 @@ from train.data import batching
 from train.data.batching import Batch
 from train.distill import DistillConfig
 from train.families.base import FamilyContext
-from train.families.blocks.block_loss import BlockLoss
-from train.families.blocks.slots import BlockMask, BlockSlots, Retention, draw_depths
+from train.families.block_loss import BlockLoss
 from train.families.causal import output_projection
 from train.families.config import DraftConfig
 from train.families.registry import family_trainer
+from train.families.slots import BlockMask, BlockSlots, Retention, draw_depths
 
 K = 4
 Slot = tuple[int, int, int]

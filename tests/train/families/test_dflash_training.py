@@ -15,12 +15,12 @@ from tests.train.families.test_heads_training import row
 from train.data import batching
 from train.data.batching import Batch
 from train.distill import DistillConfig
+from train.families import dflash
 from train.families.base import FamilyContext
-from train.families.blocks import dflash
-from train.families.blocks.block_loss import BlockLoss
-from train.families.blocks.slots import Retention, draw_depths
+from train.families.block_loss import BlockLoss
 from train.families.config import DraftConfig
 from train.families.registry import family_trainer
+from train.families.slots import Retention, draw_depths
 
 K = 4
 

@@ -22,9 +22,9 @@ from train.data.batching import Batch
 from train.families.alignment import Alignment
 from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft, model_dtype
 from train.families.config import DraftConfig
+from train.families.eagle import EagleTrainer, TrainableEagle
 from train.families.head_init import Config, check_widths, load_saved_config
 from train.families.head_loss import SupervisedRows
-from train.families.heads.eagle import EagleTrainer, TrainableEagle
 
 
 class Mtp(FamilyTrainer):

@@ -9,14 +9,14 @@ from tests.decode.drafts.test_peagle import one_pass
 from tests.heads import randomise
 from tests.tiny import FEW, tiny_model, tiny_target
 from tests.train.data.test_packing import SAMPLES
-from tests.train.families.blocks.test_dflash_training import inputs_of
-from tests.train.families.blocks.test_pard_training import leaking_mask, masks_of_all_blocks
+from tests.train.families.test_dflash_training import inputs_of
+from tests.train.families.test_pard_training import leaking_mask, masks_of_all_blocks
 from train.data import batching
 from train.distill import DistillConfig
 from train.families.base import FamilyContext
-from train.families.blocks.slots import BlockMask
 from train.families.config import DraftConfig
 from train.families.registry import family_trainer
+from train.families.slots import BlockMask
 
 K = 3
 
