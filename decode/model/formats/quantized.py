@@ -40,28 +40,6 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     return numbers.flatten(-2)
 
 
-def gptq_weight(
-    qweight: Tensor, qzeros: Tensor, scales: Tensor, group: Tensor, bits: int, offset: int
-) -> Tensor:
-    """The weight of GPTQ's qweight [in * bits / 32, out], qzeros [G, out * bits / 32] and scales [G, out].
-
-    `group` [in] is each input's group (g_idx). `offset` is added to zero points: checkpoints of format gptq store them
-    less 1, those of gptq_v2 as they are.
-    """
-    numbers = unpack(qweight.T, bits)  # [out, in]
-    zeros = unpack(qzeros, bits) + offset  # [G, out]
-    return (numbers - zeros[group].T).float() * scales.float()[group].T
-
-
-def awq_weight(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
-    """The weight of AWQ's qweight [in, out / 8], qzeros [G, out / 8] (both in the order of its GEMM kernel) and scales
-    [G, out], for groups of in / G inputs that follow each other."""
-    numbers, zeros = (_in_order(unpack(words, 4)) for words in (qweight, qzeros))
-    size = len(numbers) // len(scales)
-    group = torch.arange(len(numbers), device=numbers.device) // size
-    return ((numbers - zeros[group]).float() * scales.float()[group]).T.contiguous()
-
-
 def _in_order(columns: Tensor) -> Tensor:
     """The columns [N, out] of unpacked AWQ words, each at its own place."""
     at = torch.tensor(AWQ_ORDER, device=columns.device).argsort()
@@ -138,23 +116,32 @@ def _check_compressed(q: Config) -> str:
 
 
 def _gptq(name: str, read: Read, q: Config) -> Tensor | None:
+    """From qweight [in * bits / 32, out], qzeros [G, out * bits / 32], scales [G, out] and each input's group [in]."""
     qweight, qzeros, scales, group = (
         read(f"{name}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")
     )
     if qweight is None or qzeros is None or scales is None:
         return None
+    bits = q["bits"]
     if group is None:
-        inputs = len(qweight) * 32 // q["bits"]
+        inputs = len(qweight) * 32 // bits
         group = torch.arange(inputs) // (inputs // len(scales))
-    offset = int(q.get("checkpoint_format", "gptq") == "gptq")
-    return gptq_weight(qweight, qzeros, scales, group.long(), q["bits"], offset)
+    group = group.long()
+    numbers = unpack(qweight.T, bits)  # [out, in]
+    # Checkpoints of format gptq store zero points less 1, those of gptq_v2 as they are.
+    zeros = unpack(qzeros, bits) + int(q.get("checkpoint_format", "gptq") == "gptq")  # [G, out]
+    return (numbers - zeros[group].T).float() * scales.float()[group].T
 
 
 def _awq(name: str, read: Read, q: Config) -> Tensor | None:
+    """From qweight [in, out / 8], qzeros [G, out / 8], both in the order of AWQ's GEMM kernel, and scales [G, out], for
+    groups of in / G inputs that follow each other."""
     qweight, qzeros, scales = (read(f"{name}.{part}") for part in ("qweight", "qzeros", "scales"))
     if qweight is None or qzeros is None or scales is None:
         return None
-    return awq_weight(qweight, qzeros, scales)
+    numbers, zeros = (_in_order(unpack(words, 4)) for words in (qweight, qzeros))
+    group = torch.arange(len(numbers)) // (len(numbers) // len(scales))
+    return ((numbers - zeros[group]).float() * scales.float()[group]).T.contiguous()
 
 
 def _fp8(name: str, read: Read, q: Config) -> Tensor | None:
