@@ -12,7 +12,7 @@ from decode.checkpoints import importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.registry import draft_family
-from decode.model.hidden_states import HiddenStateSpec, check_taps
+from decode.model.hidden_states import HiddenStateSpec, check_aux_layers
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from train.data import vocab_mapping
@@ -122,9 +122,9 @@ class TrainableHead(TrainableDraft):
         """`loss` makes the module that computes it, of what gives the target's logits of the teacher's rows and of the
         target's embedding; `draft` makes what decodes with the net."""
         target = context.target
-        check_taps(net.taps, target.runner.config.num_hidden_layers)
+        check_aux_layers(net.aux_layers, target.runner.config.num_hidden_layers)
         self.net, self.config, self.target, self.make_draft = net, config, target, draft
-        self.teacher = context.teacher(net.taps)
+        self.teacher = context.teacher(net.aux_layers)
         embedding = target.runner.model.get_input_embeddings().weight.detach()
         self.model = loss(self.teacher.head, embedding)
         self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)

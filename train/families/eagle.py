@@ -193,7 +193,7 @@ def init_eagle3(
     start = target.runner.model.get_output_embeddings().weight.detach().cpu()
     with torch.no_grad():
         if net.fc_norm is None and net.input_norm is None:
-            size_of_states = hidden_state_rms(context, net.taps)
+            size_of_states = hidden_state_rms(context, net.aux_layers)
             net.fc.weight /= size_of_states
             if mask_token is not None:
                 net.mask_hidden.mul_(size_of_states)
