@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from decode.checkpoints import importers, layouts
+from decode.checkpoints import eagle_layouts, importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
@@ -212,7 +212,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
         net = Eagle1Model(llama_config(config), head, own in tensors)
     else:
         layouts.check_config(path, config, {"target_hidden_size": hidden})
-        for flag in layouts.NORM_FLAGS:
+        for flag in eagle_layouts.NORM_FLAGS:
             # most flags add no tensor whose absence would be noticed
             trained = flag in facts.get("norms", [])
             if facts and config[flag] != trained:
@@ -220,7 +220,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
                     f"draft {path!r} has {flag} {config[flag]} and was trained with {trained}: get the files again"
                 )
         depth = target.runner.config.num_hidden_layers
-        taps = HiddenStateSpec(layouts.aux_layers(config, depth))
+        taps = HiddenStateSpec(eagle_layouts.aux_layers(config, depth))
         check_taps(taps, depth)
         name_layers(path, found, taps.layers, depth)
         ids = layouts.draft_to_target_ids(path, config, tensors)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts, head_layouts, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.eagle import EagleDraft
@@ -170,9 +170,9 @@ def test_config_is_golden(family: str, tmp_path: Path) -> None:
     own = small_target()
     config = own.runner.config
     wanted = {
-        "medusa": lambda: layouts.medusa_config(config, HEADS, 1, V),
-        "eagle1": lambda: layouts.eagle1_config(config, V),
-        "eagle3": lambda: layouts.eagle3_config(config, V, VD, (2, 4, 5)),
+        "medusa": lambda: head_layouts.medusa_config(config, HEADS, 1, V),
+        "eagle1": lambda: eagle_layouts.eagle1_config(config, V),
+        "eagle3": lambda: eagle_layouts.eagle3_config(config, V, VD, (2, 4, 5)),
     }[family]()
     layouts.save_heads(tmp_path, wanted, torch.nn.Linear(1, 1), torch.bfloat16, None)
     assert json.loads((tmp_path / "config.json").read_text()) == CONFIGS[family]
@@ -180,7 +180,7 @@ def test_config_is_golden(family: str, tmp_path: Path) -> None:
 
 def test_medusa_has_no_other_keys_that_vllm_would_rename() -> None:
     """Catches a new field with num and heads or layers in its name, which vLLM takes for its own."""
-    keys = layouts.medusa_config(small_target().runner.config, HEADS, 1, V)
+    keys = head_layouts.medusa_config(small_target().runner.config, HEADS, 1, V)
     renamed = [key for key in keys if "num" in key and ("heads" in key or "layers" in key)]
     assert renamed == ["num_heads", "num_hidden_layers"]
 
@@ -202,9 +202,9 @@ def test_engines_tap_the_same_states(layers: tuple[int, ...]) -> None:
 
     Ids of the default layers are not written: some engines misread them.
     """
-    config = layouts.eagle3_config(small_target().runner.config, V, VD, layers)
+    config = eagle_layouts.eagle3_config(small_target().runner.config, V, VD, layers)
     assert vllm_taps(config, LAYERS) == sglang_taps(config, LAYERS) == list(layers)
-    assert layouts.aux_layers(config, LAYERS) == layers
+    assert eagle_layouts.aux_layers(config, LAYERS) == layers
     written = {"eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"}
     assert written & config.keys() == (set() if layers == (2, 4, 5) else written)
     assert config.get("num_aux_hidden_states", 3) == len(layers)
@@ -342,7 +342,7 @@ def test_heads_of_a_narrower_draft_are_whole() -> None:
     """Catches heads that do not divide the width, or K/V heads that do not divide the heads, at odd widths."""
     own = small_target(hidden_size=32, num_attention_heads=8, num_key_value_heads=4)
     for width in range(4, 32, 4):
-        config = layouts.eagle3_config(own.runner.config, V, V, (2, 4, 5), width)
+        config = eagle_layouts.eagle3_config(own.runner.config, V, V, (2, 4, 5), width)
         assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
         net = Eagle3Model(llama_config(config), HiddenStateSpec((2, 4, 5)), None)
         draft = EagleDraft(net, own, "eagle3")
@@ -462,7 +462,7 @@ def test_damage_is_refused_by_name(kind: str, tmp_path: Path) -> None:
 def test_the_states_of_the_default_layers_reach_the_draft(tmp_path: Path) -> None:
     """Catches defaults that are resolved otherwise when saved than when loaded: no id is on disk then."""
     own = small_target()
-    config = layouts.eagle3_config(own.runner.config, V, V, (2, 4, 5))
+    config = eagle_layouts.eagle3_config(own.runner.config, V, V, (2, 4, 5))
     net = Eagle3Model(llama_config(config), HiddenStateSpec((2, 4, 5)), None)
     layouts.save_heads(tmp_path, config, net, torch.float32, None)
     facts = {"family": "eagle3", "tokenizer_hash": own.fingerprint}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts
 from decode.drafts.base import Draft
 from decode.drafts.blocks.peagle import PEagleDraft
 from decode.drafts.eagle_model import Eagle3Model
@@ -38,7 +38,9 @@ class PEagle(Eagle3):
         mask = None if s.init else choose_mask_token(s.mask_token, None, size, context.rows)
         net, config = init_eagle3(context, counts, mask)
         draft = TrainablePEagle(context, "peagle", net, config, s.block)
-        draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
+        draft.metadata = {"norms": eagle_layouts.saved_norms(config)} | vocabulary_facts(
+            net.ids, counts
+        )
         return draft
 
 

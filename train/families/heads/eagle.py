@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts, layouts
 from decode.drafts.base import Draft
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, EagleModel
@@ -61,7 +61,9 @@ class Eagle3(FamilyTrainer):
         counts = vocab_mapping.count_tokens(context.rows, context.target.runner.vocab_size)
         net, config = init_eagle3(context, counts)
         draft = TrainableEagle(context, "eagle3", net, config, context.config.draft.steps)
-        draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
+        draft.metadata = {"norms": eagle_layouts.saved_norms(config)} | vocabulary_facts(
+            net.ids, counts
+        )
         return draft
 
 
