@@ -19,7 +19,7 @@ from decode.common.files import write_atomically
 from decode.common.ranges import CountOrZero, at_least
 from decode.common.run_dir import check_file
 from eval.reporting.advice import advice_markdown, advise
-from eval.reporting.report_data import read_report, read_tuned, target_name
+from eval.results.report import read_report, read_tuned, target_name
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Measures everything that a report holds, in turn; each part is kept in the journal as soon as it is measured."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -8,14 +9,18 @@ from typing import Any
 from rich.progress import Progress
 
 from decode.common import provenance
-from decode.common.cli import to_yaml
 from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.progress import ProgressLog
+from decode.common.settings import to_yaml
+from decode.common.typed_json import to_json
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_model, load_target
+from decode.drafts.base import draft_sha256, is_altered, trained_for
+from decode.drafts.registry import DRAFT_FAMILIES, find_family
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
+from decode.verification.registry import find_rule
 from eval.benchmark import baselines, multi_turn, timing, untimed_passes
 from eval.benchmark.config import EvalConfig
 from eval.benchmark.journal import earlier_targets
@@ -23,21 +28,36 @@ from eval.benchmark.methods import (
     PLAIN_DECODING,
     Method,
     build_methods,
+    describe_adaptive,
+    describe_lookup,
+    describe_mirror,
+    describe_tree,
     fit_simulated_drafts,
     simulated_alpha,
+    verification_name,
 )
 from eval.benchmark.timing import FailedPrompt, TimingContext, TimingResult
 from eval.checks import answer_quality, greedy_equivalence, sampling_distribution
 from eval.checks.target_drift import measure_target_drift
 from eval.metrics import acceptance, roofline
-from eval.metrics.common import ALL_TASKS
-from eval.metrics.speedup_prediction import StepCost, predict_speedup, with_batch_rounds
-from eval.results import PromptGroup, filter_failures, method_entry
+from eval.metrics.bootstrap import ALL_TASKS
+from eval.metrics.speedup_model import StepCost, predict_speedup, with_batch_rounds
 from eval.tasks import loading
 from eval.tasks.loading import TaskPrompt
 
 SCHEMA = 1
 GPU_UTILISATION_PROMPTS = 8
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """Prompts that share an element: those of a task, of a domain, or all."""
+
+    task: str = ALL_TASKS
+    domain: str = ""
+
+    def contains(self, task: str, domain: str) -> bool:
+        return self.task in (ALL_TASKS, task) and self.domain in ("", domain)
 
 
 @dataclass
@@ -87,10 +107,10 @@ def evaluate(
     references = _reference_outputs(work) if 0.0 in s.temperatures else {}
     report: dict[str, Any] = {
         "schema": SCHEMA,
-        "target": target.describe(),
+        "target": to_json(target.describe()),
         "earlier_targets": earlier_targets(journal),
         "tasks": [loading.task_version(task) for task in s.tasks],
-        **provenance.collect(),
+        **to_json(provenance.collect()),
         "seed": s.seed,
         "resumed": journal.num_resumed,
         "baseline": {},
@@ -324,3 +344,86 @@ def _decode_for_acceptance(
         ],
     )  # fmt: skip
     return [DecodeRecord(**values) for values in kept]
+
+
+def method_entry(
+    s: EvalConfig,
+    method: Method,
+    path: str,
+    group: PromptGroup,
+    temperature: float,
+    records: Sequence[DecodeRecord],
+    plain: Sequence[DecodeRecord],
+    quality: list[dict[str, Any]],
+    failures: Sequence[FailedPrompt],
+    verdict: dict[str, Any] | None,
+    phases: dict[str, float] | None,
+    mirror: dict[str, float | None] | None,
+    prediction: tuple[float | None, str | None],
+    eos: frozenset[int],
+) -> dict[str, Any]:
+    """One element of report["methods"] or report["domains"].
+
+    `records` are the method's on the prompts of `group`, `plain` those of plain decoding on (at least) these prompts.
+    `prediction` is that of `predict_speedup`; plain decoding gets none.
+    """
+    predicted, missing = prediction
+    if method.draft is None:
+        predicted, missing = None, "speed-ups are relative to plain decoding"
+    sha256 = draft_sha256(path) if path else None
+    return {
+        "name": method.name,
+        "draft": path or None,
+        "family": draft_family_name(method, path),
+        "k": method.k,
+        "tree": describe_tree(method.shape),
+        "lookup": describe_lookup(s.methods, method.name),
+        "adaptive": describe_adaptive(s.methods, method.name),
+        "mirror": describe_mirror(method, mirror),
+        "temperature": temperature,
+        "top_k": s.top_k,
+        "top_p": s.top_p,
+        "batch_size": s.batch_size,
+        "task": group.task,
+        "domain": group.domain or None,
+        **acceptance.summarize(records, plain, method.k, s.seed),
+        "finish": dict(sorted(Counter(r.finish_reason for r in records).items())),
+        "tokens_after_eos": sum(count_tokens_after_eos(r.output_ids, eos) for r in records),
+        "failed": [asdict(failure) for failure in failures],
+        "quality": quality,
+        "draft_sha256": sha256,
+        "draft_altered": is_altered(path, sha256),
+        "trained_for": trained_for(path) if path else None,
+        "mode": s.mode,
+        "dtype": s.dtype,
+        "draft_dtype": next((m.dtype for m in s.methods if m.name == method.name), "") or s.dtype,
+        "verification": verification_name(method, temperature),
+        "lossy": not find_rule(method.rule).lossless,
+        "simulated": simulated_alpha(method),
+        "predicted_speedup": predicted,
+        "prediction_missing": missing,
+        "phase_ms": phases,
+        "lossless": verdict or {"greedy_identical": None, "prompts": len(records)},
+    }
+
+
+def draft_family_name(method: Method, path: str) -> str | None:
+    """The family of a method's draft; None for plain decoding, and for a simulated draft."""
+    if simulated_alpha(method) is not None:
+        return None
+    if path:
+        return find_family(path).name
+    return method.name if method.name in DRAFT_FAMILIES else None
+
+
+def count_tokens_after_eos(ids: Sequence[int], eos: frozenset[int]) -> int:
+    """Tokens after the first EOS. There must be none: counted, they would make one method look faster."""
+    ends = [i for i, token in enumerate(ids) if token in eos]
+    return len(ids) - 1 - ends[0] if ends else 0
+
+
+def filter_failures(
+    failures: Sequence[FailedPrompt], group: PromptGroup, domains: dict[tuple[str, str], str]
+) -> list[FailedPrompt]:
+    """The failures on prompts of the group; `domains` are by (task, id)."""
+    return [f for f in failures if group.contains(f.task, domains[f.task, f.id])]

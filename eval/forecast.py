@@ -37,6 +37,7 @@ from decode.common.ranges import (
     at_least,
 )
 from decode.common.template_choice import TemplateSetting
+from decode.common.typed_json import to_json
 from decode.drafts import causal
 from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import pick_draft
@@ -44,20 +45,19 @@ from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import Target, load_target
 from decode.serving.running import vllm_client
 from eval.benchmark.journal import MeasuringSettings, earlier_targets, open_journal
-from eval.forecasting import costs, schedule
+from eval.forecasting import costs
 from eval.forecasting.chains import (
     LOOKUPS,
     ChainSettings,
+    VllmNgramDraft,
     check_draft,
     check_room,
     measure_chains,
 )
-from eval.forecasting.engines import ENGINE_RULES, rules_of
 from eval.forecasting.pages import forecast_markdown
-from eval.forecasting.rounds import TextChains, text_from_json, text_to_json
+from eval.forecasting.rounds import ENGINE_RULES, TextChains, rules_of, text_from_json, text_to_json
 from eval.forecasting.rows import forecast_rows
-from eval.forecasting.vllm_ngram import VllmNgramDraft
-from eval.metrics.common import ALL_TASKS
+from eval.metrics.bootstrap import ALL_TASKS
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
 
 SCHEMA = 1
@@ -253,7 +253,7 @@ def schedules(
                 if (x["temperature"], x["rule"]) == (temperature, rule) and x["tau"] is not None
             }
             place = {"temperature": temperature, "rule": rule, "context": context}
-            found.append(place | schedule.schedule_entry(own, tau))
+            found.append(place | costs.schedule_entry(own, tau))
     return found
 
 
@@ -270,7 +270,7 @@ def forecast(
     )
     return {
         "schema": SCHEMA,
-        "target": target.describe(),
+        "target": to_json(target.describe()),
         "earlier_targets": earlier_targets(journal),
         "draft": {"name": s.draft, "family": draft.name, "sha256": draft_sha256(s.draft)},
         "tasks": [task_version(task) for task in s.tasks],
@@ -280,7 +280,7 @@ def forecast(
         "costs": {"from": s.costs, "points": [asdict(point) for point in points]},
         "schedules": schedules(rows, by_shape),
         "seed": s.seed,
-        **provenance.collect(),
+        **to_json(provenance.collect()),
     }
 
 

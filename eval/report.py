@@ -22,10 +22,9 @@ from decode.common.errors import UserError
 from decode.model.loading import load_tokenizer
 from eval.reporting.plots import ReportChart
 from eval.reporting.render import write_report
-from eval.reporting.report_data import read_report, read_tuned, target_name
 from eval.reporting.token_traces import TokenTrace, read_outputs, select_traces
-from eval.scaling.chart import curve_chart
-from eval.scaling.data_curve import read_data_curve
+from eval.results.report import read_report, read_tuned, target_name
+from eval.scaling.data_curve import curve_chart, read_data_curve
 
 
 @dataclass

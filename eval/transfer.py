@@ -20,6 +20,8 @@ from typing import Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from collections.abc import Sequence
+
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -30,19 +32,103 @@ from decode.common.errors import UserError, first_line
 from decode.common.ranges import Count, DraftLength, Share, Temperature
 from decode.common.run_dir import check_file
 from decode.common.template_choice import TemplateSetting
+from decode.common.typed_json import to_json
 from decode.drafts.base import Draft, check_request
 from decode.drafts.registry import load_draft
 from decode.engine.active_request import check_draft_length
+from decode.engine.engine import decode
 from decode.engine.trained_template import use_template
 from decode.model.loading import Target, find_dtype, load_config, load_target
 from decode.verification.sampling import SamplingParams
-from eval.checks import transfer
+from eval.metrics import acceptance
+from eval.metrics.bootstrap import (
+    Array,
+    Interval,
+    paired_difference_interval,
+    paired_ratio_interval,
+    ratio_or_none,
+)
 from eval.reporting.formatting import format_number, format_with_interval
 from eval.scaling.data_curve import DataCurve, law_of, missing_tokens, read_data_curve
-from eval.tasks.loading import Task, load_fitting_prompts
+from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts
 
 Counts = dict[str, dict[str, list[int]]]
 """{prompt: {temperature: [emitted, rounds, accepted, reached]}}."""
+
+
+BATCH = 16
+"""Prompts that are decoded together."""
+KEEP, FINE_TUNE, RETRAIN, NOT_CLEAR, REFUSED = (
+    "keep", "fine-tune", "retrain", "not clear", "refused",
+)  # fmt: skip
+
+
+def count_acceptance(
+    target: Target,
+    draft: Draft,
+    prompts: Sequence[TaskPrompt],
+    temperatures: Sequence[float],
+    k: int,
+    max_new_tokens: int,
+) -> dict[str, list[list[int]]]:
+    """{temperature: [emitted, rounds, accepted, reached] of each prompt}, decoded with the same seeds every time."""
+    counts = {}
+    for temperature in temperatures:
+        records = decode(
+            target,
+            draft,
+            [item.prompt_ids for item in prompts],
+            k=k,
+            sampling=SamplingParams(temperature),
+            max_new_tokens=max_new_tokens,
+            rows=BATCH,
+            seed=0,
+        )
+        columns = (
+            acceptance.emitted_tokens(records),
+            acceptance.round_counts(records),
+            acceptance.accepted_by_position(records, k).sum(1),
+            acceptance.reached_by_position(records, k).sum(1),
+        )
+        counts[str(temperature)] = np.stack(columns, 1).tolist()
+    return counts
+
+
+def compare(counts: Array, others: Array, keep: float, retrain: float) -> dict[str, Any]:
+    """What the draft loses from one target, `counts`, to another, `others`: both [n prompts, 4] of count_acceptance.
+
+    `share` is the other target's accepted tokens a round ÷ the first one's. `verdict` is KEEP if its whole interval is
+    at least `keep`, RETRAIN if the whole of it is below `retrain`, FINE_TUNE if it is all below `keep`, else NOT_CLEAR.
+    """
+    emitted, rounds, accepted, reached = counts.T
+    other_emitted, other_rounds, other_accepted, other_reached = others.T
+    before = ratio_or_none(float((emitted - rounds).sum()), float(rounds.sum()))
+    after = ratio_or_none(float((other_emitted - other_rounds).sum()), float(other_rounds.sum()))
+    share = None if before is None or after is None else ratio_or_none(after, before)
+    interval = paired_ratio_interval(
+        other_emitted - other_rounds, other_rounds, emitted - rounds, rounds, 0
+    )
+    return {
+        "tau": None if after is None else 1 + after,
+        "alpha": ratio_or_none(float(other_accepted.sum()), float(other_reached.sum())),
+        "alpha_difference_ci": paired_difference_interval(
+            other_accepted, other_reached, accepted, reached, 0
+        ),
+        "share": share,
+        "share_ci": interval,
+        "verdict": judge(interval, keep, retrain),
+    }
+
+
+def judge(share: Interval | None, keep: float, retrain: float) -> str:
+    """The verdict on an interval of the share of accepted tokens that is left."""
+    if share is None:
+        return NOT_CLEAR
+    if share[0] >= keep:
+        return KEEP
+    if share[1] < retrain:
+        return RETRAIN
+    return FINE_TUNE if share[1] < keep else NOT_CLEAR
 
 
 @dataclass
@@ -105,9 +191,7 @@ def target_dtypes(s: TransferConfig) -> list[str]:
 def measure(s: TransferConfig, target: Target, draft: Draft) -> Counts:
     """What the draft does to each prompt. UserError if no prompt fits the target."""
     prompts = load_fitting_prompts(s.tasks, target)
-    counts = transfer.count_acceptance(
-        target, draft, prompts, s.temperatures, s.k, s.max_new_tokens
-    )
+    counts = count_acceptance(target, draft, prompts, s.temperatures, s.k, s.max_new_tokens)
     return {
         f"{item.task}/{item.id}": {temperature: rows[i] for temperature, rows in counts.items()}
         for i, item in enumerate(prompts)
@@ -138,7 +222,7 @@ def compare_targets(s: TransferConfig, console: Console) -> list[dict[str, Any]]
             refused = {
                 "target": name,
                 "dtype": dtype,
-                "verdict": transfer.REFUSED,
+                "verdict": REFUSED,
                 "why": first_line(error),
             }
             entries += [refused | {"temperature": temperature} for temperature in s.temperatures]
@@ -149,7 +233,7 @@ def compare_targets(s: TransferConfig, console: Console) -> list[dict[str, Any]]
         shared = [key for key in first if key in counts]
         for temperature in s.temperatures:
             a, b = (np.array([x[key][str(temperature)] for key in shared]) for x in (first, counts))
-            found = transfer.compare(a, b, s.keep, s.retrain)
+            found = compare(a, b, s.keep, s.retrain)
             facts = {
                 "target": name,
                 "weights": target.identity.weights,
@@ -178,7 +262,7 @@ def main(s: TransferConfig) -> None:
         add_missing_tokens(entries, curve)
     table = Table("target", "dtype", "T", "τ", "α", "share left [95 %]", "verdict", "worth, tokens")
     for x in entries:
-        if x["verdict"] == transfer.REFUSED:
+        if x["verdict"] == REFUSED:
             table.add_row(
                 x["target"],
                 x["dtype"],
@@ -196,7 +280,7 @@ def main(s: TransferConfig) -> None:
         )  # fmt: skip
     console.print(table)
     facts = {"draft": s.draft, "k": s.k, "keep": s.keep, "retrain": s.retrain, "targets": entries}
-    line = json.dumps(facts | provenance.collect())
+    line = json.dumps(facts | to_json(provenance.collect()))
     if s.out:
         files.write_atomically(Path(s.out), line + "\n")
     print(line)

@@ -26,10 +26,11 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from decode.common import files, provenance, run_dir
-from decode.common.cli import to_yaml
 from decode.common.command import run_command
 from decode.common.journal import Journal
 from decode.common.progress import ProgressLog, progress_bars
+from decode.common.settings import to_yaml
+from decode.common.typed_json import to_json
 from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import load_target
 from eval.benchmark import config
@@ -38,7 +39,7 @@ from eval.benchmark.journal import earlier_targets, open_journal
 from eval.benchmark.methods import PLAIN_DECODING, Method, draft_checksums
 from eval.benchmark.timing import TimingContext, TimingResult
 from eval.metrics.acceptance import tau
-from eval.metrics.common import ALL_TASKS
+from eval.metrics.bootstrap import ALL_TASKS
 from eval.metrics.roofline import measure_bandwidth
 from eval.reporting.checklist import tuned_table
 from eval.reporting.formatting import NOT_MEASURED, escape_markdown, format_percent, table_markdown
@@ -100,11 +101,11 @@ def tune(
                 trees += compare_tree_lengths(stage, run(stage), expected)
     return {
         "schema": SCHEMA,
-        "target": context.target.describe(),
+        "target": to_json(context.target.describe()),
         "earlier_targets": earlier_targets(journal),
         "tasks": [loading.task_version(task) for task in s.tasks],
         "drafts": draft_checksums([m for m in s.methods if not m.lookup]),
-        **provenance.collect(),
+        **to_json(provenance.collect()),
         "seed": s.seed,
         "bandwidth": journal.get_or_measure(
             ["bandwidth"], lambda: measure_bandwidth(context.target.runner.device)

@@ -20,10 +20,10 @@ import yaml
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_text, write_atomically
-from eval.metrics.common import ALL_TASKS
+from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.formatting import format_number, format_with_interval
 from eval.reporting.plots import GLYPHS, Point, axis_limits, dot_plot, recolor
-from eval.reporting.report_data import read_report
+from eval.results.report import read_report
 
 
 @dataclass

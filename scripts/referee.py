@@ -13,7 +13,7 @@ position, unless the gap of the target's two best logits at the first difference
 listed.
 
 At a temperature each side has random numbers of its own, and the acceptance by position must be the same: exit code 1
-if the permutation test of eval/metrics/permutation_test.py gives p < 0.001. Each prompt is decoded --draws times, by
+if the permutation test of eval/metrics/distribution_tests.py gives p < 0.001. Each prompt is decoded --draws times, by
 default 16 prompts of each bundled task. Both sides sample their drafts from q, except for Medusa, for which vLLM always
 drafts greedily, and so do we. --control true shows that the test can fail: vLLM drafts greedily, its default, and we
 sample. So does --repair false on 0.32's CPU build, whose sampling is broken: `repaired` names what was repaired in it.

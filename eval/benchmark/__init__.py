@@ -5,7 +5,7 @@
 - untimed_passes: acceptance, phases and GPU utilisation.
 - journal: finished measurements on disk. multi_turn: prompts whose history holds the target's answers.
 - simulated_draft: a draft with a configured acceptance.
-- baselines: other engines on the same prompts; transformers_engine.
+- baselines: other engines on the same prompts.
 
 May import eval.metrics, eval.tasks and decode.
 """

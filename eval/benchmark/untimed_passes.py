@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 
-from decode.drafts.mirror.mirror_draft import MirrorDraft
-from decode.drafts.mirror.overlap_counts import OverlapCounts
+from decode.drafts.mirror import MirrorDraft, OverlapCounts
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import DecodeRecord
 from decode.engine.round import PhaseTimes
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.methods import Method
 from eval.benchmark.timing import TimingContext, decode_batch, run_every_shape
-from eval.metrics.common import MS_PER_SECOND
-from eval.metrics.speedup_prediction import fit_step_cost
+from eval.metrics.bootstrap import MS_PER_SECOND
+from eval.metrics.speedup_model import fit_step_cost
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import collect_until_stop
 

@@ -3,7 +3,6 @@
 - greedy_equivalence: greedy output against transformers' `generate`.
 - sampling_distribution: sampled output against the target's distribution.
 - answer_quality: scores of answers that have a reference; sandbox: runs code that a model wrote.
-- transfer: a draft under another target than the one it was trained for.
 - target_drift: a target that was trained itself against the original target.
 
 May import eval.metrics, eval.tasks, eval.benchmark and decode.

@@ -28,15 +28,20 @@ from decode.drafts.base import Proposal
 from decode.drafts.wrappers import RecordingDraft
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord, collect_outputs
-from decode.model.encoder_decoder.plain_passes import answer_logits
 from decode.model.loading import Target
+from decode.model.seq2seq import answer_logits
 from decode.verification.registry import find_rule
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import SamplingParams, warp
 from eval.benchmark.config import EvalConfig
 from eval.benchmark.methods import Method, simulated_alpha
 from eval.metrics.bootstrap import Array
-from eval.metrics.ks_test import SIGNIFICANCE_LEVEL, holm_correction, ks_distance, ks_p_value
+from eval.metrics.distribution_tests import (
+    SIGNIFICANCE_LEVEL,
+    holm_correction,
+    ks_distance,
+    ks_p_value,
+)
 from eval.tasks.loading import TaskPrompt
 
 BATCH_SIZE = 16

@@ -9,13 +9,13 @@ import torch
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.engine.engine import decode, row_seeds
-from decode.model.linear.packed_linear import begin_request
+from decode.model.linear import begin_request
 from decode.model.loading import Target
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import SamplingParams, warp
 from eval.forecasting.rounds import TextChains
 from eval.metrics.bootstrap import Array
-from eval.metrics.speculation_profile import AUTOREGRESSIVE
+from eval.results.speculation_profile import AUTOREGRESSIVE
 from eval.tasks.loading import TaskPrompt
 
 LOOKUPS = frozenset(("ngram", "vllm-ngram"))
@@ -202,3 +202,32 @@ def read_chain(
 def token_share(probabilities: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     """[...] the probability of token [...] under probabilities [..., V]."""
     return probabilities.gather(-1, token[..., None])[..., 0].double().cpu()
+
+
+class VllmNgramDraft(Draft):
+    """Continues the longest suffix of `longest` … `shortest` tokens that occurs earlier; of several, the first.
+
+    As vLLM 0.32 does (vllm/v1/spec_decode/ngram_proposer.py; its prompt_lookup_max and prompt_lookup_min). It copies no
+    token that the text does not have yet, so chains may be shorter than K.
+    """
+
+    name = "vllm-ngram"
+
+    def __init__(self, longest: int, shortest: int):
+        self.longest, self.shortest = longest, shortest
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        tokens = torch.full((len(history), k), NO_DRAFT, device=history.device)
+        for row, (line, count) in enumerate(zip(history.tolist(), length.tolist(), strict=True)):
+            found = self.continuation(line[:count], k)
+            tokens[row, : len(found)] = torch.tensor(found, device=history.device)
+        return Proposal(tokens, None)
+
+    def continuation(self, text: list[int], k: int) -> list[int]:
+        """Up to k tokens that followed the match; [] without one."""
+        for n in range(min(self.longest, len(text) - 1), self.shortest - 1, -1):
+            suffix = text[-n:]
+            for start in range(len(text) - n):
+                if text[start : start + n] == suffix:
+                    return text[start + n : start + n + k]
+        return []

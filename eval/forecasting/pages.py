@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.metrics.common import ALL_TASKS
+from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.formatting import (
     Table,
     escape_markdown,

@@ -16,14 +16,15 @@ import numpy as np
 
 from decode.engine.records import DecodeRecord
 from eval.metrics.bootstrap import (
+    MS_PER_SECOND,
     Array,
     Interval,
     mean_of_ratios,
     paired_difference_interval,
     paired_ratio_interval,
     ratio_interval,
+    ratio_or_none,
 )
-from eval.metrics.common import MS_PER_SECOND, ratio_or_none
 from eval.metrics.latency import latency_ms, prefill_and_decode
 
 

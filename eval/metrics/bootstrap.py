@@ -1,4 +1,4 @@
-"""95 % bootstrap intervals over prompts: of a ratio of sums, of a paired speed-up, of a paired difference.
+"""Ratios of sums and their 95 % bootstrap intervals over prompts, also of a paired speed-up and a paired difference.
 
 Prompts are resampled, not rounds: rounds of one prompt are correlated, and resampling them as if they were independent
 gives intervals that are far too narrow.
@@ -104,3 +104,13 @@ def _percentile_interval(values: Array) -> Interval | None:
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(values, [tail, 100 - tail])
     return float(low), float(high)
+
+
+ALL_TASKS = "all"
+"""Stands for all tasks (or domains) together where a report names a task."""
+MS_PER_SECOND = 1000.0
+
+
+def ratio_or_none(numerator: float, denominator: float) -> float | None:
+    """None where the denominator is 0: a report holds no NaN."""
+    return None if denominator == 0 else float(numerator) / float(denominator)

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from decode.engine.records import DecodeRecord
-from eval.metrics.bootstrap import Array
-from eval.metrics.common import MS_PER_SECOND, ratio_or_none
+from eval.metrics.bootstrap import MS_PER_SECOND, Array, ratio_or_none
 
 
 def latency_ms(records: Sequence[DecodeRecord]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Turns report.json into Markdown, an HTML page, a console table and advice.
 
-- report_data: reads report.json and groups its entries by task and setting.
 - formatting: numbers, intervals and tables as text.
 - tables: the tables of a report.
 - summary: the sentences at the head of a report.

@@ -28,7 +28,7 @@ from eval.reporting.formatting import (
     format_with_interval,
     table_markdown,
 )
-from eval.reporting.report_data import (
+from eval.results.report import (
     Report,
     ReportEntry,
     Tuned,

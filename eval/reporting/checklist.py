@@ -1,7 +1,7 @@
 """The production checklist with a report's own numbers: baseline, draft, tuning, roll-out."""
 
 from eval.metrics import roofline
-from eval.metrics.common import ALL_TASKS
+from eval.metrics.bootstrap import ALL_TASKS
 from eval.metrics.speedup_model import recommended_k_range
 from eval.reporting.decision import (
     GOOD_ACCEPTANCE,
@@ -19,7 +19,8 @@ from eval.reporting.formatting import (
     format_percent,
     format_with_interval,
 )
-from eval.reporting.report_data import (
+from eval.reporting.summary import lossless_verdict
+from eval.results.report import (
     Report,
     ReportEntry,
     Tuned,
@@ -27,7 +28,6 @@ from eval.reporting.report_data import (
     get_nested,
     target_name,
 )
-from eval.reporting.summary import lossless_verdict
 
 
 def build_checklist(

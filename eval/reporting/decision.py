@@ -17,7 +17,7 @@ from eval.reporting.formatting import (
     format_percent,
     format_with_interval,
 )
-from eval.reporting.report_data import Report, ReportEntry
+from eval.results.report import Report, ReportEntry
 
 IDLE_UTILISATION, BUSY_UTILISATION = 0.5, 0.8
 LONG_REPLY_TOKENS = 100

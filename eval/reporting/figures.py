@@ -5,7 +5,7 @@ from typing import Any
 
 from decode.drafts.registry import DRAFT_FAMILIES
 from eval.metrics import roofline
-from eval.metrics.common import ALL_TASKS
+from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.plots import (
     PHASE_COLORS,
     SHADE_COLORS,
@@ -18,7 +18,7 @@ from eval.reporting.plots import (
     line_chart,
     stacked_bars,
 )
-from eval.reporting.report_data import (
+from eval.results.report import (
     Report,
     ReportEntry,
     Tuned,

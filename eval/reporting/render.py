@@ -12,7 +12,6 @@ from rich.text import Text
 
 from decode.common.files import write_atomically
 from eval.metrics.roofline import with_model_sizes
-from eval.metrics.speculation_profile import speculation_profile
 from eval.reporting.advice import advise
 from eval.reporting.checklist import tuned_table
 from eval.reporting.figures import build_charts
@@ -25,14 +24,6 @@ from eval.reporting.formatting import (
     table_markdown,
 )
 from eval.reporting.plots import ReportChart
-from eval.reporting.report_data import (
-    Report,
-    Tuned,
-    fastest_entry,
-    pooled_sections,
-    report_sections,
-    target_name,
-)
 from eval.reporting.summary import (
     distribution_verdict,
     is_output_changed,
@@ -41,6 +32,15 @@ from eval.reporting.summary import (
 )
 from eval.reporting.tables import report_tables
 from eval.reporting.token_traces import TokenTrace
+from eval.results.report import (
+    Report,
+    Tuned,
+    fastest_entry,
+    pooled_sections,
+    report_sections,
+    target_name,
+)
+from eval.results.speculation_profile import speculation_profile
 
 TEMPLATE = "report.html.j2"
 

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from eval.metrics.common import ALL_TASKS, ratio_or_none
+from eval.metrics.bootstrap import ALL_TASKS, ratio_or_none
 from eval.reporting.formatting import format_identical, format_number, format_with_interval
-from eval.reporting.report_data import (
+from eval.results.report import (
     Report,
     ReportEntry,
     fastest_entry,

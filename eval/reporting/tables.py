@@ -5,7 +5,7 @@ A value that was not measured is a dash; a column without any value is left out.
 
 from collections.abc import Sequence
 
-from eval.metrics.common import ALL_TASKS
+from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.formatting import (
     NOT_MEASURED,
     Table,
@@ -16,7 +16,7 @@ from eval.reporting.formatting import (
     format_value,
     format_with_interval,
 )
-from eval.reporting.report_data import (
+from eval.results.report import (
     Report,
     ReportEntry,
     ReportSection,

@@ -8,7 +8,7 @@ from typing import Any
 from decode.common.errors import UserError
 from decode.common.files import parse_jsonl, read_text
 from decode.engine.text_stream import LabelledText, TextStream
-from eval.reporting.report_data import (
+from eval.results.report import (
     Report,
     pooled_sections,
     real_draft_entries,

@@ -7,9 +7,8 @@ import numpy as np
 
 from decode.common.errors import UserError
 from eval.engine_logs.counts import EngineLog, RequestCounts
-from eval.metrics.bootstrap import Array, paired_difference_interval
-from eval.metrics.common import ratio_or_none
-from eval.metrics.permutation_test import POWER, run_permutation_test
+from eval.metrics.bootstrap import Array, paired_difference_interval, ratio_or_none
+from eval.metrics.distribution_tests import POWER, run_permutation_test
 from eval.served.scoring import SEED, ratios
 
 LEVEL = 0.05

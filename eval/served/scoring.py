@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from eval.engine_logs.counts import EngineLog, RequestCounts
-from eval.metrics.bootstrap import Array, mean_of_ratios, ratio_interval
-from eval.metrics.common import ratio_or_none
+from eval.metrics.bootstrap import Array, mean_of_ratios, ratio_interval, ratio_or_none
 
 SEED = 0
 DASHBOARDS = {

@@ -9,7 +9,7 @@ from decode.verification.registry import find_rule
 from eval.benchmark.methods import PLAIN_DECODING, Method, describe_tree
 from eval.benchmark.timing import TimingResult
 from eval.metrics import acceptance
-from eval.metrics.common import ALL_TASKS, ratio_or_none
+from eval.metrics.bootstrap import ALL_TASKS, ratio_or_none
 from eval.metrics.latency import latency_ms
 from eval.metrics.speedup_model import (
     SpeedupModel,

@@ -16,6 +16,7 @@ from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, Seed, Temperature, at_least
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
@@ -27,8 +28,8 @@ from eval import forecast
 from eval.forecast import ForecastConfig
 from eval.forecasting.chains import ChainSettings, measure_chains
 from eval.forecasting.rounds import RULES
-from eval.forecasting.served import compare
-from eval.metrics import permutation_test
+from eval.forecasting.rows import compare
+from eval.metrics.distribution_tests import POWER, run_permutation_test
 from eval.reporting.formatting import format_with_interval
 from eval.tasks.loading import Task, TaskPrompt
 from scripts.engine_compat.greedy_parity import (
@@ -163,7 +164,7 @@ def compare_sampled(
     s: VllmParityConfig, ours: Sequence[PromptCounts], vllm: Sequence[PromptCounts]
 ) -> dict[str, Any]:
     """At a temperature: the result of the permutation test; `passed` if it detects no difference in acceptance."""
-    test = permutation_test.run_permutation_test(
+    test = run_permutation_test(
         counts_array(ours), counts_array(vllm), level=SIGNIFICANCE_LEVEL, seed=s.seed
     )
     return {
@@ -173,7 +174,7 @@ def compare_sampled(
         "drafts": draft_sampling(s),
         "passed": test.p_value >= SIGNIFICANCE_LEVEL,
         "level": SIGNIFICANCE_LEVEL,
-        "power": permutation_test.POWER,
+        "power": POWER,
         "statistic": test.statistic,
         "p_value": test.p_value,
         "permutations": test.permutations,
@@ -252,7 +253,7 @@ def main(s: VllmParityConfig) -> None:
     result = {
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft),
         "family": draft_family(s.draft), "k": s.k, "vllm": served["vllm"],
-        **found, "totals": totals, **provenance.collect(),
+        **found, "totals": totals, **to_json(provenance.collect()),
     }  # fmt: skip
     line = json.dumps(result)
     if s.out:

@@ -46,18 +46,19 @@ from decode.common.ranges import (
     at_least,
 )
 from decode.common.run_dir import FolderSettings
+from decode.common.typed_json import to_json
 from decode.drafts.base import METADATA_FILE, check_request
 from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import load_target
 from decode.verification.sampling import SamplingParams
-from eval.checks.transfer import count_acceptance
 from eval.metrics.bootstrap import Array
 from eval.reporting import plots
 from eval.reporting.formatting import table_markdown
-from eval.scaling import chart, data_curve
+from eval.scaling import data_curve
 from eval.scaling.data_curve import TrainedPoint
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
+from eval.transfer import count_acceptance
 from scripts.lab.cells import Cell, Json, run_cells
 from train import distill
 from train.data import batching, mixture
@@ -235,7 +236,7 @@ def check_and_plan(s: DataCurveConfig) -> CurvePlan:
         for seed in s.seeds
         for size, part in zip(sizes, nested_rows(tokens, sizes, seed), strict=True)
     ]  # fmt: skip
-    about = target.describe()
+    about = to_json(target.describe())
     return CurvePlan(sorted(runs, key=lambda run: run.size), about)
 
 
@@ -313,17 +314,17 @@ def write_results(s: DataCurveConfig, target: dict[str, Any], curve: dict[str, A
         **{key: vars(s)[key] for key in ("k", "max_new_tokens", "temperatures", "seeds", "worth")},
         **{key: vars(s)[key] for key in ("passes", "least_steps", "steps")},
         **curve,
-        **provenance.collect(),
+        **to_json(provenance.collect()),
     }
     out = Path(s.out)
     lines = "\n".join(f"- {line}" for line in data_curve.doubling_lines(facts))
     tables = (data_curve.points_table(facts), data_curve.laws_table(facts))
     figures = " ".join(f"![{metric}]({metric}.svg)" for metric in data_curve.METRICS)
-    key = f"{chart.marker_line(facts)}; dashed: fitted."
+    key = f"{data_curve.marker_line(facts)}; dashed: fitted."
     parts = ["# Data curve", lines, figures, key, *map(table_markdown, tables)]
     files.write_atomically(out / "data_curve.md", "\n\n".join(parts) + "\n")
     for metric in data_curve.METRICS:
-        svg = plots.recolor(chart.curve_panel(facts, metric)).rstrip("\n")
+        svg = plots.recolor(data_curve.curve_panel(facts, metric)).rstrip("\n")
         files.write_atomically(out / f"{metric}.svg", svg + "\n")
     text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)
     files.write_atomically(out / "data_curve.json", text + "\n")

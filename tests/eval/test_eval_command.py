@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from decode.drafts.base import draft_sha256
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.model.loading import Target, load_model, load_target
 from decode.verification import registry
 from eval.checks import greedy_equivalence
-from eval.reporting.report_data import draft_entries
-from eval.results import count_tokens_after_eos
+from eval.evaluate import count_tokens_after_eos
+from eval.results.report import draft_entries
 from tests import worlds
 from tests.worlds import CONTEXT, EOS, Done, World, contents
 

@@ -15,14 +15,14 @@ from eval.reporting.formatting import (
     format_value,
     format_with_interval,
 )
-from eval.reporting.report_data import (
+from eval.results.report import (
     ReportEntry,
     get_nested,
     measured_settings,
     setting_title,
     unique_names,
 )
-from eval.scaling import chart
+from eval.scaling import data_curve
 
 NOT_RECORDED = "not recorded"
 COST_LABELS = {"wall_seconds": "wall time, s", "tokens": "tokens trained on"}
@@ -167,9 +167,9 @@ def data_curve_images(curve: Mapping[str, Any] | None) -> list[CardImage]:
     """τ over the training data; [] without a data curve."""
     if curve is None:
         return []
-    svg = plots.recolor(chart.curve_panel(curve, "tau"))
-    key = f"{chart.marker_line(curve)}, dashed: fitted"
-    return [CardImage("data-curve.svg", chart.CAPTION, svg, key)]
+    svg = plots.recolor(data_curve.curve_panel(curve, "tau"))
+    key = f"{data_curve.marker_line(curve)}, dashed: fitted"
+    return [CardImage("data-curve.svg", data_curve.CAPTION, svg, key)]
 
 
 def alpha_points(entry: ReportEntry) -> list[plots.Point]:

@@ -9,16 +9,16 @@ from typing import Any
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.template_choice import describe
-from eval.metrics.common import ALL_TASKS
+from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.formatting import format_value, format_with_interval
-from eval.reporting.report_data import (
+from eval.reporting.summary import assisted_generation_lines, lossless_verdict
+from eval.results.report import (
     ReportEntry,
     draft_entries,
     entry_setting,
     pooled_entries,
     unique_names,
 )
-from eval.reporting.summary import assisted_generation_lines, lossless_verdict
 from eval.scaling.data_curve import doubling_lines
 from eval.tuning.selection import fastest_chains
 from train.families.registry import family_trainer

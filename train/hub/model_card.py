@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from eval.reporting.formatting import Table, escape_markdown
 from eval.reporting.render import DEFINITIONS
-from eval.reporting.report_data import entry_setting, pooled_entries
+from eval.results.report import entry_setting, pooled_entries
 from train.families.registry import family_trainer
 from train.hub import card_text
 from train.hub.card_tables import (

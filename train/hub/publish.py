@@ -27,8 +27,8 @@ from decode.drafts.base import (
     hashed_files,
 )
 from decode.drafts.registry import saved_families
-from eval.metrics.speculation_profile import speculation_profile
-from eval.reporting.report_data import draft_entries
+from eval.results.report import draft_entries
+from eval.results.speculation_profile import speculation_profile
 from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.families.registry import family_trainer
 from train.hub import dataset_card, model_card, redaction, serving_configs

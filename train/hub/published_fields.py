@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from decode.common.secret_patterns import find_secret
-from train.hub.redaction import NAME, Names, WrongTypeError, flag, match, name, number, word
+from decode.common.typed_json import WrongTypeError
+from train.hub.redaction import NAME, Names, flag, match, name, number, word
 
 WITHHELD = "not published"
 """Stands for a text that is not published."""

@@ -18,7 +18,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from decode.common.errors import UserError
+from decode.common.published import check_text, dotted
 from decode.common.secret_patterns import environment_secrets, find_secret
+from decode.common.typed_json import WrongTypeError
 
 # Starts with /, ~, .. or a drive and has two parts at least: a single "/x" in a text is often no path. The character
 # before it must not make it the middle of a URL, of a Hub name or of a closing tag.
@@ -32,10 +34,6 @@ MODEL_SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.jso
 """Files of other software in which a link leads to somebody's page; templates in them may contain links."""
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 NAME = re.compile(r"[\w.@+(][\w .,@()+/#&®™−'-]{0,79}")
-
-
-class WrongTypeError(ValueError):
-    """A value that is not of its field's type; the message says what the field holds."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,10 @@ def select(value: Any, schema: Any, where: str, known: Collection[str] = ()) -> 
         return None
     if isinstance(schema, Names):
         keys = [_leaf(key, name, f"a key of {where}", known) for key in _of(dict, value, where)]
-        return {key: select(value[key], schema.values, _dotted(where, key), known) for key in keys}
+        return {key: select(value[key], schema.values, dotted(where, key), known) for key in keys}
     if isinstance(schema, Mapping):
         kept = {key: kind for key, kind in schema.items() if key in _of(dict, value, where)}
-        return {k: select(value[k], kind, _dotted(where, k), known) for k, kind in kept.items()}
+        return {k: select(value[k], kind, dotted(where, k), known) for k, kind in kept.items()}
     if isinstance(schema, list):
         items = enumerate(_of(list, value, where))
         return [select(item, schema[0], f"{where}[{i}]", known) for i, item in items]
@@ -98,13 +96,6 @@ def match(pattern: str | re.Pattern[str], value: Any, what: str) -> str:
     if not isinstance(value, str) or re.fullmatch(pattern, value) is None:
         raise WrongTypeError(what)
     return value
-
-
-def check_text(text: str, where: str, known: Collection[str] = ()) -> None:
-    """UserError that names `where`, and not the text, if the text holds a secret."""
-    secret = find_secret(text, strict=True, known=known)
-    if secret is not None:
-        raise UserError(f"{where} holds what looks like {secret.what}: remove it and revoke it")
 
 
 def check_values(content: Any, where: str, known: Collection[str] = ()) -> None:
@@ -241,11 +232,6 @@ def _wrong_type(where: str, what: str) -> UserError:
     return UserError(f"{where} is not {what}: publish the file as it was written")
 
 
-def _dotted(where: str, key: str) -> str:
-    """The name of a field in messages, as "report.json: methods[3].name"."""
-    return f"{where}.{key}" if ": " in where else f"{where}: {key}"
-
-
 def _shorten(path: str) -> str:
     here, clean = Path.cwd(), path.removeprefix("file://")
     if clean.startswith("/") and Path(clean).is_relative_to(here):
@@ -267,9 +253,9 @@ def _strings(value: Any, where: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, dict):
         for key, item in value.items():
             yield f"a key of {where}", key
-            yield from _strings(item, _dotted(where, key))
+            yield from _strings(item, dotted(where, key))
             if isinstance(item, str):
-                yield _dotted(where, key), f"{key}: {item}"
+                yield dotted(where, key), f"{key}: {item}"
     elif isinstance(value, list):
         for i, item in enumerate(value):
             yield from _strings(item, f"{where}[{i}]")

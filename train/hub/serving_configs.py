@@ -20,7 +20,7 @@ from decode.serving.sglang_engine import SGLANG
 from decode.serving.trtllm_engine import TRTLLM
 from decode.serving.vllm_engine import VLLM
 from eval.reporting.formatting import format_with_interval
-from eval.reporting.report_data import setting_title
+from eval.results.report import setting_title
 from train.hub.published_fields import WITHHELD
 
 ReportEntry = Mapping[str, Any]

@@ -8,9 +8,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from decode.common.errors import UserError
+from decode.common.published import check_text
 from decode.common.secret_patterns import redact
 from decode.drafts.base import METADATA_FILE
-from train.hub import redaction
 
 MARKER_FILES = {"model": METADATA_FILE, "dataset": "manifest.json"}
 """The file that marks a repository of ours; repositories without it are not written to."""
@@ -52,7 +52,7 @@ class PublishFolder:
 
 def check_repo_id(repo: str) -> None:
     """UserError if `repo` is empty, no valid name on the Hub, or holds a secret."""
-    redaction.check_text(repo, "--repo")
+    check_text(repo, "--repo")
     try:
         validate_repo_id(repo)
     except HFValidationError as error:

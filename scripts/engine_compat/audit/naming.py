@@ -15,7 +15,7 @@ import numpy as np
 
 from decode.serving.rules import IGNORED, Finding
 from eval.metrics.bootstrap import Array
-from eval.metrics.permutation_test import PermutationTestResult, run_permutation_test
+from eval.metrics.distribution_tests import PermutationTestResult, run_permutation_test
 from scripts.engine_compat.audit.decoding import Outcome, ServedCounts
 from scripts.engine_compat.vllm_parity import PromptCounts, sum_counts
 

@@ -13,17 +13,17 @@ import pytest
 
 from decode.common.errors import UserError
 from decode.common.journal import Journal
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target
 from decode.serving.running import vllm_client, vllm_worker
 from decode.verification.sampling import SamplingParams
 from eval.benchmark import baselines, timing
+from eval.benchmark.baselines import TransformersEngine
 from eval.benchmark.config import EvalConfig, MethodConfig
 from eval.benchmark.methods import Method
 from eval.benchmark.timing import TimingContext, TimingResult
-from eval.benchmark.transformers_engine import TransformersEngine
 from eval.benchmark.turns import EngineAnswer
 from eval.checks.greedy_equivalence import reference_greedy_output
 from eval.tasks.loading import Task, TaskPrompt

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
-from decode.model.encoder_decoder.plain_passes import generation_settings, prepare_generate
 from decode.model.loading import Target, load_model, load_target, unfollowed_settings
+from decode.model.seq2seq import generation_settings, prepare_generate
 from decode.verification.sampling import SamplingParams
+from eval.benchmark.baselines import TransformersEngine
 from eval.benchmark.config import EvalConfig, MethodConfig
 from eval.benchmark.methods import Method
-from eval.benchmark.transformers_engine import TransformersEngine
 from eval.checks.greedy_equivalence import reference_greedy_output
 from eval.tasks.loading import TaskPrompt
 from tests import worlds

@@ -16,7 +16,7 @@ import torch
 from decode.common.journal import Journal
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.model.kv_cache import SlotMapping
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
@@ -27,7 +27,7 @@ from decode.verification.tree import DynamicTree
 from eval.benchmark.config import EvalConfig
 from eval.benchmark.methods import Method
 from eval.checks import sampling_distribution
-from eval.metrics import ks_test
+from eval.metrics import distribution_tests
 from eval.tasks.loading import TaskPrompt
 from tests.params import slow_except
 from tests.tiny import noisy, tiny_model, tiny_prompts, tiny_target
@@ -66,7 +66,9 @@ def shown_by(
     assert len(drawn.by_probability) >= tokens
     return {
         test["order"]: test
-        for test in ks_test.holm_correction(sampling_distribution.run_ks_tests(drawn)["tests"])
+        for test in distribution_tests.holm_correction(
+            sampling_distribution.run_ks_tests(drawn)["tests"]
+        )
     }
 
 
@@ -232,9 +234,9 @@ def test_registered_rules_are_labelled(
 
 def test_ks_by_hand() -> None:
     """Bug: the distance looks at one side of each step only."""
-    assert ks_test.ks_distance(np.array([0.5])) == pytest.approx(0.5)
-    assert ks_test.ks_distance(np.array([0.9, 0.1])) == pytest.approx(0.4)
-    assert ks_test.ks_distance(np.array([0.7, 0.8])) == pytest.approx(0.7)
+    assert distribution_tests.ks_distance(np.array([0.5])) == pytest.approx(0.5)
+    assert distribution_tests.ks_distance(np.array([0.9, 0.1])) == pytest.approx(0.4)
+    assert distribution_tests.ks_distance(np.array([0.7, 0.8])) == pytest.approx(0.7)
 
 
 def test_ks_has_its_level_and_its_power() -> None:
@@ -244,14 +246,17 @@ def test_ks_has_its_level_and_its_power() -> None:
     """
     rng = np.random.default_rng(0)
     n, level = 500, 0.05
-    clean = [ks_test.ks_p_value(ks_test.ks_distance(rng.random(n)), n) for _ in range(2000)]
+    clean = [
+        distribution_tests.ks_p_value(distribution_tests.ks_distance(rng.random(n)), n)
+        for _ in range(2000)
+    ]
     assert 0.03 < np.mean(np.array(clean) < level) < 0.07
-    shift = ks_test.minimum_detectable_shift(n, level)
+    shift = distribution_tests.minimum_detectable_shift(n, level)
     found = 0
     for _ in range(2000):
         values = rng.random(n)
         moved = np.where((values > 0.5 - shift) & (values < 0.5), rng.uniform(0.5, 1, n), values)
-        found += ks_test.ks_p_value(ks_test.ks_distance(moved), n) < level
+        found += distribution_tests.ks_p_value(distribution_tests.ks_distance(moved), n) < level
     assert found >= 1980
 
 
@@ -261,14 +266,15 @@ def test_holm_fails_no_test_that_a_smaller_one_protects() -> None:
     def case(p_value: float, impossible: float = 0.0) -> dict[str, Any]:
         return {"p_value": p_value, "tokens": 1000, "impossible": impossible}
 
-    level = ks_test.SIGNIFICANCE_LEVEL
+    level = distribution_tests.SIGNIFICANCE_LEVEL
     passed = [
         t["passed"]
-        for t in ks_test.holm_correction([case(0.4 * level), case(0.5), case(level / 4)])
+        for t in distribution_tests.holm_correction([case(0.4 * level), case(0.5), case(level / 4)])
     ]
     assert passed == [False, True, False]
     passed = [
-        t["passed"] for t in ks_test.holm_correction([case(0.4 * level), case(0.5), case(0.6)])
+        t["passed"]
+        for t in distribution_tests.holm_correction([case(0.4 * level), case(0.5), case(0.6)])
     ]
     assert passed == [True, True, True]
-    assert ks_test.holm_correction([case(0.5, impossible=0.01)])[0]["passed"] is False
+    assert distribution_tests.holm_correction([case(0.5, impossible=0.01)])[0]["passed"] is False

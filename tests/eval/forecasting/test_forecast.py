@@ -15,12 +15,11 @@ from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
 from decode.model.loading import load_target
 from eval.forecast import ForecastConfig, load
-from eval.forecasting import costs, schedule
+from eval.forecasting import costs
+from eval.forecasting.chains import VllmNgramDraft
 from eval.forecasting.costs import CostPoint, EngineCost, fit_engine_cost, group_costs
-from eval.forecasting.engines import ENGINE_RULES, rules_of
-from eval.forecasting.rounds import RULES, ExpectedRounds, TextChains
+from eval.forecasting.rounds import ENGINE_RULES, RULES, ExpectedRounds, TextChains, rules_of
 from eval.forecasting.rows import forecast_row, forecast_rows
-from eval.forecasting.vllm_ngram import VllmNgramDraft
 from eval.metrics.speedup_model import RoundCost
 from tests import worlds
 
@@ -117,25 +116,25 @@ def test_schedules_choose_the_fastest_k_of_every_batch_size() -> None:
         ).items()
     }
     tau = {1: 1.5, 2: 1.8}
-    ranges = schedule.best_ranges(by_batch, tau)
+    ranges = costs.best_ranges(by_batch, tau)
     for batch in range(1, 10):
         at = (batch - 1) / 8
         ms = {0: 10 + 2 * at, 1: 11 + 14 * at, 2: 12 + 26 * at}
         best = max(ms, key=lambda k: {0: 1.0, **tau}[k] / ms[k])
         assert next(k for first, last, k in ranges if first <= batch <= last) == best
     assert [k for _, _, k in ranges] == [2, 1, 0]
-    config = schedule.vllm_schedule(ranges)
+    config = costs.vllm_schedule(ranges)
     assert config["num_speculative_tokens"] == 2
     dense = build_lookup()(config, 2, 12)
     assert dense[:9] == [k for first, last, k in ranges for _ in range(first, last + 1)]
     assert dense[9:] == [0, 0, 0]
     (_, end, _), (_, last, _), _ = ranges
-    assert schedule.tensorrt_llm_schedule(ranges) == {
+    assert costs.tensorrt_llm_schedule(ranges) == {
         "max_draft_len": 2,
         "draft_len_schedule": {end: 2, last: 1},
     }
-    assert schedule.sglang_flags(ranges)[-1] == "--speculative-num-draft-tokens 3"
-    for form in (schedule.vllm_schedule, schedule.tensorrt_llm_schedule, schedule.sglang_flags):
+    assert costs.sglang_flags(ranges)[-1] == "--speculative-num-draft-tokens 3"
+    for form in (costs.vllm_schedule, costs.tensorrt_llm_schedule, costs.sglang_flags):
         assert not form([(1, 9, 0)])
 
 

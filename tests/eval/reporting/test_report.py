@@ -11,9 +11,10 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from eval.reporting import render, report_data, summary
+from eval.reporting import render, summary
 from eval.reporting.formatting import format_identical
-from eval.scaling.chart import curve_chart
+from eval.results.report import report_sections
+from eval.scaling.data_curve import curve_chart
 from tests import curves, drafts, worlds
 
 
@@ -165,7 +166,7 @@ def test_nulls_are_dashes(report: dict[str, Any]) -> None:
 
 def test_sorted_by_speedup_pooled_task_first(report: dict[str, Any]) -> None:
     """Catches a table in measuring order: "all" leads and the fastest is on top of each table."""
-    found = report_data.report_sections(report)
+    found = report_sections(report)
     assert [section.task for section in found] == ["all", "code", "prose"]
     assert [m["name"] for m in found[0].entries] == ["eagle3", "plain", "ngram"]
 
@@ -174,12 +175,12 @@ def test_settings_are_not_mixed(report: dict[str, Any]) -> None:
     """Catches speeds of two temperatures or batch sizes in one table, as if they compared."""
     hot = [copy.deepcopy(m) | {"temperature": 1.0} for m in report["methods"]]
     report["methods"] += hot
-    titles = [section.title for section in report_data.report_sections(report)]
+    titles = [section.title for section in report_sections(report)]
     assert titles[:2] == [
         "all tasks, temperature 0, batch 1",
         "all tasks, temperature 1, batch 1",
     ]
-    assert all(len(section.entries) == 3 for section in report_data.report_sections(report))
+    assert all(len(section.entries) == 3 for section in report_sections(report))
 
 
 def captions(page: str) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from decode.common.errors import UserError
 from eval.metrics.bootstrap import ratio_interval
 from eval.reporting import plots
-from eval.scaling import chart, data_curve
+from eval.scaling import data_curve
 from eval.scaling.data_curve import GO_ON, NOT_CLEAR, STOP, TrainedPoint, build_curve
 from tests import curves
 
@@ -81,7 +81,7 @@ def test_one_size_draws_and_prints() -> None:
     assert (found["forecasts"], found["verdict"]) == ([], NOT_CLEAR)
     assert len(data_curve.points_table(found).rows) == 4
     assert data_curve.laws_table(found).rows == []
-    assert "<svg" in chart.curve_panel(found, "tau")
+    assert "<svg" in data_curve.curve_panel(found, "tau")
 
 
 def test_tables_show_what_was_measured_and_what_was_not() -> None:
@@ -103,7 +103,7 @@ def test_tables_show_what_was_measured_and_what_was_not() -> None:
 
 def test_figures_draw_the_points_the_law_and_the_prediction() -> None:
     found = curves.curve(lambda n: 2.4 - 8 * n**-0.4)
-    drawn = chart.curve_chart(found)
+    drawn = data_curve.curve_chart(found)
     assert [name for _, _, name in drawn.legend] == [
         "temperature 0", "temperature 1", "twice the data, predicted",
     ]  # fmt: skip
@@ -138,7 +138,7 @@ def test_a_file_without_one_of_its_fields(tmp_path: Path) -> None:
             except UserError as error:
                 refused += f"has no {key!r}" in str(error)
             else:
-                chart.curve_chart(read)
+                data_curve.curve_chart(read)
                 data_curve.points_table(read)
                 data_curve.laws_table(read)
     required = (*data_curve.POINT_KEYS, *data_curve.FORECAST_KEYS, *data_curve.LAW_KEYS)
