@@ -39,7 +39,7 @@ def dflash_config(
 ) -> HeadConfig:
     """config.json of a DFlash draft of `depth` layers that reads the states entering `layers` (capture ids).
 
-    With `markov_rank` it is DSpark. Causality is written out: vLLM takes layers for causal where a config is silent.
+    With `markov_rank` it is DSpark. Causality is written out: engines take layers for causal where a config is silent.
     """
     config = llama_layer_config(target, vocab) | {
         "architectures": ["DSparkDraftModel" if markov_rank else "DFlashDraftModel"],
@@ -70,7 +70,7 @@ def dflash_config(
 
 
 def aux_layers(config: HeadConfig) -> tuple[int, ...]:
-    """Capture ids of the states that engines read: vLLM's own key, else the layers' outputs plus one."""
+    """Capture ids of the states that engines read: by the key of such ids, else the layers' outputs plus one."""
     own = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
     nested = config.value("dflash_config", {}).get("target_layer_ids")
     outputs = nested or config.get("target_layer_ids") or ()

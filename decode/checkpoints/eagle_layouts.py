@@ -1,7 +1,7 @@
 """EAGLE-1, EAGLE-3 and P-EAGLE: config.json and tensors as saved here, as engines require them and as others save them.
 
-EAGLE-3 has the flat layout whose config.json works in vLLM and SGLang, EAGLE-1 the layout of its authors. EAGLE-3 is
-read as its authors, SpecForge and SGLang (flat) or speculators (nested) write it.
+EAGLE-3 has the flat layout whose config.json works in all engines, EAGLE-1 the layout of its authors. EAGLE-3 is read
+as its authors, SpecForge and SGLang (flat) or speculators (nested) write it.
 """
 
 import re
@@ -25,7 +25,7 @@ from decode.model.compatibility import rope_configs
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Norms that variants of EAGLE-3 add, by their names in config.json; EAGLE-3 itself has none of them."""
 EAGLE1_FIELDS = {
-    # SGLang takes the first; vLLM puts Eagle before each and then knows the second.
+    # Some engines take the first, others put Eagle before each and then know the second.
     "architectures": ["LlamaForCausalLMEagle", "LlamaForCausalLM"],
     "bias": False,
 }
@@ -40,13 +40,13 @@ OUTER_KEYS = (
 )
 """Settings of EAGLE-3 that speculators writes outside `transformer_layer_config`."""
 MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Where vLLM looks for the mask token of P-EAGLE, in this order."""
+"""Where engines look for the mask token of P-EAGLE, in this order."""
 NO_LAYER_NAMES = re.compile(
     r"for_?causal_?lm|(p-?)?eagle-?[123]?|dflash|dspark|speculator|draft|model|mtp", re.IGNORECASE
 )
 """What names in `architectures` hold besides the kind of a layer."""
 LLAMA_LAYERS = ("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM")
-"""Names of vLLM for EAGLE-3 with Llama's layer, whose targets are others."""
+"""EAGLE-3 with Llama's layer, whose targets are others."""
 
 
 # ---- as saved here ----

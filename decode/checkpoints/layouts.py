@@ -120,7 +120,7 @@ def aux_layer_fields(layers: Sequence[int] | None) -> dict[str, Any]:
     """Fields of config.json for the layers (capture ids) whose states the draft reads; none for the default (None)."""
     if not layers:
         return {}
-    # vLLM reads the first (states entering a layer), SGLang `eagle_config` (states leaving one).
+    # Engines read the first (states entering a layer) or `eagle_config` (states leaving one).
     fields: dict[str, Any] = {
         "eagle_aux_hidden_state_layer_ids": list(layers),
         "num_aux_hidden_states": len(layers),
@@ -136,7 +136,7 @@ def aux_layer_fields(layers: Sequence[int] | None) -> dict[str, Any]:
 def default_aux_layers(count: int) -> tuple[int, int, int]:
     """The layers of a target with `count` layers whose states EAGLE-3 reads by default, as capture ids.
 
-    Capture id i is the state entering layer i: `hidden_states[i]` of transformers. vLLM and the EAGLE-3 paper use it.
+    Capture id i is the state entering layer i: `hidden_states[i]` of transformers, as in the EAGLE-3 paper.
     UserError for a target with fewer than 7 layers.
     """
     low, middle, high = 2, count // 2, count - 3
@@ -195,7 +195,7 @@ def save_heads(
 def to_midlayer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of EAGLE-3 with its authors' name `midlayer.` for `layers.0.`, which all versions of all engines read.
 
-    vLLM and TensorRT-LLM read `layers.0.` as well; older versions of SGLang silently drop such tensors.
+    Older versions of SGLang silently drop tensors named `layers.0.`.
     """
     return {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
 

@@ -25,7 +25,7 @@ class ServingEngine:
     name: str
     """As people write it."""
     version: str
-    """The newest version that `rules` describe (vLLM: that they were run against)."""
+    """The newest version that `rules` describe or that they were run against."""
     versions: str
     """The versions to which `methods` belong, for people to read."""
     methods: Mapping[str, Served]

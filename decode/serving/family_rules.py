@@ -24,7 +24,6 @@ LayerIds = tuple[int, ...]
 
 
 def wrong_shapes(d: DraftFiles) -> Iterator[str]:
-    """Tensors whose shape is not the one that config.json implies."""
     if not d.shapes and d.config.lacks_sizes:
         yield "config.json lacks hidden_size, intermediate_size, num_attention_heads or vocab_size"
     elif not d.shapes:
@@ -190,7 +189,6 @@ def changed_norm_flags(d: DraftFiles) -> Iterator[str]:
 
 
 def norm_before_residual(d: DraftFiles) -> Iterator[str]:
-    """For engines that do not implement it."""
     if norm_flag(d, "norm_before_residual"):
         yield "norm_before_residual is not implemented: the residual is taken before the norm"
 

@@ -150,21 +150,18 @@ def unwritten_norms(d: DraftFiles) -> Iterator[str]:
 
 
 def wrong_state_count(d: DraftFiles) -> Iterator[str]:
-    """EAGLE-3 that does not read three states."""
     fc, width = d.tensors.get("fc.weight"), d.get("target_hidden_size", d.get("hidden_size"))
     if fc is not None and width and fc.shape[1] != 3 * width:
         yield f"fc reads {fc.shape[1] // width} hidden states of the target, and llama.cpp gives it exactly 3"
 
 
 def wrong_activation(d: DraftFiles) -> Iterator[str]:
-    """Another activation than SiLU."""
     name = d.get("hidden_act", d.get("hidden_activation", "silu"))
     if name not in ("silu", "swish"):
         yield f"its activation is {name}: llama.cpp computes silu, and gelu from a table of its own"
 
 
 def unwritten_rope(d: DraftFiles) -> Iterator[str]:
-    """RoPE that is more than frequencies."""
     rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:

@@ -33,7 +33,6 @@ ARCHITECTURES = {"eagle1": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLME
 
 
 def wrong_architecture(d: DraftFiles) -> Iterator[str]:
-    """`architectures` without the class of these heads."""
     names = d.get("architectures", [])
     if ARCHITECTURES[d.family] not in names:
         yield f"architectures {names} do not contain {ARCHITECTURES[d.family]}"
@@ -46,7 +45,6 @@ def missing_fc_bias(d: DraftFiles) -> Iterator[str]:
 
 
 def dropped_layer_biases(d: DraftFiles) -> Iterator[str]:
-    """Dropped biases other than fc's."""
     return (what for what in family.dropped_biases(d) if not what.startswith("fc.bias"))
 
 

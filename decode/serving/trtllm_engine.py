@@ -41,7 +41,6 @@ def non_default_aux_layers(d: DraftFiles) -> Iterator[str]:
 
 
 def unnumbered_tensors(d: DraftFiles) -> Iterator[str]:
-    """Tensors in vLLM's layout."""
     if any(name.startswith("blocks.") for name in d.name_in_file.values()):
         yield "tensors have vLLM's names: export it with --format medusa-legacy"
 

@@ -117,7 +117,6 @@ def implicit_norm_flag(d: DraftFiles) -> Iterator[str]:
 
 
 def skipped_norm_weights(d: DraftFiles) -> Iterator[str]:
-    """Weights of a norm that its flag turns off."""
     if "input_norm.weight" in d.tensors and not family.norm_flag(d, "norm_before_fc"):
         yield "input_norm.weight is skipped: norm_before_fc is not true"
 
@@ -156,7 +155,6 @@ def nested_causality(d: DraftFiles) -> Iterator[str]:
 
 
 def no_mask_state(d: DraftFiles) -> Iterator[str]:
-    """P-EAGLE without the state of a mask."""
     yield from require_tensors(d, ["mask_hidden"])
 
 
@@ -183,14 +181,12 @@ def missing_mtp_tensors(d: DraftFiles) -> Iterator[str]:
 
 
 def dropped_medusa_biases(d: DraftFiles) -> Iterator[str]:
-    """Biases in the files while medusa_fc_bias is off."""
     dropped = [name for name in d.tensors if name.endswith(".bias")]
     if dropped and not d.get("medusa_fc_bias", False):
         yield f"medusa_fc_bias is not true: {len(dropped)} biases are dropped"
 
 
 def dropped_projections(d: DraftFiles) -> Iterator[str]:
-    """A projection for each head while original_lm_head is on."""
     projections = [name for name in d.tensors if name.startswith("lm_heads.")]
     if d.get("original_lm_head", False) and len(projections) > 1:
         yield f"original_lm_head is true: of {len(projections)} projections one is used for all heads"
@@ -205,7 +201,6 @@ def hidden_size_mismatch(d: DraftFiles) -> Iterator[str]:
 
 
 def missing_token_map(d: DraftFiles) -> Iterator[str]:
-    """A reduced vocabulary without the map to the target's ids."""
     size, vocab = d.config.get("truncated_vocab_size"), d.get("vocab_size")
     if size is not None and size != vocab and "token_map" not in d.tensors:
         yield f"truncated_vocab_size is {size} of {vocab} and there is no token_map"

@@ -617,6 +617,7 @@ def _reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hub answers, as far as the decision goes whether to ask it."""
     monkeypatch.setattr(names.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(names, "_reaches", lambda endpoint: True)
+    monkeypatch.setattr(importers, "adapter_folder", lambda name, what: None)  # it would ask too
 
 
 @pytest.mark.usefixtures("_reached")
