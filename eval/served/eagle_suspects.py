@@ -12,7 +12,7 @@ from decode.model.hidden_states import HiddenStateSpec
 from decode.serving import family_rules, vllm_engine
 from decode.serving.edits import ConfigEdit, Edit, TensorEdit, combine, set_config
 from decode.serving.rules import DraftFiles
-from scripts.engine_compat.audit.reading import (
+from eval.served.reading import (
     AdjustFn,
     Reading,
     drop_all,
