@@ -299,7 +299,7 @@ def rope_missing(d: DraftFiles) -> Iterator[str]:
         yield "neither rope_theta nor rope_parameters is set: engines use their default"
 
 
-def whole_head(d: DraftFiles) -> Iterator[str]:
+def full_head(d: DraftFiles) -> Iterator[str]:
     """A reduced vocabulary, which only this project's decoder reads, and other tokens with rows of their own."""
     if has_file(d.path, VOCAB_FILE) and not others_are_silent(d):
         yield (
@@ -325,7 +325,7 @@ def others_are_silent(d: DraftFiles) -> bool:
 
 CAUSAL_RULES = (
     Rule("unknown-tensor", ("causal",), SILENT, "names of the architecture", unknown_tensors),
-    Rule("whole-head", ("causal",), SILENT, "no engine has an option for it", whole_head),
+    Rule("whole-head", ("causal",), SILENT, "no engine has an option for it", full_head),
     Rule("rope", ("causal",), SILENT, "config of the architecture", rope_missing),
 )
 """Rules for small language models that hold in every engine."""

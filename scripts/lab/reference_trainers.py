@@ -67,7 +67,7 @@ class PlainEagle3(nn.Module):
                 output_hidden_states=True,
                 use_cache=False,
             )
-            states = torch.cat([out.hidden_states[layer] for layer in net.taps.layers], -1)
+            states = torch.cat([out.hidden_states[layer] for layer in net.aux_layers.layers], -1)
             states = states.to(net.fc.weight.dtype)
             logits = shifted(out.logits, 1)
             counted = divergences.argmax_in_vocabulary(logits, net.ids)
