@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.blocks import MASK_FIELD, PardDraft, PEagleDraft
@@ -110,7 +110,9 @@ def build_peagle(context: FamilyContext, s: PEagleSettings) -> TrainableDraft:
         return PEagleTrainer(net, head, embedding, context, s)
 
     draft = TrainableHead(context, net, config, loss, lambda: PEagleDraft(net, target, s.family))
-    draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
+    draft.metadata = {"norms": eagle_layouts.saved_norms(config)} | vocabulary_facts(
+        net.ids, counts
+    )
     return draft
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts, layouts
 from decode.common.errors import UserError
 from decode.drafts import eagle
 from decode.drafts.eagle import EagleDraft
@@ -46,7 +46,7 @@ def build_eagle1(context: FamilyContext, s: Eagle1Settings) -> TrainableDraft:
         config = load_saved_config(s.init, s.family)
         net = eagle.load(s.init, target, device, "float32").net
     else:
-        config = layouts.eagle1_config(target.runner.config, target.runner.vocab_size)
+        config = eagle_layouts.eagle1_config(target.runner.config, target.runner.vocab_size)
         new = Eagle1Model(llama_config(config), LMHead(target.runner.model))
         net = random_init(new).to(device)
     return trainable_eagle(context, s, net, config, 1)
@@ -56,7 +56,9 @@ def build_eagle3(context: FamilyContext, s: Eagle3Settings) -> TrainableDraft:
     counts = vocab_mapping.count_tokens(context.rows, context.target.runner.vocab_size)
     net, config = init_eagle3(context, s, counts)
     draft = trainable_eagle(context, s, net, config, s.steps)
-    draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
+    draft.metadata = {"norms": eagle_layouts.saved_norms(config)} | vocabulary_facts(
+        net.ids, counts
+    )
     return draft
 
 
@@ -186,9 +188,11 @@ def init_eagle3(
     layers = tuple(s.taps) or layouts.default_aux_layers(depth)
     ids = vocab_mapping.build(counts, vocab_size(s.vocab, vocab, DEFAULT_VOCAB), sorted(target.eos))
     size = vocab if ids is None else len(ids)
-    config = layouts.eagle3_config(target.runner.config, vocab, size, layers, s.width, s.norms)
+    config = eagle_layouts.eagle3_config(
+        target.runner.config, vocab, size, layers, s.width, s.norms
+    )
     if mask_token is not None:
-        config = layouts.peagle_config(config, mask_token)
+        config = eagle_layouts.peagle_config(config, mask_token)
     net = random_init(Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids))
     start = target.runner.model.get_output_embeddings().weight.detach().cpu()
     with torch.no_grad():

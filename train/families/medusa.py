@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from decode.checkpoints import layouts
+from decode.checkpoints import head_layouts, layouts
 from decode.common.typed_json import to_json
 from decode.drafts import medusa
 from decode.drafts.base import Draft
@@ -104,7 +104,7 @@ def init_medusa(s: MedusaSettings, target: Target, device: str) -> MedusaModel:
     if s.init:
         s.continued(load_saved_config(s.init, "medusa"), target.runner.config.num_hidden_layers)
         return medusa.load(s.init, target, device, "float32").net
-    config = layouts.medusa_config(
+    config = head_layouts.medusa_config(
         target.runner.config, s.heads, s.head_layers, target.runner.vocab_size
     )
     net = MedusaModel(config)

@@ -49,10 +49,10 @@ class DFlashSettings(FusedHeadSettings):
         self, target: Any, vocab: int, size: int, layers: Sequence[int], mask_token: int
     ) -> dict[str, Any]:
         """config.json of a new draft with `size` tokens in its vocabulary, for a `target` of this config."""
-        from decode.checkpoints import layouts
+        from decode.checkpoints import block_layouts
 
         block = self.block + self.idle_slots
-        return layouts.dflash_config(
+        return block_layouts.dflash_config(
             target, vocab, size, layers, self.depth, block, mask_token, self.rank
         )
 

@@ -64,13 +64,13 @@ class EagleNetSettings(FusedHeadSettings):
             raise UserError("draft.norms: norm_before_fc and fc_norm exclude each other: give one")
 
     def sizes_of(self, config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        from decode.checkpoints import layouts
+        from decode.checkpoints import eagle_layouts
 
         return {
             "vocab": saved_vocab(config),
             "width": config["hidden_size"],
-            "taps": list(layouts.aux_layers(config, layers)),
-            "norms": layouts.saved_norms(config),
+            "taps": list(eagle_layouts.aux_layers(config, layers)),
+            "norms": eagle_layouts.saved_norms(config),
         }
 
 

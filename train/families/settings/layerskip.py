@@ -46,11 +46,11 @@ class LayerSkipSettings(ExitSettings, HeadSettings):
 
     def new_config(self, target: Any, vocab: int, size: int) -> dict[str, Any]:
         """config.json of a new adapter with `size` tokens in its vocabulary, for a `target` of this config."""
-        from decode.checkpoints import layouts
+        from decode.checkpoints import head_layouts
 
         width = self.exit_width or target.hidden_size
         layer = self.draft_layers(target.num_hidden_layers)
-        return layouts.exit_config(target, vocab, size, layer, width)
+        return head_layouts.exit_config(target, vocab, size, layer, width)
 
 
 @dataclass
