@@ -419,8 +419,8 @@ def world_of(home: Path, file: str) -> tuple[Path, Path, list[object]]:
     less += ["--loop.batch_size", 4, "--loop.micro_batch", 2, "--loop.warmup", 1]
     less += ["--loop.save_every", 2, "--loop.eval_every", 2, "--check.prompts", 1]
     less += ["--check.max_new_tokens", 4, "--check.k", 2, "--mixed_precision", "bf16"]
-    if s.draft.init:
-        less += ["--draft.init", saved_model(home, s.draft.init)]
+    if s.draft.continues:
+        less += ["--draft.init", saved_model(home, s.draft.continues)]
     if s.draft.family == "eagle3":
         less += ["--draft.vocab", 96, "--draft.steps", 3]
     return target, data, less
