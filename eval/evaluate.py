@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.progress import Progress
 
+from decode.checkpoints.draft_folder import draft_sha256, is_altered, trained_for
 from decode.common import provenance
 from decode.common.errors import UserError
 from decode.common.journal import Journal
@@ -16,7 +17,6 @@ from decode.common.settings import to_yaml
 from decode.common.typed_json import to_json
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_model, load_target
-from decode.drafts.base import draft_sha256, is_altered, trained_for
 from decode.drafts.registry import DRAFT_FAMILIES, find_family
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target

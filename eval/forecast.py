@@ -24,6 +24,7 @@ if not __package__:
 
 from rich.console import Console
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
@@ -39,7 +40,7 @@ from decode.common.ranges import (
 from decode.common.template_choice import TemplateSetting
 from decode.common.typed_json import to_json
 from decode.drafts import causal
-from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.base import Draft
 from decode.drafts.registry import pick_draft
 from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import Target, load_target

@@ -25,11 +25,12 @@ from rich.markdown import Markdown
 from rich.text import Text
 from rich.tree import Tree
 
+from decode.checkpoints.draft_folder import read_metadata
 from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.run_dir import check_inputs_outside
-from decode.drafts.base import read_metadata
+from decode.model.fingerprint import TargetRecord
 from decode.serving.checker import check_draft_files
 from eval.scaling.data_curve import read_data_curve
 from train.hub import publish, upload
@@ -127,7 +128,7 @@ def main(s: PublishConfig) -> None:
 
 def check_engines(draft: str) -> dict[str, list[str]]:
     """{engine: findings of its rules}; those on the target only if draftsmith.json's target is a local folder."""
-    target = read_metadata(draft).get("target", {}).get("name", "")
+    target = (read_metadata(draft).target or TargetRecord()).name
     local_target = target if Path(target, "config.json").is_file() else ""
     return {
         name: [

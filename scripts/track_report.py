@@ -10,13 +10,13 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common import lock
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.run_dir import RUN_FILE
 from decode.common.settings import parse_settings, to_dict
-from decode.drafts.base import METADATA_FILE
 from eval.results.report import draft_entries, read_report
 from train.distill import DistillConfig
 from train.trainer.tracking import Tracker, check_tracker

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from decode.drafts.base import METADATA_FILE, draft_sha256
+from decode.checkpoints.draft_folder import METADATA_FILE, draft_sha256
 
 SEED = 0
 

@@ -36,7 +36,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "constraints": {"common", "model", "verification"},
         "checkpoints": {"common", "model"},
         "drafts": {"common", "model", "verification", "constraints", "checkpoints"},
-        "engine": {"common", "model", "verification", "constraints", "drafts"},
+        "engine": {"common", "model", "verification", "constraints", "checkpoints", "drafts"},
         "serving": {"common", "model", "verification", "checkpoints", "drafts", "engine"},
     },
     "eval": {

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from decode.checkpoints import layouts
+from decode.checkpoints.draft_folder import check_target, read_metadata
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
+from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.drafts.registry import DRAFT_FAMILIES, DraftFamily, load_draft, register_family
 from decode.engine.engine import decode

@@ -27,6 +27,12 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env, set_seed
 from rich.console import Console
 
+from decode.checkpoints.draft_folder import (
+    METADATA_FILE,
+    MODEL_FILES,
+    check_saved_draft,
+    draft_sha256,
+)
 from decode.common import provenance
 from decode.common.command import run_command, stop
 from decode.common.errors import UserError
@@ -35,13 +41,7 @@ from decode.common.run_dir import RunSettings
 from decode.common.settings import to_dict
 from decode.common.typed_json import to_json
 from decode.distributed.placement import PlacementConfig, load_target, run_placed
-from decode.drafts.base import (
-    METADATA_FILE,
-    MODEL_FILES,
-    check_request,
-    check_saved_draft,
-    draft_sha256,
-)
+from decode.drafts.base import check_request
 from decode.model import attention
 from decode.model.layer_stack import layer_stack
 from decode.model.loading import Target

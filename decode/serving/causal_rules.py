@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from transformers import AutoModelForCausalLM
 
+from decode.checkpoints.draft_folder import read_metadata
 from decode.checkpoints.draft_vocab import VOCAB_FILE, read_ids
 from decode.common.errors import UserError
-from decode.drafts.base import read_metadata
 from decode.model.loading import load_tokenizer, stated_config, tokenizer_fingerprint
 from decode.model.vocabularies import disagreement
 from decode.serving.rules import SILENT, DraftFiles, Rule, has_file
@@ -68,7 +68,7 @@ def wrong_tokenizer(d: DraftFiles) -> Iterator[str]:
         found = disagreement(tokenizer, load_tokenizer(d.target.name))
         if found is not None:
             yield f"its tokenizer decodes the same ids to other text than the target's: {found}"
-    recorded = read_metadata(d.path).get("tokenizer_hash", own)
+    recorded = read_metadata(d.path).tokenizer_hash or own
     if recorded != own:
         yield f"its tokenizer is {own}, and it was trained with {recorded}"
 
@@ -98,7 +98,7 @@ def others_are_silent(d: DraftFiles) -> bool:
     if head is None:
         return False
     try:
-        ids = read_ids(d.path, len(head), {})
+        ids = read_ids(d.path, len(head), False)
     except UserError:  # the rule `decoder` tells
         return False
     assert ids is not None  # the file is there

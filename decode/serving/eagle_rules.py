@@ -180,7 +180,7 @@ def trained_aux_layers(d: DraftFiles) -> LayerIds | None:
     default ones. None if that depends on the target and there is none.
     """
     count = _target_layer_count(d)
-    training = d.facts.get("training", {}).get("draft")
+    training = (d.facts.training or {}).get("draft")
     if training is not None:
         return tuple(training["taps"]) or (default_aux_layers(count) if count else None)
     top = d.config.get("eagle_aux_hidden_state_layer_ids")
@@ -254,7 +254,7 @@ def wrong_sglang_aux_layers(d: DraftFiles) -> Iterator[str]:
 def changed_norm_flags(d: DraftFiles) -> Iterator[str]:
     """Norm flags other than those that draftsmith.json says a head was trained with."""
     for name in layouts.NORM_FLAGS if d.trained_here else ():
-        found, trained = norm_flag(d, name), name in d.facts.get("norms", [])
+        found, trained = norm_flag(d, name), name in (d.facts.norms or ())
         if found != trained:
             by_default = "" if d.config.get(name) is not None else " by default"
             yield f"{name} is {found}{by_default}, and was {trained} in training".lower()

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.common.errors import UserError
-from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.base import Draft
 from decode.drafts.mirror import MirrorConfig
 from decode.drafts.registry import (
     DRAFT_FAMILIES,

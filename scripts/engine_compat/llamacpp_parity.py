@@ -31,6 +31,7 @@ if not __package__:
 
 from rich.console import Console
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
@@ -39,7 +40,7 @@ from decode.common.ranges import Count, DraftLength, at_least
 from decode.common.run_dir import check_file, check_folder
 from decode.common.typed_json import to_json
 from decode.drafts import causal
-from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.base import Draft
 from decode.drafts.registry import draft_family, find_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target

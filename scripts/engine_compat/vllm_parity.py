@@ -11,13 +11,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.common import provenance
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, Seed, Temperature, at_least
 from decode.common.run_dir import check_file
 from decode.common.typed_json import to_json
-from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.base import Draft
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target

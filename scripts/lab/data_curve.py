@@ -33,6 +33,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common import files, provenance, run_dir
 from decode.common.command import run_command
 from decode.common.errors import UserError
@@ -47,7 +48,7 @@ from decode.common.ranges import (
 )
 from decode.common.run_dir import FolderSettings
 from decode.common.typed_json import to_json
-from decode.drafts.base import METADATA_FILE, check_request
+from decode.drafts.base import check_request
 from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import load_target

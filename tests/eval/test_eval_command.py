@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode.drafts.base import draft_sha256
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.drafts.lookup import NgramDraft
 from decode.model.loading import Target, load_model, load_target
 from decode.verification import registry

@@ -8,12 +8,12 @@ vocabulary has none of these. The mapping belongs to one tokenizer, whose hash i
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from decode.checkpoints.draft_folder import ReducedVocabulary
 from decode.common.errors import UserError
 from train.data.sample_store import SampleRow
 
@@ -63,9 +63,8 @@ def coverage(ids: Tensor, counts: Tensor) -> float:
     return int(counts[ids].sum()) / int(counts.sum())
 
 
-def describe(ids: Tensor, counts: Tensor) -> dict[str, Any]:
-    """What draftsmith.json records of a reduced vocabulary: size, coverage of the counted tokens, digest."""
-    return {"size": len(ids), "coverage": coverage(ids, counts), "digest": digest(ids)}
+def describe(ids: Tensor, counts: Tensor) -> ReducedVocabulary:
+    return ReducedVocabulary(len(ids), coverage(ids, counts), digest(ids))
 
 
 def digest(ids: Tensor) -> str:

@@ -14,18 +14,18 @@ from typing import Any
 import yaml
 
 from decode.checkpoints import layouts
-from decode.common import damage, run_dir
-from decode.common.errors import UserError
-from decode.common.files import read_json, read_json_object
-from decode.common.run_dir import RUN_FILE, replace_folder
-from decode.common.secret_patterns import redact
-from decode.drafts.base import (
+from decode.checkpoints.draft_folder import (
     METADATA_FILE,
     MODEL_FILES,
     check_saved_tokenizer,
     draft_sha256,
     hashed_files,
 )
+from decode.common import damage, run_dir
+from decode.common.errors import UserError
+from decode.common.files import read_json, read_json_object
+from decode.common.run_dir import RUN_FILE, replace_folder
+from decode.common.secret_patterns import redact
 from decode.drafts.registry import saved_families
 from eval.results.report import draft_entries
 from eval.results.speculation_profile import speculation_profile

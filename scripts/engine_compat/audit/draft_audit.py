@@ -4,7 +4,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from decode.drafts.base import check_saved_tokenizer, check_tokenizer, draft_sha256, read_metadata
+from decode.checkpoints.draft_folder import (
+    check_saved_tokenizer,
+    check_tokenizer,
+    draft_sha256,
+    read_metadata,
+)
 from decode.model.loading import Target
 from decode.serving.rules import DraftFiles, Finding, read_draft, read_target
 from eval.tasks.loading import TaskPrompt
@@ -34,9 +39,9 @@ def audit_draft(
     """
     check_saved_tokenizer(s.draft)
     facts = read_metadata(s.draft)
-    recorded = facts.get("tokenizer_hash")
+    recorded = facts.tokenizer_hash
     # A causal draft has a tokenizer of its own, and loading it compares the vocabularies.
-    if recorded is not None and facts.get("family") != "causal":
+    if recorded is not None and facts.family != "causal":
         check_tokenizer(s.draft, recorded, target)
     d = read_draft(s.draft, read_target(s.target, tokenizer=False))
     written, outcomes = decode_readings(s, target, d, items, served, dtype, out)
@@ -49,7 +54,7 @@ def audit_draft(
         "k": s.k,
         "prompts": len(items),
         "max_new_tokens": s.max_new_tokens,
-        "measured_in_training": read_metadata(d.path).get("measured_in_training"),
+        "measured_in_training": read_metadata(d.path).measured_in_training,
         "checker": [asdict(finding) for finding in findings],
         "served": served_row(served),
         "written": naming.outcome_row(written, served),

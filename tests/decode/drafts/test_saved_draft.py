@@ -8,8 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from decode.checkpoints.draft_folder import (
+    METADATA_FILE,
+    check_saved_draft,
+    draft_sha256,
+    is_altered,
+)
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE, check_saved_draft, draft_sha256, is_altered
 from decode.drafts.registry import load_draft
 from decode.model.loading import load_target
 from tests import drafts, worlds

@@ -11,9 +11,9 @@ import pytest
 import torch
 import yaml
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.common.errors import UserError
 from decode.common.journal import Journal
-from decode.drafts.base import draft_sha256
 from decode.drafts.causal import CausalDraft
 from decode.engine.engine import row_seeds
 from decode.engine.records import DecodeRecord, RoundRecord

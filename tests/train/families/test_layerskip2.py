@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from decode.checkpoints.draft_folder import read_metadata
 from decode.common.errors import UserError
-from decode.drafts.base import read_metadata
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode

@@ -9,9 +9,9 @@ import torch
 from peft.tuners.lora import LoraLayer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
 from decode.drafts import medusa
-from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import DRAFT_FAMILIES
 from decode.engine.engine import decode
 from decode.model.layer_stack import layer_stack

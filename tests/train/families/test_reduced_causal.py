@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from decode.checkpoints.draft_folder import draft_sha256
 from decode.checkpoints.draft_vocab import VOCAB_FILE
-from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.base import Draft
 from decode.drafts.registry import load_draft
 from decode.drafts.wrappers import RecordingDraft
 from decode.engine.engine import decode

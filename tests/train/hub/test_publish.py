@@ -17,8 +17,8 @@ import yaml
 from huggingface_hub import DatasetCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
-from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import load_target

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from decode.checkpoints.draft_folder import METADATA_FILE
 from decode.common.errors import UserError
 from decode.common.files import read_json
-from decode.drafts.base import METADATA_FILE
 from decode.model.fingerprint import ModelFingerprint
 from tests import curves, drafts
 from tests.planted_secrets import MARKED, SECRETS, secret_part
