@@ -26,6 +26,7 @@ from decode.common.errors import UserError
 from decode.common.files import read_json, read_json_object
 from decode.common.run_dir import RUN_FILE, replace_folder
 from decode.common.secret_patterns import redact
+from decode.common.typed_json import to_json
 from decode.drafts.registry import saved_families
 from eval.results.report import draft_entries
 from eval.results.speculation_profile import speculation_profile
@@ -174,7 +175,7 @@ def build_dataset_folder(
     stats = dataset_card.read_stats(samples, target)
     with replace_folder(out) as staging:
         dataset_card.copy_shards(samples, staging)
-        manifest = stats.manifest | {"shards": describe_shards(staging)}
+        manifest = stats.manifest | {"shards": to_json(describe_shards(staging))}
         _write(staging / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
         dataset_card.render(stats, repo, labels).save(staging / "README.md")
         published = {entry["sha256"] for entry in manifest["shards"].values()}

@@ -459,6 +459,6 @@ def test_published_shards_name_their_target(tmp_path: Path) -> None:
         write_manifest(samples, manifest)
         out = build(samples, tmp_path / f"out{number}")
         assert sample_store.targets_in(out) == [expected]
-        assert read_manifest(out).targets() == [expected]
+        assert read_manifest(out).fingerprints == [expected]
         copied = (out / "shards" / "0001.parquet").read_bytes()
         assert (copied == path.read_bytes()) == (target == expected)
