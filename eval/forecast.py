@@ -276,7 +276,12 @@ def forecast(
         "draft": {"name": s.draft, "family": draft.name, "sha256": draft_sha256(s.draft)},
         "tasks": [task_version(task) for task in s.tasks],
         "max_new_tokens": s.max_new_tokens,
-        "engines": [asdict(x) for x in ENGINE_RULES if x.engine in s.engines and x.rule in rules],
+        "engines": [
+            {"engine": engine, **asdict(x)}
+            for engine, accepts in ENGINE_RULES.items()
+            for x in accepts
+            if engine in s.engines and x.rule in rules
+        ],
         "rows": rows,
         "costs": {"from": s.costs, "points": [asdict(point) for point in points]},
         "schedules": schedules(rows, by_shape),

@@ -42,8 +42,7 @@ from decode.model.loading import (
     model_folder,
     unfollowed_settings,
 )
-from decode.serving.running import completions
-from decode.serving.running.vllm_client import find_interpreter
+from decode.serving.running import completions, vllm_client
 from train.data import manifest, sample_store
 from train.data.prompt_pipeline import (
     TargetTokenizer,
@@ -55,7 +54,6 @@ from train.data.sources import ReadLog
 from train.sampling import local_engine, server_engine
 from train.sampling.config import SampleConfig
 from train.sampling.rows import SKIPPED, ShardWriter
-from train.sampling.vllm_server import target_server
 from train.trainer import collective
 
 COMMAND = "train/sample.py"
@@ -195,7 +193,9 @@ def check_engine(s: SampleConfig) -> None:
     if s.placement.kind != "single" and (s.served or s.origin == "text"):
         raise UserError("placement is of a target that is loaded here: leave its kind at single")
     if s.engine == "vllm":
-        find_interpreter(s.vllm_python)  # UserError here rather than behind a line of progress
+        vllm_client.find_interpreter(
+            s.vllm_python
+        )  # UserError here rather than behind a line of progress
 
 
 def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, Engine]:
@@ -257,7 +257,16 @@ def sample(s: SampleConfig) -> None:
             if state.is_main_process:
                 load_reader(s)  # UserError for a template before the server starts
                 Console(stderr=True).print(f"vLLM starts to serve {s.target}")
-                url = server.enter_context(target_server(s, state.num_processes))
+                started = vllm_client.target_server(
+                    s.vllm_python,
+                    s.target,
+                    s.revision,
+                    s.dtype,
+                    rows=s.concurrency * state.num_processes,
+                    arguments=s.vllm_args,
+                    seconds=s.start_timeout,
+                )
+                url = server.enter_context(started)
         at = replace(s, url=collective.broadcast(url))
         write_answers(s, state, *load_engine(at, state))
         state.wait_for_everyone()  # the server ends with the main process's block

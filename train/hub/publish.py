@@ -28,11 +28,12 @@ from decode.common.run_dir import RUN_FILE, replace_folder
 from decode.common.secret_patterns import redact
 from decode.common.typed_json import to_json
 from decode.drafts.registry import saved_families
+from decode.serving.engine import ServedDraft
 from eval.results.report import draft_entries
 from eval.results.speculation_profile import speculation_profile
 from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.families.registry import family_trainer
-from train.hub import dataset_card, model_card, redaction, serving_configs
+from train.hub import dataset_card, model_card, redaction, serving
 from train.hub.card_tables import card_images, data_curve_images
 from train.hub.card_text import CardInputs, other_targets
 from train.hub.published_fields import (
@@ -125,18 +126,18 @@ def build_draft_folder(
     )
     for line in other_targets(inputs):
         damage.warn(line)
-    k, source = serving_configs.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
+    k, source = serving.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
     layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
-    job = serving_configs.ServedDraft(
+    job = ServedDraft(
         facts["family"],
         repo,
         target,
         facts["target"].get("revision"),
         k,
         layers,
-        serving_configs.served_arguments(facts),
+        serving.served_arguments(facts),
     )
-    configs = serving_configs.build_serving_configs(job)
+    configs = serving.build_serving_configs(job)
 
     with replace_folder(out) as staging:
         left_out = _copy_published_files(draft, staging)
