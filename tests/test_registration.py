@@ -44,6 +44,7 @@ from train.distill import DistillConfig
 from train.families.base import FamilyContext, FamilyTrainer, TrainableDraft
 from train.families.config import DraftConfig
 from train.families.registry import family_trainer, trained_families
+from train.hub.evidence import Evidence
 from train.hub.publish import build_draft_folder
 from train.hub.upload import HubLabels
 from train.losses.objective import Criterion
@@ -236,7 +237,9 @@ def test_the_report_calls_the_rule_lossy(report: dict[str, Any]) -> None:
 def test_its_folder_is_published(report: dict[str, Any], trained: Path, tmp_path: Path) -> None:
     """Catches a card or serving files that only exist for the families of this repository."""
     out = tmp_path / "published"
-    build_draft_folder(trained, report, None, "me/bigrams", HubLabels("org/target", "mit"), out)
+    build_draft_folder(
+        trained, Evidence(report), "me/bigrams", HubLabels("org/target", "mit"), out, DistillConfig
+    )
     card = (out / "README.md").read_text()
     assert "a table of bigrams" in card
     assert "decode/generate.py" in card

@@ -23,6 +23,7 @@ from typing import (  # fmt: skip
 
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
+from decode.common.settings import OneOf
 
 T = TypeVar("T")
 
@@ -93,6 +94,9 @@ def arm_for(kind: Any, value: Any) -> tuple[Any, tuple[Any, ...]]:
     """The arm of a union that the JSON `value` belongs to: by its shape, and among dataclasses by their tags, fields
     with one literal value. The first arm if it belongs to none."""
     arms = arms_of(kind)
+    for group in [mark for _, marks in arms for mark in marks if isinstance(mark, OneOf)]:
+        if isinstance(value, dict) and value.get(group.tag) in group.classes:
+            return group.classes[value[group.tag]], ()
     fitting = [arm for arm in arms if shape_of(arm[0]) in (JSON_SHAPES.get(type(value)), Any)]
     if len(fitting) > 1:
         fitting = [arm for arm in fitting if _has_tags(arm[0], value)]

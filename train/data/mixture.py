@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from decode.common import damage, run_dir
 from decode.common.errors import UserError
+from decode.common.published import Place
 from decode.common.ranges import CountOrZero, above
 from decode.common.typed_json import to_json
 from decode.model.fingerprint import difference
@@ -26,7 +27,7 @@ from train.data.sample_store import Rows, SampleRow, Subset, rows_digest
 class MixturePart:
     """One sampled set of a mixture."""
 
-    path: str
+    path: Place
     """Folder of the sampled set."""
     weight: Annotated[float, above(0)] = 1.0
     """Its share of the training rows, relative to the weights of the other sets."""
@@ -36,8 +37,18 @@ class MixturePart:
 
 
 Supervised = Literal["answers", "all"]
-DataSpec = str | list[MixturePart]
+DataSpec = Place | list[MixturePart]
 """The folder of one sampled set, or several with weights."""
+
+
+@dataclass
+class ListedSet(MixturePart):
+    """A set of a mixture, as draftsmith.json lists it."""
+
+    manifest: Manifest | None = None
+
+
+DataManifests = Manifest | list[ListedSet]
 
 
 def mixture_parts(data: DataSpec) -> list[MixturePart]:

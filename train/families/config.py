@@ -1,9 +1,10 @@
 """The settings of the draft to train: its family, where its weights come from, and what each family needs besides."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from decode.common.errors import UserError
+from decode.common.published import Name, Option, Place, Word
 from decode.common.ranges import Count, CountOrZero, Share, at_least
 from decode.drafts.registry import DRAFT_FAMILIES
 
@@ -17,12 +18,12 @@ class DraftConfig:
         "rank": "target_lora_rank",
     }
 
-    family: str = "causal"
+    family: Word = "causal"
     """causal: a small language model; pard: one that drafts a block in one pass. medusa, eagle1, eagle3: heads on the
     target's hidden states; peagle, dflash, dspark: heads that draft a block in one pass. mtp: a multi-token prediction
     layer, the target's own or a new one. layerskip: an exit of the target after its first layers. medusa2: Medusa heads
     trained together with the target. layerskip2: the target itself, trained for early exit."""
-    init: str = ""
+    init: Place = ""
     """causal, pard: folder or Hub name of a small language model with the target's tokenizer. Heads: folder of a draft
     whose training to continue. mtp: also that of a target which has such a layer."""
     layers: list[CountOrZero] = field(default_factory=list)
@@ -32,7 +33,7 @@ class DraftConfig:
     other goes that costs least acceptance on the samples. 0: all, or those in layers."""
     choice_tokens: Count = 2048
     """keep_layers: tokens of the samples' answers on which each layer is tried."""
-    init_config: dict[str, Any] = field(default_factory=dict)
+    init_config: dict[Name, Option] = field(default_factory=dict)
     """causal, pard, instead of init: random weights, with these changes to the target's config, such as {hidden_size:
     512, num_hidden_layers: 4}."""
     lora_rank: Annotated[int, at_least(0, 4096)] = 0

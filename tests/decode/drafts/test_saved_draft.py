@@ -20,6 +20,7 @@ from decode.model.loading import load_target
 from tests import drafts, worlds
 from tests.worlds import World
 from train.hub import publish
+from train.hub.evidence import Evidence
 
 WEIGHTS = "model.safetensors"
 
@@ -102,10 +103,10 @@ def test_a_tokenizer_with_other_ids_is_not_published(
     folder = drafts.draft(tmp_path / "d", family, tokenizer_hash=target.fingerprint)
     shutil.copy(world.target / "tokenizer.json", folder)
     shutil.copy(world.target / "tokenizer_config.json", folder)
-    publish.check_draft(folder, None, None)
+    publish.check_draft(folder, Evidence())
     shutil.copy(world.stranger / "tokenizer.json", folder)
     with pytest.raises(UserError, match="was trained for tokenizer"):
-        publish.check_draft(folder, None, None)
+        publish.check_draft(folder, Evidence())
 
 
 def test_every_shard_counts(tmp_path: Path) -> None:
