@@ -49,10 +49,8 @@ from train.hub.upload import (
     MARKER_FILES,
     HubLabels,
     PublishFolder,
-    TrainingPublishConfig,
     check_repo_id,
     is_repo_id,
-    push,
 )
 
 SAVED_NAME = re.compile(r"(?!model.*safetensors$)[\w.]+|model(?:-\d{5}-of-\d{5})?\.safetensors")
@@ -294,14 +292,6 @@ def check_report(report: Mapping[str, Any], sha: str) -> None:
                 f"{m['name']} on {m['task']} is not lossless: {verdict.get('identical')} of {verdict.get('prompts')} "
                 "greedy outputs equal transformers' own; a draft is published only if all are"
             )
-
-
-def publish_trained(s: TrainingPublishConfig, draft: Path) -> str:
-    """Publishes a draft after training, without a report: "URL of the commit (tag)". Writes the folder beside it."""
-    out = draft.with_name(f"{draft.name}-published")
-    folder = build_draft_folder(draft, None, None, s.repo, s.labels, out)
-    sent = push(folder, s.repo, s.private)
-    return f"{sent['url']} ({sent['tag']})"
 
 
 def check_output_folder(out: Path, source: Path) -> None:
