@@ -132,12 +132,6 @@ def unanswered_prompts(
     return [prompt for prompt in prompts if prompt.id not in done]
 
 
-def input_paths(s: SampleConfig) -> list[str]:
-    """What the run reads: folders and files, or names of other things."""
-    evaluation = [s.decontaminate] if isinstance(s.decontaminate, str) else s.decontaminate
-    return [s.target, s.draft, *evaluation, *(source.path for source in s.sources)]
-
-
 def count_answers(
     s: SampleConfig, prompts: Sequence[TokenizedPrompt], dropped: dict[str, int]
 ) -> dict[str, int]:
@@ -235,11 +229,6 @@ def served_identity(s: SampleConfig, served_as: str, reader: TargetTokenizer) ->
     return replace(found, chat_template=reader.chat_template_hash)
 
 
-def served_name(reader: TargetTokenizer) -> str:
-    """The server's name for the target."""
-    return "" if reader.identity is None else str(reader.identity.served_as)
-
-
 def main(s: SampleConfig) -> None:
     check_engine(s)
     run_placed(s.placement, partial(sample, s))
@@ -298,7 +287,9 @@ def write_answers(
         raise UserError(
             f"no prompt fits the context of {reader.name}, which holds {reader.context} tokens"
         )
-    with collective.open_run(state, s, COMMAND, OWNED_FILES, input_paths(s)):
+    evaluation = [s.decontaminate] if isinstance(s.decontaminate, str) else s.decontaminate
+    reads = [s.target, s.draft, *evaluation, *(source.path for source in s.sources)]
+    with collective.open_run(state, s, COMMAND, OWNED_FILES, reads):
         todo = unanswered_prompts(s, state, reader, fitting)
         rank_prompts = todo[state.process_index :: state.num_processes]
         console = Console(stderr=True, quiet=not state.is_main_process)
@@ -323,9 +314,10 @@ def write_answers(
                 f"{counts['answered']} answered, {counts['failed']} failed ({too_long} too long for the context), "
                 f"{counts['answers_too_short']} with too short an answer: {s.out}"
             )
-            if s.engine == "openai":
+            if s.engine == "openai" and reader.identity is not None:
+                name = reader.identity.served_as
                 console.print(
-                    f"which weights the server calls {served_name(reader)} is not known: the set names none"
+                    f"which weights the server calls {name} is not known: the set names none"
                 )
             if s.served:
                 print(json.dumps({**counts, "too_long": too_long, "failures": failures}))

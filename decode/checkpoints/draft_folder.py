@@ -19,8 +19,8 @@ from decode.model.formats.adapters import CONFIG_FILE as ADAPTER_FILE
 from decode.model.loading import (
     Target,
     adapter_folder,
+    compare_tokenizers,
     load_tokenizer,
-    recorded_tokenizer,
     tokenizer_fingerprint,
 )
 from decode.model.vocabularies import disagreement
@@ -254,8 +254,8 @@ def check_tokenizer(path: str, draft_fingerprint: str, target: Target) -> None:
     if draft_fingerprint == target.fingerprint:
         return
     trained = read_metadata(path).target or TargetRecord()
-    own = recorded_tokenizer(draft_fingerprint, trained.name or None, trained.revision)
-    found = "" if own is None else disagreement(own, target.tokenizer)
+    name, revision = trained.name or None, trained.revision
+    found, _ = compare_tokenizers(draft_fingerprint, name, revision, target.tokenizer)
     if found is not None:
         raise UserError(
             f"draft {path!r} (tokenizer {draft_fingerprint}) and target {target.name!r} (tokenizer "

@@ -46,10 +46,8 @@ from train.hub.upload import (
     MARKER_FILES,
     HubLabels,
     PublishFolder,
-    TrainingPublishConfig,
     check_repo_id,
     is_repo_id,
-    push,
 )
 
 Json = dict[str, Any]
@@ -215,14 +213,6 @@ def public_metadata(metadata: DraftMetadata, settings: type, known: Collection[s
         where = f"{METADATA_FILE}: {name}"
         shown[name] = published(vars(metadata)[name], kind, where, known)
     return {name: shown[name] for name in to_json(metadata) if shown.get(name) is not None}
-
-
-def publish_trained(s: TrainingPublishConfig, draft: Path, settings: type) -> str:
-    """Publishes a draft after training, without a report: "URL of the commit (tag)". Writes the folder beside it."""
-    out = draft.with_name(f"{draft.name}-published")
-    folder = build_draft_folder(draft, Evidence(), s.repo, s.labels, out, settings)
-    sent = push(folder, s.repo, s.private)
-    return f"{sent['url']} ({sent['tag']})"
 
 
 def check_output_folder(out: Path, source: Path) -> None:

@@ -21,7 +21,7 @@ from decode.model.loading import Target, model_fingerprint
 from train.data import mixture
 from train.families.base import TrainableDraft
 from train.trainer.checkpoint import TrainingState
-from train.trainer.tracking import NullTracker, Tracker
+from train.trainer.tracking import NullTracker
 
 
 def build_metadata(
@@ -51,7 +51,7 @@ def build_metadata(
 
 
 def save_draft(
-    s: Any, trainable: TrainableDraft, metadata: DraftMetadata, tracker: Tracker | NullTracker
+    s: Any, trainable: TrainableDraft, metadata: DraftMetadata, tracker: NullTracker
 ) -> None:
     """Writes the draft's folder, draftsmith.json last, and gives the tracker its files as artifacts."""
     out, target = Path(s.out), metadata.target

@@ -722,7 +722,9 @@ def test_a_bad_token_is_told(api: Hub, tmp_path: Path, monkeypatch: pytest.Monke
     assert wrong not in str(caught.value)
 
 
-def test_training_ends_with_publishing(api: Hub, world: World, tmp_path: Path) -> None:
+def test_training_ends_with_publishing(
+    api: Hub, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a draft that is published before it is saved, a card that claims a report, hours lost to a bad name.
 
     Run again, the command publishes nothing new: publishing is not part of what makes a run another one.
@@ -738,6 +740,8 @@ def test_training_ends_with_publishing(api: Hub, world: World, tmp_path: Path) -
         "--loop.steps", 1, "--loop.batch_size", 4, "--loop.micro_batch", 4, "--loop.warmup", 0,
         "--check.prompts", 3, "--check.max_new_tokens", 4, "--wandb", "disabled",
     ]  # fmt: skip
+    # Publishing is a process of its own.
+    monkeypatch.setattr(worlds, "ENV", worlds.ENV | hub.environment(api, tmp_path))
     wrong = worlds.call("train/distill.py", *args, "--publish.repo", "me/x y")
     assert "is not a valid name" in wrong.error()
     assert not (tmp_path / "lm").exists()
