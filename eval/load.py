@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -78,6 +78,10 @@ class ServedModel:
 
 @dataclass
 class LoadConfig(RunSettings):
+    COMMON: ClassVar[str] = (
+        "target servers tasks at_once requests turns max_new_tokens temperature out"
+    )
+
     target: str = ""
     """The target that is served: its tokenizer and chat template make the prompts."""
     servers: list[ServedModel] = field(default_factory=list)

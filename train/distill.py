@@ -30,7 +30,7 @@ from rich.console import Console
 from decode.common import provenance
 from decode.common.command import run_command, stop
 from decode.common.errors import UserError
-from decode.common.ranges import CountOrZero
+from decode.common.ranges import CountOrZero, DtypeName
 from decode.common.run_dir import RunSettings
 from decode.common.settings import to_dict
 from decode.distributed.placement import PlacementConfig, load_target, run_placed
@@ -93,6 +93,11 @@ OUT_OF_MEMORY_ADVICE = (
 
 @dataclass
 class DistillConfig(RunSettings):
+    COMMON: ClassVar[str] = (
+        "target data draft.family draft.init loss loop.epochs loop.steps loop.batch_size loop.micro_batch loop.lr "
+        "loop.max_length target_dtype tracker out dry_run"
+    )
+
     RENAMED_SETTINGS: ClassVar[dict[str, str]] = {"compare": "divergence"}
 
     target: str = "assets/target"
@@ -125,7 +130,7 @@ class DistillConfig(RunSettings):
     mixed_precision: launch.Precision = "auto"
     """Precision of the draft's forward pass; no: fp32; auto: the launcher's, else bf16 on a GPU that has it, else fp32.
     fp16, with scaled gradients, is for GPUs without bf16."""
-    target_dtype: str = "float32"
+    target_dtype: DtypeName = "float32"
     """Precision of the frozen target."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     tracker: TrackerName = "wandb"
