@@ -13,6 +13,7 @@ from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.progress import ProgressLog
 from decode.common.settings import to_yaml
+from decode.common.typed_json import to_json
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_model, load_target
 from decode.drafts.base import draft_sha256, is_altered, trained_for
@@ -106,10 +107,10 @@ def evaluate(
     references = _reference_outputs(work) if 0.0 in s.temperatures else {}
     report: dict[str, Any] = {
         "schema": SCHEMA,
-        "target": target.describe(),
+        "target": to_json(target.describe()),
         "earlier_targets": earlier_targets(journal),
         "tasks": [loading.task_version(task) for task in s.tasks],
-        **provenance.collect(),
+        **to_json(provenance.collect()),
         "seed": s.seed,
         "resumed": journal.num_resumed,
         "baseline": {},

@@ -38,6 +38,7 @@ from decode.common.ranges import (
     at_least,
 )
 from decode.common.template_choice import TemplateSetting
+from decode.common.typed_json import to_json
 from decode.drafts import causal
 from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import pick_draft
@@ -272,17 +273,22 @@ def forecast(
     )
     return {
         "schema": SCHEMA,
-        "target": target.describe(),
+        "target": to_json(target.describe()),
         "earlier_targets": earlier_targets(journal),
         "draft": {"name": s.draft, "family": draft.name, "sha256": draft_sha256(s.draft)},
         "tasks": [task_version(task) for task in s.tasks],
         "max_new_tokens": s.max_new_tokens,
-        "engines": [asdict(x) for x in ENGINE_RULES if x.engine in s.engines and x.rule in rules],
+        "engines": [
+            {"engine": engine, **asdict(x)}
+            for engine, accepts in ENGINE_RULES.items()
+            for x in accepts
+            if engine in s.engines and x.rule in rules
+        ],
         "rows": rows,
         "costs": {"from": s.costs, "points": [asdict(point) for point in points]},
         "schedules": schedules(rows, by_shape),
         "seed": s.seed,
-        **provenance.collect(),
+        **to_json(provenance.collect()),
     }
 
 

@@ -30,6 +30,7 @@ from decode.common.command import run_command
 from decode.common.journal import Journal
 from decode.common.progress import ProgressLog, progress_bars
 from decode.common.settings import to_yaml
+from decode.common.typed_json import to_json
 from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import load_target
 from eval.benchmark import config
@@ -100,11 +101,11 @@ def tune(
                 trees += compare_tree_lengths(stage, run(stage), expected)
     return {
         "schema": SCHEMA,
-        "target": context.target.describe(),
+        "target": to_json(context.target.describe()),
         "earlier_targets": earlier_targets(journal),
         "tasks": [loading.task_version(task) for task in s.tasks],
         "drafts": draft_checksums([m for m in s.methods if not m.lookup]),
-        **provenance.collect(),
+        **to_json(provenance.collect()),
         "seed": s.seed,
         "bandwidth": journal.get_or_measure(
             ["bandwidth"], lambda: measure_bandwidth(context.target.runner.device)

@@ -1,6 +1,6 @@
 """Tests whether two sampled sets of the same prompts follow one distribution: ours and a server's, say.
 
-    python scripts/compare_samples.py outputs/samples_ours --b outputs/samples_vllm --out compared.json
+    python scripts/compare_samples.py outputs/samples_ours --b outputs/samples_served --out compared.json
 
 Two engines with the same law give other texts, because their random numbers differ. Three things are compared over the
 prompts that both sets answer: the distribution of answer lengths (largest distance of the two cumulative shares, as in
@@ -28,6 +28,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, Seed
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from eval.metrics.bootstrap import Array
 from train.data.manifest import load_set
 
@@ -162,7 +163,7 @@ def main(s: CompareSamplesConfig) -> None:
         "only_in_one": [len(a.ids) - len(shared), len(b.ids) - len(shared)],
         **found,
     }
-    line = json.dumps(facts | provenance.collect())
+    line = json.dumps(facts | to_json(provenance.collect()))
     if s.out:
         files.write_atomically(Path(s.out), line + "\n")
     print(line)

@@ -24,6 +24,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.run_dir import check_file
 from decode.common.template_choice import describe
+from decode.common.typed_json import to_json
 from train.data import mixture
 from train.data.prompt_pipeline import load_target_tokenizer
 from train.data.sources import ReadLog
@@ -113,7 +114,7 @@ def main(s: DoctorConfig) -> None:
         findings=findings,
         stops_or_costs=sum(finding.severity != "note" for finding in findings),
     )
-    line = json.dumps(asdict(report) | provenance.collect())
+    line = json.dumps(asdict(report) | to_json(provenance.collect()))
     if s.out:
         files.write_atomically(Path(s.out), line + "\n")
     print(line)

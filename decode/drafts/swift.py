@@ -19,6 +19,7 @@ from torch import nn
 from decode.checkpoints import importers
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
+from decode.common.typed_json import to_json
 from decode.drafts.base import (
     METADATA_FILE,
     ChainStop,
@@ -221,7 +222,7 @@ class SwiftDraft(Draft):
         target = self.target
         facts = {
             "family": self.name,
-            "target": target.describe(),
+            "target": to_json(target.describe()),
             "tokenizer_hash": target.fingerprint,
         }
         write_atomically(folder / METADATA_FILE, json.dumps(facts, indent=1) + "\n")

@@ -27,8 +27,9 @@ from decode.common import damage
 from decode.common.disk_errors import disk_error
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
+from decode.common.typed_json import to_json
 from decode.model.compatibility import check_sizes
-from decode.model.fingerprint import ModelFingerprint, weights_fingerprint
+from decode.model.fingerprint import ModelFingerprint, TargetRecord, weights_fingerprint
 from decode.model.formats import tied_heads
 from decode.model.formats.adapters import find_adapter, merged_folder, without_adapter
 from decode.model.formats.gguf_files import gguf_folder
@@ -43,7 +44,7 @@ from decode.model.recurrent import RecurrentRunner, has_recurrent_layers
 from decode.model.runner import ModelRunner
 from decode.model.seq2seq import Seq2SeqRunner
 from decode.model.vision import VisionRunner, is_vision_language
-from decode.model.vocabularies import PROBE
+from decode.model.vocabularies import PROBE, disagreement
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Where it is not set, transformers asks on the terminal whether code from the model's folder shall run."""
@@ -97,12 +98,10 @@ class Target:
         folder = self.runner.model.config.name_or_path
         return model_fingerprint(folder, self.revision, self.dtype)
 
-    def describe(self) -> dict[str, Any]:
-        """{name, revision, tokenizer, template, weights, dtype} as results record them, `template` if it is not its own
-        one."""
-        named = {"name": self.name, "revision": self.revision, "tokenizer": self.fingerprint}
-        rendering = {"template": dict(self.template)} if self.template else {}
-        return named | rendering | self.identity.to_json()
+    def describe(self) -> TargetRecord:
+        named: dict[str, Any] = {"name": self.name, "revision": self.revision}
+        named |= {"tokenizer": self.fingerprint, "template": dict(self.template) or None}
+        return TargetRecord(**named | to_json(self.identity))
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -391,13 +390,21 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
         raise _load_error(name, "tokenizer of", folder, files, error) from error
 
 
-def recorded_tokenizer(fingerprint: str, model: Any, revision: Any = None) -> Any:
-    """The tokenizer with that fingerprint, if `model`, which had it, can be read and has it still; None otherwise."""
+def compare_tokenizers(
+    fingerprint: str, model: Any, revision: Any, tokenizer: Any, whose: str = "the draft"
+) -> tuple[str | None, Any]:
+    """(the id that the tokenizer with that fingerprint and this one give to different tokens, in words; the former).
+
+    The words are None if vocabularies extend each other (`disagreement`). Where `model`, which had it, cannot
+    be read or has another one by now, only equal ones are one: then they are "", and the tokenizer is None.
+    """
     try:
-        found = load_tokenizer(str(model), None if revision is None else str(revision))
+        own = load_tokenizer(str(model), None if revision is None else str(revision))
     except UserError:
-        return None
-    return found if tokenizer_fingerprint(found) == fingerprint else None
+        return "", None
+    if tokenizer_fingerprint(own) != fingerprint:
+        return "", None
+    return disagreement(own, tokenizer, whose), own
 
 
 def check_tokenizer_size(tokenizer: Any, vocab_size: int, name: str) -> None:

@@ -88,7 +88,7 @@ def acceptance_rate(records: Sequence[DecodeRecord]) -> float | None:
 
 
 def unconditional_by_position(records: Sequence[DecodeRecord], k: int) -> list[float | None]:
-    """Accepted at position i ÷ all rounds, i = 1..k: the figures that vLLM prints."""
+    """Accepted at position i ÷ all rounds, i = 1..k: what serving engines print."""
     total = round_counts(records).sum()
     return [ratio_or_none(a, total) for a in accepted_by_position(records, k).sum(0)]
 

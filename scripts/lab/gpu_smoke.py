@@ -30,6 +30,7 @@ from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.ranges import Count, DraftLength
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.drafts.base import Draft
 from decode.drafts.registry import load_draft
 from decode.engine.engine import SpeculativeEngine
@@ -37,7 +38,7 @@ from decode.engine.records import collect_outputs
 from decode.model.loading import Target, load_target
 from eval.benchmark.timing import synchronize
 from eval.tasks.loading import Task, load_task_prompts
-from scripts.lab.cells import finish
+from scripts.lab.cells import BenchSettings, finish
 from scripts.lab.floor_work import sample_rows, training_step
 
 SAME_KERNELS = {"captured": "eager", "graph": "compiled"}
@@ -45,7 +46,7 @@ SAME_KERNELS = {"captured": "eager", "graph": "compiled"}
 
 
 @dataclass
-class GpuSmokeConfig:
+class GpuSmokeConfig(BenchSettings):
     target: str = "assets/target"
     draft: str = "assets/draft"
     """A draft for it that proposes on the device."""
@@ -57,7 +58,6 @@ class GpuSmokeConfig:
     """Also the compiled modes, which take a minute or more."""
     device: str = "auto"
     dtype: str = "float32"
-    out: str = ""
 
 
 def modes(device: torch.device, compiled: bool) -> list[str]:
@@ -137,7 +137,7 @@ def main(s: GpuSmokeConfig) -> None:
     # No text ends early: otherwise rounds may be over before their waits are looked for.
     target = replace(load_target(s.target, s.device, s.dtype), eos=frozenset())
     found = measure(s, target, load_draft(s.draft, target, dtype=s.dtype))
-    finish(s.out, {**found, "settings": vars(s), **provenance.collect()})
+    finish(s.out, {**found, "settings": vars(s), **to_json(provenance.collect())})
     sys.stderr.write("".join(f"PROBLEM {problem}\n" for problem in found["problems"]))
     sys.exit(1 if found["problems"] else 0)
 

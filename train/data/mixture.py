@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +13,11 @@ from decode.common import damage, files, run_dir
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, above
 from decode.model.fingerprint import difference
-from decode.model.loading import Target, recorded_tokenizer
-from decode.model.vocabularies import disagreement
+from decode.model.loading import Target, compare_tokenizers
 from train.data import batching
 from train.data.manifest import MANIFEST_FILE, Manifest, load_set, read_manifest
 from train.data.prompt_pipeline import TargetTokenizer
-from train.data.sample_store import SampleRow, Subset, rows_digest
+from train.data.sample_store import Rows, SampleRow, Subset, rows_digest
 
 
 @dataclass
@@ -65,7 +64,7 @@ def source_at(shares: Sequence[Fraction], place: int) -> tuple[int, int]:
     return 0, place
 
 
-class Mixture(Sequence[SampleRow]):
+class Mixture(Rows):
     """The rows of all sources, concatenated, and the endless order in which steps take them.
 
     Each source is taken in a new permutation every epoch. With several sources, ids are prefixed with the number of
@@ -89,20 +88,12 @@ class Mixture(Sequence[SampleRow]):
     def __len__(self) -> int:
         return int(self.offsets[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> SampleRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[SampleRow]: ...
-    def __getitem__(self, index: int | slice) -> SampleRow | list[SampleRow]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        index = range(len(self))[index]
+    def read(self, index: int) -> SampleRow:
         source = int(np.searchsorted(self.offsets, index, side="right")) - 1
         row = self.sources[source][index - int(self.offsets[source])]
         return row if len(self.sources) == 1 else {**row, "id": f"{source}/{row['id']}"}
 
     def row_at(self, place: int, seed: int) -> SampleRow:
-        """The row at `place` (from 0) of the endless order."""
         source, number = source_at(self.shares, place)
         index = batching.shuffled_index(len(self.sources[source]), seed, number, source)
         return self[int(self.offsets[source]) + index]
@@ -144,9 +135,7 @@ def load(
     if not any(part.limit for part in parts):
         return whole, dropped
     limited = [
-        Subset(
-            rows, np.sort(shuffled(len(rows), seed)[: part.limit or None]).tolist(), lambda row: row
-        )
+        Subset(rows, np.sort(shuffled(len(rows), seed)[: part.limit or None]).tolist())
         for part, rows in zip(parts, sources, strict=True)
     ]
     chosen = Mixture(limited, weights, whole)
@@ -164,9 +153,10 @@ def check_tokenizer(
     """
     if manifest.tokenizer_hash == target.fingerprint:
         return
-    own = recorded_tokenizer(manifest.tokenizer_hash, manifest.target, manifest.revision)
-    found = "" if own is None else disagreement(own, target.tokenizer, "the samples")
-    if own is not None and found is None:
+    found, own = compare_tokenizers(
+        manifest.tokenizer_hash, manifest.target, manifest.revision, target.tokenizer, "the samples"
+    )
+    if found is None:
         lacking = {*own.get_vocab().values()} - {*target.tokenizer.get_vocab().values()}
         foreign = (i for row in rows if lacking for i in row["input_ids"] if i in lacking)
         token = next(foreign, None)

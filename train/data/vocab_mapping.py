@@ -8,26 +8,21 @@ vocabulary has none of these. The mapping belongs to one tokenizer, whose hash i
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
+from train.data.batching import label_mask
 from train.data.sample_store import SampleRow
 
 
 def count_tokens(rows: Iterable[SampleRow], vocab_size: int) -> Tensor:
-    """[V] int64: how often each token is supervised; overlapping spans count once (`batching.supervised_positions`)."""
+    """[V] int64: how often each token is supervised (`batching.label_mask`)."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for row in rows:
-        ids = np.asarray(row["input_ids"])
-        learned = np.zeros(len(ids), dtype=bool)
-        for start, end in row["loss_spans"]:
-            learned[start:end] = True
-        learned[:1] = False  # nothing predicts the first token
-        tokens = ids[learned]
+        tokens = np.asarray(row["input_ids"])[label_mask(row)]
         if len(tokens) > 0 and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise UserError(
                 f"sample {row['id']} has tokens outside the target's vocabulary of {vocab_size}: "
@@ -63,7 +58,7 @@ def coverage(ids: Tensor, counts: Tensor) -> float:
     return int(counts[ids].sum()) / int(counts.sum())
 
 
-def describe(ids: Tensor, counts: Tensor) -> dict[str, Any]:
+def describe(ids: Tensor, counts: Tensor) -> dict[str, int | float | str]:
     """What draftsmith.json records of a reduced vocabulary: size, coverage of the counted tokens, digest."""
     return {"size": len(ids), "coverage": coverage(ids, counts), "digest": digest(ids)}
 

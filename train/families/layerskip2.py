@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decode.common.typed_json import to_json
 from decode.drafts.base import Draft
 from decode.drafts.early_exit import EarlyExitDraft
 from decode.model.layer_stack import check_exit, final_norm, layer_stack
@@ -59,7 +60,7 @@ class TrainableLayerSkip2(TrainableDraft):
         self.muon_parameters = ()
         self.metadata = {
             "target": {"name": context.config.out, "revision": None},
-            "original_target": target.describe(),
+            "original_target": to_json(target.describe()),
         }
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

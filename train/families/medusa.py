@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from decode.checkpoints import layouts
+from decode.common.typed_json import to_json
 from decode.drafts import medusa
 from decode.drafts.base import Draft
 from decode.drafts.medusa import MedusaDraft, MedusaModel
@@ -148,7 +149,7 @@ class TrainableMedusa2(TrainableMedusa):
         self.low_lr_parameters = list(self.model.adapters)
         self.metadata = {
             "target": {"name": str(Path(config.out) / "target"), "revision": None},
-            "original_target": target.describe(),
+            "original_target": to_json(target.describe()),
         }
 
     def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

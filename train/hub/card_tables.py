@@ -89,7 +89,7 @@ def speed_tables(own: Sequence[ReportEntry]) -> list[Table]:
 
 
 def forecast_tables(forecast: Mapping[str, Any] | None) -> list[Table]:
-    """τ by task and K as vLLM and SGLang draft by default, one table for each temperature; [] without a forecast."""
+    """τ by task and K as serving engines draft by default, one table for each temperature; [] without a forecast."""
     rows = [row for row in (forecast or {}).get("rows", []) if row["rule"] == "greedy"]
     temperatures = dict.fromkeys(row["temperature"] for row in rows)
     return [

@@ -9,6 +9,7 @@ from typing import Any
 
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.template_choice import describe
+from decode.serving.engine import EngineServingConfig, ServedDraft
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.formatting import format_value, format_with_interval
 from eval.reporting.summary import assisted_generation_lines, lossless_verdict
@@ -23,7 +24,6 @@ from eval.scaling.data_curve import doubling_lines
 from eval.tuning.selection import fastest_chains
 from train.families.registry import family_trainer
 from train.hub.card_tables import NOT_RECORDED, dataset_manifests, slowdown_lines
-from train.hub.serving_configs import EngineServingConfig, ServedDraft
 from train.hub.upload import HubLabels
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from decode.serving.engine import EngineServingConfig, ServedDraft
 from eval.reporting.formatting import Table, escape_markdown
 from eval.reporting.render import DEFINITIONS
 from eval.results.report import entry_setting, pooled_entries
@@ -27,7 +28,6 @@ from train.hub.card_tables import (
     tuned_lengths_table,
 )
 from train.hub.card_text import CardInputs
-from train.hub.serving_configs import EngineServingConfig, ServedDraft
 from train.hub.upload import HubLabels
 
 DEFINED_TERMS = ("τ", "α_i", "α", "speed-up", "K", "identical", "[low, high]")
@@ -79,7 +79,7 @@ def render(
 
 
 def serving_command(job: ServedDraft, configs: Sequence[EngineServingConfig]) -> str:
-    """The command of the first engine that serves the draft, which is vLLM if it does; else that of this project."""
+    """The command of the first engine that serves the draft; else that of this project."""
     commands = [
         text for config in configs for name, text in config.files.items() if name.endswith(".sh")
     ]

@@ -7,13 +7,14 @@ from typing import Any
 from decode.common import files, provenance, run_dir
 from decode.common.disk_errors import naming
 from decode.common.settings import to_dict
+from decode.common.typed_json import to_json
 from decode.drafts.base import METADATA_FILE, draft_sha256
 from decode.drafts.registry import DRAFT_FAMILIES
 from decode.model.loading import Target, model_fingerprint
 from train.data import mixture
 from train.families.base import TrainableDraft
 from train.trainer.checkpoint import TrainingState
-from train.trainer.tracking import NullTracker, Tracker
+from train.trainer.tracking import NullTracker
 
 
 def build_metadata(
@@ -27,7 +28,7 @@ def build_metadata(
     """The content of draftsmith.json, without the checksum; `s` are the settings of train/distill.py."""
     return {
         "family": DRAFT_FAMILIES[s.draft.family].saved_name,
-        "target": target.describe(),
+        "target": to_json(target.describe()),
         "tokenizer_hash": target.fingerprint,
         "training": to_dict(s),
         "trained_steps": state.measured_at if s.loop.keep_best else state.step,
@@ -39,20 +40,18 @@ def build_metadata(
         "measured_in_training": state.measured,
         "cost": {"wall_seconds": round(state.seconds, 1), "tokens": state.learned},
         **trainable.metadata,
-        **provenance.collect(),
+        **to_json(provenance.collect()),
     }
 
 
 def save_draft(
-    s: Any, trainable: TrainableDraft, metadata: dict[str, Any], tracker: Tracker | NullTracker
+    s: Any, trainable: TrainableDraft, metadata: dict[str, Any], tracker: NullTracker
 ) -> None:
     """Writes the draft's folder, draftsmith.json last, and gives the tracker its files as artifacts."""
     out = Path(s.out)
     with naming(out):
         trainable.save(out)
-    if (
-        "original_target" in metadata
-    ):  # the target was trained as well, and is saved beside the draft
+    if "original_target" in metadata:  # the target was trained too, and is saved beside the draft
         weights = model_fingerprint(metadata["target"]["name"]).weights
         metadata["target"] = {**metadata["target"], "weights": weights}
     metadata["draft_sha256"] = draft_sha256(s.out)

@@ -1,6 +1,5 @@
 """Loaders of the field's prompt sets, on made-up rows of the same shape; prompts, domains, references, stops, turns."""
 
-import gzip
 import json
 import random
 from dataclasses import replace
@@ -21,8 +20,8 @@ from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, task_version
 from eval.tasks.stop_strings import StopMatcher, collect_until_stop, length_at_stop
 from tests import worlds
 from tests.decode.engine.test_text_stream import KINDS, llama, random_ids, rounds_of
-from tests.tiny import tiny_model, tiny_target
-from tests.worlds import EOS, byte_tokenizer
+from tests.rows import byte_target, save_byte_target, write_rows
+from tests.worlds import EOS
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -85,9 +84,7 @@ WANTED: dict[str, tuple[str, str | None, str, str, str]] = {
 @pytest.fixture
 def target() -> Target:
     """A tiny one whose tokens are bytes, without a chat template."""
-    tokenizer = byte_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
-    return replace(tiny_target(model, tuple(EOS)), tokenizer=tokenizer)
+    return byte_target()
 
 
 @pytest.fixture
@@ -96,10 +93,8 @@ def chatty(target: Target) -> Target:
     return target
 
 
-def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> Path:
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    return write_rows(folder / "rows.jsonl", rows)
 
 
 def text_of(item: TaskPrompt, target: Target) -> str:
@@ -279,85 +274,25 @@ def test_a_stop_string_in_a_run_of_byte_tokens() -> None:
     assert length_at_stop(ids, ["🛑"], tokenizer) == len("字字字🙂字字字🛑".encode())
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.txt"])
-def test_file_formats(name: str, target: Target, tmp_path: Path) -> None:
-    """Bug: one of the formats loses or reorders rows."""
+def test_domains_and_limits_of_own_rows(target: Target, tmp_path: Path) -> None:
     rows = [{"prompt": "One\u2028?", "domain": "x"}, {"prompt": "Two", "domain": "y"}]
-    path = tmp_path / name
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if name.endswith("parquet"):
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif name.endswith("gz"):
-        path.write_bytes(gzip.compress(lines.encode()))
-    elif name.endswith("json"):
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_text("One\u2028?\n\nTwo\n" if name.endswith("txt") else lines)
-    items = load_task_prompts(Task("own", str(path)), target)
-    assert [text_of(item, target) for item in items] == ["One\u2028?", "Two"]
-    if not name.endswith("txt"):
-        assert [item.domain for item in items] == ["x", "y"]
-    assert len(load_task_prompts(Task("own", str(path), limit=1), target)) == 1
+    path = str(write(tmp_path, rows))
+    items = load_task_prompts(Task("own", path), target)
+    assert [(text_of(x, target), x.domain) for x in items] == [("One\u2028?", "x"), ("Two", "y")]
+    assert load_task_prompts(Task("own", path, limit=1), target) == items[:1]
+    path = str(write(tmp_path, [{"turns": [3]}]))
+    with pytest.raises(UserError, match="rows.jsonl:1: `turns` must be a list"):
+        load_task_prompts(Task("own", path), target)
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "named"),
-    [
-        ("a.csv", b"prompt\n", "a.csv"),
-        ("a.jsonl", b"\xff\xfe", "a.jsonl"),
-        ("a.jsonl.gz", b"not gzip", "a.jsonl.gz"),
-        ("a.json", b"{}", "a.json"),
-        ("a.jsonl", b"[1]", "a.jsonl:1"),
-        ("a.jsonl", b'{"prompt": "\\ud800"}', "a.jsonl:1 has .*surrogate pair"),
-        ("a.json", b"[" * 100_000, "a.json is nested deeper"),
-        ("a.json", b"[" + b"9" * 5000 + b"]", "a.json has a number of over"),
-        ("a.json", b"", "a.json is empty"),
-        ("a.parquet", b"PAR1 not parquet", "a.parquet cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b"{}" * 999, mtime=0)[:-9], "a.jsonl.gz cannot be read"),
-        ("a.jsonl", b'{"prompt": [3]}', "a.jsonl:1: "),
-        ("a.jsonl", b'{"turns": [3]}', "a.jsonl:1: "),
-    ],
-)
-def test_a_bad_file_is_one_line(
-    name: str, data: bytes, named: str, target: Target, tmp_path: Path
-) -> None:
-    """Bug: a file that cannot be read ends in a traceback."""
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(UserError, match=named) as error:
-        load_task_prompts(Task("own", str(tmp_path / name)), target)
-    assert "\n" not in str(error.value)
-
-
-def test_a_byte_order_mark_and_windows_lines(target: Target, tmp_path: Path) -> None:
-    """Bug: what editors on Windows write becomes part of the first prompt, or joins all paragraphs."""
-    (tmp_path / "a.txt").write_bytes("\ufeffOne\r\n\r\nTwo\r\n".encode())
-    (tmp_path / "a.json").write_bytes('\ufeff[{"prompt": "One"}, {"prompt": "Two"}]'.encode())
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
-    for name in ("a.txt", "a.json", "a.txt.gz"):
-        items = load_task_prompts(Task("own", str(tmp_path / name)), target)
-        assert [text_of(item, target) for item in items] == ["One", "Two"]
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"question": "2?", "answer": 5}, "rows.jsonl:1: .*is it a file of this task"),
-        ({"question": "2?", "answer": "#### 2", "self": 1, "id": "x"}, ""),
-    ],
-)
-def test_values_of_other_types(
-    row: dict[str, Any], reason: str, target: Target, tmp_path: Path
-) -> None:
+def test_values_of_other_types(target: Target, tmp_path: Path) -> None:
     """Bug: a number where the template splits a text, or a field with the name of a parameter, ends in a traceback."""
-    task = Task("gsm8k", str(write(tmp_path, [row])))
-    if reason:
-        with pytest.raises(UserError, match=reason):
-            load_task_prompts(task, target)
-    else:
-        assert load_task_prompts(task, target)[0].id == "x"
+    rows = [{"question": "2?", "answer": "#### 2", "self": 1, "id": "x"}]
+    task = Task("gsm8k", str(write(tmp_path, rows)))
+    assert load_task_prompts(task, target)[0].id == "x"
+    write(tmp_path, [{"question": "2?", "answer": 5}])
+    with pytest.raises(UserError, match=r"rows.jsonl:1: .*is it a file of this task"):
+        load_task_prompts(task, target)
 
 
 @pytest.mark.parametrize(
@@ -467,12 +402,9 @@ def test_evaluation_says_how_own_rows_were_read(
     tmp_path: Path, rows: list[dict[str, Any]], said: list[str]
 ) -> None:
     """Bug: sampling said it, and evaluation took columns without a word."""
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}<2>{{ m.content }}<1>{% endfor %}"
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=256)
-    target = worlds.save(tmp_path / "target", model, tokenizer)
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = "{% for m in messages %}<2>{{ m.content }}<1>{% endfor %}"
+    target = save_byte_target(tmp_path / "target", template, 256)
+    path = write(tmp_path, rows)
     done = worlds.call(
         "eval/run.py", "--target", target, "--methods", "[{name: ngram}]", "--max_new_tokens", 2,
         "--tasks", json.dumps([{"name": "mine", "path": str(path)}]), "--out", tmp_path / "out",

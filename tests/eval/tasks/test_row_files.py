@@ -4,7 +4,6 @@ import gzip
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from decode.model import names
 from decode.model.loading import Target
 from eval.tasks import row_files
 from eval.tasks.loading import Task, load_task_prompts, task_version
-from tests.tiny import tiny_model, tiny_target
-from tests.worlds import EOS, byte_tokenizer
+from tests.rows import byte_target
 from train.data.sources import PromptSource, ReadLog, evaluation_texts, read_prompts, stream_prompts
 
 ROWS = [{"prompt": f"zq{i} say {i * 3} é\u2028 words", "n": i} for i in range(12)]
@@ -28,9 +26,7 @@ TEXTS = [str(row["prompt"]) for row in ROWS]
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    tokenizer = byte_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
-    return replace(tiny_target(model, tuple(EOS)), tokenizer=tokenizer)
+    return byte_target()
 
 
 def lines(rows: list[Any]) -> bytes:
@@ -149,6 +145,7 @@ FORMS: dict[str, Callable[[Path], Path]] = {
     "json list inside": one("a.json", json.dumps({"data": ROWS}).encode()),
     "json list inside, on many lines": one("a.json", json.dumps({"data": ROWS}, indent=1).encode()),
     "txt": one("a.txt", "\n\n".join(TEXTS).encode()),
+    "txt, BOM and CRLF": one("a.txt", BOM + "\r\n\r\n".join(TEXTS).encode() + b"\r\n"),
     "txt.zst": one("a.txt.zst", zst("\n \t\n".join(TEXTS).encode())),
     "parquet": parquet,
     "parquet of large strings": large_strings,
@@ -253,6 +250,10 @@ BAD: list[tuple[str, bytes, str]] = [
     ("folder/a.md", b"x", "folder holds no file that ends in .jsonl"),
     ("folder/state.json", b"{}", "folder/state.json:1: needs a column"),
     ("folder/a.csv", b"prompt\nx\n", "folder holds no file that ends in .jsonl"),
+    ("a.json", b"{}", "a.json:1: needs a column"),
+    ("a.json", b"[" * 100_000, "a.json is nested deeper"),
+    ("a.json", b"[" + b"9" * 5000 + b"]", "a.json has a number of over"),
+    ("a.jsonl", b'{"prompt": "good"}\n' + b"9" * 5000, "a.jsonl:2 has a number of over"),
     ("a.arrow", b"ARROW1", "a.arrow: must end in .jsonl"),
     ("a.jsonl", b"", "a.jsonl: has no prompts|a.jsonl holds no prompts"),
     ("a.json", b"", "a.json is empty: write a list of objects"),

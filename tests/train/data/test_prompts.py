@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from decode.common.errors import UserError
 from decode.common.settings import parse_settings
 from decode.model import names
+from tests.rows import write_rows
 from train.data import python_corpus
 from train.data.filters import EvaluationOverlap
 from train.data.prompts import Prompt, encode_prompt, encode_prompts, prompt_text
@@ -61,19 +62,15 @@ def words(text: str) -> list[int]:
     return [WORDS.index(word) for word in text.split()]
 
 
-def write_jsonl(path: Path, records: list) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A small folder of bundled prompts."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "eval").mkdir()
     for domain in ("code", "prose", "arithmetic"):
         prompts = [{"prompt": f"{domain} number {i}"} for i in range(5)]
-        write_jsonl(tmp_path / "train" / f"{domain}.jsonl", prompts)
-        write_jsonl(tmp_path / "eval" / f"{domain}.jsonl", [{"prompt": f"{domain} to measure"}])
+        write_rows(tmp_path / "train" / f"{domain}.jsonl", prompts)
+        write_rows(tmp_path / "eval" / f"{domain}.jsonl", [{"prompt": f"{domain} to measure"}])
     return tmp_path
 
 
@@ -101,7 +98,7 @@ def test_ids_are_the_same_in_every_run() -> None:
 
 def test_id_is_a_golden_hash(tmp_path: Path) -> None:
     """Bug: a changed hash silently orphans every sampled set there is."""
-    path = write_jsonl(
+    path = write_rows(
         tmp_path / "own.jsonl",
         [{"prompt": "hello\n"}, {"messages": [{"role": "user", "content": "hello"}]}],
     )
@@ -117,7 +114,7 @@ def test_id_is_a_golden_hash(tmp_path: Path) -> None:
 
 def test_duplicates_do_not_count_towards_the_limit(tmp_path: Path) -> None:
     """Bug: a limit of 3 gives fewer than 3 prompts because the file repeats itself."""
-    path = write_jsonl(tmp_path / "own.jsonl", [{"text": str(i // 4)} for i in range(12)])
+    path = write_rows(tmp_path / "own.jsonl", [{"text": str(i // 4)} for i in range(12)])
     assert len(read_prompts([PromptSource("file", str(path), limit=3)], seed=0)) == 3
 
 
@@ -143,7 +140,7 @@ def test_limit_mixes_the_domains() -> None:
 
 def test_white_space_at_the_end_of_a_prompt_is_kept(tmp_path: Path) -> None:
     """Bug: stripping a prompt that stops inside an indentation changes what follows."""
-    path = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "def f():\n   "}])
+    path = write_rows(tmp_path / "own.jsonl", [{"prompt": "def f():\n   "}])
     assert read_prompts([PromptSource("file", str(path))], seed=0)[0].text == "def f():\n   "
 
 
@@ -190,21 +187,6 @@ def test_text_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
             read_prompts([PromptSource("file", str(path), limit=limit)], seed=0)
 
 
-def test_text_files_are_split_at_blank_lines(tmp_path: Path) -> None:
-    """Bug: a blank line with spaces, or several, makes empty prompts or joins two."""
-    path = tmp_path / "own.txt"
-    path.write_text("one\nstill one\n\n  \n\n    two\n", encoding="utf-8")
-    prompts = read_prompts([PromptSource("file", str(path))], seed=0)
-    assert [prompt.text for prompt in prompts] == ["one\nstill one", "    two"]
-
-
-def test_the_answers_of_a_chat_are_left_to_the_target(tmp_path: Path) -> None:
-    """Bug: a data set's own last answer stays in the prompt, and the target adds a second one."""
-    ask, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    path = write_jsonl(tmp_path / "own.jsonl", [{"messages": [ask, answer, ask, answer]}])
-    assert read_prompts([PromptSource("file", str(path))], 0)[0].messages == [ask, answer, ask]
-
-
 def test_stdlib_cuts_are_whole_lines_of_modules_not_held_out() -> None:
     """Bug: cuts start in mid-line, have any length, or come from held-out modules."""
     sources = python_corpus.read_modules(False).values()
@@ -243,28 +225,6 @@ def test_hub_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"^hub data set 'a/b' .*cannot reach it.*$") as caught:
         read_prompts([PromptSource("hub", "a/b")], seed=0)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "own.jsonl:2 is not valid JSON"),
-        ('{"prompt": "\\ud800"}', "own.jsonl:2 has .*surrogate pair"),
-        ("[" * 100_000, "own.jsonl:2 is nested deeper"),
-        ("9" * 5000, "own.jsonl:2 has a number of over"),
-        ("5", "own.jsonl:2 is not a JSON object"),
-        ('{"ask": "x"}', "own.jsonl:2: needs a column `messages`, .*; it has ask"),
-        ('{"prompt": " "}', "own.jsonl:2: `prompt` is empty"),
-        ('{"prompt": 5}', "own.jsonl:2: `prompt` must be text or a list"),
-        ('{"messages": [{"role": "user"}]}', "own.jsonl:2: `messages`: every message needs"),
-    ],
-)
-def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
-    """Bug: a bad line in the user's file crashes without its number, or is passed over."""
-    path = tmp_path / "own.jsonl"
-    path.write_text(f'{{"prompt": "good"}}\n{line}\n', encoding="utf-8")
-    with pytest.raises(UserError, match=message):
-        read_prompts([PromptSource("file", str(path))], seed=0)
 
 
 @pytest.mark.parametrize(
@@ -325,11 +285,8 @@ def test_overlap_with_evaluation_is_found(training: str, dropped: bool) -> None:
 
 def test_evaluation_texts_are_those_of_the_eval_folder(root: Path) -> None:
     """Bug: decontamination compares with the wrong split and finds nothing."""
-    assert sorted(evaluation_texts(root=root)) == [
-        "arithmetic to measure",
-        "code to measure",
-        "prose to measure",
-    ]
+    texts = [f"{domain} to measure" for domain in ("arithmetic", "code", "prose")]
+    assert sorted(evaluation_texts(root=root)) == texts
 
 
 def test_plain_text_without_template_is_encoded_as_it_is() -> None:
@@ -375,34 +332,6 @@ def test_a_chat_that_the_template_refuses_is_named() -> None:
     tokenizer = tiny_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UserError, match=r"0#0 of test.*roles must alternate"):
         encode_prompt(tokenizer, text_prompt("hello"))
-
-
-@pytest.mark.parametrize(
-    ("record", "asked", "learned"),
-    [
-        ({"prompt": "q", "response": "a"}, ("q", None, None), ("q", "a", None)),
-        ({"prompt": "q"}, ("q", None, None), None),
-        ({"text": "t", "response": None}, ("t", None, None), ("t", None, None)),
-        ({"messages": "ua"}, (None, None, "u"), (None, None, "ua")),
-        ({"messages": "uauu"}, (None, None, "uauu"), (None, None, "ua")),
-    ],
-)
-def test_answers_are_taken_along_where_they_are_wanted(
-    tmp_path: Path, record: dict, asked: tuple, learned: tuple | None
-) -> None:
-    """Bug: reference answers are lost when they are to be learned, or shown to the target that is to answer, or a
-    question without an answer is learned."""
-
-    def talk(turns: str | None) -> list[dict] | None:
-        roles = {"u": "user", "a": "assistant"}
-        return turns and [{"role": roles[turn], "content": turn} for turn in turns]
-
-    record = {key: talk(value) if key == "messages" else value for key, value in record.items()}
-    source = PromptSource("file", str(write_jsonl(tmp_path / "own.jsonl", [record])))
-    for answered, wanted in ((False, asked), (True, learned)):
-        prompts = stream_prompts([source], 0, ReadLog(), answered)
-        found = [(prompt.text, prompt.answer, prompt.messages) for prompt in prompts]
-        assert found == ([] if wanted is None else [(*wanted[:2], talk(wanted[2]))])
 
 
 def texts_learned(source: PromptSource) -> list[str | None]:

@@ -1,6 +1,5 @@
 """Prompts before sampling, targets without a chat template, sets of the real command, and the shipped answers."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from huggingface_hub import constants
 
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from tests import worlds
+from tests.rows import file_sources, write_rows
 from tests.train.doctor_checks.sets import (
     CHATML,
     REASONING,
@@ -32,9 +32,8 @@ ANSWERS = worlds.ROOT / "assets" / "smollm2-answers"
 
 def write_sources(path: Path, *contents: Any) -> str:
     """The setting `sources` for a file of prompts: texts and chats."""
-    lines = [{"messages": c} if isinstance(c, list) else {"prompt": c} for c in contents]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return json.dumps([{"kind": "file", "path": str(path)}])
+    rows = [{"messages": c} if isinstance(c, list) else {"prompt": c} for c in contents]
+    return file_sources(write_rows(path, rows))
 
 
 def user(text: str) -> dict[str, str]:
@@ -160,8 +159,8 @@ def test_a_set_of_the_real_command(tmp_path: Path) -> None:
 def test_the_shipped_answers() -> None:
     """Bug: the shipped answers have a wrong boundary, or hold prompts that are evaluated on."""
     result = examine(SMOLLM2, ANSWERS / "articles", "--rows", 20)
-    stored = sample_store.finish_reasons(ANSWERS / "articles")
-    assert result["found"]["answers cut off"]["rows"] == list(stored.values()).count("length")
+    ends = [reason for _, reason in sample_store.row_ends(ANSWERS / "articles").values()]
+    assert result["found"]["answers cut off"]["rows"] == ends.count("length")
     assert [f["name"] for f in result["findings"] if f["severity"] == "stops"] == []
     assert "evaluation prompt in the data" not in result["found"]
     assert manifest.read_manifest(ANSWERS / "articles").tokenizer_hash == tokenizer_fingerprint(

@@ -1,0 +1,95 @@
+"""Lines of a Prometheus /metrics dump, name{labels} value, and the counters of speculative decoding in them."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+
+from decode.common.errors import UserError
+from decode.common.files import read_text
+from decode.serving.log_counts import EngineLog, RequestCounts, checked
+
+SAMPLE = re.compile(
+    r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?"
+)
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+Samples = dict[tuple[str, str], float]
+"""{(name without _total, labels as written): value}."""
+
+
+def read_dump(path: str, before: str = "", gauges: Collection[str] = ()) -> Samples:
+    """The samples in the file, less those of an earlier dump of the same server; `gauges` stay as they are."""
+    samples = parse(read_text(path), path)
+    earlier = parse(read_text(before), before) if before else {}
+    for key in samples.keys() & earlier.keys():
+        if key[0] not in gauges:
+            samples[key] -= earlier[key]
+    return samples
+
+
+def parse(text: str, path: str) -> Samples:
+    """UserError that names the first line that is none of a dump."""
+    samples: Samples = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        found = SAMPLE.fullmatch(line.strip())
+        try:
+            value = float(found["value"]) if found else math.nan
+        except ValueError:
+            found = None
+        if found is None:
+            raise UserError(
+                f"{path}:{number} is no line of a /metrics dump: give the text that the server sent"
+            )
+        if math.isfinite(value):
+            samples[found["name"].removesuffix("_total"), found["labels"] or ""] = value
+    return samples
+
+
+def total(samples: Samples, name: str, path: str) -> int:
+    """The sum of a counter over all its labels. UserError if the dump has none, or if it is lower than before."""
+    values = [value for (own, _), value in samples.items() if own == name]
+    if not values:
+        raise UserError(f"{path} has no {name}: speculative decoding was off, or the metrics were")
+    if min(values) < 0:
+        raise UserError(f"{name} is lower in {path} than in the dump before: give dumps of one run")
+    return round(sum(values))
+
+
+def totals_by(samples: Samples, name: str, label: str) -> Mapping[int, int]:
+    """{value of the label: sum of the counter over all other labels}, for a label of whole numbers."""
+    sums: dict[int, int] = defaultdict(int)
+    for (own, labels), value in samples.items():
+        key = dict(LABEL.findall(labels)).get(label, "")
+        if own == name and key.isdecimal():
+            sums[int(key)] += round(value)
+    return sums
+
+
+# ---- counters that engines have in common, each under its own prefix ----
+
+
+def read_totals(engine: str, path: str, before: str = "") -> EngineLog:
+    """The totals of a dump of `engine`, less those of an earlier one."""
+    counts = sum_samples(engine, read_dump(path, before), path)
+    return EngineLog(path, engine, [counts], per_request=False)
+
+
+def sum_samples(engine: str, samples: Samples, path: str) -> RequestCounts:
+    """The counts in the samples of a dump. Rounds are those with a draft; α is known if all drafted as many tokens."""
+    prefix = f"{engine}:spec_decode_num_"
+    rounds, drafted, accepted = (
+        total(samples, prefix + name, path)
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    if drafted < rounds:
+        raise UserError(
+            f"{path}: {drafted} drafted tokens in {rounds} rounds with a draft: the log is damaged"
+        )
+    positions = totals_by(samples, f"{prefix}accepted_tokens_per_pos", "position")
+    accepted_at = tuple(positions[i] for i in sorted(positions))
+    fixed = drafted == rounds * len(accepted_at)
+    reached_at = (rounds, *accepted_at[:-1]) if fixed and accepted_at else ()
+    return checked(RequestCounts(rounds, drafted, accepted, accepted_at, reached_at), path)

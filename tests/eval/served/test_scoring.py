@@ -1,0 +1,382 @@
+"""Small logs of each engine, with figures worked out by hand, and misreadings that the figures must show."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction as F
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode.common.errors import UserError
+from decode.serving.log_counts import EngineLog, RequestCounts, by_position
+from decode.serving.logs import read_log
+from eval import rescore
+from eval.served.scoring import compare, match_prompts, score
+from tests.worlds import ROOT
+
+LOGS = ROOT / "tests" / "golden" / "engine_logs"
+
+
+def scored(name: str, **options: Any) -> dict[str, Any]:
+    return score(read_log(str(LOGS / name), **options)).to_json()
+
+
+def pooled(found: dict[str, Any]) -> dict[str, float]:
+    return {k: found[k]["pooled"] for k in ("tau", "alpha", "acceptance_rate") if k in found}
+
+
+def means(found: dict[str, Any]) -> dict[str, float]:
+    names = ("tau", "alpha", "acceptance_rate")
+    return {k: found[k]["mean_of_requests"] for k in names if k in found}
+
+
+def near(values: dict[str, F] | list[F]) -> Any:
+    if isinstance(values, dict):
+        return pytest.approx({key: float(value) for key, value in values.items()}, abs=1e-12)
+    return pytest.approx([float(value) for value in values], abs=1e-12)
+
+
+# ---- figures by hand ----
+
+
+def test_vllm_responses() -> None:
+    """43 + 10 + 10 rounds, 10 + 17 + 21 accepted of 129 + 30 + 28 drafted. The third request drafted 2 tokens in two
+    rounds, which therefore did not reach position 3: reached 43 4 3, 10 8 5, 10 8 7."""
+    found = scored("vllm.jsonl")
+    assert (found["engine"], found["requests"]) == ("vllm", 3)
+    assert pooled(found) == near(
+        {"tau": F(63 + 48, 63), "alpha": F(48, 98), "acceptance_rate": F(48, 187)}
+    )
+    assert means(found) == near(
+        {
+            "tau": (F(53, 43) + F(27, 10) + F(31, 10)) / 3,
+            "alpha": (F(10, 50) + F(17, 23) + F(21, 25)) / 3,
+            "acceptance_rate": (F(10, 129) + F(17, 30) + F(21, 28)) / 3,
+        }
+    )
+    positions = found["by_position"]
+    assert [x["unconditional"] for x in positions] == near([F(20, 63), F(16, 63), F(12, 63)])
+    assert [x["alpha"] for x in positions] == near([F(20, 63), F(16, 20), F(12, 15)])
+    # what vLLM prints for each request, averaged, is the mean of requests
+    assert found["engine_mean_length"] == pytest.approx(found["tau"]["mean_of_requests"])
+    low, high = found["tau"]["ci"]
+    assert 53 / 43 - 1e-9 <= low < found["tau"]["pooled"] < high <= 3.1 + 1e-9
+
+
+def test_vllm_dumps_and_their_difference() -> None:
+    """1,200 − 1,000 drafts of 3, 1,770 − 1,500 accepted: 140, 80 and 50 by position, summed over two engines."""
+    whole = scored("vllm_after.txt")
+    assert pooled(whole)["tau"] == pytest.approx(1 + 1770 / 1200)
+    found = scored("vllm_after.txt", before=str(LOGS / "vllm_before.txt"))
+    assert found["counts"] == {"rounds": 200, "drafted": 600, "accepted": 270}
+    assert pooled(found) == near(
+        {"tau": F(470, 200), "alpha": F(270, 420), "acceptance_rate": F(270, 600)}
+    )
+    assert [x["alpha"] for x in found["by_position"]] == near([F(140, 200), F(80, 140), F(50, 80)])
+    assert found["requests"] is None
+    assert found["tau"]["ci"] is None
+    assert found["tau"]["mean_of_requests"] is None
+
+
+def test_sglang_responses() -> None:
+    """20 + 10 steps, 30 + 6 accepted of 60 + 30 drafts, under new and old names; the third answer ended in prefill.
+    SGLang's own lengths, 51/20 and 17/10, count prefill's token."""
+    found = scored("sglang.jsonl")
+    assert (found["engine"], found["requests"]) == ("sglang", 3)
+    assert pooled(found) == near(
+        {"tau": F(66, 30), "alpha": F(36, 45 + 16), "acceptance_rate": F(36, 90)}
+    )
+    assert means(found)["tau"] == pytest.approx((50 / 20 + 16 / 10) / 2)
+    assert found["engine_mean_length"] == pytest.approx((51 / 20 + 17 / 10) / 2)
+    assert [x["alpha"] for x in found["by_position"]] == near([F(19, 30), F(12, 19), F(5, 12)])
+
+
+def test_sglang_dump() -> None:
+    """5,000 tokens of 40 requests in 1,800 steps: 4,960 after prefill. The gauge of the last interval stands apart."""
+    found = scored("sglang_metrics.txt")
+    assert pooled(found) == near({"tau": F(4960, 1800)})
+    assert found["counts"]["accepted"] == 3160
+    assert found["gauges"]["sglang:spec_accept_length"] == 2.9
+
+
+def test_llamacpp_responses() -> None:
+    """200 − 1 − 65 and 16 − 1 − 9 passes, and 4 passes of an answer without drafts. The first line's timings are real
+    (ggml-org/llama.cpp, pull request 12603)."""
+    found = scored("llamacpp.jsonl")
+    assert (found["engine"], found["by_position"]) == ("llamacpp", [])
+    assert pooled(found) == near({"tau": F(199 + 15 + 4, 134 + 6 + 4), "acceptance_rate": F(74, 359)})  # fmt: skip
+    assert means(found) == near(
+        {
+            "tau": (F(199, 134) + F(15, 6) + F(4, 4)) / 3,
+            "acceptance_rate": (F(65, 347) + F(9, 12)) / 2,
+        }
+    )
+
+
+def test_a_real_llama_server() -> None:
+    """Two answers of 20 tokens with K = 4, and its /metrics after them. 5 and 12 accepted leave 14 and 7 passes. The
+    last pass of the first had no room for a draft, so 20 of them drafted: 11 · 4 + 2 + 1 and 6 · 4 + 1 tokens. Its log
+    said mean lengths of 1.38 = 1 + 5 ÷ 13 and 2.71 = 1 + 12 ÷ 7."""
+    found = scored("llamacpp_real.jsonl")
+    assert found["counts"] == {"rounds": 21, "drafted": 44 + 3 + 24 + 1, "accepted": 17}
+    assert pooled(found) == near({"tau": F(38, 21), "acceptance_rate": F(17, 72)})
+    dump = scored("llamacpp_metrics.txt")
+    assert dump["engine"] == "llamacpp"
+    assert dump["counts"] == found["counts"] | {"rounds": 13 + 7}
+    assert [x["unconditional"] for x in dump["by_position"]] == near(
+        [F(12, 20), F(5, 20), F(0), F(0)]
+    )
+    assert [x["alpha"] for x in dump["by_position"]] == [None] * 4  # rounds drafted 1 to 4 tokens
+
+
+def outputs(rounds: list[list[int]], **other: Any) -> str:
+    line = {"task": "a", "id": "1", "output_ids": [7], "rounds": rounds, "method": "causal"} | other
+    return json.dumps(line) + "\n"
+
+
+def test_our_own_outputs(tmp_path: Path) -> None:
+    """Two rounds of 4 tokens accepted 2 and 4, two of 2 accepted 0 and 2, one drafted nothing. Positions 1 to 4 were
+    reached by 4, 3, 2 and 1 rounds: the last one, of 2 tokens, reached no third."""
+    rounds = [[4, 2], [4, 4], [2, 0], [0, 0], [2, 2]]
+    (tmp_path / "log").write_text(outputs(rounds) + outputs([[4, 4]], id="2"))
+    found = read_log(str(tmp_path / "log"))
+    assert (found.engine, [r.prompt for r in found.requests]) == ("draftsmith", ["a/1", "a/2"])
+    assert found.requests[0].accepted_at == (3, 3, 1, 1)
+    assert found.requests[0].reached_at == (4, 3, 2, 1)
+    assert pooled(score(found).to_json()) == near(
+        {"tau": F(6 + 12, 6), "alpha": F(12, 14), "acceptance_rate": F(12, 16)}
+    )
+
+
+def test_rounds_of_several_lengths() -> None:
+    """Catches short drafts that count against positions they never had."""
+    assert by_position({3: [1, 0, 2, 5], 2: [1, 0, 1]}) == ((8, 8, 5), (10, 8, 7))
+    assert by_position({0: [4]}) == ((), ())
+
+
+# ---- misreadings ----
+
+Misread = Callable[[RequestCounts], RequestCounts]
+
+
+def with_bonus(r: RequestCounts) -> RequestCounts:
+    """The token that the target adds, counted as accepted."""
+    return replace(r, accepted=r.accepted + r.rounds)
+
+
+def drafts_for_tokens(r: RequestCounts) -> RequestCounts:
+    """vLLM's num_drafts taken for num_draft_tokens and the other way round."""
+    return replace(r, rounds=r.drafted, drafted=r.rounds)
+
+
+def first_token(r: RequestCounts) -> RequestCounts:
+    """The token of prefill counted as accepted."""
+    return replace(r, accepted=r.accepted + int(r.rounds > 0))
+
+
+@pytest.mark.parametrize("misread", [with_bonus, drafts_for_tokens, first_token])
+@pytest.mark.parametrize(
+    ("name", "tau"),
+    [
+        ("vllm.jsonl", F(111, 63)),
+        ("vllm_after.txt", F(2970, 1200)),
+        ("sglang.jsonl", F(66, 30)),
+        ("llamacpp.jsonl", F(218, 144)),
+    ],
+)
+def test_the_figures_show_a_misreading(name: str, tau: F, misread: Misread) -> None:
+    """The tests above are blind if one of these passes."""
+    log = read_log(str(LOGS / name))
+    assert score(log).to_json()["tau"]["pooled"] == pytest.approx(float(tau))
+    wrong = replace(log, requests=[misread(r) for r in log.requests])
+    assert score(wrong).to_json()["tau"]["pooled"] != pytest.approx(float(tau), abs=1e-4)
+
+
+def changed(name: str, path: list[str], **values: Any) -> str:
+    """The first line of a log with other values in the object at `path`."""
+    line = json.loads((LOGS / name).read_text().splitlines()[0])
+    inner = line
+    for key in path:
+        inner = inner[key]
+    inner.update(values)
+    return json.dumps(line) + "\n"
+
+
+SPEC = ["metrics", "speculative_decoding"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (changed("vllm.jsonl", SPEC, num_accepted_draft_tokens=53), "do not fit together"),
+        (changed("vllm.jsonl", SPEC, num_draft_tokens=43, num_spec_steps=129), "129 steps"),
+        (changed("vllm.jsonl", SPEC, num_draft_tokens="many"), "'many', not a count"),
+        (changed("vllm.jsonl", SPEC, acceptance_histogram=[39, 1.5]), "'1.5', not a count"),
+        (changed("vllm.jsonl", ["metrics"], speculative_decoding=None), "--per-request-spec"),
+        (changed("sglang.jsonl", ["meta_info"], spec_num_correct_drafts=50), "fit together"),
+        (changed("sglang.jsonl", ["meta_info"], spec_verify_ct=60), "60 steps"),
+        (changed("sglang.jsonl", ["meta_info"], spec_num_correct_drafts=None), "spec_num_correct"),
+        (changed("llamacpp.jsonl", ["timings"], draft_n=65, draft_n_accepted=347), "fit together"),
+        (changed("llamacpp.jsonl", ["timings"], predicted_n=True), "predicted_n"),
+        ((LOGS / "llamacpp.jsonl").read_text().splitlines()[2], "speculative decoding was off"),
+        ('{"choices": []}\n', "neither metrics (vLLM), meta_info (SGLang) nor timings"),
+        ("", "is empty"),
+        ('{"text": "abc', "log:1"),
+        ("a table\nof numbers\n", "no log of vLLM, SGLang or llama.cpp"),
+        ("vllm:a 1\nsome text\n", "log:2 is no line of a /metrics dump"),
+        ("vllm:num_requests_running 3\n", "has no vllm:spec_decode_num_drafts"),
+        ("sglang:spec_verify_calls_total 9\n", "has no sglang:generation_tokens"),
+        (outputs([[4, 5]]), "its rounds are [drafted, accepted]"),
+        (outputs([[4, 2]]) + outputs([[4, 2]], method="eagle3"), "lines of causal and eagle3"),
+        ("[]\n", "has no response"),
+        ("[3]\n", "is no response"),
+    ],
+)
+def test_bad_logs_end_with_one_line(content: str, says: str, tmp_path: Path) -> None:
+    """Catches swapped or damaged fields that give a figure, and errors without advice."""
+    (tmp_path / "log").write_text(content)
+    with pytest.raises(UserError) as error:
+        read_log(str(tmp_path / "log"))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_swapped_counters_of_a_dump_are_refused(tmp_path: Path) -> None:
+    """Catches drafts taken for draft tokens in a dump, which has no histogram to contradict it."""
+    text = (LOGS / "vllm_after.txt").read_text()
+    swapped = text.replace("num_drafts_", "num_X_").replace("num_draft_tokens_", "num_drafts_")
+    (tmp_path / "log").write_text(swapped.replace("num_X_", "num_draft_tokens_"))
+    with pytest.raises(UserError, match="1200 drafted tokens in 3600 rounds"):
+        read_log(str(tmp_path / "log"))
+
+
+def test_a_wrong_format_says_what_is_missing(tmp_path: Path) -> None:
+    """Catches a KeyError, and the difference of dumps in the wrong order or of a server that was started again."""
+    with pytest.raises(UserError, match="has no timings: log what llama-server answers"):
+        read_log(str(LOGS / "vllm.jsonl"), "llamacpp")
+    with pytest.raises(
+        UserError, match="num_drafts is lower in .*vllm_before.txt than in the dump"
+    ):
+        read_log(str(LOGS / "vllm_before.txt"), before=str(LOGS / "vllm_after.txt"))
+    with pytest.raises(UserError, match="--before is for /metrics dumps"):
+        read_log(str(LOGS / "vllm.jsonl"), before=str(LOGS / "vllm_before.txt"))
+
+
+# ---- two logs ----
+
+
+def log(counts: list[tuple[int, int]], name: str = "a", prompts: str = "") -> EngineLog:
+    """A log of requests of (rounds, accepted) with 4 drafts a round."""
+    requests = [
+        RequestCounts(rounds, 4 * rounds, accepted, prompt=prompts and f"{prompts}{i}")
+        for i, (rounds, accepted) in enumerate(counts)
+    ]
+    return EngineLog(name, "vllm", requests)
+
+
+def test_the_mean_of_requests_can_say_the_opposite() -> None:
+    """Simpson: a is ahead in the mean of requests, 2.05 to 1.95, and far behind in what was generated, 1.29 to 2.71."""
+    a, b = (score(x).to_json() for x in (log([(10, 20), (90, 9)]), log([(90, 171), (10, 0)])))
+    assert (a["tau"]["mean_of_requests"], b["tau"]["mean_of_requests"]) == near([F(41, 20), F(39, 20)])  # fmt: skip
+    assert (a["tau"]["pooled"], b["tau"]["pooled"]) == near([F(129, 100), F(271, 100)])
+
+
+def test_two_logs_that_are_not_apart() -> None:
+    """τ 2.5 and 2.35 on eight prompts that differ more than that; twice the prompts are needed for 1/√2 of a
+    difference."""
+    a = log([(10, 30), (10, 0), (10, 25), (10, 5), (10, 20), (10, 10), (10, 14), (10, 16)])
+    b = log([(10, 18), (10, 9), (10, 28), (10, 0), (10, 25), (10, 4), (10, 16), (10, 8)])
+    found = compare(a, b)
+    tau = found.differences["tau"]
+    assert tau.difference == pytest.approx(float(F(120 - 108, 80)))
+    low, high = tau.ci
+    assert low < 0 < tau.difference < high
+    assert found.p_value > 0.05
+    detects = found.detectable_difference
+    assert detects > tau.difference
+    needed = found.prompts_needed
+    assert 8 * (detects / tau.difference) ** 2 <= needed < 8 * (detects / 0.15) ** 2 + 1
+    assert found.verdict.startswith("these two numbers are not apart: the difference 0.150 is within [")  # fmt: skip
+    assert f"{needed:,} prompts would show it; these 8 would show one of" in found.verdict
+    rate = found.differences["acceptance_rate"].difference
+    assert rate == pytest.approx(12 / 320)
+
+
+def test_two_logs_that_are_apart() -> None:
+    """Each of 12 prompts accepts more in a: p = 2 ÷ 2^12 at least, and the interval is above 0."""
+    a = log([(10, 20 + i) for i in range(12)])
+    b = log([(10, 10 + i) for i in range(12)])
+    found = compare(a, b)
+    assert found.differences["tau"].difference == pytest.approx(1.0)
+    assert found.p_value == pytest.approx(2 / 2**12)
+    assert found.verdict.startswith("these two numbers are apart: the difference 1.000")
+    backwards = compare(b, a)
+    assert backwards.differences["tau"].difference == pytest.approx(-1.0)
+    assert "are apart" in backwards.verdict
+
+
+def test_few_prompts_show_nothing() -> None:
+    """Catches a verdict, or a power, from five prompts: no way of swapping their labels gives p < 0.05."""
+    found = compare(log([(10, 40)] * 5), log([(10, 0)] * 5))
+    assert found.p_value == pytest.approx(2 / 2**5)
+    assert "5 prompts are too few" in found.verdict
+    assert found.prompts_needed is None
+    same = compare(log([(10, 4)] * 9), log([(10, 4)] * 9))
+    assert "the same: the difference is 0" in same.verdict
+
+
+def test_prompts_are_matched_by_name_or_by_order() -> None:
+    """Catches pairs of different prompts, which make a paired test meaningless."""
+    a, b = log([(10, 1), (10, 2)], prompts="p"), log([(10, 3), (10, 4)], "b", "p")
+    turned = replace(b, requests=b.requests[::-1])
+    assert match_prompts(a, turned)[1] == b.requests
+    with pytest.raises(UserError, match="4 prompts are in one of a and b alone"):
+        match_prompts(a, log([(10, 3), (10, 4)], "b", "q"))
+    with pytest.raises(UserError, match="a prompt twice"):
+        match_prompts(a, replace(b, requests=[b.requests[0]] * 2))
+    with pytest.raises(UserError, match="a has 2 requests and b 1"):
+        match_prompts(log([(10, 1)] * 2), log([(10, 1)], "b"))
+    lengths = [
+        replace(x, requests=[replace(r, prompt_tokens=n) for r in x.requests])
+        for x, n in ((log([(10, 1)]), 5), (log([(10, 1)], "b"), 6))
+    ]
+    with pytest.raises(UserError, match="request 1 has 5 prompt tokens in a and 6 in b"):
+        match_prompts(*lengths)
+    with pytest.raises(UserError, match="totals of a server"):
+        match_prompts(a, read_log(str(LOGS / "vllm_after.txt")))
+
+
+# ---- the command ----
+
+
+def test_the_command_prints_both_figures_and_writes_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One log of vLLM and one of SGLang, whose prompts have the same lengths."""
+    out = tmp_path / "out.json"
+    one, other = str(LOGS / "vllm.jsonl"), str(LOGS / "sglang.jsonl")
+    rescore.main(rescore.RescoreConfig(one, other, json=str(out)))
+    text = capsys.readouterr().out
+    for shown in ("pooled [95 %]", "mean of requests [95 %]", "1.762", "2.344", "0.490", "2.200"):
+        assert shown in text
+    assert "/metrics give pooled figures" in text
+    assert "3 prompts are too few to tell these two numbers apart: the difference is -0.438" in text
+    result = json.loads(out.read_text())
+    assert [x["engine"] for x in result["logs"]] == ["vllm", "sglang"]
+    assert result["comparison"]["differences"]["tau"]["difference"] == pytest.approx(111 / 63 - 2.2)
+
+
+def test_batch_files_hold_responses_too(tmp_path: Path) -> None:
+    """Catches lines of a batch file, whose response lies deeper, and its names of prompts."""
+    bodies = [json.loads(line) for line in (LOGS / "vllm.jsonl").read_text().splitlines()]
+    rows = [
+        {"custom_id": f"request-{i}", "response": {"status_code": 200, "body": body}}
+        for i, body in enumerate(bodies)
+    ]
+    (tmp_path / "out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_log(str(tmp_path / "out.jsonl"))
+    assert [r.prompt for r in found.requests] == ["request-0", "request-1", "request-2"]
+    assert [r.prompt_tokens for r in found.requests] == [42, 17, 30]
+    assert score(found).to_json()["tau"] == scored("vllm.jsonl")["tau"]
