@@ -216,7 +216,7 @@ def _read_config(file: str, settings: type) -> dict[str, Any]:
     command, own = first.removeprefix("# command: "), Path(sys.argv[0]).name
     if foreign and command != first and Path(command).name != own:
         raise UserError(
-            f"{file} has the settings of {command}, not of {own}: run that command with it"
+            f"{file} has settings of {command}, such as {min(foreign)}, not of {own}: run that command with it"
         )
     return values
 
