@@ -163,7 +163,7 @@ def knowing_net(
     generator = torch.Generator().manual_seed(seed + 1)
     spans, features = [], []
     for prompt, answer in texts:
-        states = prefilled(target, [*prompt, *answer], net.taps)
+        states = prefilled(target, [*prompt, *answer], net.aux_layers)
         # The first round starts at the prompt's last token; the last state whose next two tokens are known ends it.
         spans.append((len(prompt) - 1, len(prompt) + len(answer) - 2))
         features.append(states)

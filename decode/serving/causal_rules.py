@@ -80,7 +80,7 @@ def rope_missing(d: DraftFiles) -> Iterator[str]:
         yield "neither rope_theta nor rope_parameters is set: engines use their default"
 
 
-def whole_head(d: DraftFiles) -> Iterator[str]:
+def full_head(d: DraftFiles) -> Iterator[str]:
     """A reduced vocabulary, which only this project's decoder reads, and other tokens with rows of their own."""
     if not has_file(d.path, VOCAB_FILE):
         return
@@ -108,7 +108,7 @@ def others_are_silent(d: DraftFiles) -> bool:
 
 RULES = (
     Rule("unknown-tensor", ("causal",), SILENT, "names of the architecture", unknown_tensors),
-    Rule("whole-head", ("causal",), SILENT, "no engine has an option for it", whole_head),
+    Rule("whole-head", ("causal",), SILENT, "no engine has an option for it", full_head),
     Rule("rope", ("causal",), SILENT, "config of the architecture", rope_missing),
 )
 """Rules for causal drafts that hold in every engine."""

@@ -93,7 +93,7 @@ def head_keys(
     family: str, net: Eagle3Model | DFlashModel, target: Mapping[str, Any]
 ) -> dict[str, KeyValue]:
     """The keys of a family. `target` is its target's config."""
-    layers: dict[str, KeyValue] = {"target_layers": list(net.taps.layers)}
+    layers: dict[str, KeyValue] = {"target_layers": list(net.aux_layers.layers)}
     if isinstance(net, Eagle3Model):
         return layers | {
             "target_hidden_size": net.config.target_hidden_size,

@@ -56,7 +56,7 @@ def earlier_state(d: DraftFiles) -> Iterator[Reading]:
     last: int = d.target.config["num_hidden_layers"] - 1
 
     def adjust(draft: Any) -> None:
-        draft.taps = HiddenStateSpec((last,))
+        draft.aux_layers = HiddenStateSpec((last,))
 
     says = f"the state that enters layer {last} instead of the final one"
     yield Reading("taps", says, combine(), adjust)

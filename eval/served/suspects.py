@@ -168,7 +168,7 @@ def tied_head(d: DraftFiles) -> Iterator[Reading]:
         yield Reading("matrices", says, edit, visible=tied)
 
 
-def whole_head(d: DraftFiles) -> Iterator[Reading]:
+def full_head(d: DraftFiles) -> Iterator[Reading]:
     """All rows of the output matrix of a draft that was trained on some of them."""
     if has_file(d.path, VOCAB_FILE):
         yield Reading("vocabulary map", f"no {VOCAB_FILE}", RemoveFile(VOCAB_FILE), visible=True)
@@ -197,7 +197,7 @@ SUSPECTS: dict[str, tuple[Callable[[DraftFiles], Iterator[Reading]], ...]] = {
         heads.shared_matrices,
     ),
     "medusa": (heads.earlier_state, medusa_heads, missing_tensors),
-    "causal": (rope, missing_tensors, tied_head, whole_head),
+    "causal": (rope, missing_tensors, tied_head, full_head),
 }
 """The suspects of a family. For the others only RoPE is switched."""
 SHAPES: dict[str, Callable[[DraftFiles], Shapes]] = {

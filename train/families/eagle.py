@@ -13,7 +13,7 @@ from decode.drafts import eagle
 from decode.drafts.base import Draft
 from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
-from decode.model.hidden_states import HiddenStateSpec, LMHead, check_taps
+from decode.model.hidden_states import HiddenStateSpec, LMHead, check_aux_layers
 from decode.model.loading import Target
 from decode.model.masks import recomputed, run_now
 from train.data import batching, vocab_mapping
@@ -161,9 +161,9 @@ class TrainableEagle(TrainableDraft):
 
     def __init__(self, context: FamilyContext, name: str, net: Any, config: Config, steps: int):
         target = context.target
-        check_taps(net.taps, target.runner.config.num_hidden_layers)
+        check_aux_layers(net.aux_layers, target.runner.config.num_hidden_layers)
         self.net, self.name, self.config, self.target = net, name, config, target
-        self.teacher = context.teacher(net.taps)
+        self.teacher = context.teacher(net.aux_layers)
         embedding = target.runner.model.get_input_embeddings().weight.detach()
         self.model = self.make_trainer(context, self.teacher.head, embedding, steps)
         self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
@@ -251,7 +251,7 @@ def init_eagle3(
     start = target.runner.model.get_output_embeddings().weight.detach().cpu()
     with torch.no_grad():
         if net.fc_norm is None and net.input_norm is None:
-            size_of_states = hidden_state_rms(context, net.taps)
+            size_of_states = hidden_state_rms(context, net.aux_layers)
             net.fc.weight /= size_of_states
             if mask_token is not None:
                 net.mask_hidden.mul_(size_of_states)

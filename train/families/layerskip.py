@@ -65,7 +65,7 @@ class TrainableExit(TrainableDraft):
     def __init__(self, context: FamilyContext, adapter: ExitAdapter):
         model = context.target.runner.model
         self.net, self.target = adapter, context.target
-        self.teacher = context.teacher(adapter.taps)
+        self.teacher = context.teacher(adapter.aux_layers)
         head = LMHead(model if adapter.ids is None else with_head_rows(model, adapter.ids))
         self.model = ExitTrainer(adapter, head, self.teacher.head, context.criterion())
         self.muon_parameters = matrix_parameters(adapter)

@@ -57,7 +57,7 @@ class TrainableMedusa(TrainableDraft):
 
     def init_model(self, context: FamilyContext) -> None:
         """Sets `teacher` and `model`."""
-        self.teacher = context.teacher(self.net.taps)
+        self.teacher = context.teacher(self.net.aux_layers)
         self.model = MedusaTrainer(
             self.net, self.teacher.head, context.criterion(), context.config.weights
         )

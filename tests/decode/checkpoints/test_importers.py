@@ -210,7 +210,7 @@ def test_a_published_draft_decodes_here(trainer: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="names no tokenizer to compare with that of 'tiny'"):
         draft: Any = load_draft(path, own)
     assert draft.name == trainer.split()[0]
-    assert draft.net.taps == net.taps
+    assert draft.net.aux_layers == net.aux_layers
     alike(draft_of(net, own), draft, own)
 
 

@@ -244,7 +244,7 @@ def test_a_reloaded_draft_computes_the_same(family: str, tmp_path: Path) -> None
     assert again.name == ("eagle3" if family == "narrow" else family)
     for name, value in net.state_dict().items():
         assert torch.equal(again.net.state_dict()[name], value), name
-    assert again.net.taps == net.taps
+    assert again.net.aux_layers == net.aux_layers
     for here, there in zip(proposals(draft_of(net, own), own), proposals(again, own), strict=True):
         assert torch.equal(here, there)
 
@@ -468,7 +468,7 @@ def test_the_states_of_the_default_layers_reach_the_draft(tmp_path: Path) -> Non
     facts = {"family": "eagle3", "tokenizer_hash": own.fingerprint}
     (tmp_path / METADATA_FILE).write_text(json.dumps(facts))
     draft: Any = load_draft(str(tmp_path), own)
-    assert draft.taps == HiddenStateSpec((2, 4, 5))
+    assert draft.aux_layers == HiddenStateSpec((2, 4, 5))
     decode(own, draft, PROMPTS[:1], k=2, max_new_tokens=1)
     states, _ = hf_states(own.runner.model, PROMPTS[0])
     want = torch.cat([states[i][-1] for i in (2, 4, 5)])

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -123,7 +124,7 @@ def generate_round(name: str, sampling: SamplingParams, rows: int = 1) -> Round:
         args = draft, state, K, runner.context
         with torch.inference_mode():
             proposal = propose(*args)
-        first, reader = None, None if draft is None or draft.taps is None else draft
+        first, reader = None, None if draft is None or draft.aux_layers is None else draft
         if draft is not None:
             first = generate(compile_function(propose, "cuda"), args, VOCAB)
         second = generate(
@@ -245,7 +246,7 @@ def test_a_tensor_on_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wide_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: one running sum in fp64 over the whole vocabulary, in place of one over blocks and one inside."""
 
-    def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    def draw(weights: Tensor, uniform: Tensor) -> Tensor:
         running = weights.double().cumsum(-1)
         return samplings._first_beyond(running, uniform * running[..., -1])
 
@@ -260,7 +261,7 @@ def test_a_layer_of_its_own_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = LlamaMLP.forward
     numbers = count()
 
-    def numbered(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+    def numbered(self: LlamaMLP, x: Tensor) -> Tensor:
         return forward(self, x) * self.number
 
     monkeypatch.setattr(LlamaMLP, "forward", numbered)
