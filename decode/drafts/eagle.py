@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.checkpoints import importers, layouts
+from decode.checkpoints import eagle_layouts, importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal, check_target, read_metadata
 from decode.drafts.drafting import ReducedVocab, build_tree_plan, draft_tokens
@@ -204,7 +204,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
         net = Eagle1Model(llama_config(config), head, own in tensors)
     else:
         layouts.check_config(path, config, {"target_hidden_size": hidden})
-        for flag in layouts.NORM_FLAGS:
+        for flag in eagle_layouts.NORM_FLAGS:
             # most flags add no tensor whose absence would be noticed
             trained = flag in facts.get("norms", [])
             if facts and config[flag] != trained:
@@ -212,7 +212,7 @@ def load_net(path: str, target: Target, device: str, dtype: str) -> tuple[EagleM
                     f"draft {path!r} has {flag} {config[flag]} and was trained with {trained}: get the files again"
                 )
         depth = target.runner.config.num_hidden_layers
-        aux_layers = HiddenStateSpec(layouts.aux_layers(config, depth))
+        aux_layers = HiddenStateSpec(eagle_layouts.aux_layers(config, depth))
         check_aux_layers(aux_layers, depth)
         name_layers(path, found, aux_layers.layers, depth)
         ids = layouts.draft_to_target_ids(path, config, tensors)

@@ -1,8 +1,9 @@
 """The networks of EAGLE-1 and EAGLE-3: one decoder layer over the target's hidden states, without cache or loop.
 
 Li et al., arXiv 2401.15077 (EAGLE-1) and 2503.01840 (EAGLE-3). Parameters have the names of serving engines
-(decode/checkpoints/layouts.py), so that a state dict is a checkpoint. At slot t a model reads a state (the target's f_t
-or its own estimate of it) and the token x_{t+1}; it returns its state for t + 1, whose logits are those of x_{t+2}.
+(decode/checkpoints/eagle_layouts.py), so that a state dict is a checkpoint. At slot t a model reads a state (the
+target's f_t or its own estimate of it) and the token x_{t+1}; it returns its state for t + 1, whose logits are those of
+x_{t+2}.
 """
 
 from collections.abc import Callable, Collection, Mapping

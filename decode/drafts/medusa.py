@@ -117,7 +117,7 @@ def load(path: str, target: Target, device: str, dtype: str) -> MedusaDraft:
     head = target.runner.model.get_output_embeddings().weight.detach()
     if config["original_lm_head"] and "lm_heads.0.weight" not in tensors:
         tensors = tensors | {"lm_heads.0.weight": head}
-        config = config | {"vocab_size": head.shape[0]}
+        config = layouts.HeadConfig(config | {"vocab_size": head.shape[0]})
     hidden = target.runner.config.hidden_size
     layouts.check_config(
         path, config, {"hidden_size": hidden, "vocab_size": target.runner.vocab_size}

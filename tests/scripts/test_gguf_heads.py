@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decode.checkpoints import layouts
+from decode.checkpoints import block_layouts, eagle_layouts, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.dflash_model import DFlashModel
@@ -35,9 +35,10 @@ from tests.worlds import ROOT
 from train.data import batching
 from train.distill import DistillConfig
 from train.families.base import FamilyContext
-from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.registry import family_trainer
+from train.families.settings.base import FamilySettings
+from train.families.settings.dflash import DFlashSettings, DSparkSettings
+from train.families.settings.eagle import Eagle3Settings
 
 TARGET = str(ROOT / "assets" / "target")
 V, WIDTH, LAYERS = 4096, 256, 12
@@ -64,11 +65,11 @@ def save_heads(folder: Path, own: Target, family: str, **changes: Any) -> Path:
     net: Any
     if family == "eagle3":
         width = changes.pop("width", 0)
-        fields = layouts.eagle3_config(config, V, size, taps, width, norms) | changes
+        fields = eagle_layouts.eagle3_config(config, V, size, taps, width, norms) | changes
         net = Eagle3Model(llama_config(fields), HiddenStateSpec(taps), ids)
     else:
         rank = 24 if family == "dspark" else 0
-        fields = layouts.dflash_config(config, V, size, taps, 2, 5, 7, rank) | changes
+        fields = block_layouts.dflash_config(config, V, size, taps, 2, 5, 7, rank) | changes
         net = DFlashModel(
             llama_config(fields), HiddenStateSpec(taps), ids, LMHead(own.runner.model)
         )
@@ -248,7 +249,7 @@ def test_matrices_are_rounded_and_vectors_are_not(dtype: Any, own: Target, tmp_p
 
 def test_positions_of_four_sections_are_one_in_text(own: Target) -> None:
     """Catches a DFlash draft of a target with M-RoPE whose positions llama.cpp would read otherwise."""
-    fields = layouts.dflash_config(own.runner.config, V, V, (3,), 2, 5, 7, 0)
+    fields = block_layouts.dflash_config(own.runner.config, V, V, (3,), 2, 5, 7, 0)
     head = LMHead(own.runner.model)
     net = DFlashModel(llama_config(fields), HiddenStateSpec((3,)), None, head)
     sections = {"rope_parameters": {"mrope_section": [8, 12, 12]}}
@@ -347,12 +348,12 @@ def test_the_targets_name_is_needed(own: Target, tmp_path: Path) -> None:
 
 SERVER = os.environ.get("LLAMA_SERVER", "") or shutil.which("llama-server")
 served_only = pytest.mark.skipif(not SERVER, reason="LLAMA_SERVER and $PATH have no llama-server")
-FITTED: dict[str, DraftConfig] = {
-    "eagle3": DraftConfig("eagle3", steps=3, vocab=400),
-    "eagle3, norms": DraftConfig("eagle3", steps=3, vocab=0, norms=["norm_before_residual", "norm_before_fc"]),
-    "eagle3, narrow": DraftConfig("eagle3", steps=3, vocab=400, width=128, taps=[1, 5, 10]),
-    "dflash": DraftConfig("dflash", block=3, vocab=400, anchors=1.0, taps=[1, 4, 7, 10]),
-    "dspark": DraftConfig("dspark", block=4, vocab=400, anchors=1.0, markov_rank=32),
+FITTED: dict[str, FamilySettings] = {
+    "eagle3": Eagle3Settings(steps=3, vocab=400),
+    "eagle3, norms": Eagle3Settings(steps=3, vocab=0, norms=["norm_before_residual", "norm_before_fc"]),
+    "eagle3, narrow": Eagle3Settings(steps=3, vocab=400, width=128, taps=[1, 5, 10]),
+    "dflash": DFlashSettings(block=3, vocab=400, anchors=1.0, taps=[1, 4, 7, 10]),
+    "dspark": DSparkSettings(block=4, vocab=400, anchors=1.0, markov_rank=32),
 }  # fmt: skip
 """Drafts of at least 3 tokens in a round."""
 STEPS = {"eagle3": 12, "dflash": 28, "dspark": 26}
@@ -377,7 +378,7 @@ def fitted(own: Target, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
             return made[name]
         settings = DistillConfig(draft=FITTED[name], weights=LossWeights(divergence=1.0), loss="hard_ce")  # fmt: skip
         torch.manual_seed(0)
-        trainee = family_trainer(settings.draft.family).build(FamilyContext(settings, own, texts))
+        trainee = settings.draft.build(FamilyContext(settings, own, texts))
         with torch.no_grad():  # norms that are all ones could be exchanged unseen
             for key, value in trainee.model.named_parameters():
                 if "norm" in key:

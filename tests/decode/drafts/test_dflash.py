@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.checkpoints import importers, layouts
+from decode.checkpoints import block_layouts, importers, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.blocks import DFlashDraft
@@ -49,7 +49,7 @@ def fields(
     vocab = target.runner.vocab_size
     size = vocab if ids is None else len(ids)
     # capture id 0, the embedding, has no name among layer outputs
-    config = layouts.dflash_config(
+    config = block_layouts.dflash_config(
         target.runner.config, vocab, size, [max(1, i) for i in taps], 2,
         K + (name == "dflash"), vocab - 1, RANK if name == "dspark" else 0,
     )  # fmt: skip

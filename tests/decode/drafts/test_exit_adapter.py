@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.checkpoints import importers, layouts
+from decode.checkpoints import head_layouts, importers, layouts
 from decode.common.errors import UserError
 from decode.drafts import early_exit
 from decode.drafts.base import METADATA_FILE, Proposal, check_request
@@ -46,7 +46,7 @@ def adapter_of(
     """An adapter in the target's dtype with random weights; without a seed as training starts."""
     vocab, width = target.runner.vocab_size, 16
     size = vocab if ids is None else len(ids)
-    config = layouts.exit_config(target.runner.config, vocab, size, layers, width)
+    config = head_layouts.exit_config(target.runner.config, vocab, size, layers, width)
     adapter = ExitAdapter(config, copy_final_norm(target.runner.model), ids)
     if seed is not None:
         randomise(adapter, seed)  # type: ignore[arg-type]

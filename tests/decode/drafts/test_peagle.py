@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts, layouts
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.blocks import PEagleDraft
@@ -42,8 +42,8 @@ def fields(
 ) -> dict[str, Any]:
     vocab = target.runner.vocab_size
     size = vocab if ids is None else len(ids)
-    config = layouts.eagle3_config(target.runner.config, vocab, size, taps)
-    return layouts.peagle_config(config, vocab - 1)
+    config = eagle_layouts.eagle3_config(target.runner.config, vocab, size, taps)
+    return eagle_layouts.peagle_config(config, vocab - 1)
 
 
 def net_of(target: Target, ids: Tensor | None = IDS, taps: tuple[int, ...] = TAPS) -> Eagle3Model:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from decode.checkpoints import layouts
+from decode.checkpoints import eagle_layouts
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.eagle import EagleDraft
@@ -75,7 +75,7 @@ def make_draft(name: str, target: Target) -> Draft | None:
         return None
     if name == "causal":
         return CausalDraft(llama(2048, DRAFT_LAYERS, 16, 8192))
-    config = layouts.eagle3_config(target.runner.config, VOCAB, DRAFT_VOCAB, (0, 1, 2))
+    config = eagle_layouts.eagle3_config(target.runner.config, VOCAB, DRAFT_VOCAB, (0, 1, 2))
     with GPU, numbers_in(torch.bfloat16):
         ids = torch.arange(DRAFT_VOCAB)
         net = Eagle3Model(llama_config(config), HiddenStateSpec((0, 1, 2)), ids)
