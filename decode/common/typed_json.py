@@ -80,7 +80,6 @@ def fields_of(cls: Any) -> list[Field]:
     return found
 
 
-@cache
 def arms_of(kind: Any) -> list[tuple[Any, tuple[Any, ...]]]:
     """(type, its annotations) of each type in a union, None left out."""
     if get_origin(kind) is Annotated:

@@ -36,7 +36,7 @@ from decode.serving.engine import ServedDraft
 from eval.results.speculation_profile import speculation_profile
 from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.data.mixture import DataManifests
-from train.families.registry import family_trainer
+from train.families.registry import family_settings
 from train.hub import dataset_card, model_card, redaction, serving
 from train.hub.card_tables import card_images, data_curve_images
 from train.hub.card_text import CardInputs, other_targets
@@ -103,7 +103,7 @@ def build_draft_folder(
     facts = public_metadata(recorded, settings, known)
     target = labels.base_model or facts["target"]["name"]
     if facts.get("original_target"):
-        inside = family_trainer(facts["family"]).target_folder
+        inside = family_settings(facts["family"]).target_folder
         target = repo if inside == "." else f"./{inside}"
     facts["target"] = {**facts["target"], "name": target}
     shown = evidence.published(known)
