@@ -184,7 +184,7 @@ def trained(world: World, data: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 def test_it_is_trained(trained: Path) -> None:
     """Catches a family that training does not learn of by its registration."""
-    assert read_metadata(str(trained))["family"] == "bigram"
+    assert read_metadata(str(trained)).family == "bigram"
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert any("accept/tau" in line for line in lines)
     assert load_file(trained / layouts.WEIGHTS_FILE)["table"].abs().max() > 0

@@ -84,7 +84,7 @@ class LearnedFrom:
 
 
 @dataclass(frozen=True)
-class TrainingCost:
+class TimeSpent:
     wall_seconds: float
     tokens: int
 
@@ -107,7 +107,7 @@ class DraftMetadata:
     """Settings of the chat template that training prompts were rendered with, the most frequent first."""
     inputs: Omitted[list[LearnedFrom]] = None
     measured_in_training: Omitted[dict[Name, float]] = None
-    cost: Omitted[TrainingCost] = None
+    cost: Omitted[TimeSpent] = None
     norms: Omitted[list[Word]] = None
     vocabulary: Omitted[ReducedVocabulary] = None
     layer_choice: Omitted[ChosenLayers] = None

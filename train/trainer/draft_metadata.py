@@ -8,7 +8,7 @@ from decode.checkpoints.draft_folder import (
     METADATA_FILE,
     DraftMetadata,
     LearnedFrom,
-    TrainingCost,
+    TimeSpent,
     draft_sha256,
     write_metadata,
 )
@@ -45,7 +45,7 @@ def build_metadata(
         templates=mixture.templates_of(s.data),
         inputs=from_json(list[LearnedFrom], state.inputs),
         measured_in_training=state.measured,
-        cost=TrainingCost(round(state.seconds, 1), state.learned),
+        cost=TimeSpent(round(state.seconds, 1), state.learned),
         **known,
     )
 

@@ -344,8 +344,9 @@ def test_the_saved_folder_is_target_and_draft(world: World, trained: Path) -> No
     drafted = decode(target, draft, prompts, k=3, max_new_tokens=16)
     assert [o.output_ids for o in drafted] == [o.output_ids for o in plain]
     facts = read_metadata(str(trained))
-    assert facts["family"] == "layerskip2"
-    assert facts["original_target"]["name"] == str(world.target)
+    assert facts.family == "layerskip2"
+    assert facts.original_target is not None
+    assert facts.original_target.name == str(world.target)
     with pytest.raises(UserError, match="early-exit with `layers: 1`"):
         load_draft(str(trained), load_target(str(world.target), "cpu"))
 
