@@ -96,6 +96,8 @@ def arm_for(kind: Any, value: Any) -> tuple[Any, tuple[Any, ...]]:
     fitting = [arm for arm in arms if shape_of(arm[0]) in (JSON_SHAPES.get(type(value)), Any)]
     if len(fitting) > 1:
         fitting = [arm for arm in fitting if _has_tags(arm[0], value)]
+    if len(fitting) > 1:
+        fitting = [arm for arm in fitting if _required(arm[0]) <= set(value)]
     return (*fitting, *arms)[0]
 
 
@@ -106,6 +108,10 @@ def _has_tags(arm: Any, value: Any) -> bool:
         if get_origin(field.keys[field.name]) is Literal
     ]
     return all(value.get(name) in words for name, words in tags if len(words) == 1)
+
+
+def _required(arm: Any) -> set[str]:
+    return {field.name for field in fields_of(arm) if field.required} if is_dataclass(arm) else set()
 
 
 JSON_SHAPES: dict[Any, Any] = {kind: kind for kind in (dict, list, str, bool, float)}

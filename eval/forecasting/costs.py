@@ -20,28 +20,18 @@ from decode.model.loading import Target
 from decode.serving.running import vllm_client
 from eval.forecasting.rounds import ExpectedRounds
 from eval.metrics.bootstrap import MS_PER_SECOND
+from eval.results.forecast import (
+    CostPoint,
+    EngineSchedule,
+    KSchedule,
+    Range,
+    SglangSchedule,
+    SpeculativeConfig,
+)
 from eval.metrics.speedup_model import RoundCost, fit_round_cost
 
 WARM_ROUNDS = 1
 """First rounds of a request that are not counted."""
-
-
-@dataclass(frozen=True)
-class CostPoint:
-    """The mean round of one engine, batch, context and K; its JSON form is what --costs reads."""
-
-    batch: int
-    """Requests that are decoded together."""
-    context: int
-    """Tokens of each prompt; 0: the prompts of the tasks."""
-    k: int
-    """0: plain decoding."""
-    drafted: float
-    """Tokens that a round drafted for one request, over rounds that drafted: K, or fewer for n-grams."""
-    round_ms: float
-    """Milliseconds of such a round, of the whole batch."""
-    prefill_ms: float
-    """Milliseconds to the first token."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +204,6 @@ VLLM = "0.32"
 """The version of vLLM in whose code the keys were read (vllm/config/speculative.py, vllm/v1/spec_decode/dynamic)."""
 TENSORRT_LLM = "1.3, as of NVIDIA/TensorRT-LLM pull request 10860"
 """Where the meaning of its key was read; earlier code took the batch sizes for lower bounds."""
-Range = tuple[int, int, int]
-"""(first batch size, last batch size, K)."""
 
 
 def throughput(
@@ -245,22 +233,24 @@ def best_ranges(costs: dict[int, EngineCost], tau: dict[int, float]) -> list[Ran
     return ranges
 
 
-def vllm_schedule(ranges: Sequence[Range]) -> dict[str, Any]:
+def vllm_schedule(ranges: Sequence[Range]) -> SpeculativeConfig:
     """Fields of vLLM's speculative_config. Its last K holds for larger batches too; {} where no K above 0 pays."""
     most = max(k for _, _, k in ranges)
     if most == 0:
         return {}
-    schedule = [list(one) for one in ranges]
-    return {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": schedule}
+    return {
+        "num_speculative_tokens": most,
+        "num_speculative_tokens_per_batch_size": list(ranges),
+    }
 
 
-def tensorrt_llm_schedule(ranges: Sequence[Range]) -> dict[str, Any]:
+def tensorrt_llm_schedule(ranges: Sequence[Range]) -> SpeculativeConfig:
     """Fields of TensorRT-LLM's speculative_config: {largest batch size: K}; larger ones do not speculate."""
     most = max(k for _, _, k in ranges)
     if most == 0:
         return {}
     drafting = max(last for _, last, k in ranges if k > 0)
-    lengths = {last: k for _, last, k in ranges if last <= drafting}
+    lengths = {str(last): k for _, last, k in ranges if last <= drafting}
     return {"max_draft_len": most, "draft_len_schedule": lengths}
 
 
@@ -273,18 +263,19 @@ def sglang_flags(ranges: Sequence[Range]) -> list[str]:
     return [f"--speculative-{name} {value}" for name, value in flags]
 
 
-def schedule_entry(costs: dict[int, EngineCost], tau: dict[int, float]) -> dict[str, Any]:
-    """Throughput at the measured batch sizes, and the schedule in each engine's form."""
+def k_schedule(
+    costs: dict[int, EngineCost], tau: dict[int, float], temperature: float, rule: str, context: int
+) -> KSchedule:
     ranges, batches = best_ranges(costs, tau), sorted(costs)
     rates = throughput(costs, tau, batches)
-    return {
-        "batches": batches,
-        "tokens_per_second": {str(k): values for k, values in rates.items()},
-        "best_k": [list(one) for one in ranges],
-        "vllm": {"version": VLLM, "speculative_config": vllm_schedule(ranges)},
-        "tensorrt_llm": {
-            "version": TENSORRT_LLM,
-            "speculative_config": tensorrt_llm_schedule(ranges),
-        },
-        "sglang": {"flags": sglang_flags(ranges)},
-    }
+    return KSchedule(
+        temperature=temperature,
+        rule=rule,
+        context=context,
+        batches=batches,
+        tokens_per_second={str(k): values for k, values in rates.items()},
+        best_k=ranges,
+        vllm=EngineSchedule(VLLM, vllm_schedule(ranges)),
+        tensorrt_llm=EngineSchedule(TENSORRT_LLM, tensorrt_llm_schedule(ranges)),
+        sglang=SglangSchedule(sglang_flags(ranges)),
+    )

@@ -22,6 +22,7 @@ import numpy as np
 
 from decode.common.errors import UserError
 from eval.metrics.bootstrap import Array
+from eval.results.forecast import EngineRule
 
 
 @dataclass(frozen=True)
@@ -133,15 +134,6 @@ def add_rounds(texts: Sequence[ExpectedRounds]) -> ExpectedRounds:
     """The counts of several texts together."""
     sums = {name: sum(vars(text)[name] for text in texts) for name in vars(texts[0])}
     return ExpectedRounds(**sums)
-
-
-@dataclass(frozen=True)
-class EngineRule:
-    """One way in which an engine accepts chains at a temperature above 0; `rule` is one of eval.forecasting.rounds."""
-
-    engine: str
-    rule: str
-    setting: str
 
 
 ENGINE_RULES = (

@@ -55,7 +55,7 @@ from eval.metrics.bootstrap import Array
 from eval.reporting import plots
 from eval.reporting.formatting import table_markdown
 from eval.scaling import data_curve
-from eval.scaling.data_curve import TrainedPoint
+from eval.scaling.data_curve import DataCurve, TrainedPoint
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
 from eval.transfer import count_acceptance
 from scripts.lab.cells import Cell, Json, run_cells
@@ -134,7 +134,7 @@ class CurvePlan:
 
     runs: list[PlannedRun]
     """Small ones first."""
-    target: dict[str, Any]
+    target: TargetRecord
     """Its name, revision and tokenizer."""
 
 
@@ -300,21 +300,30 @@ def measure_points(s: DataCurveConfig, cells: Sequence[Cell]) -> list[TrainedPoi
     return [TrainedPoint(**{key: kept[key] for key in keys}) for (kept,) in found.values()]
 
 
-def write_results(s: DataCurveConfig, target: dict[str, Any], curve: dict[str, Any]) -> Path:
+def build_facts(
+    s: DataCurveConfig,
+    target: TargetRecord,
+    points: Sequence[TrainedPoint],
+    before: TrainedPoint | None,
+) -> DataCurve:
+    return data_curve.build_curve(
+        points,
+        before,
+        s.temperatures,
+        s.k,
+        s.worth,
+        target=target,
+        data=s.distill.data,
+        family=DRAFT_FAMILIES[s.distill.draft.family].saved_name,
+        loss=s.distill.loss,
+        tasks=[task_version(task) for task in s.tasks],
+        **{key: vars(s)[key] for key in ("max_new_tokens", "seeds", "passes", "least_steps", "steps")},
+        **vars(provenance.collect()),
+    )
+
+
+def write_results(s: DataCurveConfig, facts: DataCurve) -> Path:
     """Writes data_curve.json, data_curve.md and both figures; returns the path of the first."""
-    loaded = s.distill
-    facts = {
-        "schema": 1,
-        "target": target,
-        "data": loaded.data,
-        "family": DRAFT_FAMILIES[loaded.draft.family].saved_name,
-        "loss": loaded.loss,
-        "tasks": [task_version(task) for task in s.tasks],
-        **{key: vars(s)[key] for key in ("k", "max_new_tokens", "temperatures", "seeds", "worth")},
-        **{key: vars(s)[key] for key in ("passes", "least_steps", "steps")},
-        **curve,
-        **provenance.collect(),
-    }
     out = Path(s.out)
     lines = "\n".join(f"- {line}" for line in data_curve.doubling_lines(facts))
     tables = (data_curve.points_table(facts), data_curve.laws_table(facts))
@@ -325,7 +334,7 @@ def write_results(s: DataCurveConfig, target: dict[str, Any], curve: dict[str, A
     for metric in data_curve.METRICS:
         svg = plots.recolor(data_curve.curve_panel(facts, metric)).rstrip("\n")
         files.write_atomically(out / f"{metric}.svg", svg + "\n")
-    text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(to_json(facts), indent=1, ensure_ascii=False, allow_nan=False)
     files.write_atomically(out / "data_curve.json", text + "\n")
     return out / "data_curve.json"
 
@@ -336,15 +345,15 @@ def main(s: DataCurveConfig) -> None:
     with run_dir.open_run(s, COMMAND, OWNED_FILES, input_paths(s)):
         before = next(iter(measure_points(s, untrained_cells(s))), None)
         points = measure_points(s, curve_cells(s, plan.runs))
-        curve = data_curve.build_curve(points, before, s.temperatures, s.k, s.worth)
-        path = write_results(s, plan.target, curve)
+        curve = build_facts(s, plan.target, points, before)
+        path = write_results(s, curve)
     print((path.parent / "data_curve.md").read_text(encoding="utf-8"))
     gains = {
-        f"{f['temperature']:g}": {key: f[key] for key in ("gain", "gain_ci", "verdict")}
-        for f in curve["forecasts"]
-        if f["metric"] == "tau"
+        f"{f.temperature:g}": {"gain": f.gain.value, "gain_ci": f.gain.ci, "verdict": f.verdict}
+        for f in curve.forecasts
+        if f.metric == "tau"
     }
-    print(json.dumps({"curve": str(path), "doubling": gains, "verdict": curve["verdict"]}))
+    print(json.dumps({"curve": str(path), "doubling": gains, "verdict": curve.verdict}))
 
 
 if __name__ == "__main__":
