@@ -34,18 +34,18 @@ from decode.common.ranges import Count, DraftLength, MatchLength, Seed, Share
 from decode.common.template_choice import TemplateSetting, with_template
 from decode.constraints.grammar import ConstraintConfig, build_matcher
 from decode.distributed.placement import PlacedTargetSettings, load_target, run_placed
-from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig
-from decode.drafts.mirror.mirror_draft import MirrorConfig
+from decode.drafts.adaptive import CONFIDENCE, AdaptiveConfig
+from decode.drafts.mirror import MirrorConfig
 from decode.drafts.registry import add_lookup, make_adaptive, make_mirror, pick_draft
-from decode.drafts.self_speculation.swift import open_search
-from decode.drafts.self_speculation.swift_search import SwiftConfig
+from decode.drafts.swift import open_search
+from decode.drafts.swift_search import SwiftConfig
 from decode.engine.active_request import check_draft_length
 from decode.engine.engine import speculate
+from decode.engine.image_prompts import ImagePrompt, encode_image_prompt, load_processor
 from decode.engine.records import DecodeRecord, RoundRecord, add_record
 from decode.engine.text_stream import LabelledText, TextStream
 from decode.engine.trained_template import use_template
 from decode.model.loading import Target
-from decode.model.vision.image_prompts import ImagePrompt, encode_image_prompt, load_processor
 from decode.verification.sampling import SamplingParams
 
 ACCEPTED_STYLE, REJECTED_STYLE, TARGET_STYLE = "green", "red strike", "bold blue"

@@ -8,10 +8,10 @@ from typing import Any
 from rich.progress import Progress
 
 from decode.common import provenance
-from decode.common.cli import to_yaml
 from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.progress import ProgressLog
+from decode.common.settings import to_yaml
 from decode.constraints.grammar import build_matcher
 from decode.distributed.placement import load_model, load_target
 from decode.drafts.base import draft_sha256, is_altered, trained_for
@@ -230,7 +230,8 @@ def _method_results(
             "trained_for": trained_for(path) if path else None,
             "mode": s.mode,
             "dtype": s.dtype,
-            "draft_dtype": next((m.dtype for m in s.methods if m.name == method.name), "") or s.dtype,
+            "draft_dtype": next((m.dtype for m in s.methods if m.name == method.name), "")
+            or s.dtype,
             "verification": verification_name(method, temperature),
             "repeated_turns": result.repeated_turns,
         }
@@ -367,9 +368,7 @@ def _compare_acceptance(work: EvalContext) -> list[AlphaDifference]:
                 [x for x in records[name] if task in (ALL_TASKS, x.task)] for name in (a, b)
             )
             # Over the positions of the shorter drafts.
-            first, second = (
-                Acceptance.of(x, s.k).alpha for x in (own, match_prompts(own, other))
-            )
+            first, second = (Acceptance.of(x, s.k).alpha for x in (own, match_prompts(own, other)))
             difference = paired_difference(first, second, s.seed)
             differences.append(
                 AlphaDifference(a, b, task, comparison.temperature, "alpha", difference, len(own))

@@ -32,6 +32,7 @@ from decode.common.errors import UserError, first_line
 from decode.common.ranges import Count, DraftLength, Share, Temperature
 from decode.common.run_dir import check_file
 from decode.common.template_choice import TemplateSetting
+from decode.common.typed_json import to_json
 from decode.drafts.base import Draft, check_request
 from decode.drafts.registry import load_draft
 from decode.engine.active_request import check_draft_length
@@ -263,7 +264,7 @@ def main(s: TransferConfig) -> None:
         )  # fmt: skip
     console.print(table)
     facts = {"draft": s.draft, "k": s.k, "keep": s.keep, "retrain": s.retrain, "targets": entries}
-    line = json.dumps(facts | provenance.collect())
+    line = json.dumps(facts | to_json(provenance.collect()))
     if s.out:
         files.write_atomically(Path(s.out), line + "\n")
     print(line)

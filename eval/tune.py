@@ -25,11 +25,11 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from decode.common import files, provenance, run_dir
-from decode.common.cli import to_yaml
 from decode.common.command import run_command
 from decode.common.journal import Journal
-from decode.common.typed_json import to_json
 from decode.common.progress import ProgressLog, progress_bars
+from decode.common.settings import to_yaml
+from decode.common.typed_json import to_json
 from decode.engine.trained_template import rendering_identity, use_template
 from decode.model.loading import load_target
 from eval.benchmark import config
@@ -119,9 +119,7 @@ def tune(
     )
 
 
-def predict_speedups(
-    s: TuneConfig, stage: SweepStage, result: TimingResult
-) -> list[PredictedCell]:
+def predict_speedups(s: TuneConfig, stage: SweepStage, result: TimingResult) -> list[PredictedCell]:
     """Predictions of every method's chains in a stage, on all prompts and on each domain."""
     predictions = []
     methods = dict.fromkeys((m.name, m.layers) for m in result.records if m != PLAIN_DECODING)
@@ -148,7 +146,10 @@ def compare_tree_lengths(
     test = every_other_prompt(result.records, 1)
     return [
         TreeLength(
-            setting.name, setting.description, stage.temperature, expected[setting],
+            setting.name,
+            setting.description,
+            stage.temperature,
+            expected[setting],
             Acceptance.of(test[setting]).tau.value,
         )
         for setting in result.records
@@ -165,9 +166,7 @@ def write_eval_configs(
     places = dict.fromkeys((c.temperature, c.batch_size, c.task) for c in tuned.chosen)
     for place in places:
         temperature, batch, task = place
-        own = [
-            c for c in tuned.chosen if (c.temperature, c.batch_size, c.task) == place
-        ]
+        own = [c for c in tuned.chosen if (c.temperature, c.batch_size, c.task) == place]
         best = max(own, key=lambda c: c.speedup.value or 0.0)
         text = (
             "# command: eval/run.py\n"
@@ -209,12 +208,12 @@ def tuned_eval_config(
 
 def render_markdown(tuned: TunedReport) -> str:
     """tuned.md: the chosen settings, and the median error of predictions from the other half of the prompts."""
-    predictions = tuned.predictions
+    error, counted = format_percent(tuned.predictions.median_error), tuned.predictions.counted
     parts = [
         f"# Tuned speculative decoding of {escape_markdown(tuned.target.name)}",
         table_markdown(tuned_table(tuned.chosen)),
         "Held out: chosen on one half of the prompts, measured on the other. Median error of predictions from other "
-        f"prompts at other draft lengths: {format_percent(predictions.median_error)} (n = {predictions.counted} that were measured closely enough).",
+        f"prompts at other draft lengths: {error} (n = {counted} that were measured closely enough).",
         f"Turns that were repeated, since a setting stalled in them: {tuned.repeated_turns}.",
     ]
     return "\n\n".join(parts) + "\n"

@@ -42,6 +42,7 @@ from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, Temperature
 from decode.common.run_dir import RunSettings, open_run
 from decode.common.template_choice import TemplateSetting
+from decode.common.typed_json import to_json
 from decode.engine.trained_template import use_template
 from decode.model.loading import Target, find_dtype, load_config, load_target
 from decode.serving.checker import ENGINES, check_engine_rules
@@ -198,7 +199,7 @@ def main(s: AuditConfig) -> None:
         found = audit_draft(
             parity_config(s, folder), target, items, served, findings, s.dtype, s.out
         )
-        result = {**found, "sampled": sampled, **provenance.collect()}
+        result = {**found, "sampled": sampled, **to_json(provenance.collect())}
         text = json.dumps(result, indent=1, ensure_ascii=False)
         write_atomically(run.path / "audit.json", text + "\n")
     print_audit(result)

@@ -28,6 +28,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, Seed
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from eval.metrics.bootstrap import Array
 from train.data.manifest import load_set
 
@@ -162,7 +163,7 @@ def main(s: CompareSamplesConfig) -> None:
         "only_in_one": [len(a.ids) - len(shared), len(b.ids) - len(shared)],
         **found,
     }
-    line = json.dumps(facts | provenance.collect())
+    line = json.dumps(facts | to_json(provenance.collect()))
     if s.out:
         files.write_atomically(Path(s.out), line + "\n")
     print(line)

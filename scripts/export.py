@@ -36,7 +36,7 @@ from decode.common.ranges import DraftLength
 from decode.common.run_dir import check_folder, replace_folder
 from decode.drafts.base import read_metadata
 from decode.drafts.registry import draft_family
-from decode.model.gguf_files import gguf_folder
+from decode.model.formats.gguf_files import gguf_folder
 from decode.model.loading import NUMBER_TYPES, load_tokenizer, tokenizer_fingerprint
 from decode.model.names import check_name
 from decode.serving import export as exporters

@@ -17,7 +17,7 @@ if not __package__:
 
 import torch
 
-from decode.model.linear.packed_linear import PackedLinear
+from decode.model.linear import PackedLinear
 
 ACCELERATE = {"float32": "no", "bfloat16": "bf16"}
 ROWS = (1, 64)

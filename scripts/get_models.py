@@ -20,7 +20,7 @@ if not __package__:
 
 from decode.common import damage
 from decode.common.errors import UserError
-from decode.model.gguf_files import gguf_folder
+from decode.model.formats.gguf_files import gguf_folder
 from decode.model.loading import NUMBER_TYPES
 
 NO_INDEX = 3

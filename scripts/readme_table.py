@@ -27,7 +27,6 @@ from eval.reporting.plots import GLYPHS, axis_limits, dot_plot, recolor
 from eval.reporting.tables import COLUMNS, Column
 from eval.results.report import EngineResult, EvalReport, MethodResult, read_report
 
-
 Entry = MethodResult | EngineResult
 
 
@@ -119,11 +118,11 @@ def draw_speedups(report: EvalReport) -> str:
 
 def measurement_line(report: EvalReport) -> str:
     """Prompts, lengths, machine and how many greedy outputs are the target's own."""
-    settings = yaml.safe_load(report.settings or "")
+    settings, machine = yaml.safe_load(report.settings or ""), report.hardware
     pooled = [m for m in all_entries(report) if m.is_pooled]
     return (
         f"{pooled[0].prompts} prompts, answers of up to {settings['max_new_tokens']} tokens, {draft_lengths(pooled)}, "
-        f"batch 1, {settings['dtype']}, {settings['mode']}; {report.hardware.device}, {report.hardware.threads} threads; "
+        f"batch 1, {settings['dtype']}, {settings['mode']}; {machine.device}, {machine.threads} threads; "
         f"{comparison_text(report)}"
     )
 
@@ -147,7 +146,9 @@ LAYOUTS: dict[str, dict[str, Callable[[Entry], str]]] = {
         ),
     },
     "positions": {
-        "τ [95 %]": lambda m: COLUMNS["τ"](m) if isinstance(m, MethodResult) else format_number(m.tau, 2),
+        "τ [95 %]": lambda m: (
+            COLUMNS["τ"](m) if isinstance(m, MethodResult) else format_number(m.tau, 2)
+        ),
         "α by position": of_method(alpha_by_position),
         "draft, ms a round": of_method(
             lambda m: format_number(None if m.phase_ms is None else m.phase_ms.draft, 1)

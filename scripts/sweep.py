@@ -29,9 +29,9 @@ if not __package__:
 from rich.console import Console
 
 from decode.common import files, lock, run_dir
-from decode.common.cli import to_yaml
 from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
+from decode.common.settings import to_yaml
 from scripts.lab.sweep_plan import SweepConfig, plan_trials
 from scripts.lab.sweep_pool import TrialPool, check_launch
 from scripts.lab.sweep_results import collect_results, write_results

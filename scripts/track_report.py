@@ -11,11 +11,11 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from decode.common import lock
-from decode.common.cli import parse_settings, to_dict
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.run_dir import RUN_FILE
+from decode.common.settings import parse_settings, to_dict
 from decode.drafts.base import METADATA_FILE
 from eval.results.report import read_report
 from train.distill import DistillConfig

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from decode.constraints.matcher import Matcher
+from decode.constraints.grammar import Matcher
 
 Rules = Mapping[str, Mapping[int, str]]
 """{state: {allowed token: the next state}}. EOS is such a token; what comes after it does not matter."""

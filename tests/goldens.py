@@ -43,7 +43,7 @@ MASKS = [
 """(what varies, what stands for it) in every text."""
 MACHINE = [
     *provenance.versions().values(),
-    *(provenance.hardware()[x] for x in ("device", "machine")),
+    *(str(vars(provenance.hardware())[x]) for x in ("device", "machine")),
 ]
 """Words of this machine; they are whole words in a text."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from decode.drafts.base import Draft, Proposal
-from decode.model.encoder_decoder.seq2seq_runner import build_runner
-from decode.model.loading import Target
+from decode.model.loading import Target, build_runner
 from decode.verification.sampling import SamplingParams, warp
 from tests.tiny import COMMON, GROUPED, VOCAB
 

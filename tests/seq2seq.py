@@ -15,9 +15,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from decode.model.encoder_decoder.plain_passes import prepare_generate
-from decode.model.encoder_decoder.seq2seq_runner import build_runner
-from decode.model.loading import Target
+from decode.model.loading import Target, build_runner
+from decode.model.seq2seq import prepare_generate
 from decode.verification.sampling import SamplingParams, warp
 from tests.tiny import VOCAB, noisy
 from tests.worlds import write_prompts

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from decode.common.cli import setting_names
+from decode.common.settings import setting_names
 from tests.test_settings import COMMANDS, ROOT, classes_in, settings_of
 
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w-]*(?:\.\w+)*)")

@@ -18,9 +18,9 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
-from decode.common.cli import parse_settings
 from decode.common.errors import UserError
 from decode.common.files import read_yaml
+from decode.common.settings import parse_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILES = 20

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from decode.common.errors import UserError
 from decode.model import loading
-from decode.model.made_folders import made_folder
+from decode.model.formats.made_folders import made_folder
 from tests import worlds
 from tests.decode.common.test_disk_errors import caused, full, largest_file
 from tests.decode.model.test_adapters import lora, write_adapter, write_base

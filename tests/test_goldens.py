@@ -22,10 +22,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decode.common.cli import parse_settings
 from decode.common.errors import UserError
+from decode.common.settings import parse_settings
 from decode.constraints.grammar import ConstraintConfig, build_matcher
-from decode.drafts.mirror.mirror_draft import MirrorConfig
+from decode.drafts.mirror import MirrorConfig
 from decode.engine.engine import SpeculativeEngine
 from decode.model.loading import Target, load_target
 from eval.benchmark import config

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests import worlds
@@ -60,11 +61,27 @@ def unwritten(commands: list[list[str]]) -> list[tuple[str, str]]:
     return found
 
 
+PAGES = sorted((worlds.ROOT / "docs" / "guides").glob("*.md"))
+EARLIER = {"serving.md": ["outputs/qwen3-8b/eagle3"]}
+"""What a page takes for granted: it says so in its words."""
+
+
 def test_commands_continue_from_each_other() -> None:
     """Bug: a setting that is gone, or a folder that no command before has written."""
     listed = commands(README.read_text())
     assert len(listed) > 12
     assert unwritten(listed) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_guides_are_short_and_their_commands_continue(page: Path) -> None:
+    text = page.read_text()
+    assert len(text.split()) <= 900
+    given = EARLIER.get(page.name, [])
+    found = {
+        path for _, path in unwritten(commands(text)) if not path.startswith("outputs/smollm2/")
+    }
+    assert sorted(found) == given
 
 
 def test_a_folder_that_nobody_wrote_is_seen() -> None:

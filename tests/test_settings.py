@@ -12,9 +12,9 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from decode.common.cli import parse_settings, setting_names
 from decode.common.errors import UserError
 from decode.common.ranges import Range, at_least, check_ranges, range_of
+from decode.common.settings import parse_settings, setting_names
 from eval.benchmark import config
 from eval.benchmark.config import MethodConfig, TreeConfig
 from scripts.lab import build_target

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from decode.common.journal import Journal
-from decode.model.linear import packed_linear
+from decode.model import linear
 from tests import worlds
 from tests.train.test_sample_command import rows_of
 from tests.worlds import ROOT, Done, World, contents
@@ -261,7 +261,7 @@ def test_through_accelerate_launch(
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not packed_linear.PACKED_BFLOAT16,
+    not linear.PACKED_BFLOAT16,
     reason="Muon multiplies in bf16, which takes minutes on this CPU",
 )
 @pytest.mark.parametrize("sent", SIGNALS)

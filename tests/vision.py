@@ -9,8 +9,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from decode.model.encoder_decoder.seq2seq_runner import build_runner
-from decode.model.loading import Target
+from decode.model.loading import Target, build_runner
 from tests.tiny import VOCAB
 
 IMAGE = 90

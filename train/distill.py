@@ -28,11 +28,12 @@ from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env, se
 from rich.console import Console
 
 from decode.common import provenance
-from decode.common.cli import to_dict
 from decode.common.command import run_command, stop
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero
 from decode.common.run_dir import RunSettings
+from decode.common.settings import to_dict
+from decode.common.typed_json import to_json
 from decode.distributed.placement import PlacementConfig, load_target, run_placed
 from decode.drafts.base import (
     METADATA_FILE,
@@ -476,7 +477,7 @@ def distill(
     )
     tracker: Tracker | NullTracker = NullTracker()
     if is_main:
-        config = {**to_dict(s), "hardware": provenance.hardware()}
+        config = {**to_dict(s), "hardware": to_json(provenance.hardware())}
         resumed_step = state.step if resumed else None
         tracker = Tracker(out, s.project, config, s.wandb, resumed_step, s.tracker)
 

@@ -11,6 +11,7 @@ last line is JSON. With --strict true a finding that stops or costs ends the com
 
 import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 if not __package__:
@@ -23,6 +24,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.run_dir import check_file
 from decode.common.template_choice import describe
+from decode.common.typed_json import to_json
 from train.data import mixture
 from train.data.prompt_pipeline import load_target_tokenizer
 from train.data.sources import ReadLog
@@ -34,14 +36,34 @@ from train.doctor_checks.examination import (
     examine_sets,
     read_sources,
 )
-from train.doctor_checks.rendering import (
-    finding_json,
-    print_findings,
-    print_samples,
-    render_page,
-)
+from train.doctor_checks.findings import DataFinding
+from train.doctor_checks.rendering import print_findings, print_samples, render_page
 
 DATA_TITLE, SOURCES_TITLE = "Sampled set", "Prompts before sampling"
+
+
+@dataclass(frozen=True)
+class ExaminedPart:
+    """How much of what was examined."""
+
+    rows: int
+    labels: int
+    facts: dict[str, str | int]
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """The JSON of the last line, to which `provenance` is added."""
+
+    target: str
+    data: str | list[str]
+    parts: dict[str, ExaminedPart]
+    """{DATA_TITLE or SOURCES_TITLE: what was examined}."""
+    template: dict[str, str]
+    """{what a chat template does: whether this one does it}."""
+    findings: list[DataFinding]
+    stops_or_costs: int
+    """How many findings stop or cost."""
 
 
 def check(s: DoctorConfig) -> None:
@@ -84,23 +106,19 @@ def main(s: DoctorConfig) -> None:
             print_samples(console, examined.shown, s.show_tokens)
         print_findings(console, title, examined)
     findings = [finding for examined in parts.values() for finding in examined.findings]
-    graves = sum(finding.severity != "note" for finding in findings)
-    facts = {
-        "target": s.target,
-        "data": s.data if isinstance(s.data, str) else [part.path for part in s.data],
-        "parts": {
-            title: {"rows": x.rows, "labels": x.labels, "facts": x.facts}
-            for title, x in parts.items()
-        },
-        "template": template,
-        "findings": [finding_json(finding) for finding in findings],
-        "stops_or_costs": graves,
-    }
-    line = json.dumps(facts | provenance.collect())
+    report = DoctorReport(
+        target=s.target,
+        data=s.data if isinstance(s.data, str) else [part.path for part in s.data],
+        parts={title: ExaminedPart(x.rows, x.labels, x.facts) for title, x in parts.items()},
+        template=template,
+        findings=findings,
+        stops_or_costs=sum(finding.severity != "note" for finding in findings),
+    )
+    line = json.dumps(asdict(report) | to_json(provenance.collect()))
     if s.out:
         files.write_atomically(Path(s.out), line + "\n")
     print(line)
-    if s.strict and graves:
+    if s.strict and report.stops_or_costs:
         sys.exit(1)
 
 

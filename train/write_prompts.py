@@ -31,6 +31,7 @@ from decode.common.progress import progress_bars
 from decode.common.ranges import Count, at_least
 from decode.common.run_dir import RunSettings
 from decode.common.template_choice import TemplateSetting
+from decode.common.typed_json import from_json, to_json
 from decode.distributed.placement import TargetSettings
 from decode.engine.engine import speculate
 from decode.engine.trained_template import use_template
@@ -159,7 +160,7 @@ def write_prompts(
                 "number": number,
                 "finish_reason": record.finished,
                 "text": text,
-                "target": target.identity.to_json(),
+                "target": to_json(target.identity),
             }
             with naming(log):
                 file.write(json.dumps(entry) + "\n")
@@ -192,7 +193,7 @@ def check_same_target(
 ) -> None:
     """UserError if another target wrote some of the prompts, unless `allow_changed`; earlier versions named none."""
     for then in {json.dumps(entry.get("target", {})) for entry in written}:
-        found = difference(ModelFingerprint.from_json(json.loads(then)), target.identity)
+        found = difference(from_json(ModelFingerprint, json.loads(then)), target.identity)
         if found:
             what = f"another target wrote prompts in {s.out} ({found})"
             run_dir.refuse_change(what, s.allow_changed)

@@ -16,7 +16,7 @@ import torch
 
 from decode.common.errors import UserError
 from decode.common.files import read_json_object, write_atomically
-from decode.model import tied_heads
+from decode.model.formats import tied_heads
 
 VOCAB_FILE = "draft_vocab.json"
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from decode.common.errors import UserError, first_line
-from decode.model.quantized import formats
-from decode.model.quantized.checkpoints import METHODS, UNUSED, plain_weights
+from decode.model.formats import quantized
+from decode.model.formats.quantized import METHODS, UNUSED, plain_weights
 
 Tensors = dict[str, torch.Tensor]
 MAPS = ("d2t", "t2d", "token_map")
@@ -58,7 +58,7 @@ def _by_scales(tensors: Tensors, packed: list[str], method: str) -> Tensors:
     for name in packed:
         weight = tensors[name]
         kinds: tuple[tuple[str, Callable[..., torch.Tensor]], ...] = (
-            ("_scale", formats.scaled_weight),
+            ("_scale", quantized.scaled_weight),
             ("_scale_inv", _in_blocks),
         )
         pairs = [(name + end, read) for end, read in kinds if name + end in tensors]
@@ -74,5 +74,5 @@ def _by_scales(tensors: Tensors, packed: list[str], method: str) -> Tensors:
 
 def _in_blocks(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if scale.numel() == 1:
-        return formats.scaled_weight(weight, scale)
-    return formats.block_scaled_weight(weight, scale, (128, 128))
+        return quantized.scaled_weight(weight, scale)
+    return quantized.block_scaled_weight(weight, scale, (128, 128))

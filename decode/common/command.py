@@ -18,10 +18,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from decode.common.cli import parse_settings
 from decode.common.disk_errors import world_error
 from decode.common.errors import UserError
 from decode.common.secret_patterns import redact
+from decode.common.settings import parse_settings
 
 T = TypeVar("T")
 

@@ -3,22 +3,45 @@
 import platform
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+
+from decode.common.published import Digest, Name, Private, Version, Word
+from decode.common.typed_json import Omitted
 
 
-def hardware() -> dict[str, Any]:
-    """Device name, number of GPUs, CPU threads and architecture of the machine that this process runs on."""
+@dataclass(frozen=True)
+class Hardware:
+    """The machine that a process ran on. Older results lack some of it."""
+
+    device: Omitted[Name] = None
+    gpus: Omitted[int] = None
+    threads: Omitted[int] = None
+    machine: Omitted[Name] = None
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What is stored beside every result."""
+
+    argv: Private[list[str]]
+    git: Digest | None
+    """Commit of this checkout, with "+dirty" when files differ from it; None outside git."""
+    versions: dict[Word, Version]
+    hardware: Hardware
+
+
+def hardware() -> Hardware:
     import torch  # slow to import, and commands say their --help without it
 
     cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if cuda else _cpu_name(),
-        "gpus": torch.cuda.device_count() if cuda else 0,
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-    }
+    return Hardware(
+        torch.cuda.get_device_name() if cuda else _cpu_name(),
+        torch.cuda.device_count() if cuda else 0,
+        torch.get_num_threads(),
+        platform.machine(),
+    )
 
 
 def versions() -> dict[str, str]:
@@ -28,7 +51,6 @@ def versions() -> dict[str, str]:
 
 
 def git_sha() -> str | None:
-    """Commit of this checkout, with "+dirty" when files differ from it; None outside git."""
     root = Path(__file__).resolve().parents[2]
 
     def git(*args: str) -> str:
@@ -42,14 +64,8 @@ def git_sha() -> str | None:
         return None
 
 
-def collect() -> dict[str, Any]:
-    """Command line, commit, versions and hardware, as stored beside every result."""
-    return {
-        "argv": sys.argv,
-        "git": git_sha(),
-        "versions": versions(),
-        "hardware": hardware(),
-    }
+def collect() -> Provenance:
+    return Provenance(sys.argv, git_sha(), versions(), hardware())
 
 
 def _cpu_name() -> str:

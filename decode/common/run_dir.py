@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from decode.common import damage, files, lock, provenance
-from decode.common.cli import to_dict, to_yaml
 from decode.common.errors import UserError
 from decode.common.journal import Journal
 from decode.common.ranges import Seed
-from decode.common.renamed_settings import rename_keys, renamed_settings
+from decode.common.settings import drop_foreign, rename_keys, renamed_settings, to_dict, to_yaml
+from decode.common.typed_json import to_json
 
 RUN_FILE = "run.yaml"
 JOURNAL = "journal.jsonl"
@@ -58,7 +58,7 @@ class RunFolder:
 
     def journal(self) -> Journal:
         """What has been measured in this folder so far, and where further measurements are kept."""
-        return Journal(self.path / JOURNAL, provenance.hardware())
+        return Journal(self.path / JOURNAL, to_json(provenance.hardware()))
 
 
 @contextmanager
@@ -287,6 +287,7 @@ def _differing_settings(run_file: Path, settings: Any) -> list[str]:
     except UserError:
         return [f"{run_file.name} is damaged"]
     earlier = rename_keys(earlier, renamed_settings(type(settings)), str(run_file))
+    drop_foreign(earlier, type(settings))
     wanted = to_dict(settings)
     keys = (set(earlier) | set(wanted)) - set(CONTROL_SETTINGS)
     return sorted(key for key in keys if earlier.get(key) != wanted.get(key))

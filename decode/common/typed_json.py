@@ -111,7 +111,9 @@ def _has_tags(arm: Any, value: Any) -> bool:
 
 
 def _required(arm: Any) -> set[str]:
-    return {field.name for field in fields_of(arm) if field.required} if is_dataclass(arm) else set()
+    return (
+        {field.name for field in fields_of(arm) if field.required} if is_dataclass(arm) else set()
+    )
 
 
 JSON_SHAPES: dict[Any, Any] = {kind: kind for kind in (dict, list, str, bool, float)}

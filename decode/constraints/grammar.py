@@ -1,4 +1,7 @@
-"""Matchers of a JSON schema, a regular expression or a Lark grammar, by llguidance (optional: extra `grammar`)."""
+"""Which tokens a grammar allows next, and matchers of JSON schemas, regular expressions and Lark grammars.
+
+The latter are of llguidance, which is optional: extra `grammar`.
+"""
 
 import json
 from collections.abc import Sequence
@@ -10,8 +13,33 @@ import torch
 
 from decode.common.errors import UserError, first_line
 from decode.common.files import read_text
-from decode.constraints.matcher import Matcher
 from decode.model.loading import Target
+
+
+class Matcher:
+    """Knows the tokens of one text so far and which ones its grammar allows next.
+
+    EOS is allowed where the text may end, and only there. It is never given to `advance`: the text ends with it.
+    """
+
+    def copy(self) -> "Matcher":
+        """Another matcher at the same place, which later changes of this one do not move."""
+        raise NotImplementedError
+
+    def allowed(self) -> torch.Tensor:
+        """[V] bool on the CPU: the tokens that may come next; none where no token of the vocabulary fits."""
+        raise NotImplementedError
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Moves behind the leading tokens that the grammar allows and returns how many they are."""
+        raise NotImplementedError
+
+    def rollback(self, count: int) -> None:
+        """Moves back by `count` tokens."""
+        raise NotImplementedError
+
+
+# ---- llguidance ----
 
 
 @dataclass(frozen=True)

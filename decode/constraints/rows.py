@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from decode.common.errors import UserError
-from decode.constraints.matcher import Matcher
+from decode.constraints.grammar import Matcher
 from decode.verification.rules import NO_DRAFT
 
 Path = tuple[int, ...]

@@ -2,16 +2,18 @@
 
 base           `Draft`, the interface to the engine; `Proposal`; metadata of a saved draft
 registry       the families by name, loading and creation
+target_outline a target without its weights, to check a draft's folder
 drafting       chains, static trees and dynamic trees from one step of a model
-causal         a small language model; recurrent_draft is that of one with recurrent layers
+causal         a small language model
 medusa         Medusa heads
 eagle          EAGLE-1 and EAGLE-3 heads; eagle_model has their networks
-blocks/        drafts that propose a block in one pass: PARD, P-EAGLE, DFlash, DSpark
-mtp            native multi-token prediction layers; mtp_model has their network
-adaptive/      chains whose length follows the draft's confidence or a row's acceptance, for any draft of chains
-self_speculation/  parts of the target: its first layers, as they are or with a trained exit; all but some sub-layers
-mirror/        chains of a small LM that are drafted while the target verifies (Mirror-SD)
-lookups/       drafts without a model: prompt lookup, SuffixDecoding, tokens that a grammar forces
+blocks         drafts that propose a block in one pass: PARD, P-EAGLE, DFlash, DSpark; dflash_model has their network
+mtp            native multi-token prediction layers
+early_exit     the target's first layers, as they are or with a trained exit adapter
+swift          the target without some sub-layers; swift_search looks for these
+lookup         drafts without a model: prompt lookup, SuffixDecoding on a suffix_tree, tokens that a grammar forces
+adaptive       chains whose length follows the draft's confidence or a row's acceptance, for any draft of chains
+mirror         chains of a small LM that are drafted while the target verifies (Mirror-SD), on branches
 wrappers       drafts on another device, drafts with a lookup in front, and drafts whose proposals are recorded
 
 May import decode.common, decode.model, decode.verification, decode.constraints and decode.checkpoints.

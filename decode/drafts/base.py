@@ -17,7 +17,7 @@ from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.in_use import claim
 from decode.constraints.rows import RowConstraints
-from decode.model.adapters import CONFIG_FILE as ADAPTER_FILE
+from decode.model.formats.adapters import CONFIG_FILE as ADAPTER_FILE
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.loading import (

@@ -25,7 +25,7 @@ from decode.drafts.eagle_model import (
 from decode.model.attention import attention_forward, forward_context
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec, LMHead, check_taps
 from decode.model.kv_cache import StaticKVCache, TreeNodes
-from decode.model.linear.packed_linear import patch_linear_layers
+from decode.model.linear import patch_linear_layers
 from decode.model.loading import DTYPES, Target
 from decode.model.runner import PREFILL_CHUNK
 from decode.verification.tree import max_depth

@@ -6,7 +6,6 @@ or its own estimate of it) and the token x_{t+1}; it returns its state for t + 1
 """
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,26 +13,21 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.common.errors import UserError, one_line
-from decode.model.compatibility import position_limit
-from decode.model.config_checks import check_sizes
+from decode.model.compatibility import check_sizes, position_limit
 from decode.model.hidden_states import HiddenStateSpec
+from decode.model.modules import (
+    ACTIVATIONS,
+    CosSin,
+    Fp32RotaryEmbedding,
+    GatedMLP,
+    RMSNorm,
+    apply_rotary,
+)
 
 AttendFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q [B, heads, T, D], k and v [B, kv heads, T, D] of these tokens -> [B, T, heads, D]: the caller keeps the cache."""
-CosSin = tuple[torch.Tensor, torch.Tensor]
-
-
-class RMSNorm(nn.RMSNorm):
-    """torch's for inputs of any dtype: under autocast a bf16 input is normed in fp32, as its weight is.
-
-    With two dtypes torch warns and leaves its fused kernel.
-    """
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.to(self.weight.dtype))
 
 
 class EagleAttention(nn.Module):
@@ -60,52 +54,6 @@ class EagleAttention(nn.Module):
 
     def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(*x.shape[:-1], -1, self.size).transpose(1, 2)
-
-
-def apply_rotary(x: torch.Tensor, rotary: CosSin) -> torch.Tensor:
-    """x [B, heads, T, D] after rotary position embedding, as in Llama."""
-    cos, sin = rotary
-    first, second = x.chunk(2, -1)
-    return x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
-
-
-class Fp32RotaryEmbedding(LlamaRotaryEmbedding):
-    """Llama's, with frequencies that stay in fp32 when the model is cast: rounded ones are wrong at far positions."""
-
-    def _apply(
-        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-    ) -> "Fp32RotaryEmbedding":
-        exact = dict(self.named_buffers())
-        super()._apply(fn, recurse)
-        for name, value in self.named_buffers():
-            setattr(self, name, exact[name].to(value.device))
-        return self
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
-"""What `hidden_act` in config.json may be."""
-
-
-class GatedMLP(nn.Module):
-    """Llama's gated MLP, with the activation that its config names."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-        self.activation = ACTIVATIONS[config.hidden_act]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Eagle3Layer(nn.Module):

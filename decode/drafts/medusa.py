@@ -12,7 +12,7 @@ from decode.drafts.base import Draft, DraftContext, Proposal, check_target
 from decode.drafts.drafting import build_tree_plan, draft_tokens
 from decode.model.hidden_states import HiddenStateBuffer, HiddenStateSpec
 from decode.model.kv_cache import TreeNodes
-from decode.model.linear.packed_linear import patch_linear_layers
+from decode.model.linear import patch_linear_layers
 from decode.model.loading import DTYPES, Target
 from decode.verification.tree import max_depth
 

@@ -12,16 +12,12 @@ import torch
 
 from decode.checkpoints import importers
 from decode.common.errors import UserError
-from decode.drafts import causal, eagle, medusa, mtp
-from decode.drafts.adaptive.adaptive_draft import AdaptiveConfig, AdaptiveDraft
+from decode.drafts import blocks, causal, eagle, early_exit, medusa, mtp, swift
+from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft, check_saved_draft, check_target_weights, read_metadata
-from decode.drafts.blocks import dflash, pard, peagle
-from decode.drafts.lookups.grammar import GrammarDraft
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.drafts.lookups.suffix import SuffixDraft
-from decode.drafts.mirror.mirror_draft import MirrorConfig, MirrorDraft
-from decode.drafts.self_speculation import early_exit, swift
-from decode.drafts.self_speculation.swift_search import SwiftConfig
+from decode.drafts.lookup import GrammarDraft, NgramDraft, SuffixDraft
+from decode.drafts.mirror import MirrorConfig, MirrorDraft
+from decode.drafts.swift_search import SwiftConfig
 from decode.drafts.wrappers import CrossDeviceDraft, TwoSourceDraft
 from decode.model.loading import Target, find_dtype, pick_device
 from decode.verification.tree import TreeShape
@@ -99,49 +95,49 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         ),
         DraftFamily(
             "pard",
-            load=pard.load,
-            trainer="train.families.blocks.pard:Pard",
+            load=blocks.load_pard,
+            trainer="train.families.blocks:Pard",
         ),
         DraftFamily(
             "medusa",
             load=medusa.load,
-            trainer="train.families.heads.medusa:Medusa",
+            trainer="train.families.medusa:Medusa",
         ),
         DraftFamily(
             "medusa2",
             load=medusa.load,
-            trainer="train.families.heads.medusa2:Medusa2",
+            trainer="train.families.medusa:Medusa2",
             saved_as="medusa",
         ),
         DraftFamily(
             "eagle1",
             load=eagle.load,
-            trainer="train.families.heads.eagle:Eagle1",
+            trainer="train.families.eagle:Eagle1",
         ),
         DraftFamily(
             "eagle3",
             load=eagle.load,
-            trainer="train.families.heads.eagle:Eagle3",
+            trainer="train.families.eagle:Eagle3",
         ),
         DraftFamily(
             "peagle",
-            load=peagle.load,
-            trainer="train.families.blocks.peagle:PEagle",
+            load=blocks.load_peagle,
+            trainer="train.families.blocks:PEagle",
         ),
         DraftFamily(
             "dflash",
-            load=dflash.load,
-            trainer="train.families.blocks.dflash:DFlash",
+            load=blocks.load_dflash,
+            trainer="train.families.dflash:DFlash",
         ),
         DraftFamily(
             "dspark",
-            load=dflash.load,
-            trainer="train.families.blocks.dflash:DSpark",
+            load=blocks.load_dflash,
+            trainer="train.families.dflash:DSpark",
         ),
         DraftFamily(
             "mtp",
             load=mtp.load,
-            trainer="train.families.heads.mtp:Mtp",
+            trainer="train.families.mtp:Mtp",
         ),
         DraftFamily(
             "ngram",
@@ -163,12 +159,12 @@ DRAFT_FAMILIES: dict[str, DraftFamily] = {
         DraftFamily(
             "layerskip",
             load=early_exit.load,
-            trainer="train.families.heads.layerskip:LayerSkip",
+            trainer="train.families.layerskip:LayerSkip",
         ),
         DraftFamily(
             "layerskip2",
             load=early_exit.load_own_exit,
-            trainer="train.families.heads.layerskip2:LayerSkip2",
+            trainer="train.families.layerskip2:LayerSkip2",
         ),
     )
 }
@@ -298,5 +294,5 @@ def draft_family(path: str) -> str:
     family = read_metadata(folder).get("family")
     if family is None and (Path(folder) / "config.json").is_file():
         family = importers.detect_family(importers.tensor_files(folder))
-        return "pard" if family == "causal" and pard.is_pard(folder) else family
+        return "pard" if family == "causal" and blocks.is_pard(folder) else family
     return family or "causal"  # its loader reports what is missing

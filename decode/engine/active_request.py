@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
-from decode.drafts.causal import CausalDraft
-from decode.drafts.recurrent_draft import RecurrentDraft
+from decode.drafts.causal import CausalDraft, RecurrentDraft
 from decode.model.loading import Target
-from decode.model.vision.vision_runner import ImageInputs
+from decode.model.vision import ImageInputs
 from decode.model.vocabularies import check_embedded
 
 

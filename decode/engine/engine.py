@@ -14,8 +14,9 @@ import torch
 
 from decode.common.errors import NotFiniteError, UserError
 from decode.common.in_use import Request
+from decode.common.memory import keep_freed_memory
 from decode.common.ranges import check_ranges
-from decode.constraints.matcher import Matcher
+from decode.constraints.grammar import Matcher
 from decode.constraints.rows import RowConstraints
 from decode.drafts.base import Draft, DraftContext
 from decode.engine.active_request import (
@@ -28,11 +29,10 @@ from decode.engine.active_request import (
     check_tokens,
     warn_of_short_draft,
 )
-from decode.engine.cuda_graph import AsyncHostCopy, CudaGraphRunner
-from decode.engine.forced_tokens import MAX_FORCED
-from decode.engine.host_memory import keep_freed_memory
+from decode.engine.compiled import AsyncHostCopy, CudaGraphRunner
 from decode.engine.records import DecodeRecord, RoundRecord, collect_outputs
 from decode.engine.round import (
+    MAX_FORCED,
     BatchState,
     PhaseTimes,
     StepConfig,
@@ -42,9 +42,9 @@ from decode.engine.round import (
     synchronized_time,
 )
 from decode.model.kv_cache import SlotMapping, StaticKVCache
-from decode.model.linear.packed_linear import begin_request, pack_for_compiled_code
+from decode.model.linear import begin_request, pack_for_compiled_code
 from decode.model.loading import Target
-from decode.model.vision.vision_runner import ImageInputs
+from decode.model.vision import ImageInputs
 from decode.verification.registry import find_rule
 from decode.verification.sampling import (
     CounterRNG,

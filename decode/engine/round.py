@@ -5,7 +5,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
+from decode.constraints.rows import RowConstraints
 from decode.drafts.base import (
     Draft,
     DraftContext,
@@ -15,12 +17,107 @@ from decode.drafts.base import (
     propose_within_context,
 )
 from decode.drafts.drafting import discard_draws
-from decode.engine.compile import compile_function
-from decode.engine.forced_tokens import propose_with_forced_tokens
+from decode.drafts.wrappers import point_masses
+from decode.engine.compiled import compile_function
 from decode.model.loading import Target
 from decode.verification.registry import DraftedTokens, find_rule
 from decode.verification.rules import NO_DRAFT, VerificationResult
 from decode.verification.sampling import Sampler, SamplingParams, has_finite_logits
+
+# ---- memory ----
+
+
+def round_bytes(
+    rows: int,
+    tokens: int,
+    vocab: int,
+    sampling: SamplingParams,
+    *,
+    rule: str = "exact",
+    tree: bool = False,
+    itemsize: int = 4,
+) -> int:
+    """Bytes that are alive at once at the worst moment of a round that verifies `tokens` tokens of each row.
+
+    `tokens` are K + 1 of a chain, or the nodes of a `tree` with its root, or 1 of plain decoding. `itemsize` is that of
+    the target's logits; probabilities are in fp32. It holds for drafts that draw their
+    tokens from q; activations of the layers are not counted, and neither is what kernels allocate for themselves, nor
+    the copy that a draw makes of a vocabulary of no multiple of 256 tokens.
+    """
+    wide, row = rows * tokens * vocab, rows * vocab
+    logits = itemsize * wide
+    if sampling.greedy and rule != "typical":
+        return logits
+    q = 0 if tree or sampling.greedy else 4 * (wide - row)
+    p = 4
+    cut = 0 if sampling.greedy else 4 + p  # scores and their softmax
+    if not sampling.greedy and sampling.top_k > 0:
+        cut = 4 + 4 + 1  # scores before, after, mask
+    if not sampling.greedy and sampling.top_p < 1:
+        cut = p + 4 + 8 + 4 + 1  # sorted, their order, the sums before each, mask
+    if rule == "typical":
+        drawn = (p + 4) * wide  # the terms of the entropy
+    elif tree or tokens == 1:
+        drawn = p * wide  # a token is drawn at each node
+    else:
+        residuals = 4 if rule == "block" else 3  # p, q and what is left of them
+        drawn = p * wide + 4 * residuals * row
+    return logits + q + max(cut * wide, drawn)
+
+
+# ---- proposals under grammars ----
+
+MAX_FORCED = 8
+"""Forced tokens behind a chain of K at most; the buffers of drafts grow with it."""
+
+
+def propose_with_forced_tokens(
+    draft: Draft, history: torch.Tensor, length: torch.Tensor, request: DraftContext
+) -> Proposal:
+    """A chain of `request.k` tokens of the draft and up to `request.extra` forced ones behind it.
+
+    The draft is not asked in a round in which the next K tokens of every running row are forced. Forced tokens have
+    q = 1, and their p is 1 as well. Above temperature 0 there is a q for every proposal, and the random numbers are
+    those of K drafted tokens, so that a row's text depends on no other row.
+    """
+    constraint, k = request.constraint, request.k
+    assert constraint is not None
+    asked = not constraint.all_forced(k)
+    if asked:
+        chain = propose_within_context(draft, history, length, k)
+    else:
+        every = torch.ones_like(length, dtype=torch.bool)
+        chain = Proposal(history[:, :0], None, finite=every)
+    if chain.q is None:
+        discard_draws(request, length, k)
+    tokens = add_forced_tokens(chain.tokens, constraint, k + request.extra)
+    width, added = tokens.shape[1], tokens.shape[1] - chain.tokens.shape[1]
+    if not asked:
+        draft.skip(history, length, width)
+    elif added > 0:
+        draft.on_replaced(width)
+    if request.sampling.greedy:
+        return Proposal(tokens, None, finite=chain.finite)
+    certain = point_masses(tokens, len(constraint.anything.mask))
+    if chain.q is None:
+        return Proposal(tokens, certain, finite=chain.finite)
+    drafted = F.pad(chain.tokens, (0, added), value=NO_DRAFT) != NO_DRAFT
+    q = torch.where(drafted[..., None], F.pad(chain.q, (0, 0, 0, added)), certain)
+    return Proposal(tokens, q, finite=chain.finite)
+
+
+def add_forced_tokens(tokens: torch.Tensor, constraint: RowConstraints, limit: int) -> torch.Tensor:
+    """[B, N'] from chains [B, N]: each goes on with the tokens that its grammar forces, up to `limit` tokens in all."""
+    chains = []
+    for row, ids in enumerate(tokens.tolist()):
+        chain = [token for token in ids if token != NO_DRAFT]
+        chains.append(chain + constraint.forced_after(row, chain, limit - len(chain)))
+    width = max(tokens.shape[1], *map(len, chains))
+    padded = [chain + [NO_DRAFT] * (width - len(chain)) for chain in chains]
+    return torch.tensor(padded, dtype=torch.long, device=tokens.device).reshape(len(chains), width)
+
+
+# ---- rounds ----
 
 
 @dataclass(frozen=True)

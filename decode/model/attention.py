@@ -18,9 +18,13 @@ from transformers import AttentionInterface
 
 from decode.common.errors import UserError
 from decode.model.kv_cache import SlotMapping
-from decode.model.masking.blocks import attend_in_blocks
-from decode.model.masking.flex import attend_flex, block_mask
-from decode.model.masking.masks import AttentionMask, DocumentMask
+from decode.model.masks import (
+    AttentionMask,
+    DocumentMask,
+    attend_flex,
+    attend_in_blocks,
+    block_mask,
+)
 
 ATTENTION_NAME = "draftsmith"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -66,7 +70,7 @@ OTHER_CACHE = (
 )
 
 SETTINGS = AttentionSettings()
-"""decode/engine/compile.py guards `split_kv` by its name."""
+"""decode/engine/compiled.py guards `split_kv` by its name."""
 EAGER = ThreadContext()
 TRACED = ForwardContext()
 """In place of EAGER in code that is being compiled, which one thread does at a time: torch cannot trace thread-local

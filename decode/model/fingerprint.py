@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from decode.common.files import read_json_object, write_atomically
+from decode.common.published import Argument, Digest, Name, Place, Revision, ServedName, Word
+from decode.common.typed_json import Omitted
 
 CHUNK = 1 << 22
 """Values of a tensor that are converted together."""
@@ -57,26 +59,32 @@ CACHED_BYTES = 1 << 26
 class ModelFingerprint:
     """What computed something: equal for the same weights and arithmetic, whatever the folder is called."""
 
-    weights: str | None = None
+    weights: Omitted[Digest] = None
     """16 hex digits (`weights_fingerprint`); None: they were not to be seen, as those of a server."""
-    dtype: str | None = None
+    dtype: Omitted[Word] = None
     """What was computed in, as the commands call it."""
-    revision: str | None = None
+    revision: Omitted[Revision] = None
     """Commit, tag or branch on the Hub. It says nothing more where the weights are known."""
-    served_as: str | None = None
+    served_as: Omitted[ServedName] = None
     """The server's name for the model, where a server computed."""
-    chat_template: str | None = None
+    chat_template: Omitted[Digest] = None
     """16 hex digits of the chat template, with its arguments, that rendered what was answered; None: it had none, or
     nothing was rendered."""
 
-    def to_json(self) -> dict[str, str]:
-        """The fields that are known."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "ModelFingerprint":
-        """Unknown fields are ignored."""
-        return cls(**{name: content.get(name) for name in asdict(cls())})
+@dataclass(frozen=True)
+class TargetRecord:
+    """A target as results record it: what it is called, and the fields of its ModelFingerprint."""
+
+    name: Place
+    revision: Revision | None = None
+    tokenizer: Omitted[Digest] = None
+    template: Omitted[dict[Name, Argument]] = None
+    """The chat template's name and arguments, if it is not the tokenizer's own one without arguments."""
+    weights: Omitted[Digest] = None
+    dtype: Omitted[Word] = None
+    served_as: Omitted[ServedName] = None
+    chat_template: Omitted[Digest] = None
 
 
 def difference(then: ModelFingerprint, now: ModelFingerprint) -> str:
@@ -135,7 +143,7 @@ def tensors_digest(folder: Path) -> str | None:
     """A hash of every tensor's name, shape and values; None if the folder has no safetensors.
 
     A tied head counts as the embedding, stored or not. What config.json says of it does not count: the tensors decide
-    (decode/model/tied_heads.py).
+    (decode/model/formats/tied_heads.py).
     """
     files = weight_files(folder)
     if not files:

@@ -8,7 +8,7 @@ import torch
 
 from decode.common.errors import UserError
 from decode.model.layer_stack import layer_stack
-from decode.model.linear.packed_linear import patch_linear_layers
+from decode.model.linear import patch_linear_layers
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,23 @@ from decode.common import damage
 from decode.common.disk_errors import disk_error
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
-from decode.model import tied_heads
-from decode.model.adapters import find_adapter, merged_folder, without_adapter
-from decode.model.config_checks import check_sizes
-from decode.model.encoder_decoder.seq2seq_runner import build_runner
-from decode.model.fingerprint import ModelFingerprint, weights_fingerprint
-from decode.model.gguf_files import gguf_folder
-from decode.model.linear.int8_weights import quantize_linear_layers
+from decode.common.typed_json import to_json
+from decode.model.compatibility import check_sizes
+from decode.model.fingerprint import ModelFingerprint, TargetRecord, weights_fingerprint
+from decode.model.formats import tied_heads
+from decode.model.formats.adapters import find_adapter, merged_folder, without_adapter
+from decode.model.formats.gguf_files import gguf_folder
+from decode.model.formats.quantized import (
+    check_whole_numbers,
+    quantize_linear_layers,
+    quantized_folder,
+)
+from decode.model.layer_stack import decoder_config
 from decode.model.names import cache_error, check_name, is_local, load_error
-from decode.model.quantized.checkpoints import check_whole_numbers, quantized_folder
+from decode.model.recurrent import RecurrentRunner, has_recurrent_layers
 from decode.model.runner import ModelRunner
-from decode.model.vision.vision_runner import is_vision_language
+from decode.model.seq2seq import Seq2SeqRunner
+from decode.model.vision import VisionRunner, is_vision_language
 from decode.model.vocabularies import PROBE
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
@@ -92,12 +98,10 @@ class Target:
         folder = self.runner.model.config.name_or_path
         return model_fingerprint(folder, self.revision, self.dtype)
 
-    def describe(self) -> dict[str, Any]:
-        """{name, revision, tokenizer, template, weights, dtype} as results record them, `template` if it is not its own
-        one."""
-        named = {"name": self.name, "revision": self.revision, "tokenizer": self.fingerprint}
-        rendering = {"template": dict(self.template)} if self.template else {}
-        return named | rendering | self.identity.to_json()
+    def describe(self) -> TargetRecord:
+        named: dict[str, Any] = {"name": self.name, "revision": self.revision}
+        named |= {"tokenizer": self.fingerprint, "template": dict(self.template) or None}
+        return TargetRecord(**named | to_json(self.identity))
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -516,3 +520,18 @@ def load_target(
         eos=_eos_ids(model, name),
         dtype=dtype,
     )
+
+
+def build_runner(
+    model: Any, vocab_size: int | None = None, ids: torch.Tensor | None = None
+) -> ModelRunner:
+    """The runner of a causal LM, with recurrent layers or without, of an encoder-decoder or of a vision-language model;
+    the arguments are those of ModelRunner."""
+    kind: type[ModelRunner] = ModelRunner
+    if model.config.is_encoder_decoder:
+        kind = Seq2SeqRunner
+    elif is_vision_language(model.config):
+        kind = VisionRunner
+    elif has_recurrent_layers(decoder_config(model)):
+        kind = RecurrentRunner
+    return kind(model, vocab_size, ids)

@@ -29,8 +29,8 @@ from decode.model.layer_stack import (
     with_head_rows,
     with_layers,
 )
-from decode.model.linear.packed_linear import begin_request, patch_linear_layers
-from decode.model.regions.layer_regions import mark_regions
+from decode.model.linear import begin_request, patch_linear_layers
+from decode.model.regions import mark_regions
 
 logging.disable_progress_bar()  # transformers' bars, one per shard, hide the command's own
 

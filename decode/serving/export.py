@@ -15,7 +15,7 @@ from decode.checkpoints.importers import DraftCheckpoint, Tensors
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE, check_vocabulary, draft_sha256
 from decode.drafts.causal import load_ids
-from decode.model.adapters import TOKENIZER_FILES
+from decode.model.formats.adapters import TOKENIZER_FILES
 from decode.model.loading import (
     adapter_folder,
     head_is_misstated,

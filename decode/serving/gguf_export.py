@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from decode.checkpoints.draft_vocab import resize_vocabulary, silence_other_tokens
 from decode.common.errors import UserError
 from decode.drafts.causal import load_ids
-from decode.model.gguf_files import PRE_TOKENIZERS
+from decode.model.formats.gguf_files import PRE_TOKENIZERS
 from decode.model.loading import (
     end_ids,
     load_config,

@@ -13,7 +13,7 @@ import torch
 
 from decode.checkpoints import importers
 from decode.common.errors import UserError
-from decode.drafts.blocks.dflash_model import DFlashModel
+from decode.drafts.dflash_model import DFlashModel
 from decode.drafts.eagle_model import Eagle3Model
 from decode.drafts.target_outline import load_without_target
 from decode.model.loading import end_ids, load_config, load_tokenizer

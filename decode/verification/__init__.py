@@ -1,7 +1,6 @@
 """Verification: which drafted tokens the target accepts, as pure functions of tensors.
 
-sampling   temperature and top-k, and random numbers that do not depend on the batch
-top_p      top-p (nucleus) sampling
+sampling   temperature, top-k and top-p, and random numbers that do not depend on the batch
 tree       shapes of token trees, and functions of their parents
 rules      the verification rules for chains and trees
 registry   the rules by name: `register_rule` adds one

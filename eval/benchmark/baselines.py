@@ -24,14 +24,14 @@ from decode.common.errors import UserError, first_line
 from decode.common.journal import Journal
 from decode.common.typed_json import Estimate
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.records import DecodeRecord
-from decode.model.encoder_decoder.plain_passes import (
+from decode.model.loading import Target, load_model
+from decode.model.seq2seq import (
     generated_ids,
     generation_settings,
     prepare_generate,
 )
-from decode.model.loading import Target, load_model
 from decode.serving.running import vllm_client
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.config import EvalConfig, requested_engines
@@ -270,7 +270,7 @@ def _as_answer(record: DecodeRecord) -> EngineAnswer:
 def _paired_speedup(
     slow: Sequence[EngineAnswer], fast: Sequence[EngineAnswer], seed: int, compared: bool = True
 ) -> tuple[Estimate, float | None]:
-    """(slow seconds per token ÷ fast ones of the same prompts, the same by the clock, with what the machine stalled)."""
+    """(slow seconds per token ÷ fast ones of the same prompts, the same by the clock, stalls included)."""
     if not compared:
         return Estimate(), None
     tokens = [[len(answer["ids"]) for answer in side] for side in (slow, fast)]

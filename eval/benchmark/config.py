@@ -20,9 +20,9 @@ from decode.common.ranges import (
 from decode.common.template_choice import TemplateSetting
 from decode.constraints.grammar import ConstraintConfig, is_constrained
 from decode.distributed.placement import PlacedTargetSettings
-from decode.drafts.adaptive.adaptive_draft import CONFIDENCE, AdaptiveConfig, Milliseconds
-from decode.drafts.mirror.mirror_draft import MirrorConfig
-from decode.drafts.self_speculation.swift_search import SwiftConfig
+from decode.drafts.adaptive import CONFIDENCE, AdaptiveConfig, Milliseconds
+from decode.drafts.mirror import MirrorConfig
+from decode.drafts.swift_search import SwiftConfig
 from decode.engine.engine import CAPTURED
 from decode.model.loading import pick_device
 from decode.verification.registry import find_rule

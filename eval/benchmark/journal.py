@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from decode.common.journal import Journal
 from decode.common.run_dir import RunFolder, RunSettings, refuse_change
+from decode.common.typed_json import from_json, to_json
 from decode.model.fingerprint import ModelFingerprint, difference
 
 TARGETS, DRAFTS = ["target"], ["drafts"]
@@ -26,12 +27,12 @@ def open_journal(
     UserError if target or drafts are others than when it began, unless `allow_changed`.
     """
     journal = run.journal()
-    targets = journal.get(TARGETS) or ([{}] if journal.num_resumed else [target.to_json()])
-    found = difference(ModelFingerprint.from_json(targets[-1]), target)
+    targets = journal.get(TARGETS) or ([{}] if journal.num_resumed else [to_json(target)])
+    found = difference(from_json(ModelFingerprint, targets[-1]), target)
     if found:
         refuse_change(f"{run.path} was measured with another target ({found})", allow_changed)
-    if target.to_json() not in targets:
-        targets = [*targets, target.to_json()]
+    if to_json(target) not in targets:
+        targets = [*targets, to_json(target)]
     then = journal.get(DRAFTS) or dict(drafts)
     changed = [name for name in drafts if then.get(name) != drafts[name]]
     if changed:
@@ -43,7 +44,7 @@ def open_journal(
     return journal
 
 
-def earlier_targets(journal: Journal) -> list[dict[str, str]]:
-    """The other targets that measurements in it may be of, because `allow_changed` was set; {}: one without a name."""
-    targets: list[dict[str, str]] = journal.get(TARGETS) or []
-    return targets[:-1]
+def earlier_targets(journal: Journal) -> list[ModelFingerprint]:
+    """The other targets that measurements in it may be of, because `allow_changed` was set; one without a name may be
+    empty."""
+    return [from_json(ModelFingerprint, x) for x in (journal.get(TARGETS) or [])[:-1]]

@@ -6,7 +6,7 @@ from typing import Any
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, draft_sha256
-from decode.drafts.mirror.mirror_draft import MirrorConfig
+from decode.drafts.mirror import MirrorConfig
 from decode.drafts.registry import (
     DRAFT_FAMILIES,
     add_lookup,
@@ -16,7 +16,7 @@ from decode.drafts.registry import (
     make_adaptive,
     make_mirror,
 )
-from decode.drafts.self_speculation.swift import open_search
+from decode.drafts.swift import open_search
 from decode.drafts.wrappers import CrossDeviceDraft
 from decode.engine.active_request import check_draft_length
 from decode.model.loading import Target

@@ -16,7 +16,7 @@ import torch
 from decode.common import damage
 from decode.common.errors import UserError, first_line
 from decode.common.journal import Journal
-from decode.constraints.matcher import Matcher
+from decode.constraints.grammar import Matcher
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import DecodeRecord
 from decode.engine.round import PhaseTimes

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from decode.drafts.mirror.mirror_draft import MirrorDraft
-from decode.drafts.mirror.overlap_counts import OverlapCounts
+from decode.drafts.mirror import MirrorDraft, OverlapCounts
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import DecodeRecord
 from decode.engine.round import PhaseTimes

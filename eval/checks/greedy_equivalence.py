@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from decode.constraints.matcher import Matcher
+from decode.constraints.grammar import Matcher
 from decode.model.compatibility import cache_name
-from decode.model.encoder_decoder.plain_passes import (
+from decode.model.layer_stack import is_whole
+from decode.model.loading import Target
+from decode.model.seq2seq import (
     decoder_inputs,
     generated_ids,
     generation_settings,
     prepare_generate,
     run_decoder,
 )
-from decode.model.layer_stack import is_whole
-from decode.model.loading import Target
 from eval.results.report import GreedyMismatch, GreedyVerdict, NotCompared
 from eval.tasks.loading import TaskPrompt
 from eval.tasks.stop_strings import trim_at_stop

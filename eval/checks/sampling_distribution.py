@@ -29,8 +29,8 @@ from decode.drafts.base import Proposal
 from decode.drafts.wrappers import RecordingDraft
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord, collect_outputs
-from decode.model.encoder_decoder.plain_passes import answer_logits
 from decode.model.loading import Target
+from decode.model.seq2seq import answer_logits
 from decode.verification.registry import find_rule
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import SamplingParams, warp

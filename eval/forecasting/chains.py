@@ -9,7 +9,7 @@ import torch
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.engine.engine import decode, row_seeds
-from decode.model.linear.packed_linear import begin_request
+from decode.model.linear import begin_request
 from decode.model.loading import Target
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import SamplingParams, warp

@@ -20,6 +20,7 @@ from decode.model.loading import Target
 from decode.serving.running import vllm_client
 from eval.forecasting.rounds import ExpectedRounds
 from eval.metrics.bootstrap import MS_PER_SECOND
+from eval.metrics.speedup_model import RoundCost, fit_round_cost
 from eval.results.forecast import (
     CostPoint,
     EngineSchedule,
@@ -28,7 +29,6 @@ from eval.results.forecast import (
     SglangSchedule,
     SpeculativeConfig,
 )
-from eval.metrics.speedup_model import RoundCost, fit_round_cost
 
 WARM_ROUNDS = 1
 """First rounds of a request that are not counted."""

@@ -78,7 +78,10 @@ def schedule_text(entry: KSchedule) -> str:
     table = table_markdown(Table(f"Tokens per second, {where}", header, cells))
     named = {"vLLM": entry.vllm, "TensorRT-LLM": entry.tensorrt_llm}
     lines = [
-        *(f"- {name} {x.version}: `{json.dumps(x.speculative_config)}`" for name, x in named.items()),
+        *(
+            f"- {name} {x.version}: `{json.dumps(x.speculative_config)}`"
+            for name, x in named.items()
+        ),
         f"- SGLang: `{' '.join(entry.sglang.flags)}`",
     ]
     return table + "\n\n" + "\n".join(lines if entry.vllm.speculative_config else ["No K pays."])

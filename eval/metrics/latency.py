@@ -15,7 +15,7 @@ from eval.metrics.bootstrap import MS_PER_SECOND, Array, ratio_or_none
 
 @dataclass(frozen=True)
 class Spread:
-    """Percentiles, mean and variance; None for no value, the variance 0 for one. Older reports have no more than two."""
+    """None for no value, the variance 0 for one. Older reports have the percentiles alone."""
 
     p50: float | None = None
     p95: float | None = None
@@ -46,7 +46,13 @@ class LatencyMs(Spread):
         rounds = Spread.of(MS_PER_SECOND * np.array([x for r in records for x in r.round_seconds]))
         first = Spread.of(MS_PER_SECOND * np.array([r.first_token_seconds for r in records]))
         token = Spread.of(MS_PER_SECOND * token_seconds(records))
-        return cls(**vars(rounds), first_token=first.mean, first_token_p50=first.p50, first_token_p95=first.p95, token=token)
+        return cls(
+            **vars(rounds),
+            first_token=first.mean,
+            first_token_p50=first.p50,
+            first_token_p95=first.p95,
+            token=token,
+        )
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,9 @@ def prefill_and_decode(records: Sequence[DecodeRecord]) -> tuple[Throughput, Dec
     return (
         Throughput(prefill, read, ratio_or_none(read, prefill)),
         DecodeThroughput(
-            decode, emitted, ratio_or_none(emitted, decode), ratio_or_none(MS_PER_SECOND * decode, emitted)
+            decode,
+            emitted,
+            ratio_or_none(emitted, decode),
+            ratio_or_none(MS_PER_SECOND * decode, emitted),
         ),
     )

@@ -14,9 +14,9 @@ from eval.metrics import roofline
 from eval.reporting.formatting import (
     NOT_MEASURED,
     format_bytes,
+    format_estimate,
     format_number,
     format_percent,
-    format_estimate,
 )
 from eval.results.report import EvalReport, MethodResult
 

@@ -158,7 +158,9 @@ def _phase_chart(shown: Sequence[MethodResult]) -> ReportChart:
     right = 1.3 * max((m.phase_ms.total for m in shown if m.phase_ms is not None), default=0.0)
     panels = []
     for setting, own in by_setting(shown).items():
-        parts = {m.name: [(vars(m.phase_ms)[p], PHASE_COLORS[p]) for p in PHASE_COLORS] for m in own}
+        parts = {
+            m.name: [(vars(m.phase_ms)[p], PHASE_COLORS[p]) for p in PHASE_COLORS] for m in own
+        }
         ends = {m.name: f"{m.tau.value:.2f} tokens" for m in own if m.tau.value is not None}
         panels.append(stacked_bars(parts, ends, setting_title(*setting), "ms per round", right))
     legend = [("■", color, phase) for phase, color in PHASE_COLORS.items()]
@@ -205,10 +207,9 @@ def _speedup_vs_batch_chart(tuned: TunedReport) -> ReportChart:
             best: dict[int, Point] = {}
             for c in cells:
                 point = replace(estimate_point(c.speedup), x=c.batch_size)
-                known = best.get(c.batch_size)
+                known = best.get(c.batch_size, point)
                 if (c.method, c.temperature) == (name, temperature):
-                    if known is None or point.y > known.y:
-                        best[c.batch_size] = point
+                    best[c.batch_size] = max(known, point, key=lambda x: x.y)
             if len(best) > 1:
                 series.append(ChartSeries(name, [best[size] for size in sorted(best)]))
         if series:

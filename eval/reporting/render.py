@@ -31,8 +31,8 @@ from eval.reporting.summary import (
 from eval.reporting.tables import NARROW_COLUMNS, report_tables
 from eval.reporting.token_traces import TokenTrace
 from eval.results.report import EvalReport
-from eval.results.tuned import TunedReport
 from eval.results.speculation_profile import SpeculationProfile, speculation_profile
+from eval.results.tuned import TunedReport
 
 TEMPLATE = "report.html.j2"
 

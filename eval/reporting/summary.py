@@ -141,9 +141,7 @@ def assisted_generation_lines(report: EvalReport, names: Sequence[str] | None = 
     ]
 
 
-def _explain_assisted_speedup(
-    report: EvalReport, e: EngineResult, tau: float, gain: float
-) -> str:
+def _explain_assisted_speedup(report: EvalReport, e: EngineResult, tau: float, gain: float) -> str:
     """Splits the speed-up of assisted generation into tokens per round and time per round in target steps."""
     low, high = e.gain.ci or (0.0, math.inf)
     claim = "It is faster" if low > 1 else "It is slower" if high < 1 else "No clear difference"

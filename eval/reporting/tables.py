@@ -138,7 +138,10 @@ def _latency_table(section: ReportSection) -> Table:
     measured = [(m, m.latency_ms) for m in section.entries if m.latency_ms is not None]
     columns: dict[str, list[float | None]] = {
         **{f"round {name}": [vars(x)[name] for _, x in measured] for name in names},
-        **{f"token {name}": [vars(x.token or Spread())[name] for _, x in measured] for name in names},
+        **{
+            f"token {name}": [vars(x.token or Spread())[name] for _, x in measured]
+            for name in names
+        },
         "first token": [x.first_token for _, x in measured],
         "first token p95": [x.first_token_p95 for _, x in measured],
     }
@@ -305,15 +308,14 @@ def _setup_table(methods: Sequence[MethodResult]) -> Table:
         (
             m.name,
             _draft_text(m),
-            ((m.draft_sha256 or "")[:12] + ", altered after training" * m.draft_altered) or NOT_MEASURED,
+            ((m.draft_sha256 or "")[:12] + ", altered after training" * m.draft_altered)
+            or NOT_MEASURED,
             _length_text(m),
             f"fixed, {len(m.tree.paths)} nodes"
             if m.tree is not None and m.tree.paths
             else format_value(to_json(m.tree)),
             m.mode,
-            m.dtype
-            if m.draft_dtype in (None, m.dtype)
-            else f"{m.dtype}, draft {m.draft_dtype}",
+            m.dtype if m.draft_dtype in (None, m.dtype) else f"{m.dtype}, draft {m.draft_dtype}",
             m.verification,
             format_value(m.lossy),
         ): None

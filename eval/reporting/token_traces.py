@@ -54,7 +54,9 @@ def read_outputs(path: Path) -> list[OutputLine]:
     return lines
 
 
-def select_traces(report: EvalReport, lines: Iterable[OutputLine], tokenizer: Any) -> list[TokenTrace]:
+def select_traces(
+    report: EvalReport, lines: Iterable[OutputLine], tokenizer: Any
+) -> list[TokenTrace]:
     """MAX_TRACES traces of the fastest chain draft at the lowest temperature.
 
     They are of the first prompt of each task, then of the second of each, and so on. Empty without such a draft.

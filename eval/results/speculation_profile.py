@@ -139,7 +139,9 @@ def speculation_profile(
         build_profile(report, m, [x for x in measured if _setting(x) == _setting(m)])
         for m in pooled
     ]
-    return SpeculationProfile(**vars(profiles[0]), other_profiles=profiles[1:]) if profiles else None
+    return (
+        SpeculationProfile(**vars(profiles[0]), other_profiles=profiles[1:]) if profiles else None
+    )
 
 
 def is_measured(m: MethodResult) -> bool:
@@ -215,7 +217,9 @@ def validate(mean: float, marginal: Sequence[float]) -> ProfileValidation:
     ]
     apart = abs(implied - mean)
     return ProfileValidation(
-        MeanConsistency(round(implied, DIGITS), mean, round(apart, DIGITS), TOLERANCE, apart <= TOLERANCE),
+        MeanConsistency(
+            round(implied, DIGITS), mean, round(apart, DIGITS), TOLERANCE, apart <= TOLERANCE
+        ),
         MarginalMonotonicity(not rises, rises),
     )
 

@@ -158,7 +158,9 @@ class TunedReport:
                 own = [c for c in cells if (c.temperature, c.task) == (temperature, task)]
                 best = max(own, key=lambda c: c.speedup.value or 0.0)
                 held = [c.held_out for c in self.chosen if _is_choice(c, best)]
-                found.append(TunedChain(best, held[0] if held else None, sorted({c.k for c in own})))
+                found.append(
+                    TunedChain(best, held[0] if held else None, sorted({c.k for c in own}))
+                )
         return found
 
 

@@ -16,7 +16,7 @@ from decode.model.names import is_local
 from eval.tasks.row_files import DatasetRow, read_hub_rows, read_rows
 
 ASSETS_DIR = Path(__file__).resolve().parents[2] / "assets"
-BUNDLED_PROMPTS_DIR = ASSETS_DIR / "prompts"
+BUNDLED_PROMPTS = ASSETS_DIR / "prompts"
 DATASET_SPECS_DIR = ASSETS_DIR / "tasks"
 JINJA_ENVIRONMENT = ImmutableSandboxedEnvironment(
     undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
@@ -69,7 +69,7 @@ class DatasetSpec:
 
         UserError if there is nothing there.
         """
-        file = Path(path) if path else BUNDLED_PROMPTS_DIR / self.bundled
+        file = Path(path) if path else BUNDLED_PROMPTS / self.bundled
         if file.exists():
             return file
         if is_local(path, "dataset") or "/" not in path:

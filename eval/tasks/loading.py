@@ -17,7 +17,7 @@ from decode.model.loading import Target
 from decode.model.vocabularies import check_embedded
 from eval.tasks import row_files
 from eval.tasks.dataset_specs import (
-    BUNDLED_PROMPTS_DIR,
+    BUNDLED_PROMPTS,
     CUSTOM_DATASET,
     DatasetSpec,
     evaluate_expression,
@@ -262,5 +262,5 @@ def task_version(task: Task) -> str:
         no_version = spec.name == CUSTOM_DATASET.name or spec.bundled
         return f"{task.name}@{digest}" if no_version else f"{task.name}@{spec.version}+{digest}"
     if spec.bundled:
-        return f"{task.name}@{(BUNDLED_PROMPTS_DIR / 'VERSION').read_text().strip()}"
+        return f"{task.name}@{(BUNDLED_PROMPTS / 'VERSION').read_text().strip()}"
     return f"{task.name}@{spec.version}+{spec.hub}:{spec.split}@{spec.revision or 'main'}"

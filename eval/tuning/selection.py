@@ -75,9 +75,7 @@ def sweep_cells(stage: SweepStage, result: TimingResult, seed: int) -> list[Swee
     return cells
 
 
-def speedup_of_sums(
-    plain: Sequence[DecodeRecord], records: Sequence[DecodeRecord]
-) -> float | None:
+def speedup_of_sums(plain: Sequence[DecodeRecord], records: Sequence[DecodeRecord]) -> float | None:
     """The speed-up of rounds by the clock, with what the machine stalled."""
     return pooled_round_speedup([*map(as_measured, plain)], [*map(as_measured, records)])
 

@@ -37,6 +37,7 @@ from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, at_least
 from decode.common.run_dir import check_file, check_folder
+from decode.common.typed_json import to_json
 from decode.drafts import causal
 from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import draft_family, find_family, load_draft
@@ -238,7 +239,7 @@ def main(s: LlamaCppParityConfig) -> None:
         "llamacpp": version, "served_target": s.target_gguf or "float32",
         "reduced_vocabulary": draft_family(s.draft) == "causal"
         and causal.load_ids(s.draft, target.runner.vocab_size) is not None,
-        **found, "totals": totals, **provenance.collect(),
+        **found, "totals": totals, **to_json(provenance.collect()),
     }  # fmt: skip
     line = json.dumps(result)
     if s.out:

@@ -16,6 +16,7 @@ from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, Seed, Temperature, at_least
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.drafts.base import Draft, draft_sha256
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
@@ -252,7 +253,7 @@ def main(s: VllmParityConfig) -> None:
     result = {
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft),
         "family": draft_family(s.draft), "k": s.k, "vllm": served["vllm"],
-        **found, "totals": totals, **provenance.collect(),
+        **found, "totals": totals, **to_json(provenance.collect()),
     }  # fmt: skip
     line = json.dumps(result)
     if s.out:

@@ -41,14 +41,15 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, Seed
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.engine.engine import SpeculativeEngine, row_seeds
 from decode.engine.records import collect_outputs
 from decode.engine.warm_up import run_first_rounds
 from decode.model.loading import Target, load_model, load_target
 from decode.verification.sampling import SamplingParams
 from scripts.lab.cells import Cell, Json, cells_beside, finish, middle, run_cells
-from train.data.prompts import encode_prompt, read_prompts
-from train.data.sources import PromptSource
+from train.data.prompts import encode_prompt
+from train.data.sources import PromptSource, read_prompts
 
 EngineName = Literal["ours", "ours-compiled", "generate", "generate_batch"]
 WARM_UP_TOKENS = 8
@@ -391,7 +392,12 @@ def main(s: BenchDecodingConfig) -> None:
         about = {"median": statistics.median(lengths), "most": lengths[-1]}
         finish(
             s.out,
-            {"cells": cells, "settings": settings, "prompt_tokens": about, **provenance.collect()},
+            {
+                "cells": cells,
+                "settings": settings,
+                "prompt_tokens": about,
+                **to_json(provenance.collect()),
+            },
         )
 
 

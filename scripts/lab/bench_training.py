@@ -37,6 +37,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.model.attention import METHODS, training_attention
 from decode.model.loading import NUMBER_TYPES, Target, find_dtype, pick_device
 from decode.model.runner import ModelRunner
@@ -294,7 +295,7 @@ def report(s: BenchTrainingConfig, cells: list[Json]) -> None:
     Console(stderr=True, width=110).print(table)
     shapes = {size: SIZES[size] for size in s.sizes}
     about = {"shapes": shapes, "gpu_estimates": gpu_estimates(s), "dtype": s.dtype}
-    finish(s.out, {"cells": cells, **about, **provenance.collect()})
+    finish(s.out, {"cells": cells, **about, **to_json(provenance.collect())})
 
 
 def measured_apart(family: str, size: str, s: BenchTrainingConfig, _: int) -> Json:

@@ -18,9 +18,10 @@ from typing import Any
 from rich.console import Console
 
 from decode.common import files, lock, provenance, run_dir
-from decode.common.cli import to_dict
 from decode.common.command import Terminated
 from decode.common.errors import UserError
+from decode.common.settings import to_dict
+from decode.common.typed_json import to_json
 
 Json = dict[str, Any]
 BEGUN = "begun.json"
@@ -88,7 +89,7 @@ def cells_beside(out: str, settings: Any) -> Iterator[Path | None]:
     folder = Path(f"{out}.cells")
     run_dir.check_folder(folder)
     kept = to_dict(settings) | {"out": ""}
-    begun = json.dumps([kept, provenance.hardware(), provenance.git_sha()]) + "\n"
+    begun = json.dumps([kept, to_json(provenance.hardware()), provenance.git_sha()]) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with lock.hold(folder / lock.LOCK_FILE, folder):

@@ -46,6 +46,7 @@ from decode.common.errors import UserError
 from decode.common.progress import progress_bars
 from decode.common.ranges import Count, CountOrZero
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.model.loading import load_model, load_target
 from scripts.lab import reference_trainers
 from scripts.lab.cells import Cell, Json, cells_beside, finish, measure_apart, middle, run_cells
@@ -54,7 +55,7 @@ from train import distill
 from train.data import mixture
 from train.data.sample_store import SampleRow
 from train.families.config import DraftConfig
-from train.families.heads.eagle import TrainableEagle
+from train.families.eagle import TrainableEagle
 from train.trainer import on_policy as trainer_on_policy
 from train.trainer.checkpoint import TrainingState
 from train.trainer.loop import LoopConfig, train
@@ -231,7 +232,7 @@ def report(console: Console, s: CompareTrainersConfig, runs_of: dict[str, list[J
         )  # fmt: skip
     console.print(table)
     settings = {key: value for key, value in vars(s).items() if key not in ("one", "out")}
-    made = provenance.collect()
+    made = to_json(provenance.collect())
     made["versions"]["trl"] = _package_version("trl")
     finish(s.out, {"arms": arms, "settings": settings, **made})
 

@@ -24,7 +24,7 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -46,9 +46,11 @@ from decode.common.ranges import (
     at_least,
 )
 from decode.common.run_dir import FolderSettings
+from decode.common.typed_json import to_json
 from decode.drafts.base import METADATA_FILE, check_request
 from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.engine.active_request import check_draft_length
+from decode.model.fingerprint import TargetRecord
 from decode.model.loading import load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics.bootstrap import Array
@@ -317,7 +319,10 @@ def build_facts(
         family=DRAFT_FAMILIES[s.distill.draft.family].saved_name,
         loss=s.distill.loss,
         tasks=[task_version(task) for task in s.tasks],
-        **{key: vars(s)[key] for key in ("max_new_tokens", "seeds", "passes", "least_steps", "steps")},
+        **{
+            key: vars(s)[key]
+            for key in ("max_new_tokens", "seeds", "passes", "least_steps", "steps")
+        },
         **vars(provenance.collect()),
     )
 

@@ -8,7 +8,7 @@ each weight and row. For each R the table has
 
   roofline: the larger of weights ÷ memory bandwidth and operations ÷ the highest rate that any product below reached
   product: the target's linear layers alone, one after the other, by the fastest of these kernels: linear
-    (torch.nn.functional.linear), packed (decode/model/linear/packed_linear.py), on a CPU also int8 (weights in 8 bits,
+    (torch.nn.functional.linear), packed (decode/model/linear.py), on a CPU also int8 (weights in 8 bits,
     torch._weight_int8pack_mm), which is listed and not counted as this dtype's floor
   engine: a whole round of the decoder without its draft's part: attention, norms, sampling and bookkeeping included.
     Up to 16 rows one text is verified (K = R - 1 drafted tokens), beyond it R texts are decoded plainly
@@ -50,6 +50,7 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, at_least
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.distributed.placement import TargetSettings
 from decode.drafts.base import Draft, Proposal
 from decode.engine.engine import SpeculativeEngine
@@ -254,7 +255,7 @@ def main(s: FloorConfig) -> None:
             "target": target.name, "dtype": s.dtype, "mode": s.mode, "split_kv": s.split_kv, "prompts": len(prompts),
             "context": statistics.mean(map(len, prompts)) + s.max_new_tokens / 2, "weight_bytes": weight_bytes,
             "bandwidth": speed, "products": products, "steps": steps,
-            "batches": batches["found"], **provenance.collect(),
+            "batches": batches["found"], **to_json(provenance.collect()),
         })  # fmt: skip
 
 

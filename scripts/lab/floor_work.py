@@ -15,7 +15,7 @@ from decode.drafts.base import Proposal
 from decode.engine.round import StepConfig, verify
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import layer_stack
-from decode.model.linear.packed_linear import PackedLinear
+from decode.model.linear import PackedLinear
 from decode.model.loading import Target
 from decode.verification.sampling import CounterRNG, SamplingParams, has_finite_logits
 from eval.benchmark.timing import synchronize

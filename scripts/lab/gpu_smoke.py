@@ -30,6 +30,7 @@ from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.ranges import Count, DraftLength
 from decode.common.run_dir import check_file
+from decode.common.typed_json import to_json
 from decode.drafts.base import Draft
 from decode.drafts.registry import load_draft
 from decode.engine.engine import SpeculativeEngine
@@ -137,7 +138,7 @@ def main(s: GpuSmokeConfig) -> None:
     # No text ends early: otherwise rounds may be over before their waits are looked for.
     target = replace(load_target(s.target, s.device, s.dtype), eos=frozenset())
     found = measure(s, target, load_draft(s.draft, target, dtype=s.dtype))
-    finish(s.out, {**found, "settings": vars(s), **provenance.collect()})
+    finish(s.out, {**found, "settings": vars(s), **to_json(provenance.collect())})
     sys.stderr.write("".join(f"PROBLEM {problem}\n" for problem in found["problems"]))
     sys.exit(1 if found["problems"] else 0)
 

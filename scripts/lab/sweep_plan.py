@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from decode.common.cli import parse_settings, to_dict
 from decode.common.errors import UserError
 from decode.common.ranges import LARGEST, Count, CountOrZero, Seed, at_least
 from decode.common.run_dir import CONTROL_SETTINGS
+from decode.common.settings import parse_settings, to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_TRIALS = 10_000

@@ -11,6 +11,7 @@ from typing import Any
 from decode.common import files, provenance
 from decode.common.errors import UserError
 from decode.common.progress import duration
+from decode.common.typed_json import to_json
 from eval.reporting import plots
 from eval.reporting.formatting import (
     NOT_MEASURED,
@@ -55,7 +56,13 @@ def collect_results(s: SweepConfig, trials: list[Trial]) -> dict[str, Any]:
     problems = {result.trial.name: result.problem for result in results if result.problem}
     shown = ("command", "recipe", "words", "metric", "goal", "point")
     settings = {name: vars(s)[name] for name in shown}
-    return {"schema": 1, **settings, "rows": rows, "failed": problems, **provenance.collect()}
+    return {
+        "schema": 1,
+        **settings,
+        "rows": rows,
+        "failed": problems,
+        **to_json(provenance.collect()),
+    }
 
 
 def read_result(s: SweepConfig, trial: Trial) -> TrialResult:

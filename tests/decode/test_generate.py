@@ -12,9 +12,9 @@ import torch
 from decode import generate
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
-from decode.drafts.mirror.mirror_draft import MirrorConfig
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.mirror import MirrorConfig
 from decode.drafts.registry import pick_draft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine.records import DecodeRecord, RoundRecord
 from decode.generate import GenerateConfig, styled_spans, summary_line
 from decode.model.loading import Target

@@ -7,7 +7,7 @@ from pathlib import Path
 PROGRAM = """
 import sys
 
-sys.modules["jsonargparse"] = None  # importing it raises ImportError
+sys.modules["decode.common.settings"] = None  # importing it raises ImportError
 from decode.common.errors import UserError
 from decode.drafts.registry import load_draft
 from decode.engine.engine import SpeculativeEngine, speculate

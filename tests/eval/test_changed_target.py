@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from decode.common import provenance
 from decode.common.journal import Journal
 from decode.common.run_dir import RunFolder
+from decode.common.typed_json import to_json
 from decode.drafts import base
 from decode.drafts.base import draft_sha256
 from decode.drafts.registry import load_draft
@@ -153,7 +154,7 @@ def test_a_journal_is_of_its_target_and_drafts(tmp_path: Path, what: str) -> Non
     assert contents(tmp_path) == before
     kept = open_journal(RunFolder(tmp_path, False), target, drafts, True)
     assert kept.get(["reference", "a"]) == [1, 2]
-    assert earlier_targets(kept) == ([] if what == "draft" else [ONE.to_json()])
+    assert earlier_targets(kept) == ([] if what == "draft" else [to_json(ONE)])
     open_journal(
         RunFolder(tmp_path, False), target, drafts, False
     )  # allowed once, it is the last state
@@ -161,7 +162,7 @@ def test_a_journal_is_of_its_target_and_drafts(tmp_path: Path, what: str) -> Non
 
 def test_a_journal_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     """Bug: measurements that name no target cannot be finished, or are said to be of this one."""
-    Journal(tmp_path / "journal.jsonl", provenance.hardware()).put(["drafts"], {"d": "1"})
+    Journal(tmp_path / "journal.jsonl", to_json(provenance.hardware())).put(["drafts"], {"d": "1"})
     journal = open_journal(RunFolder(tmp_path, False), TWO, {"d": "1"}, False)
     assert earlier_targets(journal) == [{}]
     lines = other_targets_lines({"target": {}, "methods": [], "earlier_targets": [{}]})

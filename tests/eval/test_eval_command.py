@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from decode.drafts.base import draft_sha256
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.model.loading import Target, load_model, load_target
 from decode.verification import registry
 from eval.checks import greedy_equivalence

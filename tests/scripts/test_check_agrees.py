@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from decode.common.errors import UserError
-from decode.drafts import mtp_model
+from decode.drafts import mtp
 from decode.drafts.registry import load_draft
 from decode.model.loading import Target, load_model
 from decode.serving.checker import DECODER_RULE, check_draft_files
@@ -19,7 +19,7 @@ from decode.serving.rules import IGNORED, REFUSED, SILENT
 from tests.decode.checkpoints import test_importers
 from tests.decode.checkpoints.test_importers import TRAINERS, edited, quietly
 from tests.decode.checkpoints.test_layouts import V, small_target
-from tests.decode.drafts.blocks import test_dflash, test_peagle
+from tests.decode.drafts import test_dflash, test_peagle
 from tests.decode.drafts.test_mtp import native_folder
 from tests.tiny import tiny_model
 
@@ -269,7 +269,7 @@ def renumbered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_mtp_layers_agree(change: str, tmp_path: Path) -> None:
     """Catches a matrix or an epsilon of the layer's own that nobody reads, and a second layer dropped in silence."""
     _, own = native_folder(tmp_path, "llama")
-    head = f"model.layers.3.{mtp_model.HEAD}"
+    head = f"model.layers.3.{mtp.HEAD}"
     if change == "another head":
         put(head, lambda t: t[head] + 1)(tmp_path)
     if change == "another eps":

@@ -18,7 +18,7 @@ from train.distill import DistillConfig
 from train.families.alignment import AlignedIndices, Alignment
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
-from train.families.heads.eagle import EagleTrainer
+from train.families.eagle import EagleTrainer
 from train.families.registry import family_trainer
 from train.losses import divergences
 

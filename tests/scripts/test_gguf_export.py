@@ -17,7 +17,7 @@ from decode.checkpoints.draft_vocab import save_ids
 from decode.common.chat_template import encode_prompt
 from decode.common.errors import UserError
 from decode.common.template_choice import with_template
-from decode.model.gguf_reader import read_file
+from decode.model.formats.gguf_reader import read_file
 from decode.model.loading import Target, load_model, load_target, load_tokenizer
 from decode.serving import gguf_export
 from decode.serving.gguf_export import write_gguf

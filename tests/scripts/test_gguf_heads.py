@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from decode.checkpoints import layouts
 from decode.common.errors import UserError
 from decode.drafts.base import METADATA_FILE
-from decode.drafts.blocks.dflash_model import DFlashModel
+from decode.drafts.dflash_model import DFlashModel
 from decode.drafts.eagle_model import Eagle3Model, llama_config
 from decode.engine.engine import decode
-from decode.model.gguf_reader import GgufContent, StoredTensor, read_file
+from decode.model.formats.gguf_reader import GgufContent, StoredTensor, read_file
 from decode.model.hidden_states import HiddenStateSpec, LMHead
 from decode.model.loading import Target, load_target
 from decode.serving import gguf_heads

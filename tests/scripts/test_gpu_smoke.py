@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode.common.cli import parse_settings
+from decode.common.settings import parse_settings
 from decode.engine.engine import SpeculativeEngine
 from scripts.lab import gpu_smoke
 from tests.decode.engine.test_capture_lint import as_on_a_gpu  # noqa: F401

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
-from decode.common.cli import parse_settings
 from decode.common.files import read_yaml
+from decode.common.settings import parse_settings
 from tests.worlds import ROOT
 from train.distill import DistillConfig
 

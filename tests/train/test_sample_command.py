@@ -16,8 +16,7 @@ from tests import worlds
 from tests.worlds import CONTEXT, EOS, Done, World, contents
 from train.data import sample_store
 from train.data.manifest import load_set, read_manifest
-from train.data.prompts import read_prompts
-from train.data.sources import PromptSource
+from train.data.sources import PromptSource, read_prompts
 
 COMMAND = "train/sample.py"
 FITS, TOO_LONG = "y" * (CONTEXT - 1), "x" * CONTEXT

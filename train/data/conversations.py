@@ -1,4 +1,4 @@
-"""Step 3 of 4 from sources to prompts: Prompts become Conversations, the token ids of prompt segments and replies.
+"""Step 2 of 3 from sources to tokens: Prompts become Conversations, the token ids of prompt segments and replies.
 
 A sampled set stores the token ids that were generated, never text that was tokenised again. So the turns of a chat are
 joined as ids, and what a chat template puts between them is found by rendering it.
@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.common.chat_template import apply_template
+from decode.common.chat_template import Messages, apply_template
 from decode.common.errors import UserError
 from train.data.prompts import Prompt, encode_prompt, encode_prompts, make_prompt
 
 TurnSelection = Literal["last", "all"]
-Messages = list[dict[str, Any]]
 PROBE_REPLY = "<think>\nwhy\n</think>\n\nso"
 """A placeholder reply with reasoning, which reveals templates that remove reasoning from earlier turns."""
 

@@ -1,6 +1,5 @@
-"""Step 4 of 4 from sources to prompts: drops overlaps with evaluation, near duplicates, and wrong lengths."""
+"""Step 3 of 3 from sources to tokens: finds overlaps with evaluation, near duplicates, and wrong lengths."""
 
-import itertools
 import re
 import zlib
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ import numpy as np
 
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, zero_or
-from train.data.prompts import Prompt, prompt_text
 
 OVERLAP_WORDS = 13
 """Consecutive words in common that count as overlap, as in GPT-3 (arXiv 2005.14165, appendix C)."""
@@ -70,13 +68,6 @@ class EvaluationOverlap:
         return within or any(other in text for other in self.short)
 
 
-def drop_overlaps(prompts: list[Prompt], evaluation_texts: list[str]) -> tuple[list[Prompt], int]:
-    """(prompts that do not overlap the evaluation texts, number of prompts dropped)."""
-    evaluation = EvaluationOverlap(evaluation_texts)
-    kept = [prompt for prompt in prompts if not evaluation.overlaps(prompt_text(prompt))]
-    return kept, len(prompts) - len(kept)
-
-
 class NearDuplicates:
     """Texts that resemble none before them: some 400 bytes for each.
 
@@ -126,21 +117,6 @@ class NearDuplicates:
                     return True
             texts = self.earlier[texts, bands]
         return False
-
-
-def drop_near_duplicates(prompts: list[Prompt], similarity: float) -> tuple[list[Prompt], int]:
-    """(prompts that are not near duplicates of an earlier one, number of prompts dropped).
-
-    Prompts with the same content that follow each other are kept or dropped together.
-    """
-    if similarity == 0:
-        return prompts, 0
-    unlike, kept = NearDuplicates(similarity), []
-    for _, group in itertools.groupby(prompts, lambda prompt: prompt.content_id):
-        samples = list(group)
-        if unlike.add(prompt_text(samples[0])):
-            kept += samples
-    return kept, len(prompts) - len(kept)
 
 
 def minhash_signature(text: str) -> np.ndarray:

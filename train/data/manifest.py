@@ -14,6 +14,7 @@ from typing import Any
 
 from decode.common import damage, files
 from decode.common.errors import UserError
+from decode.common.typed_json import from_json, to_json
 from decode.model.fingerprint import ModelFingerprint
 from train.data import sample_store
 from train.data.sample_store import SampleStore
@@ -66,7 +67,7 @@ class Manifest:
 
     def targets(self) -> list[ModelFingerprint]:
         """`fingerprints`, read."""
-        return [ModelFingerprint.from_json(one) for one in self.fingerprints]
+        return [from_json(ModelFingerprint, one) for one in self.fingerprints]
 
 
 def count_arguments(found: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
@@ -82,7 +83,7 @@ def count_arguments(found: Iterable[dict[str, Any] | None]) -> list[dict[str, An
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes or replaces `<folder>/manifest.json`, with shards and their targets as they are in the folder now."""
-    targets = [one.to_json() for one in sample_store.targets_in(folder) if one is not None]
+    targets = [to_json(one) for one in sample_store.targets_in(folder) if one is not None]
     content = dataclasses.asdict(manifest) | {"shards": describe_shards(folder)}
     content["fingerprints"] = targets
     files.write_atomically(folder / MANIFEST_FILE, json.dumps(content, indent=2) + "\n")

@@ -1,15 +1,13 @@
 """The whole way from sources to tokenised prompts, one prompt after the other; every dropped prompt is counted.
 
-1. sources.py          reads raw contents
-2. prompts.py          contents -> Prompts: limits, exact duplicates dropped
-3. conversations.py    Prompt -> Conversation: token ids of each turn
-4. filters.py          overlaps with evaluation, wrong lengths, near duplicates dropped
+1. sources.py          reads Prompts; limits apply, and equal ones are dropped
+2. conversations.py    Prompt -> Conversation: token ids of each turn
+3. filters.py          overlaps with evaluation, wrong lengths, near duplicates are dropped
 """
 
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from decode.common.chat_template import Arguments
@@ -32,12 +30,20 @@ from decode.model.loading import (
     tokenizer_fingerprint,
 )
 from decode.model.vocabularies import check_embedded
-from train.data import conversations, prompts
+from train.data import conversations
 from train.data.conversations import Conversation
 from train.data.filters import EvaluationOverlap, FilterConfig, NearDuplicates, has_wrong_length
-from train.data.prompts import Prompt
+from train.data.prompts import Prompt, prompt_text
 from train.data.rendered_text import template_marks
-from train.data.sources import ANSWER_ADVICE, REPEATS, UNANSWERED, PromptSource, ReadLog
+from train.data.sources import (
+    ANSWER_ADVICE,
+    REPEATS,
+    UNANSWERED,
+    PromptSource,
+    ReadLog,
+    evaluation_texts,
+    stream_prompts,
+)
 
 OVERLAPS = "dropped_as_evaluation"
 WRONG_LENGTHS = "dropped_by_length"
@@ -165,7 +171,7 @@ def load_prompts(
     log = ReadLog() if log is None else log
     dropped = log.dropped
     dropped.update(dict.fromkeys((REPEATS, *FILTERS), 0))
-    read = prompts.stream_prompts(s.sources, s.seed, log, s.origin == "text")
+    read = stream_prompts(s.sources, s.seed, log, s.origin == "text")
     tokenize = tokenize_texts if s.origin == "text" else tokenize_prompts
     evaluation = EvaluationOverlap(evaluation_texts(s.decontaminate))
     unlike = NearDuplicates(s.filters.near_duplicates)
@@ -207,7 +213,7 @@ def _why_dropped(
     unlike: NearDuplicates,
 ) -> str:
     """The name of the first filter that a prompt does not pass; "" if it passes all."""
-    text = prompts.prompt_text(prompt)
+    text = prompt_text(prompt)
     if evaluation.overlaps(text):
         return OVERLAPS
     is_window = s.origin == "text" and not has_replies(prompt)  # windows may be of any length
@@ -283,10 +289,3 @@ def _unless_refused(convert: Callable[[Prompt], list[T]], prompt: Prompt, log: R
 def has_replies(prompt: Prompt) -> bool:
     """Whether a prompt read for origin text has replies to train on; otherwise its whole text is trained on."""
     return prompt.messages is not None or prompt.answer is not None
-
-
-def evaluation_texts(decontaminate: str | list[str]) -> list[str]:
-    """The bundled evaluation prompts and those of the files in `decontaminate`; an empty name is no file."""
-    paths = [decontaminate] if isinstance(decontaminate, str) else decontaminate
-    texts = [text for path in paths if path for text in prompts.read_prompt_texts(Path(path))]
-    return [*prompts.evaluation_texts(), *texts]

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from decode.common.disk_errors import disk_error, naming
 from decode.common.errors import UserError, first_line
 from decode.common.files import write_atomically
+from decode.common.typed_json import from_json, to_json
 from decode.model.fingerprint import ModelFingerprint
 
 SCHEMA = pa.schema(
@@ -172,16 +173,15 @@ def targets_in(folder: Path) -> list[ModelFingerprint | None]:
 
 def target_metadata(target: ModelFingerprint | None) -> dict[bytes, bytes] | None:
     """The metadata of a shard whose answers are this target's."""
-    return None if target is None else {TARGET_KEY: json.dumps(target.to_json()).encode()}
+    return None if target is None else {TARGET_KEY: json.dumps(to_json(target)).encode()}
 
 
 def target_of(schema: pa.Schema) -> ModelFingerprint | None:
     """The target that a shard's metadata name; None for none, and for damaged metadata."""
     try:
-        known = json.loads((schema.metadata or {})[TARGET_KEY])
+        return from_json(ModelFingerprint, json.loads((schema.metadata or {})[TARGET_KEY]))
     except (KeyError, ValueError):
         return None
-    return ModelFingerprint.from_json(known) if isinstance(known, dict) else None
 
 
 def rows_digest(rows: Iterable[SampleRow]) -> str:

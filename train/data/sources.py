@@ -1,7 +1,7 @@
-"""Step 1 of 4 from sources to prompts: raw contents of bundled files, the standard library, files, the Hub.
+"""Step 1 of 3 from sources to tokens: prompts of bundled files, the standard library, files and the Hub.
 
-Files of the user's and data sets may hold millions of prompts: they are read one after the other, and memory holds the
-place of each line or row where they are shuffled.
+Sources may hold millions of prompts: they are read one after the other, and memory holds their ids, to find duplicates,
+and the place of each line or row where they are shuffled.
 """
 
 import itertools
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from decode.common.chat_template import Arguments, Tools
 from decode.common.errors import UserError
 from decode.common.ranges import Count, at_least
+from eval.tasks.dataset_specs import BUNDLED_PROMPTS
 from eval.tasks.row_files import DatasetRow, read_hub_rows, read_rows
-from eval.tasks.row_forms import Content, check_said, prompt_columns, read_row
+from eval.tasks.row_forms import check_said, prompt_columns, read_row
 from train.data import python_corpus
+from train.data.prompts import Prompt, make_prompt, prompt_text
 
-BUNDLED_PROMPTS = Path(__file__).resolve().parents[2] / "assets" / "prompts"
 DOMAINS = ("code", "prose", "arithmetic")
 EXCERPT_LENGTHS = (200, 600)  # characters
 REPEATS = "dropped_as_repeats"
@@ -32,20 +32,6 @@ CHECKED_EARLY = 1000
 """Rows after which the share of refused ones is checked for the first time."""
 NAMED_ROWS = 3
 """Refused rows that are named; the others are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What a source holds at one place."""
-
-    label: str
-    """Name of the source, without the folder that it lies in, which stays private."""
-    content: Content
-    tools: Tools | None = None
-    location: str = ""
-    """Where it stands, for messages."""
-    arguments: Arguments | None = None
-    """Its own arguments of the chat template."""
 
 
 @dataclass
@@ -174,75 +160,108 @@ def check(source: PromptSource, answered: bool) -> None:
         raise UserError(f"source {source.kind}: a text is used once: set samples to 1")
 
 
+def read_prompts(
+    sources: list[PromptSource], seed: int, root: Path = BUNDLED_PROMPTS
+) -> list[Prompt]:
+    """All prompts of `sources` in order, each content once.
+
+    The same arguments give the same list, and a larger limit keeps the prompts of a smaller one.
+    """
+    return list(stream_prompts(sources, seed, ReadLog(), root=root))
+
+
+def stream_prompts(
+    sources: list[PromptSource],
+    seed: int,
+    log: ReadLog,
+    answered: bool = False,
+    root: Path = BUNDLED_PROMPTS,
+) -> Iterator[Prompt]:
+    """The prompts of `read_prompts` one by one, the samples of a content behind each other; contents that had come
+    earlier count in `log`.
+
+    With `answered` (origin text) prompts carry their answers, and files and modules come as whole texts.
+    """
+    for source in sources:
+        check(source, answered)
+    seen: set[str] = set()
+
+    def is_new(prompt: Prompt) -> bool:
+        if prompt.id in seen:
+            log.dropped[REPEATS] += 1
+        return prompt.id not in seen
+
+    for source in sources:
+        rng = random.Random(f"{seed} {source.kind} {source.path} {source.split}")
+        found = filter(is_new, read_source(source, rng, root, answered, log))
+        taken = 0
+        for prompt in itertools.islice(found, source.limit):
+            taken += 1
+            seen.add(prompt.id)
+            yield prompt
+            for sample in range(1, source.samples):
+                yield replace(prompt, id=f"{prompt.content_id}#{sample}", sample=sample)
+        if source.kind == "stdlib" and source.limit is not None and taken < source.limit:
+            raise UserError(
+                f"source stdlib: limit {source.limit}, but only {taken} excerpts were found: lower it"
+            )
+
+
 def read_source(
     source: PromptSource, rng: random.Random, root: Path, answered: bool, log: ReadLog
-) -> Iterator[Candidate]:
-    """Everything in `source`, shuffled where a limit will choose among it. What is skipped is counted in `log`.
+) -> Iterator[Prompt]:
+    """The first samples of everything in `source`, shuffled where a limit will choose among it. What is skipped is
+    counted in `log`.
 
     With `answered` (origin text) answers are kept and files and modules come whole; without, the last message of a chat
     is the user's and texts come as excerpts or paragraphs.
     """
-    if source.kind == "stdlib" and not answered:
-        for excerpt in _stdlib_excerpts(rng, tries=20 * (source.limit or 0)):
-            yield Candidate("stdlib", excerpt)
-    elif source.kind == "hub":
-        yield from _read_hub(source, rng, answered, log)
+    shuffle = rng if source.limit is not None else None
+    if source.kind == "hub":
+        rows = read_hub_rows(
+            source.path, source.config, source.split, streaming=source.streaming, rng=shuffle
+        )
+        yield from _read_rows(rows, source.path, source, answered, log)
     elif source.kind == "file":
-        yield from _read_file(source, rng, answered, log)
+        path = Path(source.path)
+        rows = read_rows(path, source.split, shuffle, answered)
+        skipped = log.dropped[UNANSWERED]
+        prompt = None
+        for prompt in _read_rows(rows, path.resolve().name, source, answered, log):
+            yield prompt
+        if prompt is None and log.dropped[UNANSWERED] == skipped and not log.dropped[REFUSED]:
+            raise UserError(f"prompt file {path}: has no prompts: add some or drop the source")
+    elif source.kind == "stdlib" and not answered:
+        for excerpt in _stdlib_excerpts(rng, tries=20 * (source.limit or 0)):
+            yield make_prompt("stdlib", excerpt, 0)
     else:
         if source.kind == "stdlib":
-            texts = [
-                *python_corpus.read_modules(False).values(),
-                *python_corpus.read_help_topics(False).values(),
+            parts = python_corpus.read_modules(False), python_corpus.read_help_topics(False)
+            found = [make_prompt("stdlib", text, 0) for part in parts for text in part.values()]
+        else:  # bundled prompts are texts to continue, not questions
+            found = [
+                prompt
+                for name in (DOMAINS if source.path == "all" else (source.path,))
+                for prompt in _read_prompt_file(root / "train" / f"{name}.jsonl", f"bundled/{name}")
             ]
-            found = [Candidate("stdlib", text) for text in texts]
-        else:
-            found = _read_bundled(source.path, root)
-        if source.limit is not None:
+        if shuffle is not None:
             rng.shuffle(found)
         yield from found
 
 
-def _read_bundled(domain: str, root: Path) -> list[Candidate]:
-    """The bundled prompts, which are texts to continue, not questions."""
-    domains = DOMAINS if domain == "all" else (domain,)
-    return [
-        replace(candidate, label=f"bundled/{name}")
-        for name in domains
-        for candidate in read_contents(root / "train" / f"{name}.jsonl")
-    ]
-
-
-def _read_file(
-    source: PromptSource, rng: random.Random, answered: bool, log: ReadLog
-) -> Iterator[Candidate]:
-    """What a file or a folder of yours holds, shuffled where a limit will choose among it. UserError for nothing."""
-    path = Path(source.path)
-    rows = read_rows(path, source.split, rng if source.limit is not None else None, answered)
-    skipped = log.dropped[UNANSWERED]
-    empty = True
-    for candidate in _read_rows(rows, path.resolve().name, source, answered, log):
-        empty = False
-        yield candidate
-    if empty and log.dropped[UNANSWERED] == skipped and not log.dropped[REFUSED]:
-        raise UserError(f"prompt file {path}: has no prompts: add some or drop the source")
-
-
-def read_contents(path: Path) -> Iterator[Candidate]:
+def _read_prompt_file(path: Path, label: str = "") -> Iterator[Prompt]:
     """The prompts of a file or a folder. UserError names the place of a bad one."""
     source = PromptSource("file")
-    return _read_rows(read_rows(path, source.split), path.name, source, False, ReadLog())
+    return _read_rows(read_rows(path, source.split), label, source, False, ReadLog())
 
 
-def _read_hub(
-    source: PromptSource, rng: random.Random, answered: bool, log: ReadLog
-) -> Iterator[Candidate]:
-    """The rows of a Hub data set."""
-    chosen = rng if source.limit is not None else None
-    rows = read_hub_rows(
-        source.path, source.config, source.split, streaming=source.streaming, rng=chosen
-    )
-    return _read_rows(rows, source.path, source, answered, log)
+def evaluation_texts(
+    decontaminate: str | list[str] = "", root: Path = BUNDLED_PROMPTS
+) -> list[str]:
+    """The bundled evaluation prompts and those of the files in `decontaminate`; an empty name is no file."""
+    own = [decontaminate] if isinstance(decontaminate, str) else decontaminate
+    paths = [*sorted((root / "eval").glob("*.jsonl")), *(Path(path) for path in own if path)]
+    return [prompt_text(prompt) for path in paths for prompt in _read_prompt_file(path)]
 
 
 def _read_rows(
@@ -251,28 +270,26 @@ def _read_rows(
     source: PromptSource,
     answered: bool,
     log: ReadLog,
-) -> Iterator[Candidate]:
-    """The prompts of rows, with `answered` only of those that have an answer; `log` counts the others.
-
-    A row without any content is refused in a file, and skipped in a set of the Hub.
-    """
+) -> Iterator[Prompt]:
+    """The prompts of rows, with `answered` only of those that have an answer; `log` counts the others."""
     for item in rows:
         log.rows += 1
+        prompt = None
         try:
-            found = _read_row(item, label, source, answered, log)
+            prompt = _read_row(item, label, source, answered, log)
         except UserError as error:
             log.refuse(str(error))
-            found = None
         if log.rows == CHECKED_EARLY:
             log.check_share()
-        if found is not None:
-            yield found
+        if prompt is not None:
+            yield prompt
 
 
 def _read_row(
     item: DatasetRow, label: str, source: PromptSource, answered: bool, log: ReadLog
-) -> Candidate | None:
-    """What a row holds; None if it counts in `log` as empty or unanswered. UserError for a row that is refused."""
+) -> Prompt | None:
+    """What a row holds; None if it counts in `log` as empty or unanswered. UserError for a row that is refused: so is
+    one without content in a file, which a set of the Hub may have."""
     if item.error:
         raise UserError(item.error)
     fields, where = item.fields, item.location
@@ -283,7 +300,7 @@ def _read_row(
             check_said(content, where)
         if (label, *row.columns) not in log.forms:
             log.forms[label, *row.columns] = f"{label}: {row.describe(fields)}"
-        return Candidate(label, content, row.tools, where, row.arguments)
+        return make_prompt(label, content, 0, row.tools, row.arguments, where)
     if answered and row is not None:
         log.dropped[UNANSWERED] += 1
         log.unanswered = log.unanswered or where

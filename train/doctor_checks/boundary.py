@@ -11,39 +11,37 @@ from typing import Any
 from decode.common.chat_template import Arguments, Messages, Tools, encode_prompt
 from decode.common.errors import UserError
 from train.data.prompts import Prompt
-from train.doctor_checks.findings import DataFinding, Defect, cost_or_note, percent, stop_or_cost
-from train.doctor_checks.seen_rows import SeenRow, decode
+from train.doctor_checks.findings import Tally
+from train.doctor_checks.rows import SeenRow, decode
 from train.doctor_checks.template import ChatTemplate, render, user
 
 FARTHEST = 8
 """Tokens around the beginning of a mask in which the generation prompt's end is looked for."""
-REMAKE = "make the set again with train/sample.py, which stores where the target began and ended"
 
 
 class BoundaryCheck:
     """Compares rows with the chat template's rendering; `prompts` are the prompts of some rows by id, if known."""
 
     def __init__(
-        self, template: ChatTemplate | None, eos: frozenset[int], prompts: Mapping[str, Prompt]
+        self,
+        tally: Tally,
+        template: ChatTemplate | None,
+        eos: frozenset[int],
+        prompts: Mapping[str, Prompt],
     ):
-        self.template, self.eos, self.prompts = template, eos, prompts
-        self.rows = self.replied = self.endable = 0
-        self.compared = self.rendered = self.tokenized = 0
+        self.tally, self.eos, self.prompts = tally, eos, prompts
         self.offsets: Counter[int] = Counter()
-        self.moved, self.unopened, self.lost_end, self.two_bos = (Defect() for _ in range(4))
-        self.other_prompt, self.rewritten, self.changed_reply = (Defect() for _ in range(3))
-        self.unread, self.trailing, self.merged, self.other_tokens = (Defect() for _ in range(4))
+        tally.said["opening"] = template.opening if template else ""
 
     def add(self, row: SeenRow) -> None:
         """Checks one row; pieces of plain text have no boundary."""
-        self.rows += 1
         bos = row.tokenizer.bos_token_id
         doubled = bos is not None and row.ids[:2] == [bos, bos]
         if doubled:
-            self.two_bos.add(row)
+            self.tally.add("BOS twice", row)
         if row.is_window or not row.spans:
             return
-        self.replied += 1
+        self.tally.looked["replied"] += 1
         is_right = self._check_begin(row)
         self._check_end(row)
         if row.chosen:
@@ -52,26 +50,31 @@ class BoundaryCheck:
                 self._check_rendering(row)
             self._check_tokens(row)
 
+    def finish(self) -> None:
+        """Tells by how many tokens masks are wrong."""
+        late = sum(number for offset, number in self.offsets.items() if offset > 0)
+        self.tally.said |= {
+            "by": ", ".join(f"{offset:+d}" for offset in sorted(self.offsets)[:6]),
+            "late": late,
+            "early": self.offsets.total() - late,
+        }
+
     def _check_begin(self, row: SeenRow) -> bool:
         """Counts a row whose mask begins elsewhere; True if all its replies begin where the target would."""
         offsets = [self._offset(row, start) for start, _ in row.spans]
-        if all(offset == 0 for offset in offsets):
-            return True
-        known = [offset for offset in offsets if offset is not None]
-        if len(known) < len(offsets):
-            self.unopened.add(row)
-            return False
-        self.offsets.update(offset for offset in known if offset != 0)
-        self.moved.add(row, sum(abs(offset) for offset in known))
-        return False
+        wrong = [offset for offset in offsets if offset]
+        if None in offsets:
+            self.tally.add("reply without generation prompt", row)
+        elif wrong:
+            self.offsets.update(wrong)
+            self.tally.add("mask begins at the wrong token", row, sum(map(abs, wrong)))
+        return None not in offsets and not wrong
 
     def _offset(self, row: SeenRow, start: int) -> int | None:
         """Tokens by which a mask that begins at `start` begins too late (negative: too early); None if unknown."""
         prompt = self.prompts.get(row.row["id"])
         if prompt is not None and start == row.spans[0][0]:
-            golden = golden_ids(
-                row.tokenizer, prompt.messages or prompt.text or "", prompt.tools, prompt.arguments
-            )
+            golden = golden_ids(row.tokenizer, prompt.asked, prompt.tools, prompt.arguments)
             near = abs(start - len(golden)) <= FARTHEST
             if near and golden and row.ids[: len(golden)] == golden:
                 return start - len(golden)
@@ -92,27 +95,26 @@ class BoundaryCheck:
                 continue  # cut off at the limit
             expected += 1
             missing += row.ids[end - 1] not in self.eos
-        self.endable += expected > 0
+        self.tally.looked["ended"] += expected > 0
         if missing:
-            self.lost_end.add(row, missing)
+            self.tally.add("EOS is not supervised", row, missing)
 
     def _check_prompt(self, row: SeenRow) -> None:
         """Counts a row whose tokens before the first reply are not those that the target would be given."""
-        self.compared += 1
+        self.tally.looked["compared"] += 1
         prompt = self.prompts.get(row.row["id"])
-        before: str | Messages | None = messages_before(row, 0)
+        before: str | Messages | None = messages_before_reply(row)
         tools = arguments = None
         if prompt is not None and len(row.spans) == 1:
-            before, tools = prompt.messages or prompt.text, prompt.tools
-            arguments = prompt.arguments
+            before, tools, arguments = prompt.asked, prompt.tools, prompt.arguments
         if before is None:
             if row.template is not None:
-                self.unread.add(row)
+                self.tally.add("chat cannot be read back", row)
             return
         given = row.ids[: row.spans[0][0]]
         same = golden_ids(row.tokenizer, before, tools, arguments) == given
         if not same and not self._is_switched(row, before, tools):
-            self.other_prompt.add(row)
+            self.tally.add("prompt is rendered otherwise", row)
 
     def _is_switched(self, row: SeenRow, before: str | Messages, tools: Tools | None) -> bool:
         """Whether the template gives the row's prompt with enable_thinking true or false."""
@@ -129,113 +131,32 @@ class BoundaryCheck:
         """Counts a row whose whole chat, rendered by the template, is another text."""
         if row.template is None or row.messages is None or row.messages[-1]["role"] != "assistant":
             return
-        self.rendered += 1
+        self.tally.looked["rendered"] += 1
         whole = render(row.tokenizer, row.messages) or ""
         if whole.startswith(row.text):
             if whole != row.text and whole[len(row.text) :].strip() == "":
-                self.trailing.add(row)
+                self.tally.add("text behind the last EOS", row)
             return
         same = common_prefix(whole, row.text)
         several = sum(m["role"] == "assistant" for m in row.messages) > 1
         if several and same < row.text.rindex(row.messages[-1]["content"]):
-            self.rewritten.add(row, int(row.labels.sum()))
+            self.tally.add("template rewrites history", row, int(row.labels.sum()))
         else:
-            self.changed_reply.add(row)
+            self.tally.add("template changes the reply", row)
 
     def _check_tokens(self, row: SeenRow) -> None:
         """Counts a row whose text is tokenised otherwise; text that is cut within a character is left out."""
         if "\ufffd" in row.text:
             return
-        self.tokenized += 1
+        self.tally.looked["tokenised"] += 1
         again = list(row.tokenizer(row.text, add_special_tokens=False)["input_ids"])
         if again == row.ids:
             return
         place = common_prefix(again, row.ids)
-        if any(place == start - 1 for start, _ in row.spans):
-            self.merged.add(row)
-        else:
-            self.other_tokens.add(row)
-
-    def findings(self, labels: int, worth: float) -> list[DataFinding]:
-        """The findings; `labels` supervised tokens in all."""
-        found = [*self._mask_findings(worth), *self._rendering_findings(labels, worth)]
-        return [finding for finding in found if finding.rows > 0]
-
-    def _mask_findings(self, worth: float) -> list[DataFinding]:
-        late = sum(number for offset, number in self.offsets.items() if offset > 0)
-        by = ", ".join(f"{offset:+d}" for offset in sorted(self.offsets)[:6])
-        of = self.replied
-        return [
-            self.moved.finding(
-                "mask begins at the wrong token", stop_or_cost(self.moved.rows, of, worth), of,
-                f"{percent(self.moved.rows, of)} of the rows are masked from another token than the first generated "
-                f"one (by {by}; {late} too late, {self.offsets.total() - late} too early): {self.moved.tokens} labels "
-                "are missing or are the template's", REMAKE,
-            ),
-            self.unopened.finding(
-                "reply without generation prompt", stop_or_cost(self.unopened.rows, of, worth), of,
-                f"{percent(self.unopened.rows, of)} of the rows have a reply that does not follow "
-                f"{self.template.opening if self.template else ''!r}: the draft learns contexts that are never served",
-                "sample this target again with its own chat template",
-            ),
-            self.lost_end.finding(
-                "EOS is not supervised", stop_or_cost(self.lost_end.rows, self.endable, worth), self.endable,
-                f"{percent(self.lost_end.rows, self.endable)} of the rows that ended have a reply without EOS as its "
-                f"last label: {self.lost_end.tokens} ends are not learned, and drafts run on past them", REMAKE,
-            ),
-            self.two_bos.finding(
-                "BOS twice", stop_or_cost(self.two_bos.rows, self.rows, worth), self.rows,
-                f"{percent(self.two_bos.rows, self.rows)} of the rows begin with two BOS tokens, which the target is "
-                "not served with: its distributions in them are others",
-                "drop the BOS of the text (train/sample.py does) and make the set again",
-            ),
-        ]  # fmt: skip
-
-    def _rendering_findings(self, labels: int, worth: float) -> list[DataFinding]:
-        compared, rendered, of = self.compared, self.rendered, self.tokenized
-        return [
-            self.other_prompt.finding(
-                "prompt is rendered otherwise", "costs", compared,
-                f"{percent(self.other_prompt.rows, compared)} of the rows looked at begin with other tokens than the "
-                "template gives today: the draft learns contexts that are never served",
-                "sample again with the template that is served",
-            ),
-            self.rewritten.finding(
-                "template rewrites history", "costs", rendered,
-                f"{percent(self.rewritten.rows, rendered)} of the rows looked at hold earlier replies that the "
-                f"template renders otherwise ({percent(self.rewritten.tokens, labels)} of all labels): these contexts "
-                "are never served", "sample with --turns last",
-            ),
-            self.changed_reply.finding(
-                "template changes the reply", "note", rendered,
-                f"{percent(self.changed_reply.rows, rendered)} of the rows looked at hold a last reply that the "
-                "template trims or rearranges when it renders the whole chat; while it is generated nothing changes",
-                "nothing, for answers of the target itself",
-            ),
-            self.unread.finding(
-                "chat cannot be read back", "note", compared,
-                f"{percent(self.unread.rows, compared)} of the rows looked at are no rendering of the target's "
-                "template, or one with the date of that day: whether they are what is served is not known",
-                "compare with the prompts: give --sources too, or sample again",
-            ),
-            self.trailing.finding(
-                "text behind the last EOS", "note", rendered,
-                f"{percent(self.trailing.rows, rendered)} of the rows looked at lack the white space that the template "
-                "puts behind the end of a turn: the target never generates it, and it is no label", "nothing",
-            ),
-            self.merged.finding(
-                "tokens merge across the boundary", cost_or_note(self.merged.rows, of, worth), of,
-                f"{percent(self.merged.rows, of)} of the rows looked at tokenise otherwise if prompt and reply are one "
-                "text: trainers that tokenise whole chats would lose the first label of each",
-                "keep token ids, as this set does; end prompts before white space",
-            ),
-            self.other_tokens.finding(
-                "text is tokenised otherwise", "note", of,
-                f"{percent(self.other_tokens.rows, of)} of the rows looked at hold other tokens than their text gives, "
-                "as sampling at a temperature does: a chat whose history is sent as text has these tokens again as "
-                "others", "keep token ids, as this set does",
-            ),
-        ]  # fmt: skip
+        merged = any(place == start - 1 for start, _ in row.spans)
+        self.tally.add(
+            "tokens merge across the boundary" if merged else "text is tokenised otherwise", row
+        )
 
 
 def opening_offset(template: ChatTemplate, ids: list[int], start: int) -> int | None:
@@ -264,15 +185,12 @@ def golden_ids(
         return []
 
 
-def messages_before(row: SeenRow, span: int) -> Messages | None:
-    """The messages before a span's reply; None if the row's text is not read back as messages.
-
-    Replies are counted from the last one, since earlier replies may have no span.
-    """
+def messages_before_reply(row: SeenRow) -> Messages | None:
+    """The messages before the first span's reply; None if the row's text is not read back as messages."""
     if row.messages is None:
         return None
     replies = [i for i, m in enumerate(row.messages) if m["role"] == "assistant"]
-    back = len(row.spans) - span
+    back = len(row.spans)  # from the last reply, since earlier ones may have no span
     return row.messages[: replies[-back]] if back <= len(replies) else None
 
 

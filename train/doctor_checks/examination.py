@@ -20,26 +20,24 @@ from train.data import mixture
 from train.data.conversations import Conversation, TurnSelection
 from train.data.manifest import load_set, read_manifest
 from train.data.mixture import DataSpec
-from train.data.prompt_pipeline import TargetTokenizer, evaluation_texts
-from train.data.prompts import Prompt, encode_prompt, stream_prompts
+from train.data.prompt_pipeline import TargetTokenizer
+from train.data.prompts import Prompt, encode_prompt
 from train.data.rendered_text import TemplateMarks, template_marks
-from train.data.sources import REFUSED, RENDERED_ADVICE, REPEATS, PromptSource, ReadLog
+from train.data.sources import (
+    REFUSED,
+    REPEATS,
+    PromptSource,
+    ReadLog,
+    evaluation_texts,
+    stream_prompts,
+)
 from train.doctor_checks.answers import AnswerCheck
 from train.doctor_checks.boundary import BoundaryCheck
-from train.doctor_checks.chat_features import FeatureCheck, source_findings, template_findings
-from train.doctor_checks.findings import (
-    DataFinding,
-    Defect,
-    by_severity,
-    cost_or_note,
-    percent,
-    stop_or_cost,
-)
-from train.doctor_checks.prompt_overlap import OverlapCheck
-from train.doctor_checks.seen_rows import SeenRow, prompt_row
+from train.doctor_checks.chat import FeatureCheck, check_sources, check_template
+from train.doctor_checks.corpus import CoverageCheck, MixCheck, OverlapCheck
+from train.doctor_checks.findings import DataFinding, Tally, percent
+from train.doctor_checks.rows import SeenRow, prompt_row
 from train.doctor_checks.template import ChatTemplate, probe
-from train.doctor_checks.text_mix import MixCheck
-from train.doctor_checks.vocab_coverage import CoverageCheck
 
 MOST_RENDERINGS = 256
 """Arguments of rows with which the template is looked at, which takes some hundredths of a second: rows with others,
@@ -95,7 +93,7 @@ class Examination:
 
     rows: int
     labels: int
-    facts: dict[str, Any]
+    facts: dict[str, str | int]
     findings: list[DataFinding]
     """The gravest first."""
     shown: list[SeenRow]
@@ -138,55 +136,48 @@ def examine_sets(
     UserError for a set that cannot be read or was made with another tokenizer.
     """
     reader, template = renderings.of(renderings.usual)
-    size = vocab_size(s)
-    boundary = BoundaryCheck(template, reader.eos, prompts)
-    answers = AnswerCheck(reader.tokenizer, reader.eos, size, s.max_length, s.short)
-    overlap, features, mix = build_overlap(s), FeatureCheck(template), MixCheck()
-    coverage = CoverageCheck(size, reader.eos)
-    rendered, marks = Defect(), template_marks(reader.tokenizer)
+    config = load_config(s.target, "target", s.revision)
+    size = int(config.get_text_config(decoder=True).vocab_size)
+    tally, marks = Tally(s.worth), template_marks(reader.tokenizer)
+    answers = AnswerCheck(tally, reader.tokenizer, reader.eos, size, s.max_length, s.short)
+    boundary = BoundaryCheck(tally, template, reader.eos, prompts)
+    overlap = OverlapCheck(tally, evaluation_texts(s.decontaminate), s.near_duplicates)
+    features, mix = FeatureCheck(tally, template), MixCheck(tally)
+    coverage = CoverageCheck(tally, size, reader.eos, s.vocabs)
+    check_template(tally, reader.tokenizer, template, reader.eos)
+    tally.said["items"] = "rows"
     first: list[SeenRow] = []
-    looked = 0
-    others: list[DataFinding] = []
-    for row in read_rows(s, renderings, others):
+    for row in read_rows(s, renderings, tally):
         answers.add(row)
         if not 0 <= min(row.ids, default=0) <= max(row.ids, default=0) < size:
             continue  # such ids have no text
+        tally.looked.update(texts=1, chosen=row.chosen)
         for check in (boundary, overlap, features, mix, coverage):
             check.add(row)
         if holds_rendered_text(marks, row):
-            rendered.add(row)
-        looked += row.chosen
+            tally.said.setdefault("example", row.id)
+            tally.add("text is rendered already", row)
         first += [row.kept()] if len(first) < s.show else []
-    labels = answers.labels
-    findings = by_severity(
-        [
-            *others,
-            *template_findings(reader.tokenizer, template, reader.eos),
-            *boundary.findings(labels, s.worth),
-            *answers.findings(s.worth),
-            *overlap.findings(s.worth),
-            *features.findings(labels, s.worth),
-            *([rendered_finding(rendered, answers.rows, "rows", s.worth)] if rendered.rows else []),
-            *mix.findings(looked),
-            *coverage.findings(s.vocabs, s.worth),
-        ]
-    )
-    facts = {
-        "rows": f"{answers.rows:,} ({looked:,} rendered and tokenised again)",
+    for finished in (boundary, answers, overlap, features, coverage):
+        finished.finish()
+    labels, looked = tally.labels, tally.looked
+    facts: dict[str, str | int] = {
+        "rows": f"{looked['rows']:,} ({looked['chosen']:,} rendered and tokenised again)",
         "tokens": f"{answers.read:,}, supervised {labels:,} ({percent(labels, answers.read)})",
         **features.facts(),
         **mix.facts(),
-        **coverage.facts(s.vocabs),
+        **coverage.facts(),
     }
-    return Examination(answers.rows, labels, facts, findings, choose_shown(s, findings, first))
+    findings, examples = tally.findings()
+    return Examination(
+        looked["rows"], labels, facts, findings, each_once([*examples, *first])[: s.show]
+    )
 
 
-def read_rows(
-    s: DoctorConfig, renderings: Renderings, findings: list[DataFinding]
-) -> Iterator[SeenRow]:
+def read_rows(s: DoctorConfig, renderings: Renderings, tally: Tally) -> Iterator[SeenRow]:
     """The rows of all sets; of several sets ids are prefixed with the set's number, as in training.
 
-    A set that was made with another chat template adds a finding.
+    A set that was made with another chat template is reported.
     """
     parts = mixture.mixture_parts(s.data)
     for number, part in enumerate(parts):
@@ -200,13 +191,8 @@ def read_rows(
                 "by another template than the target has now" if manifest.template == setting
                 else f"with --template {then}, and this is {describe(setting)}"
             )  # fmt: skip
-            findings.append(
-                DataFinding(
-                    "made with another chat template", "costs", len(store), len(store),
-                    f"all {len(store):,} rows of {part.path} were rendered {other}",
-                    "sample again, or serve with the template of the set",
-                )
-            )  # fmt: skip
+            kind = "made with another chat template"
+            tally.report(kind, len(store), len(store), path=part.path, other=other)
         chosen = set(mixture.shuffled(len(store), s.seed)[: s.rows or None].tolist())
         for i, row in enumerate(store):
             name = f"{number}/{row['id']}" if len(parts) > 1 else row["id"]
@@ -221,72 +207,45 @@ def examine_prompts(
     """Checks prompts before sampling; `log` says how they were read, and how many equal ones were left out."""
     kinds = Counter(json.dumps(prompt.arguments) for prompt in prompts)
     reader, template = renderings.of(renderings.usual, json.loads(kinds.most_common(1)[0][0]))
-    overlap, mix = build_overlap(s), MixCheck()
-    refused, too_long, rendered = Defect(), Defect(), Defect()
-    marks = template_marks(reader.tokenizer)
+    bare, _ = renderings.of(renderings.usual)
+    tally, marks = Tally(s.worth), template_marks(reader.tokenizer)
+    overlap = OverlapCheck(tally, evaluation_texts(s.decontaminate), s.near_duplicates)
+    mix = MixCheck(tally)
+    tally.said |= {"context": reader.context, "refused": "; ".join(log.refused), "items": "prompts"}
     seen: list[tuple[SeenRow, Prompt]] = []
     chosen = set(mixture.shuffled(len(prompts), s.seed)[: s.rows or None].tolist())
-    why = ""
-    bare, _ = renderings.of(renderings.usual)
     for i, prompt in enumerate(prompts):
+        tally.looked["rows"] += 1
         try:
             ids = encode_prompt(bare.tokenizer, prompt)
             bare.check_embedded(Conversation([ids], []))
         except UserError as error:
-            why = why or f"{prompt.location}: {error}"
-            refused.add(SeenRow(prompt.id, prompt_row(prompt, []), reader.tokenizer, None, False))
+            tally.said.setdefault("why", f"{prompt.location}: {error}")
+            refused = SeenRow(prompt.id, prompt_row(prompt, []), reader.tokenizer, None, False)
+            tally.add("prompt is refused", refused)
             continue
         own, its = renderings.of(renderings.usual, prompt.arguments)
         row = SeenRow(prompt.id, prompt_row(prompt, ids), own.tokenizer, its, i in chosen)
+        tally.looked.update(texts=1, chosen=row.chosen)
         if len(ids) >= reader.context:
-            too_long.add(row)
+            tally.add("prompt longer than the context", row)
         if marks.found_in_prompt(prompt):
-            rendered.add(row)
+            tally.said.setdefault("example", prompt.id)
+            tally.add("text is rendered already", row)
         overlap.add(row)
         mix.add(row)
         seen.append((row, prompt))
-    total = len(prompts)
-    counts, lost = source_findings(seen, template, s.turns)
-    found = [
-        refused.finding(
-            "prompt is refused", "stops", total,
-            f"{percent(refused.rows, total)} of the prompts cannot be encoded; sampling skips them, and ends above its "
-            f"max_bad_rows: {why:.160}",
-            "remove or change them",
-        ),
-        too_long.finding(
-            "prompt longer than the context", cost_or_note(too_long.rows, total, s.worth), total,
-            f"{percent(too_long.rows, total)} of the prompts leave no room for an answer in {reader.context:,} tokens "
-            "and are not sampled", "filters.max_prompt, or shorter prompts",
-        ),
-        rendered_finding(rendered, total, "prompts", s.worth),
-    ]  # fmt: skip
-    unread = log.dropped[REFUSED]
-    if unread:
-        found.append(
-            DataFinding(
-                "row is refused", "stops" if unread > s.worth * log.rows else "costs", unread, log.rows,
-                f"{percent(unread, log.rows)} of the rows cannot be read; sampling skips them, and ends above its "
-                f"max_bad_rows: {'; '.join(log.refused):.400}", "correct or remove them",
-            )
-        )  # fmt: skip
-    duplicates = log.dropped[REPEATS]
-    if duplicates:
-        read = total + duplicates
-        found.append(
-            DataFinding(
-                "repeated prompts", cost_or_note(duplicates, read, s.worth), duplicates, read,
-                f"{percent(duplicates, read)} of the prompts read are equal to earlier ones: sampling drops them, so "
-                "there are fewer than it seems", "more prompts",
-            )
-        )  # fmt: skip
-    found += lost + overlap.findings(s.worth) + mix.findings(len(seen))
-    found += template_findings(reader.tokenizer, template, reader.eos)
-    findings = by_severity([finding for finding in found if finding.rows > 0])
-    first = [row for row, _ in seen[: s.show]]
+    overlap.finish()
+    tally.report("row is refused", log.dropped[REFUSED], log.rows)
+    repeated = log.dropped[REPEATS]
+    tally.report("repeated contents", repeated, len(prompts) + repeated)
+    counts = check_sources(tally, seen, template, s.turns)
+    check_template(tally, reader.tokenizer, template, reader.eos)
     forms = {"read": "; ".join(log.lines())} if log.forms else {}
-    facts = {"prompts": f"{total:,}", **forms, **counts, **mix.facts()}
-    return Examination(total, 0, facts, findings, choose_shown(s, findings, first))
+    facts = {"prompts": f"{len(prompts):,}", **forms, **counts, **mix.facts()}
+    findings, examples = tally.findings()
+    shown = each_once([*examples, *(row for row, _ in seen[: s.show])])[: s.show]
+    return Examination(len(prompts), 0, facts, findings, shown)
 
 
 def read_sources(s: DoctorConfig) -> tuple[list[Prompt], ReadLog]:
@@ -308,32 +267,6 @@ def holds_rendered_text(marks: TemplateMarks, row: SeenRow) -> bool:
     return marks.found_in(row.asked) != "" or (turns > 0 and min(counts, default=0) > turns)
 
 
-def rendered_finding(rendered: Defect, total: int, what: str, worth: float) -> DataFinding:
-    """The finding about prompts or rows (`what`) that hold marks of the chat template."""
-    example = rendered.examples[0].id if rendered.examples else ""
-    return rendered.finding(
-        "text is rendered already", stop_or_cost(rendered.rows, total, worth), total,
-        f"{percent(rendered.rows, total)} of the {what} hold marks of the chat template, such as {example}: it renders "
-        "them once more, or learns marks and questions as answers", RENDERED_ADVICE,
-    )  # fmt: skip
-
-
-def build_overlap(s: DoctorConfig) -> OverlapCheck:
-    """The check against the bundled evaluation prompts and those of `decontaminate`."""
-    return OverlapCheck(evaluation_texts(s.decontaminate), s.near_duplicates)
-
-
-def choose_shown(
-    s: DoctorConfig, findings: list[DataFinding], first: list[SeenRow]
-) -> list[SeenRow]:
-    """An example of each finding, the gravest first, then the first rows; each once, `show` in all."""
-    examples = [f.examples[0] for f in findings if f.severity != "note" and f.examples]
-    by_id = {row.id: row for row in reversed([*examples, *first])}
-    order = dict.fromkeys(row.id for row in [*examples, *first])
-    return [by_id[name] for name in order][: s.show]
-
-
-def vocab_size(s: DoctorConfig) -> int:
-    """Rows of the target's embedding, by its config."""
-    config = load_config(s.target, "target", s.revision)
-    return int(config.get_text_config(decoder=True).vocab_size)
+def each_once(rows: list[SeenRow]) -> list[SeenRow]:
+    """The rows without those whose id came before."""
+    return list({row.id: row for row in rows}.values())

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from eval.reporting.formatting import html_templates
 from train.doctor_checks.examination import Examination
-from train.doctor_checks.findings import DataFinding
-from train.doctor_checks.seen_rows import SeenRow, decode
+from train.doctor_checks.rows import SeenRow, decode
 
 LABEL_STYLE, READ_STYLE = "bold green", "dim"
 SEVERITY_STYLES = {"stops": "bold red", "costs": "yellow", "note": "cyan"}
@@ -90,25 +89,12 @@ def print_findings(console: Console, title: str, examined: Examination) -> None:
         console.print(head, soft_wrap=True, highlight=False)
         lines = [finding.cost, f"mend: {finding.mend}"]
         if finding.examples:
-            lines.append("examples: " + ", ".join(row.id for row in finding.examples))
+            lines.append("examples: " + ", ".join(finding.examples))
         for line in lines:
             console.print(Text(visible(f"      {line}")), soft_wrap=True, highlight=False)
     if not examined.findings:
         console.print(Text("nothing was found", style="green"))
     console.print()
-
-
-def finding_json(finding: DataFinding) -> dict[str, Any]:
-    """A finding as JSON."""
-    return {
-        "name": finding.name,
-        "severity": finding.severity,
-        "rows": finding.rows,
-        "of": finding.of,
-        "cost": finding.cost,
-        "mend": finding.mend,
-        "examples": [row.id for row in finding.examples],
-    }
 
 
 def render_page(

@@ -47,7 +47,7 @@ class ChatTemplate:
     doubles_bos: bool
     """The template's text begins with BOS, and the tokenizer puts another one in front."""
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, str]:
         """What the report lists of the template."""
         return {
             "generation prompt": self.opening,

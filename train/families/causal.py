@@ -15,14 +15,14 @@ from decode.common.errors import UserError
 from decode.drafts.base import Draft, check_vocabulary, read_metadata
 from decode.drafts.causal import causal_draft, load_ids
 from decode.model import attention
-from decode.model.config_checks import check_sizes
+from decode.model.compatibility import check_sizes
 from decode.model.cut_layers import check_config, check_cut, cut_layers
-from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.hidden_states import HiddenStateSpec, LogitTransform
 from decode.model.layer_stack import decoder_config, layer_stack, renumber_layers, with_layers
 from decode.model.loading import (
     Target,
     auto_class,
+    build_runner,
     load_model,
 )
 from decode.model.runner import ModelRunner

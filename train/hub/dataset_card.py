@@ -15,6 +15,7 @@ from decode.common import files
 from decode.common.errors import UserError
 from decode.common.run_dir import RUN_FILE
 from decode.common.secret_patterns import find_secret, redact
+from decode.common.typed_json import from_json, to_json
 from decode.model.fingerprint import ModelFingerprint
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from eval.reporting.formatting import escape_markdown
@@ -106,8 +107,8 @@ def copy_shards(folder: Path, out: Path) -> None:
         fields = table.schema
         target = sample_store.target_of(fields)
         if target is not None:
-            known = redaction.select(target.to_json(), FINGERPRINT, "a shard's target")
-            target = ModelFingerprint.from_json(known)
+            known = redaction.select(to_json(target), FINGERPRINT, "a shard's target")
+            target = from_json(ModelFingerprint, known)
         metadata = sample_store.target_metadata(target)
         columns = [n for n in sample_store.SCHEMA.names if n in fields.names]  # older ones lack one
         extra = (

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from decode.engine.engine import BUCKET
-from decode.engine.round_memory import round_bytes
+from decode.engine.round import round_bytes
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.planning.shape_run import (

@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from decode.model import attention
-from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.hidden_states import HiddenStateSpec
-from decode.model.loading import Target, auto_class, find_dtype, load_config
+from decode.model.loading import Target, auto_class, build_runner, find_dtype, load_config
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext

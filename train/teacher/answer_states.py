@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from decode.model.encoder_decoder.plain_passes import start_id
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec
 from decode.model.runner import logits_only_at
+from decode.model.seq2seq import start_id
 
 
 def prompt_lengths(loss_mask: Tensor) -> Tensor:

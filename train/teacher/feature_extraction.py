@@ -15,8 +15,8 @@ from torch import Tensor
 
 from decode.common import damage
 from decode.common.errors import UserError
+from decode.common.memory import keep_freed_memory
 from decode.common.progress import ProgressBars, progress_bars
-from decode.engine.host_memory import keep_freed_memory
 from eval.reporting.formatting import format_bytes
 from train.data import batching
 from train.data.sample_store import SampleRow

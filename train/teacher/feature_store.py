@@ -24,6 +24,7 @@ from decode.common import files, lock, run_dir
 from decode.common.disk_errors import disk_error, naming
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
+from decode.common.typed_json import from_json, to_json
 from decode.model.fingerprint import ModelFingerprint, difference
 from train.data import batching
 from train.data.sample_store import SampleRow, remove_partial
@@ -227,7 +228,7 @@ class FeatureStore:
 
     def _check_manifest(self, kind: FeatureSchema) -> list[dict[str, str]]:
         """The targets whose features are there or are to come; {} is one that is not known."""
-        path, here = self.folder / kind.name / "manifest.json", self.target.to_json()
+        path, here = self.folder / kind.name / "manifest.json", to_json(self.target)
         if not (path.parent / "shards").exists():
             return [here]
         try:
@@ -250,7 +251,7 @@ class FeatureStore:
         # earlier versions named a revision and a dtype of torch, and a digest of a few weights
         earlier = {"revision": manifest.get("revision"), "dtype": manifest.get("dtype")}
         targets: list[dict[str, str]] = manifest.get("targets") or [earlier]
-        found = difference(ModelFingerprint.from_json(targets[-1]), self.target)
+        found = difference(from_json(ModelFingerprint, targets[-1]), self.target)
         if found:
             run_dir.refuse_change(
                 f"features in {path.parent} were made for another target ({found})",

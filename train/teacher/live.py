@@ -10,9 +10,9 @@ from decode.common.errors import UserError
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateHooks, HiddenStateSpec, LMHead
 from decode.model.layer_stack import decoder_config
-from decode.model.linear.packed_linear import begin_request
+from decode.model.linear import begin_request
 from decode.model.loading import Target
-from decode.model.recurrent.hybrid_cache import has_recurrent_layers
+from decode.model.recurrent import has_recurrent_layers
 from decode.model.runner import logits_only_at
 from train.data.batching import Batch
 from train.losses import chunked_sums

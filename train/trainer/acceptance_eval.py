@@ -15,9 +15,9 @@ from decode.engine.engine import decode
 from decode.model.loading import Target
 from decode.verification.sampling import SamplingParams
 from eval.metrics import acceptance
-from train.data.prompts import Prompt, encode_prompt, read_prompts
+from train.data.prompts import Prompt, encode_prompt
 from train.data.sample_store import SampleRow
-from train.data.sources import DOMAINS, PromptSource
+from train.data.sources import DOMAINS, PromptSource, read_prompts
 
 
 @dataclass

@@ -22,6 +22,7 @@ from accelerate.utils import DistributedType
 from decode.common import damage, files, run_dir
 from decode.common.disk_errors import naming
 from decode.common.errors import UserError
+from decode.common.typed_json import from_json, to_json
 from decode.model.fingerprint import ModelFingerprint, difference
 
 LATEST = "latest"
@@ -74,11 +75,11 @@ class TrainingInputs:
 
     def to_json(self) -> dict[str, Any]:
         """Without the tokenizer, which a checkpoint names by itself."""
-        return {"target": self.target.to_json(), "data": self.data, "init": self.init}
+        return {"target": to_json(self.target), "data": self.data, "init": self.init}
 
     def changes(self, then: dict[str, Any]) -> list[str]:
         """How they differ from those of a checkpoint, which may lack some."""
-        target = difference(ModelFingerprint.from_json(then.get("target", {})), self.target)
+        target = difference(from_json(ModelFingerprint, then.get("target", {})), self.target)
         found = [f"target: {target}"] if target else []
         pairs = {
             "samples": (then.get("data"), self.data),

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from decode.common import files, provenance, run_dir
-from decode.common.cli import to_dict
 from decode.common.disk_errors import naming
+from decode.common.settings import to_dict
+from decode.common.typed_json import to_json
 from decode.drafts.base import METADATA_FILE, draft_sha256
 from decode.drafts.registry import DRAFT_FAMILIES
 from decode.model.loading import Target, model_fingerprint
@@ -27,7 +28,7 @@ def build_metadata(
     """The content of draftsmith.json, without the checksum; `s` are the settings of train/distill.py."""
     return {
         "family": DRAFT_FAMILIES[s.draft.family].saved_name,
-        "target": target.describe(),
+        "target": to_json(target.describe()),
         "tokenizer_hash": target.fingerprint,
         "training": to_dict(s),
         "trained_steps": state.measured_at if s.loop.keep_best else state.step,
@@ -39,7 +40,7 @@ def build_metadata(
         "measured_in_training": state.measured,
         "cost": {"wall_seconds": round(state.seconds, 1), "tokens": state.learned},
         **trainable.metadata,
-        **provenance.collect(),
+        **to_json(provenance.collect()),
     }
 
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from decode.common.command import DeferredStop
 from decode.common.errors import UserError
+from decode.common.memory import keep_freed_memory
 from decode.common.progress import ProgressBars, progress_bars
 from decode.common.ranges import Count, CountOrZero, LearningRate, above, at_least
-from decode.engine.host_memory import keep_freed_memory
 from train.data import batching
 from train.data.sample_store import SampleRow
 from train.families.base import TrainableDraft

@@ -18,7 +18,7 @@ import torch
 from decode.common.errors import UserError
 from decode.drafts.registry import find_family
 from decode.engine.engine import row_seeds
-from decode.model.gguf_files import gguf_folder
+from decode.model.formats.gguf_files import gguf_folder
 from decode.model.loading import NUMBER_TYPES, adapter_folder, head_is_misstated
 from decode.serving.vllm_engine import VLLM
 from decode.verification.sampling import SamplingParams

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from decode.common.errors import UserError
-from decode.drafts.eagle_model import ACTIVATIONS, llama_config
+from decode.drafts.eagle_model import llama_config
 from decode.drafts.registry import load_draft
+from decode.model.modules import ACTIVATIONS
 from tests.decode.checkpoints.test_importers import (
     TRAINERS,
     alike,

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import pytest
 
-from decode.common.cli import parse_settings
 from decode.common.errors import UserError
 from decode.common.ranges import (
     LARGEST,
@@ -20,6 +19,7 @@ from decode.common.ranges import (
     range_of,
     zero_or,
 )
+from decode.common.settings import parse_settings
 
 
 @dataclass

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from decode.common import files, lock
-from decode.common.cli import parse_settings
 from decode.common.command import Terminated
 from decode.common.errors import UserError
 from decode.common.run_dir import (
@@ -23,6 +22,7 @@ from decode.common.run_dir import (
     owns,
     replace_folder,
 )
+from decode.common.settings import parse_settings
 from tests.worlds import contents
 
 COMMAND = "train/work.py"

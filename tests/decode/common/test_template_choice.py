@@ -277,7 +277,7 @@ def test_prompts_are_rendered_as_in_the_draft_s_training(
     used = use_template(target, setting, ["ngram", "", *folders])
     assert used.template == right
     assert encode_prompt(used.tokenizer, CHAT) == wanted(target.tokenizer, **right)
-    assert used.describe().get("template", {}) == right
+    assert (used.describe().template or {}) == right
     said = capsys.readouterr().err.splitlines()
     assert len(said) == lines, said
     assert all(str(tmp_path) in line and "--template" in line for line in said)

@@ -14,8 +14,7 @@ from decode.constraints.rows import AllowedTokens, Path, RowConstraints
 from decode.drafts import drafting
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.grammar import GrammarDraft
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import GrammarDraft, NgramDraft
 from decode.engine import engine
 from decode.engine import round as engine_round
 from decode.engine.engine import decode

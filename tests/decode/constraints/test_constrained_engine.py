@@ -10,15 +10,13 @@ import torch
 
 from decode.common.errors import UserError
 from decode.constraints.rows import RowConstraints
-from decode.drafts.adaptive.adaptive_draft import AdaptiveDraft
+from decode.drafts.adaptive import AdaptiveDraft
 from decode.drafts.base import Draft
-from decode.drafts.blocks.pard import PardDraft
+from decode.drafts.blocks import PardDraft
 from decode.drafts.causal import CausalDraft
 from decode.drafts.eagle import CachedHead
-from decode.drafts.lookups.grammar import GrammarDraft
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.drafts.lookups.suffix import SuffixDraft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.lookup import GrammarDraft, NgramDraft, SuffixDraft
 from decode.drafts.wrappers import TwoSourceDraft
 from decode.engine.engine import SpeculativeEngine, decode, speculate
 from decode.engine.records import DecodeRecord, RoundRecord, add_record

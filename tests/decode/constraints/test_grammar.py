@@ -9,8 +9,7 @@ import pytest
 
 from decode import generate
 from decode.common.errors import UserError
-from decode.constraints.grammar import ConstraintConfig, build_matcher
-from decode.constraints.matcher import Matcher
+from decode.constraints.grammar import ConstraintConfig, Matcher, build_matcher
 from decode.constraints.rows import RowConstraints
 from decode.drafts.registry import load_draft, pick_draft
 from decode.engine.engine import decode

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from decode.common.errors import UserError
-from decode.distributed.layer_map import device_map, plan_layers
+from decode.distributed.placement import device_map, plan_layers
 from tests.tiny import tiny_model
 
 

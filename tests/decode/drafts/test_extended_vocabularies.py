@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from decode.common.errors import UserError
+from decode.common.typed_json import to_json
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.causal import CausalDraft, load
 from decode.drafts.registry import load_draft
@@ -142,7 +143,9 @@ def test_heads_of_an_extended_vocabulary(case: str, family: str, tmp_path: Path)
     path = heads.save(
         tmp_path / "draft", family, heads.net_of(family, old, 0), old, torch.float32
     )  # fmt: skip
-    facts = json.loads((Path(path) / METADATA_FILE).read_text()) | {"target": old.describe()}
+    facts = json.loads((Path(path) / METADATA_FILE).read_text()) | {
+        "target": to_json(old.describe())
+    }
     (Path(path) / METADATA_FILE).write_text(json.dumps(facts))
     if case == "the tokenizer is gone":
         save(tmp_path / "then", model, extended("<other>"))

@@ -11,16 +11,15 @@ from torch import Tensor
 
 from decode.checkpoints import importers
 from decode.common.errors import UserError
-from decode.drafts import mtp_model
-from decode.drafts.mtp import MtpDraft
-from decode.drafts.mtp_model import MtpModel
+from decode.drafts import mtp
+from decode.drafts.mtp import MtpDraft, MtpModel
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
 from decode.model.hidden_states import LMHead
 from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from tests.blocks import HOT, LENGTH, PROMPTS, SHAPES, K
-from tests.decode.drafts.blocks.test_peagle import late_tokens, too_few
+from tests.decode.drafts.test_peagle import late_tokens, too_few
 from tests.decode.verification.test_exact_distribution import (
     ROUND_1,
     ROUND_2,
@@ -41,7 +40,7 @@ FEW = ["llama", "gemma3_text", "deepseek_v3"]
 
 def net_of(target: Target, seed: int = 3) -> MtpModel:
     model = target.runner.model
-    net = MtpModel(mtp_model.last_layer(model), LMHead(model))
+    net = MtpModel(mtp.last_layer(model), LMHead(model))
     randomise(net, seed)  # type: ignore[arg-type]
     return net.to(model.dtype)
 
@@ -173,7 +172,7 @@ def native_folder(folder: Path, arch: str) -> tuple[MtpModel, Target]:
         f"model.layers.{depth}.shared_head.head.weight": model.lm_head.weight.detach().clone(),
     }
     file = folder / "model.safetensors"
-    own_tensors = mtp_model.to_files(net.state_dict(), depth)
+    own_tensors = mtp.to_files(net.state_dict(), depth)
     save_file({**load_file(file), **copies, **own_tensors}, file, {"format": "pt"})
     return net, own
 
@@ -238,7 +237,7 @@ def test_a_layer_of_another_target_is_refused(tmp_path: Path) -> None:
 
 def test_a_target_without_such_names_is_refused() -> None:
     with pytest.raises(UserError, match="EAGLE head"):
-        mtp_model.last_layer(tiny_model("gpt2"))
+        mtp.last_layer(tiny_model("gpt2"))
 
 
 assert set(KINDS) <= set(ARCHITECTURES)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from decode.common.errors import UserError
 from decode.drafts.base import DraftContext
-from decode.drafts.lookups.suffix import SuffixDraft
-from decode.drafts.lookups.suffix_tree import SuffixMatch, SuffixTree
+from decode.drafts.lookup import SuffixDraft
+from decode.drafts.suffix_tree import SuffixMatch, SuffixTree
 from decode.engine.engine import decode
 from decode.verification.rules import NO_DRAFT
 from decode.verification.sampling import SamplingParams

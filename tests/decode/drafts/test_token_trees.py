@@ -5,7 +5,7 @@ import torch
 
 from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
+from decode.drafts.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
 from decode.model.kv_cache import StaticKVLayer
 from decode.model.runner import ModelRunner

@@ -12,11 +12,10 @@ from decode.drafts import causal, drafting
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.eagle import EagleDraft
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.drafts.lookups.suffix import SuffixDraft
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.lookup import NgramDraft, SuffixDraft
 from decode.drafts.medusa import MedusaDraft
 from decode.drafts.registry import add_lookup
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.drafts.wrappers import (
     CrossDeviceDraft,
     DraftWrapper,

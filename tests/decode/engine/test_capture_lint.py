@@ -13,17 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import decode.engine.round
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.round import BatchState, StepConfig, read_results, run_round
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
-from decode.verification import top_p
+from decode.verification import sampling
 from decode.verification.registry import VERIFICATION_RULES
 from decode.verification.sampling import CounterRNG, SamplingParams
 from decode.verification.tree import DynamicTree
-from tests.decode.drafts.self_speculation.test_exit_adapter import IDS
-from tests.decode.drafts.self_speculation.test_exit_adapter import draft_of as exit_draft
+from tests.decode.drafts.test_exit_adapter import IDS
+from tests.decode.drafts.test_exit_adapter import draft_of as exit_draft
 from tests.decode.drafts.test_token_trees import BUSHY
 from tests.heads import random_draft
 from tests.params import slow_except
@@ -124,7 +124,7 @@ def seated(target: Target, draft: Draft | None, rules: StepConfig) -> BatchState
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains keep their empty columns and top-p sorts the whole vocabulary: only a CPU looks what can be left out."""
-    monkeypatch.setattr(top_p, "reads_are_free", lambda tensor: False)
+    monkeypatch.setattr(sampling, "reads_are_free", lambda tensor: False)
     monkeypatch.setattr(
         decode.engine.round, "drop_empty_columns", lambda proposal, compiled: proposal
     )

@@ -14,19 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from decode.common.errors import UserError
-from decode.drafts.adaptive.adaptive_draft import AdaptiveConfig, AdaptiveDraft
+from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.wrappers import DraftWrapper
 from decode.engine import engine as engines
-from decode.engine.cuda_graph import WARM_UPS, put_back
+from decode.engine.compiled import WARM_UPS, put_back
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord, collect_outputs
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
-from tests.decode.drafts.adaptive.test_adaptive_draft import DRAFTS as CHAINS
-from tests.decode.drafts.adaptive.test_adaptive_draft import ROUND_MS
+from tests.decode.drafts.test_adaptive_draft import DRAFTS as CHAINS
+from tests.decode.drafts.test_adaptive_draft import ROUND_MS
 from tests.decode.engine.test_capture_lint import as_on_a_gpu  # noqa: F401
 from tests.decode.engine.test_compile import graphs, make  # noqa: F401  a fixture
 from tests.fake_gpu import fake_gpu

@@ -9,21 +9,19 @@ from torch._dynamo.utils import counters
 
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
-from decode.engine import compile as engine_compile
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.lookup import NgramDraft
+from decode.engine import compiled as engine_compile
 from decode.engine import engine as engines
 from decode.engine import round as rounds
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.engine.records import collect_outputs
 from decode.model.loading import Target
-from decode.model.regions.layer_regions import CAN_SKIP_TRACES
+from decode.model.regions import CAN_SKIP_TRACES
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
-from tests.decode.drafts import test_mtp
-from tests.decode.drafts.blocks import test_dflash, test_pard, test_peagle
-from tests.decode.drafts.self_speculation import test_exit_adapter
+from tests.decode.drafts import test_dflash, test_exit_adapter, test_mtp, test_pard, test_peagle
 from tests.decode.drafts.test_token_trees import BUSHY
 from tests.decode.engine.test_engine import PROMPTS, texts
 from tests.heads import random_draft

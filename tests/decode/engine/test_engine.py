@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, Proposal, draft_sha256
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.drafts.registry import load_draft
 from decode.drafts.wrappers import CrossDeviceDraft
 from decode.engine.engine import decode, speculate

@@ -11,7 +11,7 @@ import torch
 
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
+from decode.drafts.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
 from decode.model.cut_layers import cut_layers
 from decode.model.loading import Target

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from decode.drafts.adaptive.adaptive_draft import AdaptiveConfig, AdaptiveDraft
+from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft, DraftContext, Proposal
 from decode.drafts.causal import CausalDraft
 from decode.drafts.registry import DRAFT_FAMILIES, create_draft

@@ -10,7 +10,7 @@ from tests.worlds import ROOT
 
 FAULTS = """
 import resource, sys, torch
-from decode.engine.host_memory import keep_freed_memory
+from decode.common.memory import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()

@@ -24,10 +24,9 @@ from decode.drafts.eagle import EagleDraft
 from decode.drafts.eagle_model import Eagle3Model, llama_config
 from decode.engine import round as rounds
 from decode.engine.active_request import ActiveRequest
-from decode.engine.compile import compile_function
+from decode.engine.compiled import compile_function
 from decode.engine.engine import SpeculativeEngine
-from decode.engine.round import propose, verify_and_commit
-from decode.engine.round_memory import round_bytes
+from decode.engine.round import propose, round_bytes, verify_and_commit
 from decode.model import attention
 from decode.model import runner as runners
 from decode.model.hidden_states import HiddenStateSpec

@@ -10,11 +10,10 @@ from packaging.version import Version
 from torch._dynamo.utils import compilation_time_metrics
 from torch._higher_order_ops.invoke_subgraph import invoke_subgraph
 
-from decode.engine import compile as engine_compile
+from decode.engine import compiled as engine_compile
 from decode.engine import round as rounds
 from decode.engine.engine import decode
-from decode.model.regions.layer_descriptions import describe_layer
-from decode.model.regions.layer_regions import CAN_SKIP_TRACES
+from decode.model.regions import CAN_SKIP_TRACES, describe_layer
 from tests.decode.engine.test_engine import texts
 from tests.params import slow_except
 from tests.tiny import ARCHITECTURES, tiny_model, tiny_prompts, tiny_target

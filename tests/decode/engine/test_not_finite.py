@@ -8,7 +8,7 @@ import torch
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.engine import decode
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from decode.drafts.causal import CausalDraft
-from decode.engine.round import StepConfig, run_round
-from decode.engine.round_memory import round_bytes
+from decode.engine.round import StepConfig, round_bytes, run_round
 from decode.model.runner import ModelRunner
 from decode.verification import sampling as samplings
 from decode.verification.sampling import CounterRNG, SamplingParams

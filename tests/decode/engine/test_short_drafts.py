@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from decode.drafts.adaptive.adaptive_draft import AdaptiveConfig, AdaptiveDraft
+from decode.drafts.adaptive import AdaptiveConfig, AdaptiveDraft
 from decode.drafts.base import Draft
-from decode.drafts.blocks.dflash import DFlashDraft
-from decode.drafts.blocks.dflash_model import DFlashModel
-from decode.drafts.blocks.pard import PardDraft
-from decode.drafts.blocks.peagle import PEagleDraft
+from decode.drafts.blocks import DFlashDraft, PardDraft, PEagleDraft
 from decode.drafts.causal import CausalDraft
+from decode.drafts.dflash_model import DFlashModel
 from decode.drafts.eagle_model import Eagle3Model, llama_config
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.drafts.mirror.mirror_draft import MirrorConfig, MirrorDraft
+from decode.drafts.lookup import NgramDraft
+from decode.drafts.mirror import MirrorConfig, MirrorDraft
 from decode.drafts.wrappers import TwoSourceDraft
 from decode.engine.engine import decode, speculate
 from decode.engine.records import RoundRecord
@@ -26,7 +24,7 @@ from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree, TreeShape, tree_from_paths
-from tests.decode.drafts.blocks import test_dflash, test_peagle
+from tests.decode.drafts import test_dflash, test_peagle
 from tests.heads import draft_of, net_of, randomise
 from tests.tiny import VOCAB, noisy, tiny_model, tiny_prompts, tiny_target
 

@@ -15,11 +15,11 @@ from decode.common.errors import UserError
 from decode.common.in_use import USERS
 from decode.drafts.base import Draft, Proposal, check_request
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.drafts.mirror.mirror_draft import MirrorConfig, MirrorDraft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
-from decode.drafts.self_speculation.swift import SwiftDraft
-from decode.drafts.self_speculation.swift_search import SwiftConfig
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.lookup import NgramDraft
+from decode.drafts.mirror import MirrorConfig, MirrorDraft
+from decode.drafts.swift import SwiftDraft
+from decode.drafts.swift_search import SwiftConfig
 from decode.drafts.wrappers import DraftWrapper, RecordingDraft, TwoSourceDraft
 from decode.engine.engine import SpeculativeEngine, decode, speculate
 from decode.engine.records import RoundRecord

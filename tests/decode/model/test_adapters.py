@@ -19,7 +19,7 @@ from decode.common.errors import UserError
 from decode.drafts.base import draft_sha256
 from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
-from decode.model import adapters
+from decode.model.formats import adapters
 from decode.model.loading import load_config, load_model, load_target, load_tokenizer, model_folder
 from tests.quantized import FORMS
 from tests.tiny import tiny_model

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
+from decode.drafts.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
 from decode.model import attention, runner
 from decode.model.compatibility import check_supported

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from decode.common.errors import UserError
-from decode.model import gguf_files, gguf_reader
-from decode.model.gguf_files import PRE_TOKENIZERS, SOURCE_FILE, gguf_folder
+from decode.model.formats import gguf_files, gguf_reader
+from decode.model.formats.gguf_files import PRE_TOKENIZERS, SOURCE_FILE, gguf_folder
 from decode.model.loading import load_model, load_target
 from tests.gguf_writer import ENDING, TEMPLATE, Case, case_model, write_case, write_file
 from tests.worlds import ROOT
@@ -264,7 +264,7 @@ def test_a_limit_of_file_sizes_ends_in_one_line(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf")
     code = (
         "import resource, signal, sys, torch; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "from decode.model.gguf_files import gguf_folder; gguf_folder(sys.argv[1]);"
+        "from decode.model.formats.gguf_files import gguf_folder; gguf_folder(sys.argv[1]);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000000, 1000000));"
         "gguf_folder(sys.argv[1], dtype=torch.float32)"
     )

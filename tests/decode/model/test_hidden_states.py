@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decode.common.errors import UserError
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
+from decode.drafts.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
 from decode.model.hidden_states import (
     HiddenStateHooks,

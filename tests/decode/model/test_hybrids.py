@@ -8,16 +8,14 @@ import torch
 
 from decode.common.errors import UserError
 from decode.drafts.base import Draft, Proposal
-from decode.drafts.causal import CausalDraft, causal_draft
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.drafts.recurrent_draft import RecurrentDraft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
+from decode.drafts.causal import CausalDraft, RecurrentDraft, causal_draft
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.lookup import NgramDraft
 from decode.drafts.wrappers import TwoSourceDraft
 from decode.engine.engine import SpeculativeEngine, decode
-from decode.model import runner
-from decode.model.encoder_decoder.seq2seq_runner import build_runner
-from decode.model.recurrent import recurrent_runner
-from decode.model.recurrent.recurrent_runner import RecurrentRunner
+from decode.model import recurrent, runner
+from decode.model.loading import build_runner
+from decode.model.recurrent import RecurrentRunner
 from decode.model.runner import ModelRunner
 from decode.verification.sampling import SamplingParams
 from decode.verification.tree import DynamicTree
@@ -266,10 +264,10 @@ PLANTS: dict[str, tuple[Any, str, Any]] = {
     "states are restored but accepted tokens not read": (RecurrentRunner, "_read_again", nothing),
     "one accepted token is not read": (RecurrentRunner, "_read_again", read_one_less),
     "the states before a step are not kept": (
-        recurrent_runner, "copy_states", lambda states: {**states},
+        recurrent, "copy_states", lambda states: {**states},
     ),
-    "rows of unequal length are read together": (recurrent_runner, "group_by", as_the_longest),
-    "a row begins with the states of the one before": (recurrent_runner, "clear_rows", nothing),
+    "rows of unequal length are read together": (recurrent, "group_by", as_the_longest),
+    "a row begins with the states of the one before": (recurrent, "clear_rows", nothing),
 }  # fmt: skip
 
 

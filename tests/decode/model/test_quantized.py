@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
 from decode.engine.engine import decode
+from decode.model.formats import quantized as formats
+from decode.model.formats.quantized import SOURCE_FILE, quantized_folder
 from decode.model.loading import load_target
-from decode.model.quantized import formats
-from decode.model.quantized.checkpoints import SOURCE_FILE, quantized_folder
 from decode.model.runner import ModelRunner
 from tests.quantized import FORMS
 from tests.seq2seq import letter_tokenizer

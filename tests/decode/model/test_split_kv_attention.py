@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode.engine.compile import filter_guards
+from decode.engine.compiled import filter_guards
 from decode.model import attention
 from decode.model.kv_cache import bit_words
 
@@ -19,7 +19,7 @@ import sys
 import torch
 
 from decode.drafts.causal import CausalDraft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
+from decode.drafts.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
 from decode.model import attention, split_kv_attention
 from decode.model.runner import ModelRunner

@@ -15,16 +15,15 @@ from decode import generate
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.engine import decode
 from decode.generate import GenerateConfig
 from decode.model import attention
-from decode.model.encoder_decoder.seq2seq_runner import build_runner
 from decode.model.hidden_states import HiddenStateSpec
-from decode.model.loading import Target, load_target
+from decode.model.loading import Target, build_runner, load_target
 from decode.model.runner import ModelRunner
-from decode.model.vision.vision_runner import VisionRunner
+from decode.model.vision import VisionRunner
 from decode.verification.tree import DynamicTree
 from tests.heads import random_draft
 from tests.params import slow_except

@@ -13,7 +13,7 @@ import torch
 
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine import round as engine
 from decode.engine.engine import decode, row_seeds, speculate
 from decode.model.kv_cache import SlotMapping

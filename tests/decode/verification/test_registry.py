@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from decode.common.errors import UserError
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.verification import registry
 from decode.verification.registry import (

@@ -13,7 +13,7 @@ import pytest
 
 from decode.common.errors import UserError
 from decode.common.journal import Journal
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.engine import SpeculativeEngine
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target

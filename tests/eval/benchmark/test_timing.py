@@ -11,9 +11,8 @@ import torch
 from decode.common.journal import Journal
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.drafts.lookups.suffix import SuffixDraft
-from decode.engine import compile as engine_compile
+from decode.drafts.lookup import NgramDraft, SuffixDraft
+from decode.engine import compiled as engine_compile
 from decode.engine import round as rounds
 from decode.engine.engine import SpeculativeEngine
 from decode.model.runner import ModelRunner

@@ -13,7 +13,7 @@ import pytest
 
 from decode.common.journal import Journal
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.records import DecodeRecord
 from decode.model.runner import ModelRunner
 from eval.benchmark import baselines, timing, turns

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
-from decode.model.encoder_decoder.plain_passes import generation_settings, prepare_generate
 from decode.model.loading import Target, load_model, load_target, unfollowed_settings
+from decode.model.seq2seq import generation_settings, prepare_generate
 from decode.verification.sampling import SamplingParams
 from eval.benchmark.baselines import TransformersEngine
 from eval.benchmark.config import EvalConfig, MethodConfig

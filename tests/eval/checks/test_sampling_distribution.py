@@ -16,7 +16,7 @@ import torch
 from decode.common.journal import Journal
 from decode.drafts.base import Draft, Proposal
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.model.kv_cache import SlotMapping
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner

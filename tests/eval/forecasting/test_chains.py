@@ -9,9 +9,8 @@ import torch
 from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.drafts.causal import CausalDraft
-from decode.drafts.lookups.ngram import NgramDraft
-from decode.drafts.lookups.suffix import SuffixDraft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.lookup import NgramDraft, SuffixDraft
 from decode.engine.engine import decode
 from decode.engine.records import DecodeRecord
 from decode.model.loading import Target

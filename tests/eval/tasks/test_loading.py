@@ -11,7 +11,7 @@ import pytest
 
 from decode.common.errors import UserError
 from decode.common.journal import Journal
-from decode.drafts.lookups.ngram import NgramDraft
+from decode.drafts.lookup import NgramDraft
 from decode.engine.engine import SpeculativeEngine, decode
 from decode.model.loading import Target
 from eval.benchmark.multi_turn import load_eval_prompts
@@ -409,7 +409,7 @@ def test_versions_tell_recipe_and_file(target: Target, tmp_path: Path) -> None:
     assert task_version(Task("gsm8k", str(path))) != before
     assert (
         task_version(Task("code"))
-        == "code@" + (dataset_specs.BUNDLED_PROMPTS_DIR / "VERSION").read_text().strip()
+        == "code@" + (dataset_specs.BUNDLED_PROMPTS / "VERSION").read_text().strip()
     )
 
 

@@ -20,8 +20,7 @@ from eval.tasks import row_files
 from eval.tasks.loading import Task, load_task_prompts, task_version
 from tests.tiny import tiny_model, tiny_target
 from tests.worlds import EOS, byte_tokenizer
-from train.data.prompts import evaluation_texts, read_prompt_texts, read_prompts, stream_prompts
-from train.data.sources import BUNDLED_PROMPTS, PromptSource, ReadLog
+from train.data.sources import PromptSource, ReadLog, evaluation_texts, read_prompts, stream_prompts
 
 ROWS = [{"prompt": f"zq{i} say {i * 3} é\u2028 words", "n": i} for i in range(12)]
 TEXTS = [str(row["prompt"]) for row in ROWS]
@@ -181,7 +180,7 @@ def test_every_form_is_read_by_training_and_evaluation(
     decoded = [target.tokenizer.decode(item.prompt_ids) for item in items]
     # evaluation's own files are of the split `test`
     assert decoded == (["held out"] if form.endswith("of splits") else TEXTS)
-    assert read_prompt_texts(path) == TEXTS
+    assert evaluation_texts(str(path), root=tmp_path / "nothing bundled") == TEXTS
     version = task_version(Task("own", str(path)))
     assert re.fullmatch("own@[0-9a-f]{12}", version)
 
@@ -399,8 +398,3 @@ def test_a_name_that_the_hub_does_not_know_is_said_once(target: Target) -> None:
     row_files.hub_split.cache_clear()
     with pytest.raises(UserError, match=r"'owner/name' .*split 'test'\) cannot be loaded .*`path`"):
         load_task_prompts(Task("mine", "owner/name"), target)
-
-
-def test_a_folder_is_read_in_the_order_of_its_names() -> None:
-    """Bug: evaluation prompts of a folder come in the order of the disk, or some are left out."""
-    assert read_prompt_texts(BUNDLED_PROMPTS / "eval") == evaluation_texts()

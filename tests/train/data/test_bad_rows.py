@@ -13,8 +13,7 @@ from tests.tiny import tiny_model
 from tests.worlds import byte_tokenizer
 from train.data import sample_store
 from train.data.manifest import read_manifest
-from train.data.prompts import stream_prompts
-from train.data.sources import REFUSED, PromptSource, ReadLog
+from train.data.sources import REFUSED, PromptSource, ReadLog, stream_prompts
 
 STRICT_TEMPLATE = (
     "{% if messages[0].role != 'user' %}{{ raise_exception('roles must begin with the user') }}{% endif %}"

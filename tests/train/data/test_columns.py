@@ -32,10 +32,8 @@ from train.data.prompts import (
     encode_prompts,
     make_prompt,
     prompt_text,
-    read_prompts,
-    stream_prompts,
 )
-from train.data.sources import UNANSWERED, PromptSource, ReadLog
+from train.data.sources import UNANSWERED, PromptSource, ReadLog, read_prompts, stream_prompts
 
 TEMPLATE = (
     "{% if tools %}<2>tools {{ tools | tojson }}<1>\n{% endif %}"

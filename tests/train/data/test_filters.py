@@ -8,19 +8,20 @@ import pytest
 from train.data.filters import (
     LSH_BAND_SIZE,
     MINHASH_COUNT,
+    EvaluationOverlap,
     FilterConfig,
-    drop_near_duplicates,
-    drop_overlaps,
+    NearDuplicates,
     has_wrong_length,
     minhash_signature,
 )
-from train.data.prompts import Prompt, make_prompt
 
 WORDS = [f"w{i}" for i in range(500)]
 
 
-def prompts(*texts: str) -> list[Prompt]:
-    return [make_prompt("test", text, 0) for text in texts]
+def kept(texts: list[str], similarity: float) -> list[str]:
+    """The texts that are no near duplicates of earlier ones."""
+    unlike = NearDuplicates(similarity)
+    return [text for text in texts if unlike.add(text)]
 
 
 def text(seed: int, count: int = 100) -> str:
@@ -57,26 +58,22 @@ def test_the_first_of_what_resembles_each_other_stays() -> None:
     """Bug: resemblance hangs on spelling, the wrong one is dropped, or different texts are."""
     one, other = text(1), text(2)
     again = one.upper().replace(" ", " \n ")
-    given = prompts(one, other, changed(one, 1), again, changed(other, 40))
-    kept, dropped = drop_near_duplicates(given, 0.8)
-    assert [given.index(prompt) for prompt in kept] == [0, 1, 4]
-    assert dropped == 2
-    assert drop_near_duplicates(given, 0.0) == (given, 0)
+    given = [one, other, changed(one, 1), again, changed(other, 40)]
+    assert kept(given, 0.8) == [given[0], given[1], given[4]]
 
 
 def test_most_near_duplicates_are_found() -> None:
     """Bug: candidates are looked for in too few places, so that near-duplicates are missed by the score."""
     ones = [text(seed) for seed in range(300)]
     twins = [changed(one, 2) for one in ones]  # 0.82 in common
-    _, dropped = drop_near_duplicates(prompts(*ones, *twins), 0.6)
-    assert dropped == 300
+    assert kept([*ones, *twins], 0.6) == ones
 
 
 def kept_by_dict(texts: list[str], similarity: float) -> list[str]:
     """The texts that stay by the plain algorithm: whole hashes, and a dict from bands to texts."""
     signatures: list[np.ndarray] = []
     buckets: dict[bytes, list[int]] = {}
-    kept = []
+    found = []
     for one in texts:
         signature = minhash_signature(one)
         keys = [
@@ -88,8 +85,8 @@ def kept_by_dict(texts: list[str], similarity: float) -> list[str]:
             for key in keys:
                 buckets.setdefault(key, []).append(len(signatures))
             signatures.append(signature)
-            kept.append(one)
-    return kept
+            found.append(one)
+    return found
 
 
 @pytest.mark.parametrize("similarity", [0.6, 0.8, 1.0])
@@ -107,28 +104,16 @@ def test_compact_tables_decide_as_a_dict_does(
             chain.append(chain[-1].replace(rng.choice(chain[-1].split()), f"new{rng.random()}", 1))
         texts += chain
     rng.shuffle(texts)
-    kept, dropped = drop_near_duplicates(prompts(*texts), similarity)
-    assert [prompt.text for prompt in kept] == kept_by_dict(texts, similarity)
-    assert dropped > (0 if similarity == 1.0 else 300)
-
-
-def test_samples_of_one_prompt_go_together() -> None:
-    """Bug: the second answer to a prompt is taken for a repetition of it."""
-    given = [make_prompt("test", text(1), i) for i in range(3)]
-    assert drop_near_duplicates(given, 0.9) == (given, 0)
+    found = kept(texts, similarity)
+    assert found == kept_by_dict(texts, similarity)
+    assert len(texts) - len(found) > (0 if similarity == 1.0 else 300)
 
 
 @pytest.mark.parametrize("short", ["a", "", "==", "two words", "1 - 1"])
 def test_short_texts_are_compared_whole(short: str) -> None:
     """Bug: a text with fewer than five words has no run, and everything or a crash comes of it."""
-    given = prompts(short, "something else", f"{short} and more", short + " ", "1 + 1")
-    kept, _ = drop_near_duplicates(given, 0.9)
-    assert [prompt.text for prompt in kept] == [
-        short,
-        "something else",
-        f"{short} and more",
-        "1 + 1",
-    ]
+    given = [short, "something else", f"{short} and more", short + " ", "1 + 1"]
+    assert kept(given, 0.9) == [*given[:3], given[4]]
 
 
 def test_long_evaluation_texts_are_found_by_their_words() -> None:
@@ -136,8 +121,9 @@ def test_long_evaluation_texts_are_found_by_their_words() -> None:
     asked = text(1, 40)
     inside = " ".join(asked.split()[7:30])
     for training in (asked, f"x{asked}x", f"before {asked} after", inside, f"oo{inside}bar"):
-        assert drop_overlaps(prompts(training, text(2)), [asked])[1] == 1
-    assert drop_overlaps(prompts("what is oo two words bar?"), ["o two words b"])[1] == 1
+        assert EvaluationOverlap([asked]).overlaps(training)
+    assert not EvaluationOverlap([asked]).overlaps(text(2))
+    assert EvaluationOverlap(["o two words b"]).overlaps("what is oo two words bar?")
 
 
 def test_lengths() -> None:

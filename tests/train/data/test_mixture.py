@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from decode.common.cli import parse_settings, to_yaml
 from decode.common.errors import UserError
+from decode.common.settings import parse_settings, to_yaml
 from decode.model.loading import tokenizer_fingerprint
 from tests import worlds
 from tests.tiny import tiny_config, tiny_model, tiny_target

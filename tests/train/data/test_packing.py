@@ -26,10 +26,10 @@ from train.data import batching
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
+from train.families import ttt_attention
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.heads import ttt_attention
 from train.families.registry import family_trainer
 from train.teacher.cached import CachedTeacher, FeatureFolder
 from train.teacher.live import compute_hidden_states

@@ -1,5 +1,6 @@
 """The whole way from sources to tokenised prompts: one prompt after the other gives what step after step would."""
 
+import itertools
 import json
 import random
 from array import array
@@ -8,15 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.worlds import byte_tokenizer
-from train.data.filters import (
-    FilterConfig,
-    drop_near_duplicates,
-    drop_overlaps,
-    has_wrong_length,
-)
-from train.data.prompt_pipeline import TargetTokenizer, evaluation_texts, load_prompts
-from train.data.prompts import encode_prompt, read_prompts_with_duplicates
-from train.data.sources import PromptSource
+from train.data.filters import EvaluationOverlap, FilterConfig, NearDuplicates, has_wrong_length
+from train.data.prompt_pipeline import TargetTokenizer, load_prompts
+from train.data.prompts import Prompt, encode_prompt, prompt_text
+from train.data.sources import REPEATS, PromptSource, ReadLog, evaluation_texts, stream_prompts
 from train.sampling.config import SampleConfig
 
 
@@ -55,19 +51,25 @@ def test_prompts_are_kept_and_counted_as_step_by_step(
     reader = TargetTokenizer("tiny", None, tokenizer, "", 512, frozenset({0}))
     found, dropped = load_prompts(s, reader)
 
-    read, repeats = read_prompts_with_duplicates(s.sources, s.seed)
-    clean, overlapping = drop_overlaps(read, evaluation_texts(s.decontaminate))
+    log = ReadLog()
+    read = list(stream_prompts(s.sources, s.seed, log))
+    evaluation = EvaluationOverlap(evaluation_texts(s.decontaminate))
+    clean = [prompt for prompt in read if not evaluation.overlaps(prompt_text(prompt))]
     ids = {prompt.id: encode_prompt(tokenizer, prompt) for prompt in clean}
     fitting = [prompt for prompt in clean if not has_wrong_length(len(ids[prompt.id]), s.filters)]
-    kept, near = drop_near_duplicates(fitting, 0.8)
+    unlike = NearDuplicates(0.8)
+    kept: list[Prompt] = []
+    for _, samples in itertools.groupby(fitting, lambda prompt: prompt.content_id):
+        first, *others = samples
+        kept += [first, *others] if unlike.add(prompt_text(first)) else []
     assert [(prompt.id, prompt.source) for prompt in found] == [(p.id, p.source) for p in kept]
     assert [prompt.conversation.prompt_segments for prompt in found] == [
         (array("i", ids[prompt.id]),) for prompt in kept
     ]
     assert dropped == {
-        "dropped_as_repeats": repeats,
-        "dropped_as_evaluation": overlapping,
+        "dropped_as_repeats": log.dropped[REPEATS],
+        "dropped_as_evaluation": len(read) - len(clean),
         "dropped_by_length": len(clean) - len(fitting),
-        "dropped_as_near_duplicates": near,
+        "dropped_as_near_duplicates": len(fitting) - len(kept),
     }
     assert min(dropped.values()) > 0

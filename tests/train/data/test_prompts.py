@@ -16,20 +16,21 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from decode.common.cli import parse_settings
 from decode.common.errors import UserError
+from decode.common.settings import parse_settings
 from decode.model import names
 from train.data import python_corpus
-from train.data.filters import drop_overlaps
-from train.data.prompts import (
-    Prompt,
-    encode_prompt,
-    encode_prompts,
+from train.data.filters import EvaluationOverlap
+from train.data.prompts import Prompt, encode_prompt, encode_prompts, prompt_text
+from train.data.sources import (
+    BUNDLED_PROMPTS,
+    REPEATS,
+    PromptSource,
+    ReadLog,
     evaluation_texts,
     read_prompts,
-    read_prompts_with_duplicates,
+    stream_prompts,
 )
-from train.data.sources import BUNDLED_PROMPTS, PromptSource
 
 WORDS = ["<s>", "[user]", "[assistant]", "hello", "world", "<unk>"]
 TEMPLATE = (
@@ -80,8 +81,7 @@ def root(tmp_path: Path) -> Path:
 def test_ids_are_the_same_in_every_run() -> None:
     """Bug: set order or hash() differs between processes, and resuming finds nothing done."""
     code = (
-        "from train.data.prompts import read_prompts\n"
-        "from train.data.sources import PromptSource\n"
+        "from train.data.sources import PromptSource, read_prompts\n"
         "sources = [PromptSource('bundled', 'all', limit=9), PromptSource('stdlib', limit=3)]\n"
         "print([prompt.id for prompt in read_prompts(sources, seed=1)])"
     )
@@ -113,14 +113,6 @@ def test_id_is_a_golden_hash(tmp_path: Path) -> None:
         "666210238ffa9abb#1",
     ]
     assert {prompt.source for prompt in prompts} == {"own.jsonl"}
-
-
-def test_duplicates_are_dropped_across_sources(root: Path) -> None:
-    """Bug: the same prompt under two sources is sampled twice and its id occurs twice."""
-    prompts = read_prompts(
-        [PromptSource("bundled", "all"), PromptSource("bundled", "code")], 0, root
-    )
-    assert len({prompt.id for prompt in prompts}) == len(prompts) == 15
 
 
 def test_duplicates_do_not_count_towards_the_limit(tmp_path: Path) -> None:
@@ -326,26 +318,18 @@ NUMBERS = [f"w{i}" for i in range(40)]
 def test_overlap_with_evaluation_is_found(training: str, dropped: bool) -> None:
     """Bug: a draft is measured on prompts that it was trained on."""
     chat = chat_prompt({"role": "user", "content": training})
-    kept, number = drop_overlaps([text_prompt(training), chat], [" ".join(NUMBERS[:20])])
-    assert number == (2 if dropped else 0)
-    assert len(kept) == 2 - number
+    evaluation = EvaluationOverlap([" ".join(NUMBERS[:20])])
+    for prompt in (text_prompt(training), chat):
+        assert evaluation.overlaps(prompt_text(prompt)) == dropped
 
 
 def test_evaluation_texts_are_those_of_the_eval_folder(root: Path) -> None:
     """Bug: decontamination compares with the wrong split and finds nothing."""
-    assert sorted(evaluation_texts(root)) == [
+    assert sorted(evaluation_texts(root=root)) == [
         "arithmetic to measure",
         "code to measure",
         "prose to measure",
     ]
-
-
-def test_bundled_training_prompts_do_not_overlap_with_evaluation() -> None:
-    """Bug: a bundled training prompt repeats an evaluation prompt."""
-    prompts = read_prompts([PromptSource("bundled", "all")], seed=0)
-    kept, dropped = drop_overlaps(prompts, evaluation_texts())
-    assert len(prompts) > 0
-    assert (kept, dropped) == (prompts, 0)
 
 
 def test_plain_text_without_template_is_encoded_as_it_is() -> None:
@@ -416,23 +400,21 @@ def test_answers_are_taken_along_where_they_are_wanted(
     record = {key: talk(value) if key == "messages" else value for key, value in record.items()}
     source = PromptSource("file", str(write_jsonl(tmp_path / "own.jsonl", [record])))
     for answered, wanted in ((False, asked), (True, learned)):
-        prompts, _ = read_prompts_with_duplicates([source], 0, answered)
+        prompts = stream_prompts([source], 0, ReadLog(), answered)
         found = [(prompt.text, prompt.answer, prompt.messages) for prompt in prompts]
         assert found == ([] if wanted is None else [(*wanted[:2], talk(wanted[2]))])
+
+
+def texts_learned(source: PromptSource) -> list[str | None]:
+    return [prompt.text for prompt in stream_prompts([source], 0, ReadLog(), True)]
 
 
 def test_texts_come_whole_where_they_are_learned(tmp_path: Path) -> None:
     """Bug: a file is learned in paragraphs without their context, or the standard library in random cuts."""
     path = tmp_path / "own.txt"
     path.write_text("one\n\ntwo\n")
-    assert (
-        read_prompts_with_duplicates([PromptSource("file", str(path))], 0, True)[0][0].text
-        == "one\n\ntwo\n"
-    )
-    texts = [
-        prompt.text
-        for prompt in read_prompts_with_duplicates([PromptSource("stdlib", limit=5)], 0, True)[0]
-    ]
+    assert texts_learned(PromptSource("file", str(path))) == ["one\n\ntwo\n"]
+    texts = texts_learned(PromptSource("stdlib", limit=5))
     known = {
         *python_corpus.read_modules(False).values(),
         *python_corpus.read_help_topics(False).values(),
@@ -440,15 +422,16 @@ def test_texts_come_whole_where_they_are_learned(tmp_path: Path) -> None:
     assert len(texts) == 5
     assert set(texts) <= known
     with pytest.raises(UserError, match="samples to 1"):
-        read_prompts_with_duplicates([PromptSource("stdlib", samples=2)], 0, True)
+        texts_learned(PromptSource("stdlib", samples=2))
 
 
 def test_repeats_are_counted(root: Path) -> None:
-    """Bug: prompts that are dropped as equal ones appear in no count."""
-    prompts, repeats = read_prompts_with_duplicates(
-        [PromptSource("bundled", "all"), PromptSource("bundled", "code")], 0, root=root
-    )
-    assert (len(prompts), repeats) == (15, 5)
+    """Bug: the same prompt under two sources is sampled twice, or is dropped and appears in no count."""
+    log = ReadLog()
+    sources = [PromptSource("bundled", "all"), PromptSource("bundled", "code")]
+    prompts = list(stream_prompts(sources, 0, log, root=root))
+    assert (len(prompts), log.dropped[REPEATS]) == (15, 5)
+    assert len({prompt.id for prompt in prompts}) == 15
 
 
 def test_a_hub_set_is_read_as_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,11 +454,11 @@ def test_a_hub_set_is_read_as_it_arrives(monkeypatch: pytest.MonkeyPatch) -> Non
     source = PromptSource(
         "hub", "a/b", column="question", response="reply", streaming=True, limit=20
     )
-    found = [read_prompts_with_duplicates([source], seed, True)[0] for seed in (0, 0, 1)]
+    found = [list(stream_prompts([source], seed, ReadLog(), True)) for seed in (0, 0, 1)]
     assert asked["streaming"] is True
     assert len(read) < 1000
     assert found[0] == found[1] != found[2]
     assert all(prompt.answer == f"a{(prompt.text or '')[1:]}" for prompt in found[0])
     assert [p.text for p in found[0]] != [f"q{i}" for i in range(20)]
     with pytest.raises(UserError, match="no column 'other'"):
-        read_prompts_with_duplicates([dataclasses.replace(source, column="other")], 0, True)
+        texts_learned(dataclasses.replace(source, column="other"))

@@ -22,8 +22,8 @@ from tests.train.doctor_checks.sets import (
     text_row,
     words,
 )
-from train.data.prompts import evaluation_texts
 from train.data.sample_store import SampleRow
+from train.data.sources import evaluation_texts
 
 Tokenizer = PreTrainedTokenizerFast
 Rows = list[SampleRow]

@@ -22,7 +22,8 @@ from tests.train.doctor_checks.sets import (
 )
 from train.data import manifest, sample_store
 from train.data.conversations import join_turns
-from train.data.prompts import evaluation_texts, make_prompt
+from train.data.prompts import make_prompt
+from train.data.sources import evaluation_texts
 
 SMOLLM2 = Path(constants.HF_HOME) / "draftsmith" / "gguf" / "b179c9523d0e6a0f-v2"
 """Where `bash scripts/get_models.sh smollm2` leaves the tokenizer of the shipped answers."""

@@ -17,7 +17,7 @@ from train.data import sample_store
 from train.data.batching import collate
 from train.data.sample_store import SampleRow
 from train.doctor_checks.rendering import masked_texts, print_samples
-from train.doctor_checks.seen_rows import SeenRow
+from train.doctor_checks.rows import SeenRow
 from train.doctor_checks.template import probe
 
 NASTY = "<script>alert('1 & 2')</script> \"quoted\" </pre></mark> é🙂"

@@ -41,12 +41,11 @@ from train.data import batching, sample_store, vocab_mapping
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
-from train.families import head_loss
+from train.families import eagle, head_loss, medusa, ttt_attention
 from train.families.alignment import AlignedIndices, Alignment
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.heads import eagle, medusa, ttt_attention
 from train.families.registry import family_trainer
 from train.losses import chunked_sums, divergences
 from train.trainer.loop import window_means

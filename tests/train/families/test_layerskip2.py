@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from decode.common.errors import UserError
 from decode.drafts.base import read_metadata
+from decode.drafts.early_exit import EarlyExitDraft
 from decode.drafts.registry import load_draft
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
 from eval.checks.target_drift import measure_target_drift
@@ -28,17 +28,17 @@ from tests.worlds import World
 from train.data import batching
 from train.data.batching import Batch
 from train.distill import DistillConfig
+from train.families import layerskip2
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
-from train.families.heads import layerskip2
-from train.families.heads.layer_dropout import (
+from train.families.layerskip2 import (
+    LayerSkip2Trainer,
     draw_dropped_layers,
     dropout_rates,
     enabled_exits,
     exit_weights,
 )
-from train.families.heads.layerskip2 import LayerSkip2Trainer
-from train.families.heads.lora_target import LoraTarget
+from train.families.lora_target import LoraTarget
 from train.families.registry import family_trainer
 
 LAYERS = 4

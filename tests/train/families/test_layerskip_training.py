@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
-from decode.drafts.self_speculation.early_exit import EarlyExitDraft
-from decode.drafts.self_speculation.exit_adapter import ExitAdapter
+from decode.drafts.early_exit import EarlyExitDraft, ExitAdapter
 from decode.engine.engine import decode
 from decode.engine.records import DecodeRecord
 from decode.model.runner import ModelRunner
-from tests.decode.drafts.self_speculation.test_exit_adapter import FEW, no_adapter, saved
+from tests.decode.drafts.test_exit_adapter import FEW, no_adapter, saved
 from tests.heads import randomise
 from tests.tiny import tiny_model, tiny_prompts, tiny_target
 from tests.train.data.test_packing import SAMPLES
@@ -20,10 +19,10 @@ from tests.train.families.test_heads_training import row
 from train.data import batching
 from train.data.batching import Batch
 from train.distill import DistillConfig
+from train.families import layerskip
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
-from train.families.heads import layerskip
-from train.families.heads.layerskip import ExitTrainer
+from train.families.layerskip import ExitTrainer
 from train.families.registry import family_trainer
 from train.teacher.live import LiveTeacher, TeacherOutput
 

@@ -7,17 +7,15 @@ import torch
 from torch.nn.attention import flex_attention
 
 from decode.common.errors import UserError
-from decode.model import attention
+from decode.model import attention, masks
 from decode.model.hidden_states import HiddenStateSpec
-from decode.model.masking import blocks
-from decode.model.masking.masks import AttentionMask
+from decode.model.masks import AttentionMask
 from tests.params import slow_except
 from tests.tiny import FEW, tiny_model, tiny_target
 from tests.train.data.test_packing import FAMILY, SAMPLES, trainee_of
 from tests.train.families.test_heads_training import assert_same, learned, model_of
 from train.data import batching
-from train.families.blocks import dflash
-from train.families.heads import ttt_attention
+from train.families import dflash, ttt_attention
 from train.teacher.live import compute_hidden_states
 
 ATTENDING = ["causal", "pard", "eagle1", "eagle3", "mtp", "peagle", "dflash", "dspark"]
@@ -30,7 +28,7 @@ METHODS = ["blockwise", "flex"]
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a few queries, and flex_attention with the gradient on a CPU that its reference code has."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    for module in (blocks, ttt_attention, dflash):
+    for module in (masks, ttt_attention, dflash):
         monkeypatch.setattr(module, "BLOCK", 7)
 
 

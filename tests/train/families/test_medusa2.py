@@ -25,8 +25,8 @@ from train.data.sample_store import SampleRow
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
 from train.families.head_loss import LossWeights
-from train.families.heads.lora_target import LoraTarget
-from train.families.heads.medusa2 import Medusa2
+from train.families.lora_target import LoraTarget
+from train.families.medusa import Medusa2
 from train.losses.objective import DivergenceConfig
 
 

@@ -12,7 +12,7 @@ from decode.checkpoints.layouts import read_config
 from decode.drafts.base import METADATA_FILE
 from decode.drafts.mtp import MtpDraft
 from decode.drafts.registry import load_draft
-from decode.model.masking.masks import SlotMask
+from decode.model.masks import SlotMask
 from tests.decode.drafts.test_mtp import FEW, native_folder, plain_laws
 from tests.heads import randomise
 from tests.tiny import tiny_model, tiny_target

@@ -20,8 +20,8 @@ from train.distill import DistillConfig
 from train.families import head_loss
 from train.families.base import FamilyContext
 from train.families.config import DraftConfig
+from train.families.eagle import EagleTrainer
 from train.families.head_loss import LossWeights
-from train.families.heads.eagle import EagleTrainer
 from train.families.registry import family_trainer
 
 K, LENGTH, TAPS = 3, 1 + 6 * 4, [0, 1, 2]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.common.cli import parse_settings
 from decode.common.errors import UserError
+from decode.common.settings import parse_settings
 from tests.train.losses.test_divergences import IDS, logits
 from train.distill import DistillConfig
 from train.losses.divergences import (

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from decode.checkpoints import layouts
 from decode.common import chat_template as common_chat_template
-from decode.common.cli import parse_settings
+from decode.common.settings import parse_settings
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import DTYPES, auto_class, load_target
@@ -78,6 +78,38 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size": 1024, "intermediate_size": 3072, "tie_word_embeddings": True}
         | {"num_hidden_layers": 28, "num_attention_heads": 16},
     ),
+    "Qwen/Qwen3-4B": (
+        "qwen3",
+        QWEN
+        | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+        | {"num_hidden_layers": 36, "num_attention_heads": 32},
+    ),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": (
+        "qwen3_moe",
+        QWEN
+        | {"hidden_size": 2048, "intermediate_size": 6144, "tie_word_embeddings": False}
+        | {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"max_position_embeddings": 262144, "rope_theta": 1e7},
+    ),
+    "Qwen/Qwen2.5-Coder-7B-Instruct": (
+        "qwen2",
+        {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944}
+        | {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+        | {"max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False},
+    ),
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": (
+        "qwen2",
+        {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864}
+        | {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+        | {"max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": True},
+    ),
+    "openai/gpt-oss-20b": (
+        "gpt_oss",
+        {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64}
+        | {"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8}
+        | {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128},
+    ),
     "google/gemma-3-12b-it": (
         "gemma3",
         {
@@ -108,9 +140,18 @@ BILLIONS = {
     "Qwen/Qwen3-8B": 8.19,
     "Qwen/Qwen3-0.6B": 0.596,
     "google/gemma-3-12b-it": 12.19,
+    "Qwen/Qwen3-4B": 4.02,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30.53,
+    "Qwen/Qwen2.5-Coder-7B-Instruct": 7.62,
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": 0.494,
+    "openai/gpt-oss-20b": 20.9,
 }
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+FEW_EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+}
 
 
 def config_of(name: str) -> Any:
@@ -121,7 +162,7 @@ def config_of(name: str) -> Any:
 def small_config(name: str, vocab: int) -> Any:
     """The published config with other sizes: RoPE, norms, windows, ties and towers are those of the model."""
     kind, settings = PUBLISHED[name]
-    less = SMALL | {"vocab_size": vocab, "initializer_range": 0.25}
+    less = SMALL | {"vocab_size": vocab, "initializer_range": 0.25} | FEW_EXPERTS.get(kind, {})
     if kind != "gemma3":
         return AutoConfig.for_model(kind, **settings | less)
     text = settings["text_config"] | less | {"sliding_window": 8, "query_pre_attn_scalar": 16}
@@ -194,7 +235,25 @@ TALKS = {
         opening="<start_of_turn>model\n",
         padding=63,
     ),
+    "gpt_oss": Talk(
+        special=("<|return|>", "<|call|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>"),
+        bos=None,
+        template=(
+            "{% for m in messages %}<|start|>{{ m.role }}"
+            "{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+            "<|message|>{{ m.content }}<|end|>{% endfor %}"
+            "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+        ),
+        opening="<|start|>assistant",
+        padding=5,
+    ),
 }
+SPEAKS_LIKE = {"qwen3_moe": "qwen3", "qwen2": "qwen3"}
+OPENS_WITH = {
+    "qwen3": "<think>\nThey ask me something.\n</think>\n\n",
+    "gpt_oss": "<|channel|>final<|message|>",
+}
+"""What the target writes before the answer itself."""
 THINK = ("<think>", "</think>")
 CHATS: list[list[tuple[str, str]]] = [
     [("user", "Name a colour."), ("assistant", "Blue, like the sky.")],
@@ -249,8 +308,8 @@ def spoken(talks: list[tuple[str, str]], kind: str) -> tuple[list[dict[str, Any]
     """(messages up to the last answer, what the target says to them, its end of turn included)."""
     messages = [{"role": role, "content": text} for role, text in talks]
     answer = messages.pop()["content"]
-    thoughts = "<think>\nThey ask me something.\n</think>\n\n" if kind == "qwen3" else ""
-    if thoughts:
+    thoughts = OPENS_WITH.get(kind, "")
+    if kind == "qwen3":
         for message in messages:
             if message["role"] == "assistant":
                 message["content"] = thoughts + message["content"]
@@ -270,7 +329,8 @@ def rows_of(kind: str) -> list[sample_store.SampleRow]:
 
 
 def kind_of(name: str) -> str:
-    return PUBLISHED[name][0]
+    kind = PUBLISHED[name][0]
+    return SPEAKS_LIKE.get(kind, kind)
 
 
 @cache
@@ -585,3 +645,99 @@ def test_recipes_do_not_share_folders() -> None:
             "out",
             "loop",
         }
+
+
+# ---- what others published ----
+
+SPECFORGE = "SpecForge a6b6b02, examples/configs"
+EAGLE3 = {"draft.vocab": 32000, "draft.steps": 7, "weights.decay": 0.8, "loop.lr": 1e-4}
+EAGLE3 |= {"loop.clip": 0.5, "loop.max_length": 4096}
+LAYERS = {"draft.depth": 5, "draft.taps": [2, 10, 18, 26, 34]}  # outputs of 1, 9, 17, 25, 33
+VALUES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        f"{name}-eagle3.yaml": (f"{SPECFORGE}/{theirs}.yaml", EAGLE3)
+        for name, theirs in {
+            "qwen3-4b": "qwen3-4b-eagle3-online",
+            "qwen3-8b": "qwen3-8b-eagle3-disaggregated",
+            "qwen3-30b-a3b": "qwen3-30b-a3b-eagle3-online",
+            "llama-3.1-8b": "llama3.1-8b-eagle3-online",
+            "llama-3.3-70b": "llama3.3-70b-eagle3-online",
+            "gemma-3": "gemma3-1b-eagle3-online",
+        }.items()
+    },
+    "gpt-oss-20b-eagle3.yaml": (
+        f"{SPECFORGE}/gpt-oss-20b-eagle3-online.yaml",
+        EAGLE3 | {"draft.taps": [2, 12, 22]},
+    ),
+    "qwen3-8b-dflash.yaml": (
+        f"{SPECFORGE}/qwen3-8b-dflash-online.yaml",
+        LAYERS
+        | {"draft.block": 15, "draft.vocab": 0, "loss": "hard_ce", "weights.decay": 0.867}
+        | {"loop.lr": 6e-4, "loop.clip": 1.0, "loop.max_length": 3072, "loop.steps": 10000}
+        | {"loop.batch_size": 32, "loop.warmup": 400},
+    ),
+    "qwen3-8b-dspark.yaml": (
+        "DeepSpec, config/dspark/dspark_qwen3_8b.py",
+        LAYERS
+        | {"draft.block": 7, "draft.vocab": 0, "draft.markov_rank": 256, "weights.decay": 0.779}
+        | {"loss": "tv", "divergence.mix": {"tv": 0.8, "hard_ce": 0.1}, "loop.lr": 6e-4}
+        | {"loop.clip": 1.0, "loop.max_length": 4096, "loop.batch_size": 512},
+    ),
+    "qwen3-8b-peagle.yaml": (
+        f"{SPECFORGE}/qwen3-8b-peagle-disaggregated.yaml",
+        {"draft.block": 5, "draft.retention": 0.8, "draft.min_retention": 0.2, "loop.lr": 1e-4}
+        | {"loop.clip": 1.0, "loop.max_length": 4096, "loop.steps": 10000, "loop.warmup": 25},
+    ),
+    "qwen3-8b-mtp.yaml": (
+        "speculators c05b95b, examples/train/mtp_qwen3_5_9b_gsm8k_online.sh",
+        {"draft.steps": 3, "weights.decay": 0.6, "loss": "hard_ce", "loop.lr": 1e-4},
+    ),
+    "qwen2.5-coder-7b-pard.yaml": (
+        "PARD 6f279bf, config/train/example_qwen.yaml",
+        {"draft.block": 8, "draft.retention": 0.7, "draft.min_retention": 0.2, "loss": "hard_ce"}
+        | {"loop.lr": 3e-5, "loop.max_length": 512, "loop.batch_size": 64},
+    ),
+    "qwen3-8b-causal.yaml": (
+        "ours: a twentieth of a head's rate, for weights that are trained",
+        {},
+    ),
+    "qwen3-0.6b-medusa.yaml": (
+        "Medusa, scripts/train_vicuna_7b.sh",
+        {"loop.lr": 1e-3, "loop.max_length": 2048},
+    ),
+}
+"""{recipe: (where its values come from, those that are compared)}."""
+
+
+def value_of(s: DistillConfig, dotted: str) -> Any:
+    value: Any = s
+    for name in dotted.split("."):
+        value = getattr(value, name)
+    return value
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_values_are_the_published_ones(file: str) -> None:
+    """Bug: a recipe of values that nobody published and nobody measured."""
+    _, published = VALUES[file]
+    s = recipe(file)
+    assert {name: value_of(s, name) for name in published} == published
+
+
+def row(file: str) -> str:
+    s = recipe(file)
+    figures = re.search(
+        r"([\d.]+) GB on each GPU at most, ([\d.]+) GB on disk, .* a step, ([\d,]+) GPU",
+        comment(file),
+    )
+    assert figures is not None
+    memory, disk, hours = figures.groups()
+    cells = (f"[{file.removesuffix('.yaml')}](distill/{file})", s.target, s.draft.family)
+    return f"| {' | '.join((*cells, hours, memory, disk, VALUES[file][0], 'not run'))} |"
+
+
+def test_the_table_of_recipes_has_them_all() -> None:
+    """Bug: a recipe that nobody finds, or a figure of earlier settings in the table."""
+    page = (worlds.ROOT / "configs" / "README.md").read_text().splitlines()
+    rows = [line for line in page if line.startswith("| [") and "](distill/" in line]
+    assert sorted(rows) == sorted(map(row, FILES))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from decode.model.linear.packed_linear import PackedLinear
+from decode.model.linear import PackedLinear
 from decode.model.loading import Target
 from decode.model.runner import ModelRunner
 from tests import worlds

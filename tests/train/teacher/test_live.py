@@ -5,7 +5,7 @@ import torch
 
 from decode.model import runner
 from decode.model.hidden_states import HiddenStateSpec
-from decode.model.linear.packed_linear import PackedLinear
+from decode.model.linear import PackedLinear
 from tests.tiny import tiny_model, tiny_target
 from train.data import batching
 from train.data.sample_store import SampleRow

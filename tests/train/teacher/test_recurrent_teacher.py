@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decode.common.errors import UserError
-from decode.drafts.mtp_model import last_layer
+from decode.drafts.mtp import last_layer
 from decode.model import attention
 from decode.model.hidden_states import HiddenStateSpec
 from tests.hybrids import HYBRIDS, hybrid_target, tiny_hybrid

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from decode.common.cli import parse_settings
+from decode.common.settings import parse_settings
 from decode.model.loading import load_config
 from decode.model.runner import ModelRunner
 from eval.metrics.roofline import GpuSpec

@@ -1,0 +1,396 @@
+"""Weights of fewer bits: checkpoints in GPTQ, AWQ, FP8 and compressed-tensors, and int8 by torchao.
+
+A checkpoint is dequantised once into a cached folder of safetensors, which is then loaded like any other. The folder
+holds the weights in float32, exactly as the checkpoint's numbers define them, the tokenizer's files, and
+`quantized.json`, which says what they were made from. No kernels are needed, and none of their memory is saved.
+GPTQ: Frantar et al., arXiv 2210.17323. AWQ: Lin et al., arXiv 2306.00978.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download, snapshot_download
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from decode.common.disk_errors import disk_error
+from decode.common.errors import UserError, first_line
+from decode.common.files import read_json_object, write_atomically
+from decode.model.formats.made_folders import made_folder
+
+# ---- arithmetic of the forms ----
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The column, of eight, whose number is in each four bits of an AWQ word, from the lowest bits up."""
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """[..., W * 32 / bits] the numbers in int32 `words` [..., W], from the lowest bits up, each 0 … 2**bits - 1."""
+    shifts = torch.arange(0, 32, bits, device=words.device)
+    numbers = (words.long()[..., None] >> shifts) & (2**bits - 1)
+    return numbers.flatten(-2)
+
+
+def gptq_weight(
+    qweight: torch.Tensor,
+    qzeros: torch.Tensor,
+    scales: torch.Tensor,
+    group: torch.Tensor,
+    bits: int,
+    offset: int,
+) -> torch.Tensor:
+    """The weight of GPTQ's qweight [in * bits / 32, out], qzeros [G, out * bits / 32] and scales [G, out].
+
+    `group` [in] is each input's group (g_idx). `offset` is added to zero points: checkpoints of format gptq store them
+    less 1, those of gptq_v2 as they are.
+    """
+    numbers = unpack(qweight.T, bits)  # [out, in]
+    zeros = unpack(qzeros, bits) + offset  # [G, out]
+    return (numbers - zeros[group].T).float() * scales.float()[group].T
+
+
+def awq_weight(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The weight of AWQ's qweight [in, out / 8], qzeros [G, out / 8] (both in the order of its GEMM kernel) and scales
+    [G, out], for groups of in / G inputs that follow each other."""
+    numbers, zeros = (_in_order(unpack(words, 4)) for words in (qweight, qzeros))
+    size = len(numbers) // len(scales)
+    group = torch.arange(len(numbers), device=numbers.device) // size
+    return ((numbers - zeros[group]).float() * scales.float()[group]).T.contiguous()
+
+
+def _in_order(columns: torch.Tensor) -> torch.Tensor:
+    """The columns [N, out] of unpacked AWQ words, each at its own place."""
+    at = torch.tensor(AWQ_ORDER, device=columns.device).argsort()
+    return columns.unflatten(-1, (-1, 8))[..., at].flatten(-2)
+
+
+def scaled_weight(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """weight [out, in] in eight bits times a `scale` of one number, or [out, 1], or [out, G] for groups of inputs.
+
+    ValueError for a scale of another shape.
+    """
+    if scale.numel() == 1:
+        return weight.float() * scale.float().reshape(1, 1)
+    if len(scale) != len(weight):
+        raise ValueError(f"a scale of shape {list(scale.shape)} is not one for each row")
+    scale = scale.float().reshape(len(weight), -1)
+    return weight.float() * scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
+
+
+def block_scaled_weight(
+    weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]
+) -> torch.Tensor:
+    """weight [out, in] in eight bits times `scale`, one number for each block of `block` rows and columns.
+
+    The last blocks of rows and columns may be smaller. ValueError for a scale that has not one number for each block.
+    """
+    rows, columns = weight.shape
+    if tuple(scale.shape) != (-(-rows // block[0]), -(-columns // block[1])):
+        raise ValueError(f"a scale of shape {list(scale.shape)} is not one for each block")
+    full = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return weight.float() * full[:rows, :columns]
+
+
+# ---- checkpoints ----
+
+Config = dict[str, Any]
+Read = Callable[[str], torch.Tensor | None]
+"""A tensor of the checkpoint by its name, None if it has none of that name."""
+
+SOURCE_FILE = "quantized.json"
+"""Written last into a folder, so that a folder with it is whole."""
+SHARD_BYTES = 4 << 30
+KEPT = (".json", ".jinja", ".txt", ".model")
+"""Files beside the weights that are copied."""
+NAMED_TEMPLATES = "additional_chat_templates"
+"""The folder of chat templates beside the default one."""
+UNUSED = (".input_scale", ".output_scale", ".activation_scale")
+"""Tensors for activations in eight bits; activations here keep the dtype that is computed in."""
+
+
+def _check_gptq(q: Config) -> str:
+    if q.get("bits") not in (2, 4, 8):
+        return f"has GPTQ weights of {q.get('bits')} bits; those of 2, 4 and 8 are read"
+    kind = q.get("checkpoint_format", "gptq")
+    return "" if kind in ("gptq", "gptq_v2") else f"has GPTQ weights in the form {kind!r}"
+
+
+def _check_awq(q: Config) -> str:
+    version = str(q.get("version", "gemm")).lower()
+    if q.get("bits", 4) != 4 or version != "gemm" or not q.get("zero_point", True):
+        return "has AWQ weights other than those of version gemm with 4 bits and zero points"
+    return ""
+
+
+def _check_fp8(q: Config) -> str:
+    return "" if q.get("expert_dtype", "fp8") == "fp8" else "has experts in four bits"
+
+
+def _check_compressed(q: Config) -> str:
+    known = ("int-quantized", "float-quantized", "naive-quantized")
+    if q.get("format") not in known:
+        return (
+            f"has compressed tensors in the form {q.get('format')!r}; {', '.join(known)} are read"
+        )
+    return "has scales for its KV cache" if q.get("kv_cache_scheme") else ""
+
+
+def _gptq(name: str, read: Read, q: Config) -> torch.Tensor | None:
+    qweight, qzeros, scales, group = (
+        read(f"{name}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")
+    )
+    if qweight is None or qzeros is None or scales is None:
+        return None
+    if group is None:
+        inputs = len(qweight) * 32 // q["bits"]
+        group = torch.arange(inputs) // (inputs // len(scales))
+    offset = int(q.get("checkpoint_format", "gptq") == "gptq")
+    return gptq_weight(qweight, qzeros, scales, group.long(), q["bits"], offset)
+
+
+def _awq(name: str, read: Read, q: Config) -> torch.Tensor | None:
+    qweight, qzeros, scales = (read(f"{name}.{part}") for part in ("qweight", "qzeros", "scales"))
+    if qweight is None or qzeros is None or scales is None:
+        return None
+    return awq_weight(qweight, qzeros, scales)
+
+
+def _fp8(name: str, read: Read, q: Config) -> torch.Tensor | None:
+    weight, scale = read(f"{name}.weight"), read(f"{name}.weight_scale_inv")
+    if weight is None or scale is None:
+        return None
+    if scale.numel() == 1:
+        return scaled_weight(weight, scale)
+    rows, columns = q.get("weight_block_size") or (128, 128)
+    return block_scaled_weight(weight, scale, (rows, columns))
+
+
+def _compressed(name: str, read: Read, q: Config) -> torch.Tensor | None:
+    weight, scale = read(f"{name}.weight"), read(f"{name}.weight_scale")
+    if weight is None or scale is None:
+        return None
+    zero = read(f"{name}.weight_zero_point")
+    if zero is not None and bool(zero.float().any()):
+        raise UserError(f"{name} has zero points, which are not read")
+    return scaled_weight(weight, scale)
+
+
+METHODS: dict[
+    str,
+    tuple[
+        Callable[[Config], str],
+        Callable[[str, Read, Config], torch.Tensor | None],
+        tuple[str, ...],
+    ],
+] = {
+    "gptq": (_check_gptq, _gptq, (".qweight", ".qzeros", ".scales", ".g_idx")),
+    "awq": (_check_awq, _awq, (".qweight", ".qzeros", ".scales")),
+    "fp8": (_check_fp8, _fp8, (".weight_scale_inv",)),
+    "compressed-tensors": (_check_compressed, _compressed, (".weight_scale", ".weight_zero_point")),
+}
+"""{quant_method: (why a config of it is not read, or ""; the weight of a layer, None if parts of it are missing; what
+the names of its tensors end in)}"""
+
+
+def quantized_folder(name: str, revision: str | None = None) -> str | None:
+    """The cached folder with the plain weights of `name`, a folder or Hub name; None where it is not one of METHODS.
+
+    Methods that are not listed are left to transformers, which loads some and names the packages that others need.
+    UserError for a form of these methods that is not read, and for files that are damaged.
+    """
+    config_file = _config_file(name, revision)
+    if config_file is None:
+        return None
+    try:
+        q = read_json_object(config_file, "a config.json").get("quantization_config")
+    except UserError:  # loading it will say what is wrong
+        return None
+    if not isinstance(q, dict) or q.get("quant_method") not in METHODS:
+        return None
+    reason = METHODS[q["quant_method"]][0](q)
+    if reason:
+        raise UserError(
+            f"{name!r} {reason}: take the model's original folder, or one in a form that docs/families.md lists"
+        )
+    folder = Path(name)
+    if not folder.is_dir():
+        patterns = ["*.safetensors", *(f"*{suffix}" for suffix in KEPT)]
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    try:
+        return str(dequantize_folder(folder, q, name))
+    except UserError as error:
+        if str(error).startswith(repr(name)):
+            raise
+        raise UserError(f"{name!r}: {error}") from error
+    except Exception as error:  # damaged tensors fail in any of a dozen ways
+        refused = disk_error(error, folder)
+        if refused is not None:
+            raise UserError(f"{name!r}: {refused}") from error
+        raise UserError(
+            f"the quantised weights of {name!r} cannot be read ({first_line(error)}): restore its files"
+        ) from error
+
+
+def check_whole_numbers(folder: Path, name: str) -> None:
+    """UserError for weights in eight bits or fewer in a folder whose config.json names no method: bare numbers would be
+    read as weights, since nothing says what they are to be multiplied by."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                kinds = {key: stored.get_slice(key).get_dtype() for key in stored.keys()}  # noqa: SIM118
+        except Exception:  # damaged: loading it will say so
+            continue
+        for key, kind in kinds.items():
+            if kind.startswith(("F8", "F4")) or (key.endswith(".weight") and kind in ("I8", "U8")):
+                raise UserError(
+                    f"{name!r}: {key} is {kind}, and config.json has no quantization_config that says what its numbers "
+                    "mean: restore its config.json"
+                )
+
+
+def _config_file(name: str, revision: str | None) -> Path | None:
+    """config.json of a folder or on the Hub; None if there is none to be had, which transformers will tell."""
+    if Path(name).exists():
+        file = Path(name) / "config.json"
+        return file if file.is_file() else None
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision))
+    except Exception:  # no such name, no network: loading it will give the reason
+        return None
+
+
+def dequantize_folder(folder: Path, q: Config, source: str) -> Path:
+    """The cached folder with the plain weights of `folder`; made now unless it is there. `source` is noted in it."""
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise UserError("there are no safetensors: take a folder that has them")
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
+    content = [str(folder.resolve()), (folder / "config.json").read_text(), stats]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    save = partial(_save_plain, folder, weights, q, source)
+    return made_folder("quantized", digest[:16], SOURCE_FILE, f"{source!r}", save)
+
+
+def _save_plain(folder: Path, weights: list[Path], q: Config, source: str, made: Path) -> None:
+    for file in folder.iterdir():
+        if file.name == NAMED_TEMPLATES:
+            shutil.copytree(file, made / file.name)
+        elif file.suffix in KEPT and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, made / file.name)
+    config = read_json_object(folder / "config.json", "a config.json")
+    config.pop("quantization_config")
+    write_atomically(made / "config.json", json.dumps(config, indent=2) + "\n")
+    _save_shards(plain_tensors(weights, q), made)
+    note = {"source": source, "quant_method": q["quant_method"]}
+    write_atomically(made / SOURCE_FILE, json.dumps(note, indent=2) + "\n")
+
+
+def plain_tensors(files: list[Path], q: Config) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor in float32) of every weight in the safetensors `files` of a checkpoint with the config `q`.
+
+    UserError as `plain_weights`.
+    """
+    opened = [safe_open(file, framework="pt") for file in files]
+    place = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a dict)
+    return plain_weights(place, lambda name: place[name].get_tensor(name), q)
+
+
+def plain_weights(
+    names: Collection[str], load: Callable[[str], torch.Tensor], q: Config
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor in float32) of every weight among the tensors `names` of a checkpoint with the config `q`.
+
+    UserError if no layer is quantised, for a layer that lacks a tensor, and for numbers in few bits without a scale.
+    """
+    _, dequantize, endings = METHODS[q["quant_method"]]
+
+    def read(name: str) -> torch.Tensor | None:
+        return load(name) if name in names else None
+
+    layers = {
+        name.removesuffix(ending) for name in names for ending in endings if name.endswith(ending)
+    }
+    if not layers:
+        raise UserError(
+            f"config.json says that the weights are quantised ({q['quant_method']}), and no layer's are: restore its "
+            "files"
+        )
+    for layer in sorted(layers):
+        weight = dequantize(layer, read, q)
+        if weight is None:
+            raise UserError(f"{layer} lacks some of its quantised tensors: restore its files")
+        yield f"{layer}.weight", weight
+    for name in sorted(names):
+        quantized = name.rpartition(".")[0] in layers and not name.endswith(".bias")
+        if quantized or name.endswith(UNUSED):
+            continue
+        tensor = load(name)
+        if tensor.is_floating_point() and tensor.element_size() > 1:
+            yield name, tensor.float()
+        elif tensor.dtype in (torch.int64, torch.bool):  # a buffer
+            yield name, tensor
+        else:
+            raise UserError(f"{name} is {tensor.dtype}, and no scale of it is known")
+
+
+def _save_shards(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Writes the tensors in files of about SHARD_BYTES, and their index."""
+    index: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
+    size, total, number = 0, 0, 0
+
+    def flush() -> None:
+        file = f"model-{number:05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(shard, file))
+        shard.clear()
+
+    for name, tensor in tensors:
+        shard[name] = tensor.contiguous()
+        size += tensor.nbytes
+        total += tensor.nbytes
+        if size >= SHARD_BYTES:
+            flush()
+            size, number = 0, number + 1
+    if shard:
+        flush()
+    content = {"metadata": {"total_size": total}, "weight_map": index}
+    write_atomically(folder / "model.safetensors.index.json", json.dumps(content) + "\n")
+
+
+# ---- int8 ----
+
+
+def quantize_linear_layers(model: Any) -> None:
+    """Turns the weights of the linear layers into int8 with one scale for each row; the LM head keeps its dtype.
+
+    The LM head is left because drafts copy rows of it, and it often is the embedding too. Experts that a model holds
+    as stacked tensors are no linear layers and stay as they are. UserError without torchao.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(
+            logging.WARNING
+        )  # torchao reports each kernel of other devices that it cannot load
+        try:
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        except ImportError as error:
+            raise UserError(
+                "dtype int8 needs torchao: pip install torchao, or choose another dtype"
+            ) from error
+        finally:
+            logging.disable(logging.NOTSET)
+        head = model.get_output_embeddings()
+        quantize_(
+            model,
+            Int8WeightOnlyConfig(),
+            filter_fn=lambda module, _: isinstance(module, torch.nn.Linear) and module is not head,
+        )

@@ -1,0 +1,314 @@
+"""Linear layers that multiply by copies of their weights while decoding runs on a CPU.
+
+Layers that read the same tensor, such as the query, key and value projections, are multiplied as one: products of few
+rows with one large weight take 0.8 to 0.95 of the time of those with its parts (docs/log).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
+
+import psutil
+import torch
+import torch.nn.functional as F
+
+from decode.model.inductor_linear import HAS_VECTORS, block_outputs
+
+# ---- layers that read the same tensor ----
+
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers in one module that read the same tensor in most models, in the order of their calls."""
+
+
+class HasProduct(Protocol):
+    """A layer that can multiply for all that share its product."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] -> [..., N], the outputs of all layers one after the other."""
+
+
+L = TypeVar("L", bound=HasProduct)
+
+
+class FusedProduct(Generic[L]):
+    """The product of one input [..., K] with the weights of several layers, which take their outputs in turn.
+
+    The first layer that is called computes it. Only layers that are given the very same tensor take part of it: where
+    one is given another tensor, or is called before the first, `is_whole` is False from then on.
+    """
+
+    def __init__(self, layers: Sequence[L]):
+        self.layers = layers
+        self.is_whole = True
+        self.held: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None
+
+    def output(self, place: int, x: torch.Tensor) -> torch.Tensor | None:
+        """[..., N] the output of layer number `place` for x, or None if that layer has to multiply by itself."""
+        if place == 0:
+            sizes = [len(layer.weight) for layer in self.layers]
+            self.held = x, self.layers[0].product(x).split(sizes, -1)
+        held = self.held  # read once: a pass in another thread may replace it
+        if held is None or held[0] is not x:
+            self.is_whole, self.held = False, None
+            return None
+        part = held[1][place]
+        if place == len(self.layers) - 1:
+            self.held = None
+        return part
+
+
+# ---- packed weights ----
+
+DTYPES = (torch.float32, torch.bfloat16)
+PACKED_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(
+    torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)
+"""Whether oneDNN has products of bf16 numbers here: on x86 those of AVX-512 or of AVX-NE-CONVERT."""
+EAGER_ROWS = 2
+"""Rows up to which eager code multiplies fp32 numbers by the weight as it is."""
+COMPILED_ROWS = 6
+"""Rows up to which compiled code multiplies fp32 numbers by blocks of the weight (`block_outputs`).
+
+24 rows take four times as long by them."""
+SAMPLED = 64
+"""Numbers of a weight that are compared with those that were packed, once a request."""
+
+
+@dataclass
+class Requests:
+    """Counts the requests of all engines: `REQUESTS`, the only instance."""
+
+    count: int = 0
+
+
+REQUESTS = Requests()
+
+
+def begin_request() -> None:
+    """Makes every PackedLinear look whether its weight has changed, before its next product."""
+    REQUESTS.count += 1
+
+
+def pack_for_compiled_code() -> None:
+    """Packs the weights of all PackedLinear of this process that are not packed or have changed.
+
+    Compiled code takes the packed copies as they are, so this is called when a request begins.
+    """
+    with torch.inference_mode():
+        layers = [layer for layer in LAYERS if layer.can_pack()]
+        for layer in layers:
+            layer.has_blocks = layer.weight.dtype == torch.float32 and HAS_VECTORS
+            layer.drop_old_copies()  # those that others share, too
+        for layer in layers:
+            layer.pack()
+
+
+class PackedLinear(torch.nn.Linear):
+    """A linear layer that multiplies by a packed copy of its weight while decoding runs.
+
+    `torch.nn.functional.linear` arranges the weight anew at every call, or multiplies few rows with one thread; packed
+    once, products of 3 to 512 rows take 0.3 to 0.85 of its time (docs/log), and those of layers that read the same
+    tensor are one product (`FusedProduct`), in compiled code as well. Copies are made at the first call and again at
+    the first call of a request if the weight has changed. They are used in inference mode only, in which all decoding
+    runs: training takes the usual product, whether or not the model has decoded in between. Compiled code multiplies by
+    copies of its own (`pack_for_compiled_code`).
+    """
+
+    def __init__(self, linear: torch.nn.Linear):
+        """Takes the place of `linear`: shares its parameters, buffers and hooks."""
+        torch.nn.Module.__init__(self)
+        vars(self).update(vars(linear))
+        # Of the weights of all layers of `fused` while that is whole.
+        self.packed: torch.Tensor | None = None
+        self.packed_bias: torch.Tensor | None = None
+        self.blocks: torch.Tensor | None = None
+        self.start = 0
+        """The first of this layer's outputs in the product with its copies."""
+        self.parts: torch.Tensor | None = None
+        """[P, N / P, K] the fp32 weight as it is, in parts that threads share."""
+        self.fused: FusedProduct[PackedLinear] | None = None
+        """The product that this layer shares with others."""
+        self.place = 0  # among the layers of `fused`
+        self.has_blocks = False  # since compiled code runs in this process
+        self.packable = False  # by oneDNN
+        self.packed_from: tuple[Any, ...] = ()
+        self.sample = torch.empty(0)
+        self.checked = -1  # the request at which the weight was compared
+        LAYERS.add(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] -> [..., N], equal to that of torch.nn.Linear but for rounding."""
+        if torch.compiler.is_compiling():
+            return self._compiled(x)
+        if not torch.is_inference_mode_enabled():
+            return super().forward(x)
+        if self.checked != REQUESTS.count:
+            self.begin_request()
+        if not self.packable:
+            return super().forward(x)
+        if self.parts is not None and x.numel() <= EAGER_ROWS * x.shape[-1]:
+            return self._multiply_few_rows(x, self.parts)
+        if self.packed is None:
+            self.pack()
+        if self.fused is not None and self.fused.is_whole:
+            out = self.fused.output(self.place, x)
+            if out is not None:
+                return out
+            self.drop_copies()
+            self.pack()
+        return self.product(x)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] times the packed weights -> [..., N], with the outputs of all layers that share them."""
+        packed, bias = self.packed, self.packed_bias
+        return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+    def can_pack(self) -> bool:
+        """Whether oneDNN has products for the device and the dtype of the weight."""
+        dtype = self.weight.dtype
+        known = dtype == torch.float32 or (dtype == torch.bfloat16 and PACKED_BFLOAT16)
+        return known and self.weight.device.type == "cpu"
+
+    def _compiled(self, x: torch.Tensor) -> torch.Tensor:
+        """The same product as part of compiled code: the weight, packed or not, is an input of that code."""
+        if self.packed is None or not self.can_pack():
+            return super().forward(x)
+        if x.numel() == x.shape[-1] and self.weight.dtype == torch.float32:
+            out = (x.reshape(1, -1) * self.weight).sum(-1).view(*x.shape[:-1], -1)
+            return out if self.bias is None else out + self.bias
+        end = self.start + len(self.weight)
+        if self.blocks is None or x.numel() > COMPILED_ROWS * x.shape[-1]:
+            out = torch.ops.draftsmith.packed_linear(x, self.packed, self.packed_bias)
+            return out[..., self.start : end]
+        out = torch.ops.draftsmith.blocked_linear(x, self.blocks).transpose(0, 1).flatten(1)
+        out = out[:, self.start : end].view(*x.shape[:-1], -1)
+        return out if self.bias is None else out + self.bias
+
+    def _multiply_few_rows(self, x: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+        """One or two fp32 rows times the weight as it is, in parts that threads share: faster than the packed weight.
+
+        The weight is on the left: with one row on the left the product takes up to twice as long (docs/log).
+        """
+        width = x.shape[-1]
+        rows, shape = x.numel() // width, (*x.shape[:-1], len(self.weight))
+        columns = x.contiguous().as_strided((parts.shape[0], width, rows), (0, 1, width))
+        out = torch.bmm(parts, columns)
+        if rows > 1:
+            out = out.view(-1, rows).t().contiguous()
+        out = out.view(shape)
+        return out if self.bias is None else out + self.bias
+
+    def begin_request(self) -> None:
+        """Drops copies of weights that have changed since: of this layer and of those that share its product."""
+        for layer in self.sharing():
+            layer.drop_old_copies()
+
+    def sharing(self) -> "Sequence[PackedLinear]":
+        """This layer and those of its FusedProduct, in order."""
+        return [self] if self.fused is None else self.fused.layers
+
+    def drop_copies(self) -> None:
+        """Drops the copies of this layer's weight and of those that it shares a product with."""
+        for layer in self.sharing():
+            layer.packed = layer.packed_bias = layer.blocks = None
+
+    def drop_old_copies(self) -> None:
+        """Drops the copies if the weight is not the one that was copied: by its identity, its version, which counts
+        writes, and some of its numbers, since writes through `.data` are not counted."""
+        weight = self.weight.detach()
+        version = 0 if self.weight.is_inference() else self.weight._version
+        state = id(self.weight), weight.data_ptr(), version
+        sample = weight.flatten()[:: max(1, weight.numel() // SAMPLED)].clone()
+        if self.packed_from != state or not torch.equal(sample, self.sample):
+            self.drop_copies()
+        self.packed_from, self.sample, self.checked = state, sample, REQUESTS.count
+        self.packable, self.parts = self.can_pack(), None
+        if self.packable and weight.dtype == torch.float32:
+            parts = math.gcd(len(weight), 2 * torch.get_num_threads())
+            self.parts = weight.view(parts, -1, weight.shape[1])
+
+    def pack(self) -> None:
+        """Makes the copies that are missing, for all layers of a whole `fused`: for oneDNN, and in blocks where
+        compiled code runs."""
+        whole = self.fused is not None and self.fused.is_whole
+        layers = self.sharing() if whole else [self]
+        if self.packed is not None and (self.blocks is not None or not self.has_blocks):
+            return
+        weight = torch.cat([layer.weight.detach() for layer in layers])
+        if self.packed is None:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+            if any(layer.bias is not None for layer in layers):
+                biases = [
+                    layer.weight.new_zeros(len(layer.weight))
+                    if layer.bias is None
+                    else layer.bias.detach()
+                    for layer in layers
+                ]
+                self.packed_bias = torch.cat(biases)
+        if self.has_blocks and self.blocks is None:
+            outputs = block_outputs()
+            padded = F.pad(weight, (0, 0, 0, -len(weight) % outputs))
+            self.blocks = padded.unflatten(0, (-1, outputs)).transpose(1, 2).contiguous()
+        start = 0
+        for layer in layers:
+            layer.packed, layer.packed_bias = self.packed, self.packed_bias
+            layer.blocks, layer.start = self.blocks, start
+            start += len(layer.weight)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Another dtype or device, as `to` gives it, is seen at the next call."""
+        self.checked = -1
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of the module pack for themselves."""
+        copies = dict.fromkeys(("packed", "packed_bias", "blocks", "parts", "fused"))
+        return vars(self) | copies | {"start": 0, "checked": -1}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        LAYERS.add(self)
+
+
+LAYERS: WeakSet[PackedLinear] = WeakSet()
+"""Every PackedLinear of this process."""
+
+
+def patch_linear_layers(model: Any, recurse: bool = True) -> None:
+    """Replaces the linear layers of `model` by `PackedLinear`: on a CPU with oneDNN and memory for the copies.
+
+    Without `recurse` only those that are its children.
+    """
+    layers = [
+        (module, name, child)
+        for module in (model.modules() if recurse else [model])
+        for name, child in module.named_children()
+        if type(child) is torch.nn.Linear
+        and type(child.weight) is torch.nn.Parameter  # not one in eight bits
+        and child.weight.device.type == "cpu"
+        and child.weight.dtype in DTYPES
+        and "forward" not in vars(child)  # nor one whose weights a hook fetches or exchanges
+    ]
+    size = sum(child.weight.nbytes for _, _, child in layers)
+    if torch.backends.mkldnn.is_available() and size < psutil.virtual_memory().available / 2:
+        for module, name, child in layers:
+            setattr(module, name, PackedLinear(child))
+        for module in model.modules() if recurse else [model]:
+            fuse_products(module)
+
+
+def fuse_products(module: torch.nn.Module) -> None:
+    """Lets children of `module` that have the names of SAME_INPUT share a product."""
+    children = dict(module.named_children())
+    for names in SAME_INPUT:
+        layers = [child for name in names if type(child := children.get(name)) is PackedLinear]
+        new = any(layer.fused is None for layer in layers)
+        if new and len(layers) == len(names) and len({x.weight.dtype for x in layers}) == 1:
+            fused = FusedProduct(layers)
+            for place, layer in enumerate(layers):
+                layer.fused, layer.place = fused, place

@@ -1,0 +1,309 @@
+"""Is the draft worth serving? Tokens per second and latency under load, of a server with the draft and one without it.
+
+    python eval/load.py --target Qwen/Qwen3-8B --tasks '[{name: mt-bench}]' --out outputs/load \
+      --servers '[{name: plain, url: http://localhost:8000/v1}, {name: eagle3, url: http://localhost:8001/v1}]'
+
+    # Servers that are started here, one at a time: {port} is a free port.
+    python eval/load.py --target T.gguf --tasks '[{name: humaneval, limit: 16}]' --at_once '[1, 2, 4, 8]' \
+      --out outputs/load --servers '[{name: plain, start: "llama-server -m T.gguf -np 8 --port {port}"},
+                  {name: draft, start: "llama-server -m T.gguf -md D.gguf -np 8 --port {port}"}]'
+
+The same prompts go to each server, a fixed number of requests at a time, through the completions API of vLLM, SGLang
+and llama.cpp. Servers take turns, every other turn in the opposite order, so that what the machine does over time hits
+both. The first server is what the others are compared with: without a draft. At temperature 0 their answers should be
+equal. A run that was stopped goes on when its command is given again.
+"""
+
+import asyncio
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from decode.common.command import run_command
+from decode.common.errors import UserError
+from decode.common.files import write_atomically
+from decode.common.ranges import Count, CountOrZero, above, at_least
+from decode.common.run_dir import RunSettings, open_run
+from decode.model.loading import load_target
+from decode.serving.running.completions import (
+    Completions,
+    MalformedReplyError,
+    PromptFailedError,
+    Server,
+    connect,
+    open_client,
+)
+from decode.serving.running.server_process import free_port, running_server
+from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts
+
+COMMAND = "eval/load.py"
+
+
+@dataclass
+class ServedModel:
+    """A server to measure: its address, or the command that starts it."""
+
+    name: str
+    url: str = ""
+    """Address of one that runs, such as http://localhost:8000/v1."""
+    start: str = ""
+    """Its command line, in which {port} stands for a free port. It runs during its turns alone."""
+    model: str = ""
+    """The model's name there, where the server has several."""
+
+    def __post_init__(self) -> None:
+        if bool(self.url) == bool(self.start):
+            raise UserError(
+                f"servers: {self.name!r} needs a url or a command to start it, one of them"
+            )
+        if self.start and "{port}" not in self.start:
+            raise UserError(
+                f"servers: write {{port}} into the command of {self.name!r}, where its port stands"
+            )
+
+
+@dataclass
+class LoadConfig(RunSettings):
+    target: str = ""
+    """The target that is served: its tokenizer and chat template make the prompts."""
+    servers: list[ServedModel] = field(default_factory=list)
+    """Two or more; the first is the one without a draft, see above."""
+    tasks: list[Task] = field(default_factory=lambda: [Task("mt-bench", turns=1)])
+    """What is asked, as in eval/run.py."""
+    at_once: list[Count] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])
+    """Requests that are open at the same time, one measurement for each number."""
+    requests: CountOrZero = 0
+    """Requests of a measurement; 0: four times as many as are open at once, at least 8. Prompts repeat where they are
+    fewer."""
+    turns: Count = 3
+    """How often each measurement is made."""
+    max_new_tokens: Count = 256
+    temperature: Annotated[float, at_least(0, 100)] = 0.0
+    timeout: Annotated[float, above(0)] = 600.0
+    """Seconds that a request may take."""
+    ready: Annotated[float, above(0)] = 900.0
+    """Seconds that a server which is started here may take until it answers."""
+    out: str = "outputs/load"
+
+    def __post_init__(self) -> None:
+        if not self.target:
+            raise UserError(
+                "--target: name the model that is served, whose tokenizer makes the prompts"
+            )
+        if len({server.name for server in self.servers}) < max(2, len(self.servers)):
+            raise UserError(
+                "--servers: give two or more, each under its own name, the first without a draft"
+            )
+
+
+@dataclass
+class Address:
+    """What the client is told: which server, and how patiently it is asked."""
+
+    url: str
+    model: str
+    timeout: float
+    retries: int = 0  # a repeated request would be timed with the wait before it
+
+
+@dataclass(frozen=True)
+class Answer:
+    prompt: int
+    """Its number among the prompts."""
+    seconds: float
+    tokens: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Level:
+    """One measurement: so many requests, a number of them open at the same time."""
+
+    seconds: float
+    answers: list[Answer]
+    failed: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(answer.tokens for answer in self.answers) / self.seconds
+
+    def latency(self, quantile: float) -> float:
+        """Seconds of a request."""
+        return float(np.quantile([answer.seconds for answer in self.answers], quantile))
+
+
+def read_answer(reply: Any) -> tuple[int, str]:
+    """(tokens, text) of a reply. MalformedReplyError where it does not say how many tokens it has."""
+    try:
+        return int(reply["usage"]["completion_tokens"]), str(reply["choices"][0]["text"])
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise MalformedReplyError("no usage.completion_tokens") from None
+
+
+async def ask_all(
+    s: LoadConfig,
+    server: Server,
+    prompts: Sequence[TaskPrompt],
+    numbers: Sequence[int],
+    at_once: int,
+) -> Level:
+    """Asks the prompts with these numbers, `at_once` of them at a time."""
+    waiting, answers, failed = iter(numbers), list[Answer](), 0
+
+    async def work(asked: Completions) -> None:
+        nonlocal failed
+        for number in waiting:
+            body = {
+                "model": server.model,
+                "prompt": prompts[number].prompt_ids,
+                "max_tokens": s.max_new_tokens,
+                "temperature": s.temperature,
+                "seed": s.seed,
+            }
+            begin = time.perf_counter()
+            try:
+                tokens, text = await asked.request(body, read_answer)
+            except PromptFailedError:
+                failed += 1
+            else:
+                answers.append(Answer(number, time.perf_counter() - begin, tokens, text))
+
+    async with open_client() as http:
+        asked = Completions(http, server, Address(server.url, server.model, s.timeout))
+        begin = time.perf_counter()
+        await asyncio.gather(*(work(asked) for _ in range(at_once)))
+        seconds = time.perf_counter() - begin
+    if not answers:
+        raise UserError(
+            f"{server.url}: none of {failed} requests was answered in {s.timeout:g} s each"
+        )
+    return Level(seconds, answers, failed)
+
+
+@contextmanager
+def running(s: LoadConfig, served: ServedModel) -> Iterator[Server]:
+    """The server, started here if it is to be."""
+    if served.url:
+        yield connect(Address(served.url, served.model, s.timeout))
+        return
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/v1"
+    command = shlex.split(served.start.replace("{port}", str(port)))
+    with running_server(command, f"http://127.0.0.1:{port}/health", s.ready, served.name):
+        yield connect(Address(url, served.model, s.timeout))
+
+
+def level_requests(s: LoadConfig, at_once: int, prompts: int) -> list[int]:
+    """The numbers of the prompts of a measurement, the same ones for every server."""
+    return [i % prompts for i in range(s.requests or max(8, 4 * at_once))]
+
+
+def to_json(level: Level) -> dict[str, Any]:
+    return asdict(level)
+
+
+def from_json(value: dict[str, Any]) -> Level:
+    return Level(value["seconds"], [Answer(**one) for one in value["answers"]], value["failed"])
+
+
+def compare(plain: Sequence[Level], own: Sequence[Level]) -> dict[str, Any]:
+    """A server's figures of one level beside those of the first one, turn by turn."""
+    ratios = [b.tokens_per_second / a.tokens_per_second for a, b in zip(plain, own, strict=True)]
+    texts = {answer.prompt: answer.text for answer in plain[0].answers}
+    pairs = [(texts[a.prompt], a.text) for a in own[0].answers if a.prompt in texts]
+    return {
+        "tokens_per_second": median(level.tokens_per_second for level in own),
+        "latency_median": median(level.latency(0.5) for level in own),
+        "latency_95": median(level.latency(0.95) for level in own),
+        "speedup": median(ratios),
+        "speedup_range": [min(ratios), max(ratios)],
+        "equal_texts": sum(a == b for a, b in pairs),
+        "compared_texts": len(pairs),
+        "failed": sum(level.failed for level in own),
+    }
+
+
+def results_table(rows: Sequence[dict[str, Any]], turns: int) -> Table:
+    spread = "speed-up" if turns == 1 else f"speed-up [least, most of {turns} turns]"
+    names = (
+        "at once",
+        "server",
+        "tokens/s",
+        "latency s, median",
+        "95 %",
+        spread,
+        "equal texts",
+        "failed",
+    )
+    table = Table(*names, title="Load", title_justify="left")
+    for row in rows:
+        low, high = row["speedup_range"]
+        table.add_row(
+            str(row["at_once"]), row["server"], f"{row['tokens_per_second']:.1f}", f"{row['latency_median']:.2f}",
+            f"{row['latency_95']:.2f}", f"{row['speedup']:.2f}× [{low:.2f}, {high:.2f}]",
+            f"{row['equal_texts']} of {row['compared_texts']}", str(row["failed"]),
+        )  # fmt: skip
+    return table
+
+
+def main(s: LoadConfig) -> None:
+    """Measures every level of every server in turns, and writes load.json."""
+    target = load_target(s.target, "cpu", with_layers=False)
+    prompts = load_fitting_prompts(s.tasks, target)
+    console = Console(stderr=True, highlight=False)
+    with open_run(s, COMMAND, writes=("journal.jsonl", "load.json"), reads=[s.target]) as run:
+        journal = run.journal()
+
+        def measured(turn: int, served: ServedModel, at_once: int) -> Level | None:
+            value = journal.get([turn, served.name, at_once])
+            return None if value is None else from_json(value)
+
+        for turn in range(s.turns):
+            for served in s.servers if turn % 2 == 0 else reversed(s.servers):
+                if all(measured(turn, served, n) for n in s.at_once):
+                    continue
+                console.print(f"turn {turn + 1} of {s.turns}: {served.name}", markup=False)
+                with running(s, served) as server:
+                    # Not timed: the first requests of a server compile and allocate.
+                    asyncio.run(
+                        ask_all(s, server, prompts, [0] * min(4, max(s.at_once)), max(s.at_once))
+                    )
+                    for at_once in s.at_once:
+                        if measured(turn, served, at_once) is None:
+                            numbers = level_requests(s, at_once, len(prompts))
+                            level = asyncio.run(ask_all(s, server, prompts, numbers, at_once))
+                            journal.put([turn, served.name, at_once], to_json(level))
+        rows = []
+        for at_once in s.at_once:
+            levels = {
+                served.name: [
+                    from_json(journal.get([t, served.name, at_once])) for t in range(s.turns)
+                ]
+                for served in s.servers
+            }
+            plain = levels[s.servers[0].name]
+            rows += [
+                {"at_once": at_once, "server": name, **compare(plain, own)}
+                for name, own in levels.items()
+            ]
+        result = {"target": s.target, "temperature": s.temperature, "levels": rows}
+        write_atomically(run.path / "load.json", json.dumps(result, indent=1) + "\n")
+    Console(highlight=False, soft_wrap=True).print(results_table(rows, s.turns))
+
+
+if __name__ == "__main__":
+    run_command(main, LoadConfig, __doc__)

@@ -1,0 +1,408 @@
+"""Chains of adaptive length: the text and its law, the draft's state after rounds without it, and what is saved."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from decode.common.errors import UserError
+from decode.drafts.adaptive import WAYS, AdaptiveConfig, AdaptiveDraft
+from decode.drafts.base import Draft, Proposal
+from decode.drafts.causal import CausalDraft
+from decode.drafts.eagle import CachedHead
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.lookup import NgramDraft
+from decode.drafts.registry import add_lookup, make_adaptive
+from decode.drafts.swift import SwiftDraft
+from decode.drafts.wrappers import CrossDeviceDraft, DraftWrapper
+from decode.engine.engine import SpeculativeEngine, decode
+from decode.engine.records import collect_outputs
+from decode.engine.warm_up import run_first_rounds
+from decode.model.loading import Target
+from decode.model.runner import ModelRunner
+from decode.verification.rules import NO_DRAFT
+from decode.verification.sampling import SamplingParams
+from decode.verification.tree import DynamicTree
+from tests.decode.drafts import test_dflash, test_exit_adapter, test_mtp, test_pard, test_peagle
+from tests.decode.drafts.test_swift import FIXED
+from tests.decode.drafts.test_two_source import Watched, keep_widths, whole_text_logits
+from tests.decode.engine.test_compile import graphs  # noqa: F401  a fixture
+from tests.decode.engine.test_engine import texts
+from tests.decode.verification.test_exact_distribution import (
+    ROUND_1,
+    ROUND_2,
+    distance_from_own_law,
+    engine_law,
+    partner,
+    small,
+)
+from tests.heads import knowing_draft, random_draft
+from tests.params import slow_except
+from tests.tiny import noisy, reference, tiny_model, tiny_prompts, tiny_target
+
+K, LENGTH = 3, 24
+PROMPTS = tiny_prompts(13, 1, 9)
+SAMPLED = SamplingParams(1.0, top_k=2)
+ROUND_MS = (10.0, 12.0, 14.5, 17.5)
+CONFIGS = {
+    "confidence": AdaptiveConfig("confidence", 0.2),
+    "acceptance": AdaptiveConfig("acceptance", round_ms=ROUND_MS),
+    "both": AdaptiveConfig("both", 0.3, ROUND_MS),
+    "measured": AdaptiveConfig("acceptance"),
+}
+
+
+def knowing(name: str, target: Target) -> Draft:
+    """A head that knows two thirds of the greedy text."""
+    outputs = decode(target, None, PROMPTS, max_new_tokens=LENGTH)
+    known = [(o.prompt_ids, o.output_ids) for o in outputs]
+    return knowing_draft(name, target, known, forget=0.3)
+
+
+DRAFTS: dict[str, Callable[[Target], Draft]] = {
+    "causal": lambda t: CausalDraft(ModelRunner(noisy(t.runner.model, 0.02))),
+    "medusa": lambda t: knowing("medusa", t),
+    "eagle1": lambda t: knowing("eagle1", t),
+    "eagle3": lambda t: knowing("eagle3", t),
+    "pard": lambda t: test_pard.pard_of(t.runner.model),
+    "peagle": test_peagle.draft_of,
+    "dflash": lambda t: test_dflash.draft_of("dflash", t),
+    "dspark": lambda t: test_dflash.draft_of("dspark", t),
+    "mtp": test_mtp.draft_of,
+    "early-exit": lambda t: EarlyExitDraft(t, 2),
+    "layerskip": test_exit_adapter.draft_of,
+    "swift": lambda t: SwiftDraft(t, FIXED),
+    "causal+ngram": lambda t: add_lookup(DRAFTS["causal"](t), "ngram", 2, t),
+}
+FEW = ["causal", "eagle3", "dflash"]
+
+
+# ---- text ----
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_greedy_text_is_the_targets(name: str) -> None:
+    """Catches tokens behind an end that are verified, and states spoiled by rounds of other lengths; rows are used
+    again, and end at different times."""
+    own = tiny_target(tiny_model("llama"))
+    want = texts(decode(own, None, PROMPTS, max_new_tokens=LENGTH))
+    inner = DRAFTS[name](own)
+    for by, config in CONFIGS.items():
+        draft = AdaptiveDraft(inner, config)
+        outputs = decode(own, draft, PROMPTS, rows=2, k=K, max_new_tokens=LENGTH)
+        assert texts(outputs) == want, by
+        assert max(drafted for o in outputs for drafted, _ in o.rounds) <= K
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", slow_except(DRAFTS, FEW))
+def test_a_rows_text_does_not_depend_on_its_batch(name: str, sampling: SamplingParams) -> None:
+    """Catches random numbers that a row uses up or not depending on how long other rows' chains are."""
+    own, seeds = tiny_target(tiny_model("llama", dtype=torch.float64)), [11, 12, 13]
+    settings: dict[str, Any] = {"k": K, "sampling": sampling, "max_new_tokens": LENGTH}
+    inner, drafted = DRAFTS[name](own), set()
+    for by in WAYS:
+        draft = AdaptiveDraft(inner, CONFIGS[by])
+        together = decode(own, draft, PROMPTS, seeds=seeds, **settings)
+        for output, prompt, seed in zip(together, PROMPTS, seeds, strict=True):
+            [alone] = decode(own, draft, [prompt], seeds=[seed], **settings)
+            assert alone.output_ids == output.output_ids, by
+            assert alone.rounds == output.rounds, by
+            drafted |= {count for count, _ in output.rounds}
+    assert len(drafted) > 1
+
+
+# ---- law ----
+
+LAW = SamplingParams(0.7)
+UNSURE = AdaptiveConfig("confidence", 0.4)
+"""Some tokens end a chain of two, some do not."""
+HALF = AdaptiveConfig("acceptance", round_ms=(1.0, 1.5))
+"""A row drafts while its acceptance is above a half, so not after a rejection. Then the last round drafts nothing."""
+MIXED = 3 * ROUND_1**2 * 3
+
+
+class WholeText(DraftWrapper):
+    """`inner` of texts with a token everywhere: branches of weight 0 accept what was not drafted."""
+
+    def propose(self, history: torch.Tensor, length: torch.Tensor, k: int) -> Proposal:
+        return self.inner.propose(history.clamp_min(0), length, k)
+
+
+def law_distance(
+    config: AdaptiveConfig, k: int, length: int, paths: int, rule: str = "exact"
+) -> float:
+    """Largest TV of the emitted text from the target's own law."""
+    model = small(num_hidden_layers=2)
+    own = tiny_target(model)
+    draft = AdaptiveDraft(WholeText(partner(model)), config)
+    law = engine_law(own, draft, k, length, LAW, paths, rule=rule)
+    return distance_from_own_law(law, model, length, LAW)
+
+
+CASES = [
+    (UNSURE, 2, 2, 3 * ROUND_2),
+    pytest.param(UNSURE, 2, 3, 3 * ROUND_2**2, marks=pytest.mark.slow),
+    (HALF, 1, 4, MIXED),
+    (AdaptiveConfig("both", 0.4, (1.0, 1.2, 1.3)), 2, 2, 3 * ROUND_2),
+]
+
+
+@pytest.mark.parametrize(("config", "k", "length", "paths"), CASES)
+@pytest.mark.parametrize("rule", ["exact", "block"])
+def test_sampled_text_has_the_targets_law(
+    config: AdaptiveConfig, k: int, length: int, paths: int, rule: str
+) -> None:
+    """Catches an end of a chain that chooses among tokens, and rows without drafts beside rows that draft. Exact."""
+    assert law_distance(config, k, length, paths, rule) < 1e-7  # HF norms compute in fp32
+
+
+PROPOSE = AdaptiveDraft.propose
+
+
+def unsure_tokens_dropped(
+    self: AdaptiveDraft, history: torch.Tensor, length: torch.Tensor, k: int
+) -> Proposal:
+    """The token behind which a chain ends is not drafted: its value decides whether it is."""
+    proposal = PROPOSE(self, history, length, k)
+    tokens = proposal.tokens.clone()
+    count = (tokens != NO_DRAFT).sum(1)
+    ended = (count > 0) & (count < k)
+    tokens[ended, count[ended] - 1] = NO_DRAFT
+    return Proposal(tokens, proposal.q, finite=proposal.finite)
+
+
+def late_choice(
+    self: AdaptiveDraft, history: torch.Tensor, length: torch.Tensor, k: int
+) -> Proposal:
+    """K is 0 in rows whose first token is 0: chosen when the tokens are known."""
+    proposal = PROPOSE(self, history, length, k)
+    unpleasant = (proposal.tokens == 0).cumsum(1) > 0
+    tokens = proposal.tokens.masked_fill(unpleasant, NO_DRAFT)
+    return Proposal(tokens, proposal.q, finite=proposal.finite)
+
+
+@pytest.mark.parametrize(
+    ("bug", "case"), [(unsure_tokens_dropped, CASES[0]), (late_choice, CASES[2])]
+)
+def test_planted_bugs_move_the_law(bug: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above is blind if one of these goes unseen."""
+    monkeypatch.setattr(AdaptiveDraft, "propose", bug)
+    assert law_distance(*case) > 1e-3
+
+
+# ---- the draft's state ----
+
+PATTERN = [3, 0, 3, 0, 0, 1, 0, 0, 0, 0, 0, 2, 0]
+WORK = tiny_prompts(7, 1, 3, 21, 2)
+"""More prompts than rows, so that rows are used again."""
+
+
+class Patterned(AdaptiveDraft):
+    """K of each round is given; rows that are odd are one round ahead, except that all have 0 at once now and then."""
+
+    at = 0
+
+    def _limits(self, k: int) -> list[int]:
+        self.at += 1
+        now = PATTERN[self.at % len(PATTERN)]
+        return [max(0, now - row) for row in range(len(self.rows))]
+
+
+class NeverSkipped(Watched):
+    """`inner` is asked in every round, whatever is made of its answer."""
+
+    def skip(self, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+        self.skipped += 1
+        self.propose(history, length, K)
+
+
+class Plain(AdaptiveDraft):
+    """No round drafts, so that there is one for every text."""
+
+    def _limits(self, k: int) -> list[int]:
+        return [0] * len(self.rows)
+
+
+def largest_difference(name: str, rows: int) -> float:
+    """How far logits after rounds of other lengths are from those that the text gives: of plain forward passes over the
+    whole text, or, of heads, those of the same draft asked in every round."""
+    own = tiny_target(tiny_model("llama", dtype=torch.float64))
+    plain = decode(own, None, WORK, max_new_tokens=40)
+    known = [(o.prompt_ids, o.output_ids) for o in plain]
+    inner = knowing_draft(name, own, known, forget=0.1) if "eagle" in name else DRAFTS[name](own)
+    watched, control = Watched(inner), NeverSkipped(inner)
+    for draft in (Patterned(watched), Plain(control)):
+        outputs = decode(own, draft, WORK, rows=rows, k=K, max_new_tokens=40)
+        assert texts(outputs) == texts(plain)
+    assert min(watched.asked, watched.skipped) > 5
+    want = control.states
+    if name == "causal":
+        want = whole_text_logits(reference(noisy(own.runner.model, 0.02)), watched.states)
+    # a row that has ended is still asked, after a text that is cut later
+    pairs = [(logits, want[text]) for text, logits in watched.states.items() if text in want]
+    assert len(pairs) > 0.8 * len(watched.states)
+    return max(
+        float((here - there).masked_fill(here == there, 0).abs().max()) for here, there in pairs
+    )
+
+
+STATEFUL = ["causal", "medusa", "eagle1", "eagle3", "pard", "peagle", "dflash", "mtp", "early-exit"]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_is_what_the_text_gives(name: str, rows: int) -> None:
+    """Catches K/V that lacks what rounds without drafts committed, and states that were dropped before they were
+    read."""
+    assert largest_difference(name, rows) < 1e-8
+
+
+def skipped_too_long(self: CachedHead, history: torch.Tensor, length: torch.Tensor, k: int) -> None:
+    """Reads one round too late."""
+    if self.unread + k > self.allocated_shape[2]:
+        self._read_committed(history, length)
+        self.unread = 0
+    self.unread += k + 1
+
+
+@pytest.mark.parametrize("bug", [Draft.skip, skipped_too_long])
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_a_draft_that_does_not_catch_up_is_seen(
+    name: str, bug: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above is blind if stale K/V goes unseen."""
+    if (name, bug) == ("dflash", skipped_too_long):
+        pytest.skip("random heads are hardly ever accepted, so that the buffer has room to spare")
+    monkeypatch.setattr(CachedHead, "skip", bug)
+    assert largest_difference(name, 1) > 1e-3
+
+
+# ---- cost ----
+
+
+def passes(config: AdaptiveConfig, rows: int = 1) -> tuple[list[int], list[list[tuple[int, int]]]]:
+    """(tokens of each forward pass of a small LM, rounds of each row)."""
+    own = tiny_target(tiny_model("llama"))
+    model = DRAFTS["causal"](own)
+    assert isinstance(model, CausalDraft)
+    widths: list[int] = []
+    keep_widths(model.runner.model, widths)
+    outputs = decode(own, AdaptiveDraft(model, config), PROMPTS[:rows], k=K, max_new_tokens=LENGTH)
+    return widths[1:], [o.rounds for o in outputs]
+
+
+def test_as_many_passes_as_drafted_tokens() -> None:
+    """Catches steps after the end of the only chain, and any step in rounds without drafts."""
+    for config in (AdaptiveConfig("confidence", 0.2), CONFIGS["acceptance"], CONFIGS["both"]):
+        widths, [own] = passes(config)
+        assert len(widths) == sum(drafted for drafted, _ in own)
+    widths, [own] = passes(AdaptiveConfig("confidence", 1.0))
+    assert {drafted for drafted, _ in own} == {1}
+    widths, [own] = passes(AdaptiveConfig("acceptance", round_ms=(1.0, 9.0)))
+    assert {drafted for drafted, _ in own} == {0, 1}  # every ninth round drafts, to see
+    assert len(widths) == sum(drafted for drafted, _ in own) <= 3
+
+
+def test_rows_that_have_ended_keep_no_chain_going() -> None:
+    """Catches steps for rows that ended rounds ago and would be sure of anything."""
+    own = tiny_target(tiny_model("llama"))
+    draft = AdaptiveDraft(DRAFTS["causal"](own), AdaptiveConfig("confidence", 0.0))
+    recorded: list[list[int]] = []
+    limits = draft._limits
+    draft._limits = lambda k: recorded.append(limits(k)) or recorded[-1]  # type: ignore[func-returns-value,method-assign]
+    prompts = [tiny_prompts(60)[0], tiny_prompts(5)[0]]  # the first one ends at the context's limit
+    decode(own, draft, prompts, k=K, max_new_tokens=LENGTH)
+    assert recorded[0] == [K, K]
+    assert recorded[-1] == [0, K]
+
+
+def test_eagle_reads_several_rounds_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a pass of the layer in each round without drafts, though the buffer holds K + 1 states."""
+    own = tiny_target(tiny_model("llama"))
+    head = random_draft("eagle3", own)
+    counts = {"step": 0, "logits": 0}
+    for method in counts:
+        monkeypatch.setattr(head.net, method, counted(head.net, method, counts))
+    [output] = decode(own, Plain(head), PROMPTS[:1], k=K, max_new_tokens=LENGTH)
+    assert output.rounds == [(0, 0)] * (LENGTH - 1)
+    assert counts["logits"] == 0
+    assert counts["step"] == 1 + (LENGTH - 1 - 1) // (K + 1)  # the prompt's, then every fourth
+
+
+def counted(net: Any, method: str, counts: dict[str, int]) -> Callable[..., Any]:
+    real = getattr(net, method)
+
+    def call(*args: Any) -> Any:
+        counts[method] += 1
+        return real(*args)
+
+    return call
+
+
+# ---- modes, devices, errors ----
+
+
+@pytest.mark.parametrize("name", ["causal", "eagle3"])
+def test_compiled_rounds_have_two_shapes(name: str, graphs: list[int]) -> None:  # noqa: F811
+    """Catches a graph of the target's half for each length, and one that is made after the warm-up."""
+    own = tiny_target(tiny_model("llama"))
+    settings: dict[str, Any] = {"max_new_tokens": LENGTH, "seed": 3}
+    config = AdaptiveConfig("both", 0.05, (10.0, 14.0, 18.0, 22.0))
+    inner = DRAFTS[name](own)
+    want = decode(own, AdaptiveDraft(inner, config), PROMPTS, k=K, sampling=SAMPLED, **settings)
+    draft = AdaptiveDraft(inner, config)
+    engine = SpeculativeEngine(own, draft, k=K, sampling=SAMPLED, mode="compiled")
+    run_first_rounds(engine, PROMPTS, LENGTH)
+    assert len(graphs) == 2
+    got = collect_outputs(PROMPTS, engine.speculate(PROMPTS, **settings))
+    assert len(graphs) == 2
+    assert texts(got) == texts(want)
+    assert [o.rounds for o in got] == [o.rounds for o in want]
+    assert {0, 1} <= {drafted for o in got for drafted, _ in o.rounds}
+
+
+def test_a_draft_elsewhere_stops_there() -> None:
+    """Catches limits that stay on the target's device (here both devices are the CPU)."""
+    own, cpu = tiny_target(tiny_model("llama")), torch.device("cpu")
+    settings: dict[str, Any] = {"k": K, "sampling": SAMPLED, "max_new_tokens": LENGTH}
+    found = []
+    for inner in (DRAFTS["causal"](own), CrossDeviceDraft(DRAFTS["causal"](own), cpu, cpu)):
+        outputs = decode(own, AdaptiveDraft(inner, CONFIGS["both"]), PROMPTS, **settings)
+        found.append([o.rounds for o in outputs])
+    assert found[0] == found[1]
+
+
+def test_costs_are_measured_while_decoding() -> None:
+    """Catches clocks that are read across batches, and lengths that stay unmeasured."""
+    own = tiny_target(tiny_model("llama"))
+    draft = AdaptiveDraft(DRAFTS["causal"](own), AdaptiveConfig("acceptance"))
+    for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[1:2]):
+        decode(own, draft, prompts, k=K, max_new_tokens=LENGTH)
+    assert set(draft.times) == {1, 3}
+    for times in draft.times.values():
+        assert {0, 1, K} <= set(times.times)
+        assert all(0 < ms < 10_000 for kept in times.times.values() for ms in kept)
+
+
+def test_what_cannot_be_adapted_is_refused() -> None:
+    own = tiny_target(tiny_model("llama"))
+    near = DRAFTS["causal"](own)
+    with pytest.raises(UserError, match="'often' is unknown: give confidence, acceptance, both"):
+        AdaptiveConfig("often")
+    with pytest.raises(UserError, match="confidence is 1.5"):
+        AdaptiveConfig("confidence", 1.5)
+    with pytest.raises(UserError, match="give the milliseconds"):
+        AdaptiveConfig("acceptance", round_ms=(3.0,))
+    for draft in (None, NgramDraft()):
+        with pytest.raises(UserError, match="has no model whose passes"):
+            make_adaptive(draft, AdaptiveConfig())
+    adaptive = make_adaptive(near, AdaptiveConfig())
+    with pytest.raises(UserError, match="a lookup belongs inside"):
+        add_lookup(adaptive, "ngram", 3, own)
+    with pytest.raises(UserError, match="mode graph needs"):
+        SpeculativeEngine(own, adaptive, mode="graph")
+    near.shape = DynamicTree(2, 4)
+    with pytest.raises(UserError, match="'causal' adapts the length of chains: give it no tree"):
+        decode(own, adaptive, PROMPTS, k=2)

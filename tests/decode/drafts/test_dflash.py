@@ -1,0 +1,386 @@
+"""DFlash and DSpark in the engine: distributions are those of the formulas, the text is the target's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from decode.checkpoints import importers, layouts
+from decode.common.errors import UserError
+from decode.drafts.base import METADATA_FILE
+from decode.drafts.blocks import DFlashDraft
+from decode.drafts.dflash_model import DFlashModel
+from decode.drafts.eagle_model import llama_config
+from decode.drafts.lookup import NgramDraft
+from decode.drafts.registry import draft_family, load_draft
+from decode.drafts.wrappers import TwoSourceDraft
+from decode.engine.engine import decode
+from decode.model.hidden_states import HiddenStateSpec, LMHead
+from decode.model.loading import Target
+from decode.verification.sampling import SamplingParams
+from decode.verification.tree import TreeShape
+from tests.blocks import HOT, LENGTH, PROMPTS, SHAPES, K, decode_and_compare, watch_logits
+from tests.decode.verification.test_exact_distribution import (
+    ROUND_1,
+    ROUND_2,
+    distance_from_own_law,
+    engine_law,
+    small,
+)
+from tests.heads import prefilled, randomise
+from tests.params import slow_except
+from tests.tiny import ARCHITECTURES, FEW, VOCAB, tiny_model, tiny_target
+
+RANK = 6
+IDS = torch.tensor([i for i in range(VOCAB) if i % 7 != 1])
+"""The tokens of a reduced vocabulary."""
+TAPS = (0, 2)
+NAMES = ["dflash", "dspark"]
+Taps = tuple[int, ...]
+
+
+def fields(
+    name: str, target: Target, ids: Tensor | None = IDS, taps: Taps = TAPS
+) -> dict[str, Any]:
+    vocab = target.runner.vocab_size
+    size = vocab if ids is None else len(ids)
+    # capture id 0, the embedding, has no name among layer outputs
+    config = layouts.dflash_config(
+        target.runner.config, vocab, size, [max(1, i) for i in taps], 2,
+        K + (name == "dflash"), vocab - 1, RANK if name == "dspark" else 0,
+    )  # fmt: skip
+    return config | {"eagle_aux_hidden_state_layer_ids": list(taps)}
+
+
+def net_of(name: str, target: Target, ids: Tensor | None = IDS, taps: Taps = TAPS) -> DFlashModel:
+    config = llama_config(fields(name, target, ids, taps))
+    model = target.runner.model
+    net = DFlashModel(config, HiddenStateSpec(taps), ids, LMHead(model))
+    randomise(net, 3)  # type: ignore[arg-type]
+    return net.to(model.dtype)
+
+
+def draft_of(name: str, target: Target, shape: TreeShape = None, **more: Any) -> DFlashDraft:
+    draft = DFlashDraft(net_of(name, target, **more), target, name)
+    draft.shape = shape
+    return draft
+
+
+# ---- the formulas, from the tensors alone ----
+
+
+def formula_states(net: DFlashModel, features: Tensor, tokens: Tensor, embedding: Tensor) -> Tensor:
+    """[B, h] normed states of a block whose anchor follows T tapped states [T, F]: attention over one list of keys."""
+    own = {name: value.detach() for name, value in net.state_dict().items()}
+    size: int = net.config.head_dim  # type: ignore[assignment]
+    eps = net.config.rms_norm_eps
+
+    def rms(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * own[f"{name}.weight"]
+
+    def turn(x: Tensor, position: Tensor) -> Tensor:  # [n, heads, D]
+        cos, sin = net.rotary(x, position[None])
+        half = size // 2
+        turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+        return x * cos[0, :, None] + turned * sin[0, :, None]
+
+    context = rms(features @ own["fc.weight"].T, "hidden_norm")
+    count = len(context)
+    places = torch.arange(count + len(tokens))
+    x = embedding[tokens]
+    for i in range(len(net.layers)):
+        at = f"layers.{i}.self_attn"
+        normed = rms(x, f"layers.{i}.input_layernorm")
+        both = torch.cat([context, normed])
+        q = (normed @ own[f"{at}.q_proj.weight"].T).unflatten(-1, (-1, size))
+        k = (both @ own[f"{at}.k_proj.weight"].T).unflatten(-1, (-1, size))
+        v = (both @ own[f"{at}.v_proj.weight"].T).unflatten(-1, (-1, size))
+        q, k = turn(rms(q, f"{at}.q_norm"), places[count:]), turn(rms(k, f"{at}.k_norm"), places)
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = torch.einsum("shd,thd->hst", q, k) * size**-0.5
+        out = torch.einsum("hst,thd->shd", scores.softmax(-1), v).flatten(1)
+        x = x + out @ own[f"{at}.o_proj.weight"].T
+        normed = rms(x, f"layers.{i}.post_attention_layernorm")
+        inner = F.silu(normed @ own[f"layers.{i}.mlp.gate_proj.weight"].T)
+        inner = inner * (normed @ own[f"layers.{i}.mlp.up_proj.weight"].T)
+        x = x + inner @ own[f"layers.{i}.mlp.down_proj.weight"].T
+    return rms(x, "norm")
+
+
+def drift(draft: Any, inner: DFlashDraft, own: Target, **settings: Any) -> tuple[float, set[int]]:
+    """(largest difference of the logits without correction from the formulas, accepted lengths that occurred)."""
+    net, embedding = inner.net, own.runner.model.get_input_embeddings().weight
+
+    def formula(text: list[int], depth: int) -> Tensor:
+        features = prefilled(own, text[:-1], net.taps)
+        tokens = torch.tensor([text[-1], *[net.mask_token] * (depth + net.first - 1)])
+        return net.base_logits(formula_states(net, features, tokens, embedding)[net.first :])
+
+    with watch_logits(inner, net, "base_logits") as seen:
+        return decode_and_compare(own, draft, seen, formula, **settings)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
+def test_distributions_are_those_of_the_formulas(arch: str, name: str) -> None:
+    """Catches context one off, a block's keys that stay, causal blocks and norms of another layer, after every number
+    of accepted drafts and for rows shorter than what is written again."""
+    own = tiny_target(tiny_model(arch))
+    draft = draft_of(name, own)
+    worst, counts = drift(draft, draft, own, sampling=HOT)
+    assert worst < 2e-3
+    assert len(counts) > 2
+
+
+@pytest.mark.parametrize("shape", ["fixed", "grown"])
+@pytest.mark.parametrize("name", NAMES)
+def test_distributions_in_trees(name: str, shape: str) -> None:
+    own = tiny_target(tiny_model("llama"))
+    draft = draft_of(name, own, SHAPES[shape])
+    assert drift(draft, draft, own)[0] < 2e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_distributions_after_rounds_without_it(name: str) -> None:
+    """Catches context that a lookup's rounds committed and the KV cache lacks."""
+    own = tiny_target(tiny_model("llama"))
+    inner = draft_of(name, own)
+    draft = TwoSourceDraft(NgramDraft(longest=2, shortest=1), inner, VOCAB)
+    assert drift(draft, inner, own)[0] < 2e-3
+
+
+WRITE, MAKE_BLOCK = DFlashDraft._write_context, DFlashModel.block_tokens
+
+
+def late_context(self: DFlashDraft, states: Tensor, base: Tensor, row: Any = None) -> None:
+    WRITE(self, states, base + 1, row)
+
+
+def no_rewrite(self: DFlashDraft, states: Tensor, base: Tensor, row: Any = None) -> None:
+    if row is not None:
+        WRITE(self, states, base, row)
+
+
+def causal_begin(self: DFlashDraft, request: Any) -> None:
+    BEGIN(self, request)
+    self.block = type(self.block)(
+        self.block.index, self.block.depth, self.block.ancestor_mask.tril()
+    )
+
+
+BEGIN = DFlashDraft.begin_batch
+
+
+@pytest.mark.parametrize(
+    ("method", "bug"),
+    [
+        ("_write_context", late_context),
+        ("_write_context", no_rewrite),
+        ("begin_batch", causal_begin),
+    ],
+)
+def test_planted_bugs_change_the_distributions(
+    method: str, bug: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above are blind if one of these goes unseen."""
+    monkeypatch.setattr(DFlashDraft, method, bug)
+    own = tiny_target(tiny_model("llama"))
+    draft = draft_of("dflash", own)
+    assert drift(draft, draft, own, sampling=HOT)[0] > 0.02
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
+def test_greedy_text_is_the_targets(arch: str, name: str, shape: str) -> None:
+    own = tiny_target(tiny_model(arch))
+    plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)
+    outputs = decode(own, draft_of(name, own, SHAPES[shape]), PROMPTS, k=K, max_new_tokens=LENGTH)
+    assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]
+
+
+# ---- the law ----
+
+
+def law_distance(name: str, k: int, length: int, paths: int, temperature: float) -> float:
+    model, sampling = small(num_hidden_layers=2), SamplingParams(temperature)
+    own = tiny_target(model)
+    draft = draft_of(name, own, ids=None, taps=(0, 1))
+    law = engine_law(own, draft, k, length, sampling, paths)
+    return distance_from_own_law(law, model, length, sampling)
+
+
+@pytest.mark.parametrize(
+    ("k", "length", "paths"),
+    [
+        (1, 3, 3 * ROUND_1**2),
+        (2, 2, 3 * ROUND_2),
+        pytest.param(2, 3, 3 * ROUND_2**2, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_sampled_text_has_the_targets_law(name: str, k: int, length: int, paths: int) -> None:
+    """Catches a q that is not what a token was drawn from, the correction included. Exact: no false alarm."""
+    assert law_distance(name, k, length, paths, 0.7) < 1e-7  # HF norms compute in fp32
+
+
+PROPOSE = DFlashDraft.propose
+
+
+def uncorrected_q(self: DFlashDraft, history: Tensor, length: Tensor, k: int) -> Any:
+    """Reports the law before the correction for tokens drawn after it."""
+    found: list[Tensor] = []
+    base_logits = self.net.base_logits
+
+    def keep(states: Tensor) -> Tensor:
+        found.append(base_logits(states))
+        return found[-1]
+
+    self.net.base_logits = keep  # type: ignore[method-assign]
+    proposal = PROPOSE(self, history, length, k)
+    del self.net.base_logits
+    q = (found[-1] / self.request.sampling.temperature).softmax(-1)
+    return type(proposal)(proposal.tokens, q, proposal.tree, proposal.finite)
+
+
+def first_level_everywhere(self: DFlashDraft, *inputs: Any) -> Any:
+    proposal = PROPOSE(self, *inputs)
+    assert proposal.q is not None
+    q = proposal.q[:, :1].expand_as(proposal.q)
+    return type(proposal)(proposal.tokens, q, proposal.tree, proposal.finite)
+
+
+@pytest.mark.parametrize(
+    ("bug", "k", "length", "paths"),
+    [
+        (uncorrected_q, 1, 3, 3 * ROUND_1**2),
+        pytest.param(first_level_everywhere, 2, 3, 3 * ROUND_2**2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_wrong_q_moves_the_law(
+    bug: Any, k: int, length: int, paths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above is blind if one goes unseen: marginals reported for what was drawn given the token before."""
+    monkeypatch.setattr(DFlashDraft, "propose", bug)
+    assert law_distance("dspark", k, length, paths, 0.7) > 1e-3
+
+
+# ---- files ----
+
+
+def saved(folder: Path, name: str, own: Target, ids: Tensor | None = IDS) -> str:
+    taps = (1, 2)
+    net = net_of(name, own, ids, taps)
+    layouts.save_heads(folder, fields(name, own, ids, taps), net, torch.float32, ids)
+    facts = {"family": name, "tokenizer_hash": own.fingerprint}
+    (folder / METADATA_FILE).write_text(json.dumps(facts))
+    return str(folder)
+
+
+@pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "reduced"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_draft_is_the_same(name: str, ids: Tensor | None, tmp_path: Path) -> None:
+    """Catches a weight, a tap or the mask that is lost on the way, and a family told from the tensors alone."""
+    own = tiny_target(tiny_model("llama"))
+    path = saved(tmp_path / "d", name, own, ids)
+    draft = load_draft(path, own)
+    assert isinstance(draft, DFlashDraft)
+    assert importers.detect_family(importers.tensor_files(path)) == name == draft_family(path)
+    was = net_of(name, own, ids, (1, 2))
+    for key, value in was.state_dict().items():
+        assert torch.equal(value, draft.net.state_dict()[key]), key
+    assert (draft.net.mask_token, draft.net.block_size, draft.net.taps) == (
+        was.mask_token, was.block_size, was.taps,
+    )  # fmt: skip
+
+
+def test_published_layouts_are_read(tmp_path: Path) -> None:
+    """Catches layer ids by the other convention and fields in the other place: flat (z-lab), nested (speculators)."""
+    own = tiny_target(tiny_model("llama"))
+    path = Path(saved(tmp_path / "d", "dflash", own, None))
+    (path / METADATA_FILE).unlink()
+    config = json.loads((path / "config.json").read_text())
+    ours = ("eagle_aux_hidden_state_layer_ids", "draft_vocab_size", "target_hidden_size")
+    flat = {k: v for k, v in config.items() if k not in ours}
+    inner = {k: v for k, v in config.items() if k not in ("dflash_config", "block_size")}
+    nested = {
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": inner,
+        "draft_vocab_size": config["vocab_size"],
+        "block_size": config["block_size"],
+        "aux_hidden_state_layer_ids": [1, 2],
+        "mask_token_id": config["dflash_config"]["mask_token_id"],
+    }
+    inner.pop("eagle_aux_hidden_state_layer_ids")
+    for layout in (flat, nested):
+        (path / "config.json").write_text(json.dumps(layout))
+        with pytest.warns(UserWarning, match="names no tokenizer"):
+            draft = load_draft(str(path), own)
+        assert draft.taps == HiddenStateSpec((1, 2))
+
+
+def test_the_anchor_is_read_as_each_layout_means_it(tmp_path: Path) -> None:
+    """Catches a DSpark of speculators, which does not predict from the anchor where its file is silent."""
+    own = tiny_target(tiny_model("llama"))
+    path = Path(saved(tmp_path / "d", "dspark", own))
+    (path / METADATA_FILE).unlink()
+    config = json.loads((path / "config.json").read_text())
+    config.pop("sample_from_anchor")
+    inner = {k: v for k, v in config.items() if k != "dflash_config"}
+    outer = {
+        k: config[k] for k in ("block_size", "markov_rank", "draft_vocab_size", "dflash_config")
+    }
+    for layout, first in ((config, 0), ({"transformer_layer_config": inner, **outer}, 1)):
+        (path / "config.json").write_text(json.dumps(layout))
+        with pytest.warns(UserWarning, match="names no tokenizer"):
+            draft = load_draft(str(path), own)
+        assert isinstance(draft, DFlashDraft)
+        assert draft.net.first == first
+
+
+@pytest.mark.parametrize("anchor", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_where_the_first_token_is_read_follows_the_config(
+    name: str, anchor: bool, tmp_path: Path
+) -> None:
+    """Catches a published DSpark without, or DFlash with, `sample_from_anchor` that is decoded one slot off."""
+    own = tiny_target(tiny_model("llama"))
+    path = Path(saved(tmp_path / "d", name, own))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"sample_from_anchor": anchor}))
+    draft = load_draft(str(path), own)
+    assert isinstance(draft, DFlashDraft)
+    assert draft.net.max_tokens == config["block_size"] - (not anchor)
+    outputs = decode(own, draft, PROMPTS, k=draft.net.max_tokens, max_new_tokens=LENGTH)
+    plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)
+    assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"dflash_config": {"mask_token_id": VOCAB, "target_layer_ids": [0, 1]}}, "mask token"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 1], "causal": True}}, "causal"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding"),
+        ({"vocab_size": 7}, "vocab_size"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 99]}, "99"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    own = tiny_target(tiny_model("llama"))
+    path = Path(saved(tmp_path / "d", "dflash", own))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=named):
+        load_draft(str(path), own)
+
+
+def test_more_tokens_than_a_block_has_are_refused() -> None:
+    own = tiny_target(tiny_model("llama"))
+    with pytest.raises(UserError, match=f"{K} tokens"):
+        decode(own, draft_of("dflash", own), PROMPTS, k=K + 1, max_new_tokens=4)

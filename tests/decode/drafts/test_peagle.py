@@ -1,0 +1,164 @@
+"""P-EAGLE in the engine: its distributions are those of one pass over all pairs and masks, its text is the target's."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decode.checkpoints import layouts
+from decode.common.errors import UserError
+from decode.drafts.base import METADATA_FILE
+from decode.drafts.blocks import PEagleDraft
+from decode.drafts.eagle_model import Eagle3Model, llama_config
+from decode.drafts.lookup import NgramDraft
+from decode.drafts.registry import draft_family, load_draft
+from decode.drafts.wrappers import TwoSourceDraft
+from decode.engine.engine import decode
+from decode.model.hidden_states import HiddenStateSpec
+from decode.model.loading import Target
+from decode.verification.sampling import SamplingParams
+from tests.blocks import HOT, LENGTH, PROMPTS, SHAPES, K, decode_and_compare, watch_logits
+from tests.decode.drafts.test_dflash import IDS
+from tests.decode.verification.test_exact_distribution import (
+    ROUND_1,
+    ROUND_2,
+    distance_from_own_law,
+    engine_law,
+    small,
+)
+from tests.heads import causal, prefilled, randomise
+from tests.params import slow_except
+from tests.tiny import ARCHITECTURES, FEW, VOCAB, tiny_model, tiny_target
+
+TAPS = (0, 1, 2)
+
+
+def fields(
+    target: Target, ids: Tensor | None = IDS, taps: tuple[int, ...] = TAPS
+) -> dict[str, Any]:
+    vocab = target.runner.vocab_size
+    size = vocab if ids is None else len(ids)
+    config = layouts.eagle3_config(target.runner.config, vocab, size, taps)
+    return layouts.peagle_config(config, vocab - 1)
+
+
+def net_of(target: Target, ids: Tensor | None = IDS, taps: tuple[int, ...] = TAPS) -> Eagle3Model:
+    net = Eagle3Model(llama_config(fields(target, ids, taps)), HiddenStateSpec(taps), ids)
+    randomise(net, 3)
+    return net.to(target.runner.model.dtype)
+
+
+def draft_of(target: Target, shape: Any = None, **more: Any) -> PEagleDraft:
+    draft = PEagleDraft(net_of(target, **more), target, "peagle")
+    draft.shape = shape
+    return draft
+
+
+def one_pass(net: Eagle3Model, own: Target, text: list[int], depth: int) -> Tensor:
+    """[depth, Vd]: logits from all pairs of the text and depth - 1 masks, without a cache."""
+    features = prefilled(own, text[:-1], net.taps)[None]
+    masks = net.mask_hidden.expand(1, depth - 1, -1)
+    tokens = torch.tensor([[*text[1:], *[net.mask_token] * (depth - 1)]])
+    embeds = net.embed(tokens, own.runner.model.get_input_embeddings().weight)
+    state = net.init_state(torch.cat([features, masks], 1))
+    return net.logits(net.step(state, embeds, torch.arange(tokens.shape[1])[None], causal))[
+        0, -depth:
+    ]
+
+
+def drift(draft: Any, inner: PEagleDraft, own: Target, **settings: Any) -> tuple[float, set[int]]:
+    """(largest difference from `one_pass`, accepted lengths that occurred)."""
+    with watch_logits(inner, inner, "_logits") as seen:
+        wanted = partial(one_pass, inner.net, own)
+        return decode_and_compare(own, draft, seen, wanted, **settings)
+
+
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
+def test_distributions_are_those_of_one_pass(arch: str) -> None:
+    """Catches masks that stay in the KV cache, states or positions one off, after every number of accepted drafts."""
+    own = tiny_target(tiny_model(arch))
+    draft = draft_of(own)
+    worst, counts = drift(draft, draft, own, sampling=HOT)
+    assert worst < 2e-3
+    assert len(counts) > 2
+
+
+@pytest.mark.parametrize("shape", ["fixed", "grown"])
+def test_distributions_in_trees(shape: str) -> None:
+    own = tiny_target(tiny_model("llama"))
+    draft = draft_of(own, SHAPES[shape])
+    assert drift(draft, draft, own)[0] < 2e-3
+
+
+def test_distributions_after_rounds_without_it() -> None:
+    """Catches pairs that a lookup's rounds committed and the KV cache lacks."""
+    own = tiny_target(tiny_model("llama"))
+    inner = draft_of(own)
+    draft = TwoSourceDraft(NgramDraft(longest=2, shortest=1), inner, VOCAB)
+    assert drift(draft, inner, own)[0] < 2e-3
+
+
+PAIRS = PEagleDraft._committed_pairs
+
+
+def too_few(self: PEagleDraft, history: Tensor, length: Tensor) -> Any:
+    """Two pairs of the round before are not read again."""
+    tokens, states = PAIRS(self, history, length)
+    return tokens[:, 2:], states[:, 2:]
+
+
+def late_tokens(self: PEagleDraft, history: Tensor, length: Tensor) -> Any:
+    tokens, states = PAIRS(self, history, length - 1)
+    return tokens, states
+
+
+@pytest.mark.parametrize("bug", [too_few, late_tokens])
+def test_planted_bugs_change_the_distributions(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above are blind if one of these goes unseen."""
+    monkeypatch.setattr(PEagleDraft, "_committed_pairs", bug)
+    own = tiny_target(tiny_model("llama"))
+    draft = draft_of(own)
+    assert drift(draft, draft, own, sampling=HOT)[0] > 0.02
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("arch", slow_except(ARCHITECTURES, FEW))
+def test_greedy_text_is_the_targets(arch: str, shape: str) -> None:
+    own = tiny_target(tiny_model(arch))
+    plain = decode(own, None, PROMPTS, max_new_tokens=LENGTH)
+    outputs = decode(own, draft_of(own, SHAPES[shape]), PROMPTS, k=K, max_new_tokens=LENGTH)
+    assert [o.output_ids for o in outputs] == [o.output_ids for o in plain]
+
+
+@pytest.mark.parametrize(("k", "length", "paths"), [(1, 3, 3 * ROUND_1**2), (2, 2, 3 * ROUND_2)])
+def test_sampled_text_has_the_targets_law(k: int, length: int, paths: int) -> None:
+    """Catches a q that is not what a token was drawn from. Exact: no false alarm."""
+    model, sampling = small(num_hidden_layers=3), SamplingParams(0.7)
+    own = tiny_target(model)
+    law = engine_law(own, draft_of(own, ids=None), k, length, sampling, paths)
+    assert distance_from_own_law(law, model, length, sampling) < 1e-7  # HF norms compute in fp32
+
+
+@pytest.mark.parametrize("ids", [None, IDS], ids=["whole", "reduced"])
+def test_a_saved_draft_is_the_same(ids: Tensor | None, tmp_path: Path) -> None:
+    """Catches the mask's state or token lost on the way, and P-EAGLE taken for EAGLE-3."""
+    own = tiny_target(tiny_model("llama"))
+    taps = (0, 1, 2)
+    net = net_of(own, ids, taps)
+    layouts.save_heads(tmp_path, fields(own, ids, taps), net, torch.float32, ids)
+    assert draft_family(str(tmp_path)) == "peagle"
+    facts = {"family": "peagle", "tokenizer_hash": own.fingerprint}
+    (tmp_path / METADATA_FILE).write_text(json.dumps(facts))
+    draft = load_draft(str(tmp_path), own)
+    assert isinstance(draft, PEagleDraft)
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, draft.net.state_dict()[key]), key
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("mask_token_id")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="mask_token_id"):
+        load_draft(str(tmp_path), own)

@@ -1,0 +1,182 @@
+"""Packed linear layers: the same products, only while decoding, never of old weights, and in every decoder."""
+
+import copy
+from collections import namedtuple
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from decode.model import linear
+from decode.model.linear import PackedLinear, begin_request, patch_linear_layers
+from decode.model.runner import ModelRunner
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="oneDNN is not part of this torch"
+)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,), (1, 5), (3, 4), (70,)])
+def test_products_are_those_of_a_linear_layer(
+    shape: tuple[int, ...], bias: bool, dtype: torch.dtype
+) -> None:
+    """Catches a lost bias, rows in another order, and a shape that the next layer cannot view."""
+    torch.manual_seed(0)
+    usual = torch.nn.Linear(24, 12, bias=bias, dtype=dtype)
+    layer = PackedLinear(usual)
+    x = torch.randn(*shape, 24).transpose(0, -1).contiguous().transpose(0, -1)  # rows lie apart
+    with torch.inference_mode():
+        got = layer(x.to(dtype))
+    few_rows = x.numel() <= 2 * 24 and dtype == torch.float32
+    assert (layer.packed is None) == (few_rows or not layer.can_pack())
+    assert got.is_contiguous()
+    assert got.shape == (*shape, 12)
+    assert got.dtype == dtype
+    wanted = torch.nn.functional.linear(
+        x, usual.weight.float(), None if usual.bias is None else usual.bias.float()
+    )
+    assert torch.allclose(got.float(), wanted, atol=1e-6 if dtype == torch.float32 else 0.03)
+
+
+def test_bf16_is_not_packed_where_the_cpu_has_no_products_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches an error of oneDNN in the first request of a bf16 model on a CPU with AVX2 alone."""
+    monkeypatch.setattr(linear, "PACKED_BFLOAT16", False)
+    usual = torch.nn.Linear(24, 12, dtype=torch.bfloat16)
+    layer = PackedLinear(usual)
+    x = torch.randn(5, 24, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), usual(x))
+    linear.pack_for_compiled_code()
+    assert layer.packed is None
+
+
+def _write(layer: torch.nn.Linear, new: torch.Tensor) -> None:
+    with torch.no_grad():
+        layer.weight.copy_(new)
+
+
+def _write_data(layer: torch.nn.Linear, new: torch.Tensor) -> None:
+    layer.weight.data.copy_(new)
+
+
+def _replace_data(layer: torch.nn.Linear, new: torch.Tensor) -> None:
+    layer.weight.data = new
+
+
+def _replace_parameter(layer: torch.nn.Linear, new: torch.Tensor) -> None:
+    layer.weight = torch.nn.Parameter(new)
+
+
+def _load(layer: torch.nn.Linear, new: torch.Tensor) -> None:
+    layer.load_state_dict({"weight": new})
+
+
+def _train(layer: torch.nn.Linear, new: torch.Tensor) -> None:
+    layer.weight.grad = layer.weight.detach() - new
+    torch.optim.SGD(layer.parameters(), lr=1.0).step()
+
+
+@pytest.mark.parametrize(
+    "change", [_write, _write_data, _replace_data, _replace_parameter, _load, _train]
+)
+def test_changed_weights_are_packed_again(change: Any) -> None:
+    """Catches a draft that is trained on and decodes with the weights of its first measurement."""
+    torch.manual_seed(0)
+    layer = PackedLinear(torch.nn.Linear(24, 12, bias=False))
+    x, new = torch.randn(3, 24), torch.randn(12, 24)
+    with torch.inference_mode():
+        layer(x)
+    change(layer, new)
+    begin_request()
+    with torch.inference_mode():
+        assert torch.allclose(layer(x), x @ new.t(), atol=1e-5)
+        first = layer.packed
+        begin_request()
+        layer(x)
+    assert layer.packed is first, "unchanged weights are packed once"
+
+
+def test_a_copy_follows_its_own_weights() -> None:
+    """Catches a copied model that multiplies by the weights of the old one, and one that cannot be copied."""
+    layer = PackedLinear(torch.nn.Linear(24, 12, bias=False))
+    x = torch.randn(2, 24)
+    with torch.inference_mode():
+        layer(x)
+    other = copy.deepcopy(layer)
+    _write(other, torch.zeros(12, 24))
+    with torch.inference_mode():
+        assert not other(x).any()
+        assert layer(x).any()
+
+
+def test_a_wider_dtype_takes_the_usual_way() -> None:
+    """Catches float64, in which ties are judged and which oneDNN lacks."""
+    layer = PackedLinear(torch.nn.Linear(24, 12).double())
+    x = torch.randn(2, 24, dtype=torch.float64)
+    with torch.inference_mode():
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_every_linear_layer_of_a_decoder_is_one() -> None:
+    """Catches layers left out, and one that decodes but never takes the other way."""
+    runner = ModelRunner(tiny_model("llama"))
+    layers = [m for m in runner.model.modules() if isinstance(m, torch.nn.Linear)]
+    runner.allocate(2, 16)
+    tokens, base = torch.tensor([[3, 1, 4], [1, 5, 9]]), torch.tensor([0, 0])
+    with torch.no_grad():
+        usual = runner.step(tokens, base)
+    with torch.inference_mode():
+        fast = runner.step(tokens, base)
+    assert all(isinstance(m, PackedLinear) for m in layers)
+    assert all(m.packed is not None for m in layers)
+    assert torch.allclose(fast, usual, atol=1e-5)
+
+
+def test_training_does_not_see_it() -> None:
+    """Catches a run whose numbers depend on whether it decoded before: resumed would not equal straight."""
+    torch.manual_seed(0)
+    usual = torch.nn.Linear(64, 48)
+    layer = PackedLinear(copy.deepcopy(usual))
+    x = torch.randn(7, 64)
+    with torch.inference_mode():
+        layer(x)
+    for net in (usual, layer):
+        net(x).square().sum().backward()
+    assert torch.equal(usual(x), layer(x))
+    assert torch.equal(usual.weight.grad, layer.weight.grad)  # type: ignore[arg-type]
+
+
+def test_a_patched_layer_takes_the_place_of_the_old_one() -> None:
+    """Catches copied weights, a tie that is cut, names or hooks that are lost: whoever holds the old layer sees it."""
+    model = tiny_model("gpt2")  # LM head tied to the embedding
+    head = model.lm_head
+    calls: list[int] = []
+    head.register_forward_pre_hook(lambda module, args: calls.append(1))
+    names = [name for name, _ in model.named_parameters()]
+    patch_linear_layers(model)
+    with torch.inference_mode():
+        model.eval()(torch.tensor([[1, 2]]))
+    assert [name for name, _ in model.named_parameters()] == names
+    assert names == list(dict.fromkeys(k for k in model.state_dict() if k in names))
+    assert isinstance(model.lm_head, PackedLinear)
+    assert model.lm_head.weight is model.get_input_embeddings().weight is head.weight
+    head.weight = torch.nn.Parameter(torch.zeros_like(head.weight))  # as wrappers swap weights
+    assert model.lm_head.weight is head.weight
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("free", [1, 10**12])
+def test_copies_need_room(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a target that fits into memory once and not twice."""
+    memory = namedtuple("memory", "available")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory(free))
+    model = tiny_model("llama")
+    patch_linear_layers(model)
+    kinds = {type(m) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    assert kinds == ({PackedLinear} if free > 1 else {torch.nn.Linear})

@@ -1,0 +1,244 @@
+"""T5s decode as transformers' `generate` does and follow their own law; others are refused."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+from decode.common.errors import UserError
+from decode.drafts.base import Draft
+from decode.drafts.causal import CausalDraft
+from decode.drafts.early_exit import EarlyExitDraft
+from decode.drafts.lookup import NgramDraft
+from decode.drafts.wrappers import TwoSourceDraft
+from decode.engine.engine import SpeculativeEngine, decode
+from decode.model.hidden_states import HiddenStateSpec
+from decode.model.loading import Target, build_runner, load_target
+from decode.model.runner import ModelRunner
+from decode.model.seq2seq import EncodedPrompts, RaggedPositionBias, Seq2SeqRunner, answer_logits
+from decode.verification.sampling import SamplingParams
+from decode.verification.tree import DynamicTree, tree_from_paths
+from tests.decode.verification.test_exact_distribution import Branches, tv
+from tests.params import slow_except
+from tests.seq2seq import VARIANTS, build, generated, own_law, t5_target, tiny_t5
+from tests.tiny import noisy, tiny_model, tiny_prompts
+
+PROMPTS = tiny_prompts(5, 17, 1, 40)
+FORKED = tree_from_paths([[0], [1], [0, 0]])
+
+
+def near(target: Target, noise: float = 0.01, **shape: Any) -> CausalDraft:
+    return CausalDraft(build_runner(noisy(target.runner.model, noise)), **shape)
+
+
+DRAFTS: dict[str, Any] = {
+    "plain": lambda t: None,
+    "chain": near,
+    "static tree": lambda t: near(t, shape=FORKED),
+    "dynamic tree": lambda t: near(t, shape=DynamicTree(3, 9)),
+    "ngram": lambda t: NgramDraft(),
+    "lookup": lambda t: TwoSourceDraft(NgramDraft(), near(t), t.runner.vocab_size),
+    "early exit": lambda t: EarlyExitDraft(t, 2),
+    "early exit tree": lambda t: EarlyExitDraft(t, 1, FORKED),
+    "reduced": lambda t: CausalDraft(
+        build_runner(noisy(t.runner.model, 0.01), None, torch.arange(0, 97, 2))
+    ),
+    "causal LM": lambda t: CausalDraft(ModelRunner(tiny_model("llama"))),
+}
+
+
+# ---- greedy text ----
+
+
+@pytest.mark.parametrize("variant", slow_except(VARIANTS, ["t5", "t5-v1.1"]))
+def test_greedy_text_equals_generate(variant: str) -> None:
+    """Catches positions counted for the whole batch, prompts of other rows or their padding that are read, K/V of
+    rejected drafts, a start token in the wrong slot, scaled attention, and rows refilled with an older prompt's states.
+    """
+    model = tiny_t5(variant)
+    target = t5_target(model)
+    want = [generated(model, prompt, 16) for prompt in PROMPTS]
+    assert len({tuple(text) for text in want}) == len(PROMPTS)  # the prompt matters
+    for name, make in DRAFTS.items():
+        outputs = decode(target, make(target), PROMPTS, k=3, max_new_tokens=16, rows=2)
+        assert [output.output_ids for output in outputs] == want, name
+        if name == "chain":
+            counts = {accepted for output in outputs for _, accepted in output.rounds}
+            assert min(counts) < max(counts) == 3  # roll-back was tried
+
+
+@pytest.mark.parametrize("draft", ["chain", "dynamic tree"])
+def test_a_batch_gives_the_text_of_each_prompt_alone(draft: str) -> None:
+    target = t5_target(tiny_t5())
+    sampling, seeds = SamplingParams(1.0), [11, 12, 13, 14]
+    settings: dict[str, Any] = {"k": 3, "max_new_tokens": 24, "sampling": sampling}
+    together = decode(target, DRAFTS[draft](target), PROMPTS, rows=3, seeds=seeds, **settings)
+    for prompt, seed, output in zip(PROMPTS, seeds, together, strict=True):
+        [alone] = decode(target, DRAFTS[draft](target), [prompt], seeds=[seed], **settings)
+        assert alone.output_ids == output.output_ids
+
+
+def test_text_ends_at_eos_and_buffers_grow() -> None:
+    model = tiny_t5()
+    [long] = tiny_prompts(150, seed=2)
+    text = generated(model, long, 200)
+    eos = max(set(text), key=text.index)
+    [plain] = decode(t5_target(model, (eos,)), None, [long], max_new_tokens=200)
+    assert plain.output_ids == text[: text.index(eos) + 1]
+    target = t5_target(model)
+    [output] = decode(target, near(target), [long], k=5, max_new_tokens=200)
+    assert output.output_ids == text
+    assert target.runner.shape[1] > 256
+
+
+def test_half_precision_decodes() -> None:
+    target = t5_target(tiny_t5(dtype=torch.bfloat16))
+    [output] = decode(target, near(target), [PROMPTS[0]], k=3, max_new_tokens=16)
+    assert len(output.output_ids) == 16
+
+
+# ---- the law ----
+
+SAMPLING, LENGTH = SamplingParams(0.7), 2
+SHORT = [[0, 2, 1], [1]]
+LAWS: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "chain": (lambda t: near(t, 0.2), {}, 3**2 * 2**2 * 3),
+    "block": (lambda t: near(t, 0.2), {"rule": "block"}, 3**2 * 2**2 * 3),
+    "tree": (lambda t: near(t, 0.2, shape=FORKED), {}, 3**4),
+    "early exit": (lambda t: EarlyExitDraft(t, 1), {}, 3**2 * 2**2 * 3),
+}  # fmt: skip
+
+
+def distances(name: str) -> list[float]:
+    """TV of the emitted text from the target's own law, for each prompt, all choices enumerated."""
+    make, keywords, branches = LAWS[name]
+    model = tiny_t5(
+        std=0.5, vocab_size=3, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_decoder_layers=2,
+        dtype=torch.float64,
+    )  # fmt: skip
+    target = t5_target(model)
+    paths = 3 * branches ** (LENGTH - 1)
+    choose = Branches(len(SHORT), paths)
+    prompts = [prompt for prompt in SHORT for _ in range(paths)]
+    draft: Draft = make(target)
+    outputs = decode(
+        target, draft, prompts, k=2, sampling=SAMPLING, max_new_tokens=LENGTH, choose=choose, **keywords
+    )  # fmt: skip
+    assert choose.walked == paths
+    text = torch.tensor([o.output_ids for o in outputs]) @ 3 ** torch.arange(LENGTH - 1, -1, -1)
+    found = []
+    for i, prompt in enumerate(SHORT):
+        own = slice(i * paths, (i + 1) * paths)
+        law = torch.zeros(3**LENGTH, dtype=torch.float64)
+        law.scatter_add_(0, text[own], choose.weight[own])
+        found.append(tv(law, own_law(model, prompt, LENGTH, SAMPLING)))
+    return found
+
+
+@pytest.mark.parametrize("name", slow_except(LAWS, ["chain", "tree", "early exit"]))
+def test_sampled_text_follows_the_law(name: str) -> None:
+    assert max(distances(name)) < 1e-7  # T5's norms compute in fp32
+
+
+def test_a_visible_padding_moves_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above are blind if they pass cross-attention to slots behind a prompt."""
+
+    def open_mask(self: EncodedPrompts, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(len(self.length), 1, 1, self.cache.slots.size, dtype=dtype)
+
+    monkeypatch.setattr(Seq2SeqRunner, "try_model", lambda self: None)
+    monkeypatch.setattr(EncodedPrompts, "mask", open_mask)
+    assert max(distances("chain")) > 1e-3
+
+
+def test_positions_of_the_whole_row_move_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above are blind if they pass a bias without distances."""
+    compute = RaggedPositionBias.compute_tables
+
+    def flat(self: RaggedPositionBias, size: int) -> None:
+        compute(self, size)
+        self.tables = [table[:1].expand(size, -1) for table in self.tables]
+
+    monkeypatch.setattr(Seq2SeqRunner, "try_model", lambda self: None)
+    monkeypatch.setattr(RaggedPositionBias, "compute_tables", flat)
+    assert max(distances("chain")) > 1e-3
+
+
+# ---- what is refused ----
+
+
+def bart() -> Any:
+    size = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    config = AutoConfig.for_model("bart", vocab_size=97, d_model=32, **size, **heads)
+    return AutoModelForSeq2SeqLM.from_config(config)
+
+
+def test_bart_is_refused() -> None:
+    with pytest.raises(
+        UserError, match="bart model cannot be decoded: its decoder has no relative"
+    ):
+        build_runner(bart())
+
+
+def test_the_trial_pass_finds_other_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a trial that compares nothing."""
+    monkeypatch.setattr(RaggedPositionBias, "for_slots", lambda *_: contextlib.nullcontext())
+    with pytest.raises(UserError, match="other logits for rows of unequal length"):
+        build_runner(tiny_t5())
+
+
+def test_damaged_weights_are_refused() -> None:
+    model = tiny_t5()
+    with torch.no_grad():
+        model.shared.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match="weights are damaged"):
+        build_runner(model)
+
+
+def test_a_model_without_start_token_is_refused() -> None:
+    model = tiny_t5()
+    model.generation_config.decoder_start_token_id = None
+    model.config.decoder_start_token_id = None
+    with pytest.raises(UserError, match="decoder_start_token_id"):
+        build_runner(model)
+
+
+def test_heads_and_compilation_are_refused() -> None:
+    target = t5_target(tiny_t5())
+    with pytest.raises(UserError, match="encoder-decoder: draft with a smaller"):
+        target.runner.capture_hidden_states(HiddenStateSpec(final=True))
+    with pytest.raises(UserError, match="mode compiled is for causal targets"):
+        SpeculativeEngine(target, mode="compiled")
+
+
+def test_a_saved_t5_is_loaded(tmp_path: Path) -> None:
+    world = build(tmp_path)
+    target = load_target(str(world.target))
+    assert target.eos == {1}
+    prompt = target.tokenizer(world.texts[0])["input_ids"]
+    assert prompt[-1] == 1
+    [output] = decode(target, None, [prompt], max_new_tokens=40)
+    assert output.output_ids == generated(target.runner.model, prompt, 40, [1])
+
+
+def test_hooks_leave_transformers_alone() -> None:
+    """`generate` of the runner's own model gives the same text before and after decoding."""
+    model = tiny_t5()
+    want = generated(model, PROMPTS[1], 16)
+    target = t5_target(model)
+    decode(target, near(target), PROMPTS, k=3, max_new_tokens=8)
+    assert generated(target.runner.model, PROMPTS[1], 16) == want
+
+
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_logits_of_an_answer(kind: str) -> None:
+    """One row of logits for each token of the answer, the first from the prompt alone."""
+    model = tiny_t5() if kind == "t5" else tiny_model("llama")
+    target = t5_target(model)
+    [output] = decode(target, None, [PROMPTS[1]], max_new_tokens=6)
+    found = answer_logits(model, PROMPTS[1], output.output_ids)
+    assert found.argmax(-1).tolist() == output.output_ids

@@ -1,0 +1,93 @@
+"""A row of a sampled set, or a prompt, as the checks see it: labels, text and messages."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+
+from decode.common.chat_template import Messages
+from train.data.batching import supervised_positions
+from train.data.prompts import Prompt
+from train.data.sample_store import SampleRow
+from train.doctor_checks.template import ChatTemplate, unrender
+
+
+@dataclass(frozen=True, eq=False)
+class SeenRow:
+    """One row. T tokens."""
+
+    id: str
+    row: SampleRow
+    tokenizer: Any
+    template: ChatTemplate | None
+    chosen: bool
+    """The row is one of the sample whose text is rendered and tokenised again."""
+
+    @functools.cached_property
+    def ids(self) -> list[int]:
+        """[T] token ids."""
+        return np.asarray(self.row["input_ids"]).tolist()
+
+    @functools.cached_property
+    def labels(self) -> np.ndarray:
+        """[T] bool: tokens that training supervises, by the code that makes the batches of training."""
+        mask = np.zeros(len(self.ids), dtype=bool)
+        mask[supervised_positions(self.row).numpy() + 1] = True
+        return mask
+
+    @property
+    def spans(self) -> list[list[int]]:
+        """[start, end) of each reply."""
+        return self.row["loss_spans"]
+
+    @property
+    def is_window(self) -> bool:
+        """A piece of plain text, which is supervised as a whole and has neither a reply nor an end."""
+        return self.row["origin"] == "text" and bool(self.spans) and self.spans[0][0] <= 1
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The whole row as text, with special tokens."""
+        return decode(self.tokenizer, self.ids)
+
+    @functools.cached_property
+    def replies(self) -> list[str]:
+        """The text of each span."""
+        return [decode(self.tokenizer, self.ids[start:end]) for start, end in self.spans]
+
+    @functools.cached_property
+    def messages(self) -> Messages | None:
+        """The chat that the row holds; None without a template, or if the text was rendered by another one."""
+        return None if self.template is None else unrender(self.template, self.text)
+
+    @functools.cached_property
+    def asked(self) -> str:
+        """What the user wrote, without the template; of a window its whole text."""
+        if self.messages is not None:
+            return "\n".join(m["content"] for m in self.messages if m["role"] == "user")
+        end = len(self.ids) if self.is_window or not self.spans else self.spans[0][0]
+        return self.tokenizer.decode(self.ids[:end], skip_special_tokens=True)
+
+    def kept(self) -> "SeenRow":
+        """The same row for keeping: without what was computed of it, and without the row group that it was read in."""
+        own = np.array(self.row["input_ids"], dtype=np.int32)
+        return replace(self, row={**self.row, "input_ids": cast(Sequence[int], own)})
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    """The text of the ids with special tokens, and with spaces as they are."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def prompt_row(prompt: Prompt, ids: list[int]) -> SampleRow:
+    """A prompt as a row without labels."""
+    return {
+        "id": prompt.id,
+        "source": prompt.source,
+        "origin": "target",
+        "input_ids": ids,
+        "loss_spans": [],
+        "finish_reason": "",
+    }

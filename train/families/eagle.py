@@ -1,0 +1,273 @@
+"""EAGLE-1 and EAGLE-3 heads in training: losses and training-time test (Li et al. 2024, 2025)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decode.checkpoints import layouts
+from decode.common.errors import UserError
+from decode.drafts import eagle
+from decode.drafts.base import Draft
+from decode.drafts.eagle import EagleDraft
+from decode.drafts.eagle_model import Eagle1Model, Eagle3Model, EagleModel, llama_config
+from decode.model.hidden_states import HiddenStateSpec, LMHead, check_taps
+from decode.model.loading import Target
+from decode.model.masks import recomputed, run_now
+from train.data import batching, vocab_mapping
+from train.data.batching import Batch
+from train.families.alignment import Alignment
+from train.families.base import (
+    FamilyContext,
+    FamilyTrainer,
+    TrainableDraft,
+    matrix_parameters,
+    model_dtype,
+)
+from train.families.config import DraftConfig
+from train.families.head_init import (
+    Config,
+    check_against_saved,
+    check_widths,
+    load_saved_config,
+    random_init,
+)
+from train.families.head_loss import LossWeights, SupervisedRows, loss_and_metrics, step_weights
+from train.families.ttt_attention import TestTimeAttention
+from train.losses import chunked_sums, divergences
+from train.losses.objective import Criterion
+from train.teacher.live import TeacherOutput
+
+
+class Eagle1(FamilyTrainer):
+    """Trains an EAGLE-1 head: one layer that predicts the target's next final hidden state."""
+
+    settings = frozenset({"init", "activation_checkpointing"})
+    description = "an EAGLE-1 head"
+    hub_tag = "eagle"
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        net, config = init_eagle1(context.config.draft, context.target, context.device)
+        return TrainableEagle(context, "eagle1", net, config, 1)
+
+
+class Eagle3(FamilyTrainer):
+    """Trains an EAGLE-3 head: one layer on fused hidden states of three layers, by training-time test."""
+
+    settings = frozenset(
+        {"init", "steps", "vocab", "taps", "width", "norms", "activation_checkpointing"}
+    )
+    description = "an EAGLE-3 head"
+    hub_tag = "eagle3"
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        counts = vocab_mapping.count_tokens(context.rows, context.target.runner.vocab_size)
+        net, config = init_eagle3(context, counts)
+        draft = TrainableEagle(context, "eagle3", net, config, context.config.draft.steps)
+        draft.metadata = {"norms": layouts.saved_norms(config)} | vocabulary_facts(net.ids, counts)
+        return draft
+
+
+class EagleTrainer(nn.Module):
+    """The loss of an EAGLE net that runs `steps` times over each slot, from the second time on its own states.
+
+    This is EAGLE-3's training-time test. EAGLE-1 is trained on one step, and on the target's next final hidden state
+    (the feature) besides its distribution.
+    """
+
+    alignment: type[Alignment] = Alignment
+
+    def __init__(
+        self,
+        net: EagleModel,
+        head: Callable[[Tensor], Tensor],
+        embedding: Tensor,
+        criterion: Criterion,
+        weights: LossWeights,
+        steps: int,
+        recompute: bool = False,
+    ):
+        """`recompute`: of each pass of the layer only inputs are kept, and backward computes the rest again."""
+        super().__init__()
+        self.net, self.head, self.steps = net, head, steps
+        self.run = recomputed if recompute else run_now
+        self.criterion, self.weights = criterion, weights
+        self.embedding = embedding  # no buffer: it is the target's, and not to be synchronised
+
+    def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
+        places = self.alignment(batch.input_ids, batch.loss_mask, self.steps, batch.documents)
+        rows = SupervisedRows(places, self.steps)
+        states = self.step_states(batch, output.features, places, rows)
+        ids, size = self.net.ids, chunked_sums.max_chunk_rows(len(self.embedding))
+
+        def step_logits(states: Tensor) -> list[Tensor]:
+            return [self.net.logits(states[:, j]) for j in range(self.steps)]
+
+        def chunk_loss(
+            teacher: Tensor, states: Tensor, valid: Tensor, weight: Tensor, feature: Tensor
+        ) -> dict[str, Tensor]:
+            p_logits = self.head(teacher)
+            valid = self.loss_positions(p_logits, valid)
+            logits = step_logits(states)
+            sums = loss_and_metrics(self.criterion, p_logits, logits, valid, weight, ids)
+            if isinstance(self.net, Eagle1Model):
+                distance = divergences.smooth_l1(states[:, 0], feature)[valid[:, 0]].sum()
+                divergence = self.weights.divergence * sums["loss"]
+                sums["loss"] = self.weights.feature * distance + divergence
+                sums["feature"] = distance.detach()
+            return sums
+
+        label = output.features if isinstance(self.net, Eagle1Model) else output.features[..., :0]
+        weight = step_weights(self.weights, rows, step_logits, states, ids, size)
+        inputs = [rows.take(output.head_inputs), states, rows.valid, weight, rows.take(label)]
+        return chunked_sums.sums_in_chunks(chunk_loss, inputs, size)
+
+    def step_states(
+        self, batch: Batch, features: Tensor, places: Alignment, rows: SupervisedRows
+    ) -> Tensor:
+        """[N, J, h]: the states of the supervised `rows` after each step."""
+        first = places.step(0)
+        dtype = self.net.fc.weight.dtype
+        start = self.net.init_state(features.to(dtype))
+        embeds = self.net.embed(first.token, self.embedding).to(dtype)
+        # Only supervised slots go through the layer; of the others only keys and values are needed.
+        keys, values = self.run(self.net.keys_values, start, embeds, first.position)
+        slots = valid_slot_indices(first.valid)
+        row = torch.arange(len(slots), device=slots.device)[:, None]
+        attention = TestTimeAttention(keys, values, slots, batch.documents)
+        index = torch.zeros_like(first.position)  # of each slot among the supervised ones
+        index[row, slots] = torch.arange(slots.shape[1], device=slots.device)
+        state = start[row, slots]
+        states = []
+        for j in range(self.steps):
+            at = places.step(j)
+            embeds = self.net.embed(at.token[row, slots], self.embedding).to(dtype)
+            position, attend = at.position[row, slots], attention.step(j)
+            state = self.run(self.net.step, state, embeds, position, attend)
+            states.append(state[rows.batch, rows.values_at_slots(index, j)])
+        return torch.stack(states, 1)
+
+    def loss_positions(self, p_logits: Tensor, valid: Tensor) -> Tensor:
+        """[N, J] bool: the positions among `valid` that count in the loss; here all of them."""
+        return valid
+
+
+class TrainableEagle(TrainableDraft):
+    """An EAGLE head in training; `config` is its config.json, and its slots are run `steps` times."""
+
+    trainer = EagleTrainer
+
+    def __init__(self, context: FamilyContext, name: str, net: Any, config: Config, steps: int):
+        target = context.target
+        check_taps(net.taps, target.runner.config.num_hidden_layers)
+        self.net, self.name, self.config, self.target = net, name, config, target
+        self.teacher = context.teacher(net.taps)
+        embedding = target.runner.model.get_input_embeddings().weight.detach()
+        self.model = self.make_trainer(context, self.teacher.head, embedding, steps)
+        self.muon_parameters = matrix_parameters(net.fc) + matrix_parameters(net.layers)
+        self.metadata = {}
+
+    def make_trainer(
+        self,
+        context: FamilyContext,
+        head: Callable[[Tensor], Tensor],
+        embedding: Tensor,
+        steps: int,
+    ) -> nn.Module:
+        """The module that computes the loss; `head` gives the target's logits of the teacher's rows."""
+        weights, again = context.config.weights, context.config.draft.activation_checkpointing
+        return self.trainer(self.net, head, embedding, context.criterion(), weights, steps, again)
+
+    def to_draft(self) -> Draft:
+        return EagleDraft(self.net, self.target, self.name)
+
+    def save(self, folder: Path) -> None:
+        layouts.save_heads(folder, self.config, self.net, model_dtype(self.target), self.net.ids)
+
+
+def valid_slot_indices(valid: Tensor) -> Tensor:
+    """[B, M] int64: the indices in each row where valid [B, T] is True, rising; M is their largest number, at least 1.
+
+    Rows with fewer are filled up with indices where it is False.
+    """
+    count = max(1, int(valid.sum(1).max()))
+    return (~valid).long().argsort(dim=1, stable=True)[:, :count]
+
+
+DEFAULT_VOCAB = 32_000
+"""Size of an EAGLE-3 draft's vocabulary where draft.vocab does not say it: that of its authors."""
+
+
+def vocabulary_facts(ids: Tensor | None, counts: Tensor) -> dict[str, Any]:
+    """What draftsmith.json records of a reduced vocabulary `ids` [Vd]; {} for the whole one (None)."""
+    return {} if ids is None else {"vocabulary": vocab_mapping.describe(ids.cpu(), counts)}
+
+
+def init_eagle1(s: DraftConfig, target: Target, device: str) -> tuple[EagleModel, Config]:
+    """(net, its config.json)."""
+    check_widths(target)
+    if s.init:
+        config = load_saved_config(s, "eagle1")
+        return eagle.load(s.init, target, device, "float32").net, config
+    config = layouts.eagle1_config(target.runner.config, target.runner.vocab_size)
+    return random_init(Eagle1Model(llama_config(config), LMHead(target.runner.model))).to(
+        device
+    ), config
+
+
+def init_eagle3(
+    context: FamilyContext, counts: Tensor, mask_token: int | None = None
+) -> tuple[EagleModel, Config]:
+    """(net, its config.json). A new one drafts the most frequent tokens of `counts`, with the target's LM head rows.
+
+    With a `mask_token` it is P-EAGLE.
+    """
+    s, target, device = context.config.draft, context.target, context.device
+    check_widths(target)
+    depth, vocab = target.runner.config.num_hidden_layers, target.runner.vocab_size
+    if s.taps != sorted(set(s.taps)):
+        raise UserError(f"draft.taps {s.taps}: name layers in rising order, each once")
+    if s.init:
+        config = load_saved_config(s, s.family)
+        size, taps = config["draft_vocab_size"], list(layouts.aux_layers(config, depth))
+        check_against_saved(
+            s,
+            vocab=0 if size == vocab else size,
+            width=config["hidden_size"],
+            taps=taps,
+            norms=layouts.saved_norms(config),
+            mask_token=config.get("mask_token_id"),
+        )
+        return eagle.load_net(s.init, target, device, "float32")[0], config
+    layers = tuple(s.taps) or layouts.default_aux_layers(depth)
+    ids = vocab_mapping.build(counts, s.vocab_size(vocab, DEFAULT_VOCAB), sorted(target.eos))
+    size = vocab if ids is None else len(ids)
+    config = layouts.eagle3_config(target.runner.config, vocab, size, layers, s.width, s.norms)
+    if mask_token is not None:
+        config = layouts.peagle_config(config, mask_token)
+    net = random_init(Eagle3Model(llama_config(config), HiddenStateSpec(layers), ids))
+    start = target.runner.model.get_output_embeddings().weight.detach().cpu()
+    with torch.no_grad():
+        if net.fc_norm is None and net.input_norm is None:
+            size_of_states = hidden_state_rms(context, net.taps)
+            net.fc.weight /= size_of_states
+            if mask_token is not None:
+                net.mask_hidden.mul_(size_of_states)
+        if start.shape[1] == config["hidden_size"]:
+            net.lm_head.weight.copy_(start if ids is None else start[ids])
+    return net.to(device), config
+
+
+def hidden_state_rms(context: FamilyContext, taps: HiddenStateSpec) -> float:
+    """Root mean square of the tapped hidden states over the first samples.
+
+    Hidden states inside a target are large, 10 and more, and grow with depth. A new layer that adds numbers of size 1
+    to them changes little and learns slowly, so the fused states are scaled to size 1.
+    """
+    samples = [context.rows[i] for i in range(min(4, len(context.rows)))]
+    batch = batching.collate(samples, pad_id=0).to(context.target.runner.device)
+    features = context.running_teacher(taps).get_output(batch).features.float()
+    supervised = batch.loss_mask[..., None].expand_as(features)
+    return float(features[supervised].square().mean().sqrt())

@@ -1,0 +1,193 @@
+"""Medusa heads in training: weights, loss against the target's distributions, and sizes (Cai et al. 2024)."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from decode.checkpoints import layouts
+from decode.common.typed_json import to_json
+from decode.drafts import medusa
+from decode.drafts.base import Draft
+from decode.drafts.medusa import MedusaDraft, MedusaModel
+from decode.model.loading import Target
+from train.data.batching import Batch
+from train.families.alignment import Alignment
+from train.families.base import (
+    FamilyContext,
+    FamilyTrainer,
+    TrainableDraft,
+    matrix_parameters,
+    model_dtype,
+)
+from train.families.config import DraftConfig
+from train.families.head_init import (
+    check_against_saved,
+    check_widths,
+    load_saved_config,
+)
+from train.families.head_loss import LossWeights, SupervisedRows, loss_and_metrics, step_weights
+from train.families.lora_target import LoraTarget, adapt_target
+from train.losses import chunked_sums, divergences
+from train.losses.objective import Criterion
+from train.teacher.live import TeacherOutput
+
+
+class Medusa(FamilyTrainer):
+    """Trains Medusa heads on a frozen target."""
+
+    settings = frozenset({"init", "heads", "head_layers"})
+    description = "Medusa heads"
+    hub_tag = "medusa"
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        return TrainableMedusa(context)
+
+
+class TrainableMedusa(TrainableDraft):
+    """Medusa heads in training on a frozen target."""
+
+    def __init__(self, context: FamilyContext):
+        self.net = init_medusa(context.config.draft, context.target, context.device)
+        self.target = context.target
+        self.muon_parameters = matrix_parameters(self.net.blocks)
+        self.metadata = {}
+        self.init_model(context)
+
+    def init_model(self, context: FamilyContext) -> None:
+        """Sets `teacher` and `model`."""
+        self.teacher = context.teacher(self.net.taps)
+        self.model = MedusaTrainer(
+            self.net, self.teacher.head, context.criterion(), context.config.weights
+        )
+
+    def to_draft(self) -> Draft:
+        return MedusaDraft(self.net, self.target)
+
+    def save(self, folder: Path) -> None:
+        layouts.save_heads(folder, self.net.config, self.net, model_dtype(self.target), None)
+
+
+class MedusaTrainer(nn.Module):
+    """The loss of all heads of a MedusaModel over the target's final hidden states, as a module."""
+
+    def __init__(
+        self,
+        net: MedusaModel,
+        head: Callable[[Tensor], Tensor],
+        criterion: Criterion,
+        weights: LossWeights,
+    ):
+        super().__init__()
+        self.net, self.head, self.criterion, self.weights = net, head, criterion, weights
+
+    def forward(self, batch: Batch, output: TeacherOutput) -> dict[str, Tensor]:
+        steps = len(self.net.blocks)
+        places = Alignment(batch.input_ids, batch.loss_mask, steps, batch.documents)
+        rows = SupervisedRows(places, steps)
+        features = output.features.to(next(self.net.parameters()).dtype)
+        slots = torch.stack(
+            [rows.values_at_slots(features, j) for j in range(steps)], 1
+        )  # [N, K, H]
+        size = chunked_sums.max_chunk_rows(self.net.config["vocab_size"])
+
+        def step_logits(slots: Tensor) -> list[Tensor]:
+            return [self.net.logits(slots[:, j], j) for j in range(steps)]
+
+        def sums(
+            teacher: Tensor, slots: Tensor, valid: Tensor, weight: Tensor
+        ) -> dict[str, Tensor]:
+            return loss_and_metrics(
+                self.criterion, self.head(teacher), step_logits(slots), valid, weight, None
+            )
+
+        weight = step_weights(self.weights, rows, step_logits, slots, None, size)
+        return chunked_sums.sums_in_chunks(
+            sums, [rows.take(output.head_inputs), slots, rows.valid, weight], size
+        )
+
+
+def init_medusa(s: DraftConfig, target: Target, device: str) -> MedusaModel:
+    """Saved heads, or new ones whose logits are those of the target's LM head."""
+    check_widths(target)
+    if s.init:
+        config = load_saved_config(s, "medusa")
+        check_against_saved(s, heads=config["num_heads"], head_layers=config["num_hidden_layers"])
+        return medusa.load(s.init, target, device, "float32").net
+    config = layouts.medusa_config(
+        target.runner.config, s.heads, s.head_layers, target.runner.vocab_size
+    )
+    net = MedusaModel(config)
+    start = target.runner.model.get_output_embeddings().weight.detach()
+    with torch.no_grad():
+        for parameter in net.lm_heads.parameters():
+            parameter.copy_(start)
+    return net.to(device)
+
+
+class Medusa2(Medusa):
+    """Trains Medusa heads together with LoRA adapters of the target; saved as family `medusa`."""
+
+    settings = Medusa.settings | {"target_lora_rank"}
+    trains_target = True
+
+    def build(self, context: FamilyContext) -> TrainableDraft:
+        return TrainableMedusa2(context)
+
+
+class TrainableMedusa2(TrainableMedusa):
+    """Medusa heads and the target's LoRA adapters in training."""
+
+    model: "Medusa2Trainer"
+
+    def init_model(self, context: FamilyContext) -> None:
+        config, target = context.config, context.target
+        self.lora_target = adapt_target(context)
+        self.model = Medusa2Trainer(self.net, self.lora_target, context.criterion(), config.weights)
+        self.teacher = None
+        self.low_lr_parameters = list(self.model.adapters)
+        self.metadata = {
+            "target": {"name": str(Path(config.out) / "target"), "revision": None},
+            "original_target": to_json(target.describe()),
+        }
+
+    def loss(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        sums: dict[str, Tensor] = model(batch)
+        return sums
+
+    def save(self, folder: Path) -> None:
+        """Also writes the new target to `folder`/target; the adapters are merged into it for good."""
+        super().save(folder)
+        self.lora_target.save(folder / "target")
+
+
+class Medusa2Trainer(nn.Module):
+    """KL of the new target from the original at supervised rows, plus the heads' loss against the new target."""
+
+    def __init__(
+        self, net: MedusaModel, lora_target: LoraTarget, criterion: Criterion, weights: LossWeights
+    ):
+        super().__init__()
+        self.heads = MedusaTrainer(net, lora_target.head, criterion, weights)
+        self.adapters = nn.ParameterList(lora_target.parameters())
+        self.lora_target = lora_target  # no module: its frozen weights do not belong to this one
+        self.heads_weight = weights.heads
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        new = self.lora_target.states(batch)
+        with torch.no_grad(), self.lora_target.adapters_disabled():
+            original = self.lora_target.states(batch)
+        sums = self.heads(batch, TeacherOutput(new, new.detach()))
+        kl = self.kl_from_original(original[batch.loss_mask], new[batch.loss_mask])
+        return {**sums, "loss": kl + self.heads_weight * sums["loss"], "kl": kl.detach()}
+
+    def kl_from_original(self, original: Tensor, new: Tensor) -> Tensor:
+        """The sum over rows of final hidden states [N, H] of both targets."""
+        head = self.lora_target.head
+
+        def chunk_loss(original: Tensor, new: Tensor) -> dict[str, Tensor]:
+            return {"loss": divergences.forward_kl(head(original), head(new)).sum()}
+
+        size = chunked_sums.max_chunk_rows(self.heads.net.config["vocab_size"])
+        return chunked_sums.sums_in_chunks(chunk_loss, [original, new], size)["loss"]
