@@ -29,6 +29,7 @@ from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
 from decode.common.files import read_json_object
 from decode.common.run_dir import check_inputs_outside
+from decode.common.typed_json import to_json
 from decode.drafts.base import read_metadata
 from decode.serving.checker import check_draft_files
 from eval.scaling.data_curve import read_data_curve
@@ -96,7 +97,7 @@ def main(s: PublishConfig) -> None:
                 (s.forecast, "forecast.json of eval/forecast.py", ("draft",), ("rows",)),
             )
         )
-        curve = read_data_curve(s.data_curve) if s.data_curve else None
+        curve = to_json(read_data_curve(s.data_curve)) if s.data_curve else None
         draft = Path(s.draft)
         # before the engines' rules are checked
         publish.check_draft(draft, report, referee, tuned, curve, forecast)

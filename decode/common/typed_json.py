@@ -111,9 +111,8 @@ def _has_tags(arm: Any, value: Any) -> bool:
 
 
 def _required(arm: Any) -> set[str]:
-    return (
-        {field.name for field in fields_of(arm) if field.required} if is_dataclass(arm) else set()
-    )
+    found: list[Field] = fields_of(arm) if is_dataclass(arm) else []  # type: ignore[arg-type]
+    return {field.name for field in found if field.required}
 
 
 JSON_SHAPES: dict[Any, Any] = {kind: kind for kind in (dict, list, str, bool, float)}

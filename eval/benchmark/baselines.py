@@ -275,10 +275,14 @@ def _paired_speedup(
         return Estimate(), None
     tokens = [[len(answer["ids"]) for answer in side] for side in (slow, fast)]
     steady = [[answer["seconds"] for answer in side] for side in (slow, fast)]
-    clock = [[a.get("measured_seconds", a["seconds"]) for a in side] for side in (slow, fast)]
-    by_clock = [Ratio(*pair).value for pair in zip(clock, tokens, strict=True)]
-    of_sums = ratio_or_none(by_clock[0], by_clock[1]) if None not in by_clock else None
-    return paired_ratio(*(Ratio(*pair) for pair in zip(steady, tokens, strict=True)), seed), of_sums
+    clock: list[list[float]] = [
+        [a.get("measured_seconds", a["seconds"]) for a in side] for side in (slow, fast)
+    ]
+    slow_clock, fast_clock = (
+        sum(x) / sum(n) if sum(n) else 0.0 for x, n in zip(clock, tokens, strict=True)
+    )
+    of_sums = slow_clock / fast_clock if slow_clock and fast_clock else None
+    return paired_ratio(Ratio(steady[0], tokens[0]), Ratio(steady[1], tokens[1]), seed), of_sums
 
 
 class TransformersEngine:

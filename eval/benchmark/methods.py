@@ -184,7 +184,7 @@ def verification_name(method: Method, temperature: float) -> str:
 
 
 def describe_method(
-    methods: Sequence[MethodConfig], method: Method, mirror: Mapping[str, float | None] | None
+    methods: Sequence[MethodConfig], method: Method, mirror: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The fields of a MethodResult that say how the method drafts; `mirror` is what `measure_steps` found."""
     m = next((m for m in methods if m.name == method.name), MethodConfig(method.name))

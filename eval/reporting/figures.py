@@ -132,7 +132,7 @@ def _latency_chart(pooled: Sequence[MethodResult]) -> ReportChart:
     shown = [m for m in pooled if m.latency_ms is not None]
     tokens = all(m.latency_ms is not None and m.latency_ms.token for m in shown)
     name = "median, with a line to the 95th percentile"
-    values = {}
+    values: dict[tuple[float, int], dict[tuple[str, str], Point]] = {}
     for setting, own in by_setting(shown).items():
         panel = values[setting] = {}
         for m in own:

@@ -179,7 +179,7 @@ def draft_step_cost(report: EvalReport, name: str, temperature: float) -> float 
 def stalls_line(report: EvalReport) -> str:
     """How many turns were repeated and how many stalls taken off; empty if none were, and for older reports."""
     repeated = {m.setting: m.repeated_turns for m in report.pooled}
-    stalled = sum(m.stalled for m in [*report.pooled, *(e for e in report.engines if e.is_pooled)])
+    stalled = sum(m.stalled for _, m in pooled_by_name(report))
     parts = [
         (sum(repeated.values()), "turns in which a method stalled were repeated for all methods"),
         (stalled, "answers had a stall taken off their seconds"),

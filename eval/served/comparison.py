@@ -7,7 +7,7 @@ import numpy as np
 
 from decode.common.errors import UserError
 from eval.engine_logs.counts import EngineLog, RequestCounts
-from eval.metrics.bootstrap import Array, paired_difference_interval, ratio_or_none
+from eval.metrics.bootstrap import Array, Ratio, paired_difference
 from eval.metrics.distribution_tests import POWER, run_permutation_test
 from eval.served.scoring import SEED, ratios
 
@@ -95,13 +95,8 @@ def compare(a: EngineLog, b: EngineLog) -> dict[str, Any]:
             )
     differences: dict[str, dict[str, Any]] = {}
     for name in sorted(first.keys() & second.keys()):
-        (top, bottom), (other_top, other_bottom) = first[name], second[name]
-        one = ratio_or_none(top.sum(), bottom.sum())
-        other = ratio_or_none(other_top.sum(), other_bottom.sum())
-        differences[name] = {
-            "difference": None if one is None or other is None else one - other,
-            "ci": paired_difference_interval(top, bottom, other_top, other_bottom, SEED),
-        }
+        found_apart = paired_difference(Ratio(*first[name]), Ratio(*second[name]), SEED)
+        differences[name] = {"difference": found_apart.value, "ci": found_apart.ci}
     counts = [np.array([(r.rounds, r.accepted) for r in requests]) for requests in pair]
     found = power_of_tau(counts[0], counts[1], differences["tau"]["difference"])
     result = {"prompts": len(pair[0]), "differences": differences, **found}

@@ -11,7 +11,6 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from eval.reporting.formatting import Table, escape_markdown
 from eval.reporting.render import DEFINITIONS
-from eval.results.report import entry_setting, pooled_entries
 from train.families.registry import family_trainer
 from train.hub import card_text
 from train.hub.card_tables import (
@@ -27,6 +26,7 @@ from train.hub.card_tables import (
     tuned_lengths_table,
 )
 from train.hub.card_text import CardInputs
+from train.hub.report_entries import entry_setting, pooled_entries
 from train.hub.serving_configs import EngineServingConfig, ServedDraft
 from train.hub.upload import HubLabels
 

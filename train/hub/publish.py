@@ -19,6 +19,7 @@ from decode.common.errors import UserError
 from decode.common.files import read_json, read_json_object
 from decode.common.run_dir import RUN_FILE, replace_folder
 from decode.common.secret_patterns import redact
+from decode.common.typed_json import from_json, to_json
 from decode.drafts.base import (
     METADATA_FILE,
     MODEL_FILES,
@@ -27,7 +28,7 @@ from decode.drafts.base import (
     hashed_files,
 )
 from decode.drafts.registry import saved_families
-from eval.results.report import draft_entries
+from eval.results.report import EvalReport, MethodResult
 from eval.results.speculation_profile import speculation_profile
 from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.families.registry import family_trainer
@@ -43,6 +44,7 @@ from train.hub.published_fields import (
     TUNED,
     draft_schema,
 )
+from train.hub.report_entries import draft_entries
 from train.hub.upload import (
     MARKER_FILES,
     HubLabels,
@@ -342,8 +344,10 @@ def _published_in_full(facts: Mapping[str, Any]) -> set[str]:
 
 def _own_profile(inputs: CardInputs, repo: str, known: set[str]) -> dict[str, Any] | None:
     """speculation_profile.json of the published draft, which goes by the name of its repository."""
-    entries = [{**entry, "draft": repo} for entry in inputs.own_entries]
-    profile = speculation_profile(inputs.report, entries) if inputs.report else None
+    if inputs.report is None:
+        return None
+    entries = [from_json(MethodResult, {**entry, "draft": repo}) for entry in inputs.own_entries]
+    profile = to_json(speculation_profile(from_json(EvalReport, inputs.report), entries))
     selected: dict[str, Any] | None = redaction.select(
         profile, PROFILE, "speculation_profile.json", known
     )

@@ -22,8 +22,7 @@ from decode.serving.vllm_engine import VLLM
 from eval.reporting.formatting import format_with_interval
 from eval.results.report import setting_title
 from train.hub.published_fields import WITHHELD
-
-ReportEntry = Mapping[str, Any]
+from train.hub.report_entries import ReportEntry
 
 NO_EMBEDDING_CAPTURE = (
     "it names layers by their output and so cannot capture the embedding, which this draft reads"
@@ -228,7 +227,7 @@ def choose_k(
     acceptance check in training. UserError if there is none of them.
 
     Compared are the draft's `entries` of task "all" in one setting, the lowest temperature and the smallest batch.
-    `tuned` is the result of eval.tuning.selection.fastest_chains, in which this setting is the first.
+    `tuned` is the result of TunedReport.fastest_chains, in which this setting is the first.
     """
     if len(tuned) > 0:
         best = tuned[0]
