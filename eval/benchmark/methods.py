@@ -191,7 +191,6 @@ def describe_method(
     confidence = None if m.adaptive == "acceptance" else m.confidence
     return {
         "name": method.name,
-        "k": method.k,
         "tree": describe_tree(method.shape),
         "lookup": LookupRecord(m.lookup, m.min_match) if m.lookup else None,
         "adaptive": AdaptiveRecord(m.adaptive, confidence) if m.adaptive else None,

@@ -269,15 +269,14 @@ class MethodResult(Measured):
         seed: int,
         **facts: Any,
     ) -> "MethodResult":
-        """The fields that follow from the records, with `facts`, all others.
-
-        `k` is the number of positions; `plain` are plain decoding of (at least) the same prompts.
-        """
+        """From records with `k` positions, and plain decoding of (at least) the same prompts; `facts` are the fields
+        that do not follow from them."""
         found = Acceptance.of(records, k)
         length, rate = found.accept_length, seconds_per_token(records)
         seconds = rate.value
         prefill, decode = prefill_and_decode(records)
         return cls(
+            k=k,
             prompts=len(records),
             tau=found.tau.estimate(seed),
             alpha=found.alpha.estimate(seed),
