@@ -147,9 +147,14 @@ def count_answers(
 
     Only a server's answers can be skipped; their counts also say why.
     """
-    skipped = count_skipped(s, prompts) if s.served else {}
-    supervised = sample_store.supervised_by_id(Path(s.out))
-    answered = [supervised[p.id] for p in prompts if p.id in supervised]
+    ends = sample_store.row_ends(Path(s.out))
+    found = [ends[prompt.id] for prompt in prompts if prompt.id in ends]
+    answered = [supervised for supervised, _ in found]
+    skipped = {}
+    if s.served:
+        ended = Counter(reason for _, reason in found)
+        skipped = {reason: ended[reason] for reason in SKIPPED}
+        skipped["skipped"] = sum(skipped.values())
     return {
         "asked": len(prompts),
         "answered": sum(answered),
@@ -158,14 +163,6 @@ def count_answers(
         **skipped,
         **dropped,
     }
-
-
-def count_skipped(s: SampleConfig, prompts: Sequence[TokenizedPrompt]) -> dict[str, int]:
-    """{why replies were skipped: of how many prompts}, and their sum as `skipped`."""
-    reasons = sample_store.finish_reasons(Path(s.out))
-    ended = Counter(reasons.get(prompt.id) for prompt in prompts)
-    counts = {reason: ended[reason] for reason in SKIPPED}
-    return {**counts, "skipped": sum(counts.values())}
 
 
 def check_some_answered(s: SampleConfig, counts: dict[str, int], failures: Counter[str]) -> None:

@@ -45,22 +45,18 @@ FORMS = (
 )
 """Of the columns that a row has and that are not empty, the first one here is its prompt."""
 TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"
-ROLES = {
-    **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(
-        ("gpt", "chatgpt", "bing", "bard", "assistant", "model", "bot", "ai"), "assistant"
-    ),
-    **dict.fromkeys(("system", "system_prompt"), "system"),
-    **dict.fromkeys(
-        ("tool", "observation", "function_response", "tool_response", "tool_result"), "tool"
-    ),
-    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+CALLS = ("function_call", "tool_call")
+"""Speakers of ShareGPT whose text is the JSON of one call, or of several."""
+SPEAKERS = {
+    "user": ("human", "user", "prompter"),
+    "assistant": ("gpt", "chatgpt", "bing", "bard", "assistant", "model", "bot", "ai", *CALLS),
+    "system": ("system", "system_prompt"),
+    "tool": ("tool", "observation", "function_response", "tool_response", "tool_result"),
 }
+ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
 """{how data sets name who speaks, in small letters: the role}."""
 LISTED = 12
 """How many of a row's columns an error names."""
-CALLS = ("function_call", "tool_call")
-"""Those of ROLES whose text is the JSON of one call, or of several."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content that are texts."""
 

@@ -19,7 +19,7 @@ from decode.model.loading import Target, load_target
 from tests import worlds
 from tests.tiny import tiny_model
 from tests.worlds import Done, World, contents
-from train.data import batching, sample_store
+from train.data import batching, mixture, sample_store
 from train.data.manifest import read_manifest
 from train.data.mixture import Mixture
 from train.distill import DistillConfig, build_draft
@@ -359,7 +359,7 @@ def test_facts_tell_how_the_draft_was_made(world: World, data: Path, undisturbed
 def test_prompts_are_learned_where_asked_for(world: World, data: Path, tmp_path: Path) -> None:
     """Bug: the setting is ignored, or the first token of a text, which nothing predicts, is a label."""
     rows = sample_store.read_shards(data)
-    taken = [rows[i] for step in range(2) for i in batching.step_indices(len(rows), 8, 0, step)]
+    taken = mixture.Mixture([rows], [1.0]).global_batch(16, 0, 0)
     every, answers = tmp_path / "all", tmp_path / "answers"
     for out, supervise in ((every, "all"), (answers, "answers")):
         done = distill(world, data, out, "--loop.steps", 2, "--supervise", supervise)

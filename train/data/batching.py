@@ -32,20 +32,20 @@ class Batch:
     loss_mask: Tensor  # [B, T] bool, True where the next token is a label
     ids: tuple[str, ...] = ()  # ids of the rows
     starts: tuple[tuple[int, int], ...] = ()  # line and column at which each row begins
-    documents: Tensor | None = (
-        None  # [B, T] int64, number of the row that each token belongs to; None: unpacked
-    )
+    # [B, T] int64, number of the row that each token belongs to; None: unpacked
+    documents: Tensor | None = None
     draw: int = 0  # number of the step, which seeds what a family draws anew for each row
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`."""
+        documents = self.documents
+        if documents is not None:
+            documents = documents.to(device, non_blocking=True)
         return replace(
             self,
             input_ids=self.input_ids.to(device, non_blocking=True),
             loss_mask=self.loss_mask.to(device, non_blocking=True),
-            documents=None
-            if self.documents is None
-            else self.documents.to(device, non_blocking=True),
+            documents=documents,
         )
 
     def positions(self) -> Tensor:
@@ -53,11 +53,6 @@ class Batch:
         if self.documents is None:
             return torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
         return document_positions(self.input_ids, self.documents)
-
-
-def step_indices(n: int, batch: int, seed: int, step: int) -> list[int]:
-    """Indices of the global batch of `step` (from 0) among n rows, a function of the arguments alone."""
-    return [shuffled_index(n, seed, place) for place in range(step * batch, (step + 1) * batch)]
 
 
 def shuffled_index(n: int, seed: int, place: int, source: int = 0) -> int:
@@ -84,11 +79,7 @@ def truncate_rows(rows: Sequence[SampleRow], max_length: int) -> tuple[Sequence[
 
     Rows are cut when they are indexed, so a set on disk is not loaded. UserError if no row is left.
     """
-    kept = [
-        i
-        for i, row in enumerate(rows)
-        if len(supervised_positions(truncate_row(row, max_length))) > 0
-    ]
+    kept = [i for i, row in enumerate(rows) if label_mask(truncate_row(row, max_length)).any()]
     if len(kept) == 0:
         raise UserError(
             f"none of the {len(rows)} samples has a token to learn within max_length {max_length}: "
@@ -110,9 +101,8 @@ def pack(rows: Sequence[SampleRow], pad_id: int, multiple: int = 8) -> Batch:
     layouts = [_pack_layout(lengths, lines) for lines in line_counts]
     starts, _ = min(layouts, key=lambda layout: layout[1])
     batch = _place_rows(rows, starts, pad_id, multiple)
-    batch.documents = torch.full_like(
-        batch.input_ids, len(rows)
-    )  # padding is a document of its own
+    # padding is a document of its own
+    batch.documents = torch.full_like(batch.input_ids, len(rows))
     for i, (line, column) in enumerate(starts):
         batch.documents[line, column : column + lengths[i]] = i
     return batch
@@ -120,15 +110,21 @@ def pack(rows: Sequence[SampleRow], pad_id: int, multiple: int = 8) -> Batch:
 
 def supervised_token_count(rows: Sequence[SampleRow]) -> int:
     """Number of supervised positions, by which the loss of a step is divided."""
-    return sum(len(supervised_positions(row)) for row in rows)
+    return sum(int(label_mask(row).sum()) for row in rows)
+
+
+def label_mask(row: SampleRow) -> np.ndarray:
+    """[T] bool: the tokens that are learned, those in a loss span; the first one has nothing that predicts it."""
+    mask = np.zeros(len(row["input_ids"]), dtype=bool)
+    for start, end in row["loss_spans"]:
+        mask[start:end] = True
+    mask[:1] = False
+    return mask
 
 
 def supervised_positions(row: SampleRow) -> Tensor:
     """Positions t, ascending, whose next token lies in a loss span; overlapping spans count once."""
-    mask = np.zeros(len(row["input_ids"]), dtype=bool)
-    for start, end in row["loss_spans"]:
-        mask[start:end] = True
-    return torch.from_numpy(np.flatnonzero(mask[1:]))
+    return torch.from_numpy(np.flatnonzero(label_mask(row)[1:]))
 
 
 def _pack_layout(lengths: Sequence[int], lines: int) -> tuple[list[tuple[int, int]], int]:

@@ -60,32 +60,24 @@ def skip_repeated_turn_end(reply: Sequence[int], segment: Sequence[int]) -> Sequ
 def conversations_without_replies(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], turns: TurnSelection
 ) -> list[Conversation]:
-    """`conversation_without_replies` of each; those of one turn are tokenised together."""
-    one_turn = [prompt for prompt in prompts if has_one_turn(prompt, turns)]
-    encoded = iter(encode_prompts(tokenizer, one_turn))
+    """The prompt segments of conversations whose replies the target will generate.
+
+    With `turns` all the target's replies replace every reply of a chat. UserError for a template that would change the
+    target's earlier replies when it renders later turns.
+    """
+
+    def has_one_turn(prompt: Prompt) -> bool:
+        return turns == "last" or all(m["role"] != "assistant" for m in prompt.messages or [])
+
+    together = iter(encode_prompts(tokenizer, list(filter(has_one_turn, prompts))))
     return [
-        Conversation([next(encoded)], [])
-        if has_one_turn(prompt, turns)
-        else conversation_without_replies(tokenizer, prompt, turns)
+        Conversation([next(together)] if has_one_turn(prompt) else _segments(tokenizer, prompt), [])
         for prompt in prompts
     ]
 
 
-def has_one_turn(prompt: Prompt, turns: TurnSelection) -> bool:
-    """Whether only one reply is to be generated."""
-    return turns == "last" or all(m["role"] != "assistant" for m in prompt.messages or [])
-
-
-def conversation_without_replies(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, turns: TurnSelection
-) -> Conversation:
-    """The prompt segments of a conversation whose replies the target will generate.
-
-    With `turns` all the target's replies replace every reply of the chat. UserError for a template that would change
-    the target's earlier replies when it renders later turns.
-    """
-    if has_one_turn(prompt, turns):
-        return Conversation([encode_prompt(tokenizer, prompt)], [])
+def _segments(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[list[int]]:
+    """What stands before each reply of a chat of several turns."""
     messages = prompt.messages or []
     parts: list[Messages] = [[]]
     for before, message in zip([None, *messages], messages, strict=False):
@@ -104,7 +96,7 @@ def conversation_without_replies(
             raise _template_rewrites_error(prompt)
         added = tokenizer(text[len(before_segment) :], add_special_tokens=False)
         segments.append(added["input_ids"])
-    return Conversation(segments, [])
+    return segments
 
 
 def conversation_with_replies(

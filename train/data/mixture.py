@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from decode.model.vocabularies import disagreement
 from train.data import batching
 from train.data.manifest import MANIFEST_FILE, Manifest, load_set, read_manifest
 from train.data.prompt_pipeline import TargetTokenizer
-from train.data.sample_store import SampleRow, Subset, rows_digest
+from train.data.sample_store import Rows, SampleRow, Subset, rows_digest
 
 
 @dataclass
@@ -65,7 +65,7 @@ def source_at(shares: Sequence[Fraction], place: int) -> tuple[int, int]:
     return 0, place
 
 
-class Mixture(Sequence[SampleRow]):
+class Mixture(Rows):
     """The rows of all sources, concatenated, and the endless order in which steps take them.
 
     Each source is taken in a new permutation every epoch. With several sources, ids are prefixed with the number of
@@ -89,14 +89,7 @@ class Mixture(Sequence[SampleRow]):
     def __len__(self) -> int:
         return int(self.offsets[-1])
 
-    @overload
-    def __getitem__(self, index: int) -> SampleRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[SampleRow]: ...
-    def __getitem__(self, index: int | slice) -> SampleRow | list[SampleRow]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        index = range(len(self))[index]
+    def read(self, index: int) -> SampleRow:
         source = int(np.searchsorted(self.offsets, index, side="right")) - 1
         row = self.sources[source][index - int(self.offsets[source])]
         return row if len(self.sources) == 1 else {**row, "id": f"{source}/{row['id']}"}
@@ -144,9 +137,7 @@ def load(
     if not any(part.limit for part in parts):
         return whole, dropped
     limited = [
-        Subset(
-            rows, np.sort(shuffled(len(rows), seed)[: part.limit or None]).tolist(), lambda row: row
-        )
+        Subset(rows, np.sort(shuffled(len(rows), seed)[: part.limit or None]).tolist())
         for part, rows in zip(parts, sources, strict=True)
     ]
     chosen = Mixture(limited, weights, whole)

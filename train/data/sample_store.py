@@ -59,7 +59,24 @@ class SampleRow(TypedDict):
     chat_template_kwargs: NotRequired[str]  # JSON: the row's own arguments of the chat template
 
 
-class SampleStore(Sequence[SampleRow]):
+class Rows(Sequence[SampleRow]):
+    """Rows that are read when they are indexed."""
+
+    def read(self, index: int) -> SampleRow:
+        """The row at 0 <= index < len(self)."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> SampleRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[SampleRow]: ...
+    def __getitem__(self, index: int | slice) -> SampleRow | list[SampleRow]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        return self.read(range(len(self))[index])  # of a range, for negative indices and IndexError
+
+
+class SampleStore(Rows):
     """The rows of a set, shards in the order of their names, read from disk one row group at a time.
 
     Memory holds a few bytes per group and the groups read last. Raises the errors of `read_shards`.
@@ -93,14 +110,7 @@ class SampleStore(Sequence[SampleRow]):
         for number, group in self.group_locations.tolist():
             yield from _rows_of_batch(self._read_group(number, group))
 
-    @overload
-    def __getitem__(self, index: int) -> SampleRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[SampleRow]: ...
-    def __getitem__(self, index: int | slice) -> SampleRow | list[SampleRow]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        index = range(len(self))[index]  # resolves negative indices; raises IndexError
+    def read(self, index: int) -> SampleRow:
         at = int(np.searchsorted(self.start, index, side="right")) - 1
         batch = self._group(*self.group_locations[at].tolist())
         return _rows_of_batch(batch.slice(index - int(self.start[at]), 1))[0]
@@ -110,14 +120,14 @@ class SampleStore(Sequence[SampleRow]):
         return _read(self._file(path), path, group, SCHEMA.names)
 
 
-class Subset(Sequence[SampleRow]):
+class Subset(Rows):
     """The rows at `indices`, in that order, each passed through `transform` when it is read."""
 
     def __init__(
         self,
         rows: Sequence[SampleRow],
         indices: Sequence[int],
-        transform: Callable[[SampleRow], SampleRow],
+        transform: Callable[[SampleRow], SampleRow] = lambda row: row,
     ):
         self.rows, self.transform = rows, transform
         self.indices = np.asarray(indices, dtype=np.int64)
@@ -125,13 +135,7 @@ class Subset(Sequence[SampleRow]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    @overload
-    def __getitem__(self, index: int) -> SampleRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[SampleRow]: ...
-    def __getitem__(self, index: int | slice) -> SampleRow | list[SampleRow]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
+    def read(self, index: int) -> SampleRow:
         return self.transform(self.rows[int(self.indices[index])])
 
 
@@ -208,37 +212,27 @@ def read_shards(folder: Path) -> SampleStore:
     return rows
 
 
-def supervised_by_id(folder: Path) -> dict[str, bool]:
-    """{id: whether the row has loss spans} for every row of the set, whose prompts are all done.
+def row_ends(folder: Path) -> dict[str, tuple[bool, str]]:
+    """{id: (whether the row has loss spans, why its last reply ended)} for every row of the set.
 
     UserError for a damaged shard or a repeated id.
     """
-    supervised: dict[str, bool] = {}
+    ends: dict[str, tuple[bool, str]] = {}
     ids = []
     for path in shard_paths(folder):
-        batch = _read(_open(path), path, None, ["id", "loss_spans"])
+        batch = _read(_open(path), path, None, ["id", "loss_spans", "finish_reason"])
         ids.append(batch.column("id"))
         spans = pc.list_value_length(batch.column("loss_spans"))
-        supervised |= zip(
-            batch.column("id").to_pylist(), pc.greater(spans, 0).to_pylist(), strict=True
-        )
+        reasons = map(sys.intern, batch.column("finish_reason").to_pylist())
+        found = zip(pc.greater(spans, 0).to_pylist(), reasons, strict=True)
+        ends |= zip(batch.column("id").to_pylist(), found, strict=True)
     _check_unique_ids(pa.chunked_array(ids, pa.string()), folder)
-    return supervised
+    return ends
 
 
 def done_ids(folder: Path) -> set[str]:
-    """Ids of the prompts that are done. UserError as in `supervised_by_id`."""
-    return set(supervised_by_id(folder))
-
-
-def finish_reasons(folder: Path) -> dict[str, str]:
-    """{id: why its last reply ended} for every row of the set. UserError for a damaged shard."""
-    reasons: dict[str, str] = {}
-    for path in shard_paths(folder):
-        batch = _read(_open(path), path, None, ["id", "finish_reason"])
-        ended = map(sys.intern, batch.column("finish_reason").to_pylist())
-        reasons |= zip(batch.column("id").to_pylist(), ended, strict=True)
-    return reasons
+    """Ids of the prompts that are done: those of all rows. UserError as in `row_ends`."""
+    return set(row_ends(folder))
 
 
 def ids_in(path: Path) -> list[str]:

@@ -15,19 +15,15 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
+from train.data.batching import label_mask
 from train.data.sample_store import SampleRow
 
 
 def count_tokens(rows: Iterable[SampleRow], vocab_size: int) -> Tensor:
-    """[V] int64: how often each token is supervised; overlapping spans count once (`batching.supervised_positions`)."""
+    """[V] int64: how often each token is supervised (`batching.label_mask`)."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for row in rows:
-        ids = np.asarray(row["input_ids"])
-        learned = np.zeros(len(ids), dtype=bool)
-        for start, end in row["loss_spans"]:
-            learned[start:end] = True
-        learned[:1] = False  # nothing predicts the first token
-        tokens = ids[learned]
+        tokens = np.asarray(row["input_ids"])[label_mask(row)]
         if len(tokens) > 0 and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise UserError(
                 f"sample {row['id']} has tokens outside the target's vocabulary of {vocab_size}: "

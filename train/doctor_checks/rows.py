@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from decode.common.chat_template import Messages
-from train.data.batching import supervised_positions
+from train.data.batching import label_mask
 from train.data.prompts import Prompt
 from train.data.sample_store import SampleRow
 from train.doctor_checks.template import ChatTemplate, unrender
@@ -33,9 +33,7 @@ class SeenRow:
     @functools.cached_property
     def labels(self) -> np.ndarray:
         """[T] bool: tokens that training supervises, by the code that makes the batches of training."""
-        mask = np.zeros(len(self.ids), dtype=bool)
-        mask[supervised_positions(self.row).numpy() + 1] = True
-        return mask
+        return label_mask(self.row)
 
     @property
     def spans(self) -> list[list[int]]:

@@ -10,7 +10,7 @@ from tests.worlds import byte_tokenizer
 from train.data.conversations import (
     Conversation,
     conversation_with_replies,
-    conversation_without_replies,
+    conversations_without_replies,
     join_turns,
     skip_repeated_turn_end,
     split_into_windows,
@@ -78,6 +78,12 @@ def test_the_supervised_text_is_the_replies_and_their_ends(template: str) -> Non
     assert learned == ["b<1>"]
 
 
+def segments(tokenizer: Any, prompt: Prompt, turns: Any) -> Any:
+    """What stands before each reply that the target will generate."""
+    [found] = conversations_without_replies(tokenizer, [prompt], turns)
+    return found.prompt_segments
+
+
 def test_the_row_is_what_the_template_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: turns tokenised one by one give other ids than the chat as it is served."""
     made = tokenizer(CHATML)
@@ -100,7 +106,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     with pytest.raises(UserError, match="0 of test.*set turns to last"):
         conversation_with_replies(made, chat("q", "a", "r", "b"), "all", EOS)
     with pytest.raises(UserError, match="0 of test.*set turns to last"):
-        conversation_without_replies(made, chat("q", "a", "r"), "all")
+        segments(made, chat("q", "a", "r"), "all")
     whole, learned = text_of(
         made, conversation_with_replies(made, chat("q", "a", "r", "b"), "last", EOS)
     )
@@ -108,7 +114,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
         "<think>\n</think>\nb<1>"
     ]  # what the template puts in front, the target says
     assert "<2>assistant\na<1>" in whole
-    assert len(conversation_without_replies(made, chat("q", "a", "r"), "last").prompt_segments) == 1
+    assert len(segments(made, chat("q", "a", "r"), "last")) == 1
     with pytest.raises(UserError, match="one turn only"):
         conversation_with_replies(tokenizer(ALTERNATING), chat("q", "a", "r", "b"), "all", EOS)
 
@@ -144,26 +150,18 @@ def test_a_greeting_is_read_and_not_learned() -> None:
 def test_what_lies_between_the_target_s_replies() -> None:
     """Bug: the target's second prompt holds the data set's reply, lacks the end of the first, or has it twice."""
     made = tokenizer(CHATML)
-    script = conversation_without_replies(
-        made, chat("q", "THEIRS", "r", "THEIRS", "s", system="be"), "all"
-    )
-    assert [made.decode(ids) for ids in script.prompt_segments] == [
+    asked = segments(made, chat("q", "THEIRS", "r", "THEIRS", "s", system="be"), "all")
+    assert [made.decode(ids) for ids in asked] == [
         "<2>system\nbe<1>\n<2>user\nq<1>\n<2>assistant\n",
         "<1>\n<2>user\nr<1>\n<2>assistant\n",
         "<1>\n<2>user\ns<1>\n<2>assistant\n",
     ]
     ended = made("mine<1>")["input_ids"]
-    assert made.decode(ended + skip_repeated_turn_end(ended, script.prompt_segments[1])).startswith(
-        "mine<1>\n<2>user"
-    )
-    assert (
-        skip_repeated_turn_end(ended[:-1], script.prompt_segments[1]) == script.prompt_segments[1]
-    )
+    behind = skip_repeated_turn_end(ended, asked[1])
+    assert made.decode([*ended, *behind]).startswith("mine<1>\n<2>user")
+    assert skip_repeated_turn_end(ended[:-1], asked[1]) == asked[1]
     replies = [made("one<1>")["input_ids"], made("two<1>")["input_ids"]]
-    given = [
-        script.prompt_segments[0],
-        skip_repeated_turn_end(replies[0], script.prompt_segments[1]),
-    ]
+    given = [asked[0], skip_repeated_turn_end(replies[0], asked[1])]
     served = [
         *(chat("q", "one", "r", system="be").messages or []),
         {"role": "assistant", "content": "two"},
@@ -171,15 +169,8 @@ def test_what_lies_between_the_target_s_replies() -> None:
     ids, _ = join_turns(given, replies)
     whole = made.apply_chat_template(served, tokenize=True, return_dict=False)
     assert ids == whole[: len(ids)]
-    assert len(conversation_without_replies(made, chat("q"), "all").prompt_segments) == 1
-    assert (
-        len(
-            conversation_without_replies(
-                made, make_prompt("test", "plain", 0), "all"
-            ).prompt_segments
-        )
-        == 1
-    )
+    assert len(segments(made, chat("q"), "all")) == 1
+    assert len(segments(made, make_prompt("test", "plain", 0), "all")) == 1
 
 
 @pytest.mark.parametrize("size", [2, 5, 64])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from decode.common.errors import UserError
 from decode.common.settings import parse_settings, to_yaml
@@ -17,7 +18,7 @@ from tests import worlds
 from tests.tiny import tiny_config, tiny_model, tiny_target
 from tests.train.data.test_manifest import MANIFEST
 from tests.worlds import byte_tokenizer
-from train.data.batching import step_indices
+from train.data.batching import shuffled_index
 from train.data.manifest import write_manifest
 from train.data.mixture import (
     DataSpec,
@@ -73,7 +74,7 @@ def test_one_source_is_what_it_was() -> None:
     mixture = Mixture([rows("a", 7)], [1.0])
     for step in range(6):
         ids = [row["id"] for row in mixture.global_batch(3, 5, step)]
-        assert ids == [f"a{i}" for i in step_indices(7, 3, 5, step)]
+        assert ids == [f"a{shuffled_index(7, 5, place)}" for place in range(3 * step, 3 * step + 3)]
 
 
 def test_each_source_is_an_endless_run_of_fresh_permutations() -> None:
@@ -89,6 +90,8 @@ def test_each_source_is_an_endless_run_of_fresh_permutations() -> None:
         assert len(set(map(tuple, epochs))) > 1
         orders[name] = epochs
     assert orders["a"][:4] != orders["b"]
+    small = Mixture([rows("a", 2)], [1.0]).global_batch(6, 0, 1)  # a batch larger than the set
+    assert sorted(row["id"] for row in small) == ["a0"] * 3 + ["a1"] * 3
 
 
 def test_steps_depend_on_nothing_but_the_arguments() -> None:
@@ -98,6 +101,7 @@ def test_steps_depend_on_nothing_but_the_arguments() -> None:
         return Mixture([rows("a", 5), rows("b", 3)], [3, 1])
 
     mixture = made()
+    torch.manual_seed(99)
     straight = [mixture.global_batch(4, 1, step) for step in range(9)]
     assert [made().global_batch(4, 1, step) for step in (8, 3)] == [straight[8], straight[3]]
     assert [made().global_batch(4, 2, step) for step in range(9)] != straight

@@ -160,8 +160,8 @@ def test_a_set_of_the_real_command(tmp_path: Path) -> None:
 def test_the_shipped_answers() -> None:
     """Bug: the shipped answers have a wrong boundary, or hold prompts that are evaluated on."""
     result = examine(SMOLLM2, ANSWERS / "articles", "--rows", 20)
-    stored = sample_store.finish_reasons(ANSWERS / "articles")
-    assert result["found"]["answers cut off"]["rows"] == list(stored.values()).count("length")
+    ends = [reason for _, reason in sample_store.row_ends(ANSWERS / "articles").values()]
+    assert result["found"]["answers cut off"]["rows"] == ends.count("length")
     assert [f["name"] for f in result["findings"] if f["severity"] == "stops"] == []
     assert "evaluation prompt in the data" not in result["found"]
     assert manifest.read_manifest(ANSWERS / "articles").tokenizer_hash == tokenizer_fingerprint(
