@@ -449,8 +449,8 @@ class PlainSpeed:
 class ModelSizes:
     """The sizes of the target and of each method's draft, where they are on this disk."""
 
-    target: ModelSize | None
-    drafts: dict[Name, ModelSize]
+    target: ModelSize | None = None
+    drafts: dict[Name, ModelSize] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
