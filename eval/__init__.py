@@ -5,6 +5,6 @@ use speculative decoding), transfer.py (whether a draft fits another target), re
 serving engines), forecast.py (what an engine would serve, for every K). evaluate.py measures what a report holds;
 results.py forms its elements.
 
-Packages: metrics, tasks <- benchmark <- checks, tuning; metrics, tasks, engine_logs <- served; metrics <- reporting
+Packages: metrics, tasks <- benchmark <- checks, tuning; metrics, tasks <- served; metrics <- reporting
 <- scaling; benchmark, reporting <- forecasting; commands on top. Imports decode only.
 """

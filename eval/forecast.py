@@ -60,6 +60,7 @@ from eval.forecasting.rows import forecast_rows
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.results.forecast import (
     CostPoint,
+    EngineRule,
     ForecastDraft,
     ForecastReport,
     ForecastRow,
@@ -277,7 +278,12 @@ def forecast(
         draft=ForecastDraft(s.draft, draft.name, draft_sha256(s.draft)),
         tasks=[task_version(task) for task in s.tasks],
         max_new_tokens=s.max_new_tokens,
-        engines=[x for x in ENGINE_RULES if x.engine in s.engines and x.rule in rules],
+        engines=[
+            EngineRule(engine, x.rule, x.setting)
+            for engine, accepts in ENGINE_RULES.items()
+            for x in accepts
+            if engine in s.engines and x.rule in rules
+        ],
         rows=rows,
         costs={"from": s.costs, "points": points},
         schedules=schedules(rows, by_shape),

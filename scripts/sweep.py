@@ -60,10 +60,9 @@ def main(s: SweepConfig) -> None:
         error.add_note(f"finished trials are kept in {out}, and the same command goes on")
         raise
     with lock.hold(out / lock.LOCK_FILE, out, wait=True):
-        facts = collect_results(s, trials)
-        print(write_results(s, facts))
-    best, failed = facts["rows"][0], facts["failed"]
-    shown = {key: best[key] for key in ("settings", "metric", "spread", "outputs")}
+        rows, failed = collect_results(s, trials)
+        print(write_results(s, rows, failed))
+    shown = {key: vars(rows[0])[key] for key in ("settings", "metric", "spread", "outputs")}
     print(json.dumps({"sweep": str(out / "sweep.json"), "best": shown, "failed": len(failed)}))
     if failed:
         name, why = next(iter(failed.items()))

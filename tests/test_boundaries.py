@@ -47,8 +47,7 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "tuning": {"metrics", "tasks", "benchmark"},
         "results": {"metrics"},
         "reporting": {"metrics", "results"},
-        "engine_logs": {"metrics"},
-        "served": {"metrics", "tasks", "engine_logs"},
+        "served": {"metrics", "tasks"},
         "scaling": {"metrics", "results", "reporting"},
         "forecasting": {"metrics", "tasks", "benchmark", "results", "reporting"},
     },
@@ -64,7 +63,6 @@ ALLOWED: dict[str, dict[str, set[str]]] = {
         "hub": {"data", "families"},
     },
     "scripts": {
-        "engine_compat": set(),
         "lab": set(),
     },
 }

@@ -11,6 +11,8 @@ undisturbed run gives. The draft's folder in --out decodes with eval/run.py and 
 import json
 import math
 import os
+import shlex
+import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
@@ -475,7 +477,7 @@ def distill(
     console.print(
         f"{in_force(s, accelerator)}; {samples} samples ({parts.dropped} dropped), from step {state.step}"
     )
-    tracker: Tracker | NullTracker = NullTracker()
+    tracker: NullTracker = NullTracker()
     if is_main:
         config = {**to_dict(s), "hardware": to_json(provenance.hardware())}
         resumed_step = state.step if resumed else None
@@ -511,12 +513,31 @@ def distill(
             print(json.dumps({"draft": s.out, "steps": s.loop.steps, **state.measured}))
         with collective.raise_on_all_ranks(accelerator):
             if is_main and s.publish.repo:
-                from train.hub.publish import publish_trained
-
-                console.print(f"published: {publish_trained(s.publish, out)}")
+                console.print(f"published: {publish(s.publish, out)}")
         accelerator.wait_for_everyone()
     finally:
         tracker.finish()
+
+
+def publish(s: TrainingPublishConfig, draft: Path) -> str:
+    """Publishes the draft without a report, as scripts/publish.py does: "URL of the commit (tag)".
+
+    UserError if that fails, which has then said why.
+    """
+    script = Path(__file__).resolve().parents[1] / "scripts" / "publish.py"
+    words = [f"--draft={draft}", f"--out={draft}-published", f"--repo={s.repo}", "--push=true"]
+    words += [f"--private={json.dumps(s.private)}"]
+    words += [f"--labels.{name}={value}" for name, value in vars(s.labels).items()]
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC", "ACCELERATE")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
+    # A process of its own: what makes cards and reports is not loaded to train.
+    done = subprocess.run([sys.executable, str(script), *words], env=env, stdout=subprocess.PIPE)
+    if done.returncode != 0:
+        raise UserError(
+            f"{draft} is saved and not published: python scripts/publish.py {shlex.join(words)} tries again"
+        )
+    sent = json.loads(done.stdout.splitlines()[-1])["pushed"]
+    return f"{sent['url']} ({sent['tag']})"
 
 
 def main(s: DistillConfig) -> None:

@@ -42,8 +42,7 @@ from decode.model.loading import (
     model_folder,
     unfollowed_settings,
 )
-from decode.serving.running import completions
-from decode.serving.running.vllm_client import find_interpreter
+from decode.serving.running import completions, vllm_client
 from train.data import manifest, sample_store
 from train.data.prompt_pipeline import (
     TargetTokenizer,
@@ -55,7 +54,6 @@ from train.data.sources import ReadLog
 from train.sampling import local_engine, server_engine
 from train.sampling.config import SampleConfig
 from train.sampling.rows import SKIPPED, ShardWriter
-from train.sampling.vllm_server import target_server
 from train.trainer import collective
 
 COMMAND = "train/sample.py"
@@ -134,12 +132,6 @@ def unanswered_prompts(
     return [prompt for prompt in prompts if prompt.id not in done]
 
 
-def input_paths(s: SampleConfig) -> list[str]:
-    """What the run reads: folders and files, or names of other things."""
-    evaluation = [s.decontaminate] if isinstance(s.decontaminate, str) else s.decontaminate
-    return [s.target, s.draft, *evaluation, *(source.path for source in s.sources)]
-
-
 def count_answers(
     s: SampleConfig, prompts: Sequence[TokenizedPrompt], dropped: dict[str, int]
 ) -> dict[str, int]:
@@ -195,7 +187,9 @@ def check_engine(s: SampleConfig) -> None:
     if s.placement.kind != "single" and (s.served or s.origin == "text"):
         raise UserError("placement is of a target that is loaded here: leave its kind at single")
     if s.engine == "vllm":
-        find_interpreter(s.vllm_python)  # UserError here rather than behind a line of progress
+        vllm_client.find_interpreter(
+            s.vllm_python
+        )  # UserError here rather than behind a line of progress
 
 
 def load_engine(s: SampleConfig, state: PartialState) -> tuple[TargetTokenizer, Engine]:
@@ -235,11 +229,6 @@ def served_identity(s: SampleConfig, served_as: str, reader: TargetTokenizer) ->
     return replace(found, chat_template=reader.chat_template_hash)
 
 
-def served_name(reader: TargetTokenizer) -> str:
-    """The server's name for the target."""
-    return "" if reader.identity is None else str(reader.identity.served_as)
-
-
 def main(s: SampleConfig) -> None:
     check_engine(s)
     run_placed(s.placement, partial(sample, s))
@@ -257,7 +246,16 @@ def sample(s: SampleConfig) -> None:
             if state.is_main_process:
                 load_reader(s)  # UserError for a template before the server starts
                 Console(stderr=True).print(f"vLLM starts to serve {s.target}")
-                url = server.enter_context(target_server(s, state.num_processes))
+                started = vllm_client.target_server(
+                    s.vllm_python,
+                    s.target,
+                    s.revision,
+                    s.dtype,
+                    rows=s.concurrency * state.num_processes,
+                    arguments=s.vllm_args,
+                    seconds=s.start_timeout,
+                )
+                url = server.enter_context(started)
         at = replace(s, url=collective.broadcast(url))
         write_answers(s, state, *load_engine(at, state))
         state.wait_for_everyone()  # the server ends with the main process's block
@@ -289,7 +287,9 @@ def write_answers(
         raise UserError(
             f"no prompt fits the context of {reader.name}, which holds {reader.context} tokens"
         )
-    with collective.open_run(state, s, COMMAND, OWNED_FILES, input_paths(s)):
+    evaluation = [s.decontaminate] if isinstance(s.decontaminate, str) else s.decontaminate
+    reads = [s.target, s.draft, *evaluation, *(source.path for source in s.sources)]
+    with collective.open_run(state, s, COMMAND, OWNED_FILES, reads):
         todo = unanswered_prompts(s, state, reader, fitting)
         rank_prompts = todo[state.process_index :: state.num_processes]
         console = Console(stderr=True, quiet=not state.is_main_process)
@@ -314,9 +314,10 @@ def write_answers(
                 f"{counts['answered']} answered, {counts['failed']} failed ({too_long} too long for the context), "
                 f"{counts['answers_too_short']} with too short an answer: {s.out}"
             )
-            if s.engine == "openai":
+            if s.engine == "openai" and reader.identity is not None:
+                name = reader.identity.served_as
                 console.print(
-                    f"which weights the server calls {served_name(reader)} is not known: the set names none"
+                    f"which weights the server calls {name} is not known: the set names none"
                 )
             if s.served:
                 print(json.dumps({**counts, "too_long": too_long, "failures": failures}))

@@ -22,10 +22,8 @@ from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import CountOrZero, at_least
-from decode.serving.running import server_process
+from decode.serving.running import vllm_client
 from train.teacher.served import LAYERS_FILE
-
-CONNECTOR_FOLDER = Path(server_process.__file__).parent
 
 
 @dataclass
@@ -49,27 +47,6 @@ class StatesServer:
     """Further arguments of the server, such as '[--tensor-parallel-size, "4"]'."""
 
 
-def server_command(s: StatesServer, has_cuda: bool) -> list[str]:
-    """The command line of vLLM's server. Its own connector needs CUDA; on a CPU ours takes its place."""
-    speculative = {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": s.layers}},
-    }
-    transfer = {
-        "kv_connector": "ExampleHiddenStatesConnector" if has_cuda else "CpuHiddenStatesConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(Path(s.folder).absolute())},
-        **({} if has_cuda else {"kv_connector_module_path": "vllm_cpu_states"}),
-    }
-    return [
-        *server_process.vllm_command(s.vllm_python, s.target, s.revision, s.dtype, s.host, s.port),
-        "--no-enable-prefix-caching",
-        *("--speculative-config", json.dumps(speculative)),
-        *("--kv-transfer-config", json.dumps(transfer), *s.vllm_args),
-    ]
-
-
 def main(s: StatesServer) -> None:
     if not s.layers or s.layers != sorted(set(s.layers)) or s.layers[0] < 0:
         raise UserError(f"layers {s.layers}: give each once, in rising order")
@@ -78,10 +55,12 @@ def main(s: StatesServer) -> None:
     if any(file.name != LAYERS_FILE for file in folder.iterdir()):
         raise UserError(f"folder {s.folder} holds other files: name an empty one")
     write_atomically(folder / LAYERS_FILE, json.dumps({"layers": s.layers}))
-    path = os.pathsep.join(filter(None, [str(CONNECTOR_FOLDER), os.environ.get("PYTHONPATH", "")]))
+    command = vllm_client.server_command(
+        s.vllm_python, s.target, s.revision, s.dtype, s.host, s.port
+    )
     has_cuda = Path("/dev/nvidia0").exists()
-    command = server_command(s, has_cuda)
-    os.execve(command[0], command, {"VLLM_NO_USAGE_STATS": "1", **os.environ, "PYTHONPATH": path})
+    command += [*vllm_client.states_arguments(s.layers, folder, has_cuda), *s.vllm_args]
+    os.execve(command[0], command, vllm_client.server_environment())
 
 
 if __name__ == "__main__":

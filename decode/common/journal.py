@@ -27,7 +27,7 @@ class Journal:
         consequence = "what they held is measured again"
         rows = damage.read_log(path, {"key": list, "value": object}, consequence, needs_first=True)
         self._values = {json.dumps(row["key"]): row["value"] for row in rows}
-        self.num_resumed = max(0, len(self._values) - 1)
+        self.num_resumed = self.measured
         """Entries of an earlier, interrupted run."""
         if not self._values:
             self.put(HEADER, machine)
@@ -40,6 +40,11 @@ class Journal:
                 f"{path} was measured on {self.get(HEADER)}, this is {machine}: one report is of one machine; "
                 "--overwrite true begins anew, --out names another folder"
             )
+
+    @property
+    def measured(self) -> int:
+        """Entries without the first, which names the machine."""
+        return max(0, len(self._values) - 1)
 
     def get(self, key: list[Any]) -> Any:
         """The value of `key`, None if it was not measured yet."""

@@ -48,60 +48,30 @@ FORMS = (
     _form("a Weights & Biases key", "local-", rf"{START}local-[0-9a-f]{{40}}\b"),
     _form("a GitHub token", "ghp_ gho_ ghu_ ghs_ ghr_", rf"{START}gh[pousr]_[A-Za-z0-9]{{20,}}"),
     _form("a GitHub token", "github_pat_", rf"{START}github_pat_\w{{20,}}"),
-    _form(
-        "a GitLab token",
-        "gl",
-        rf"{START}gl(?:pat|dt|rt|ptt|ft|cbt|imt|soat|agent|oas)-{WORD}{{20,}}",
-    ),
+    _form("a GitLab token", "gl", rf"{START}gl(?:pat|dt|rt|ptt|ft|cbt|imt|soat|agent|oas)-{WORD}{{20,}}"),
     _form("an API key", "sk-", rf"{START}sk-(?=[\w-]*\d){WORD}{{20,}}"),
-    _form(
-        "an API key",
-        "gsk_ xai- nvapi- pplx- fw_ r8_ key- lin_api_",
-        rf"{START}(?:gsk_|xai-|nvapi-|pplx-|fw_|r8_|key-|lin_api_)(?=[A-Za-z]*\d)[A-Za-z0-9]{{20,}}",
-    ),
-    _form(
-        "a cloud token",
-        "dapi dop_v1_ doo_v1_ dor_v1_ dckr_pat_ shp",
-        rf"{START}(?:dapi[0-9a-f]{{32}}|do[opr]_v1_[0-9a-f]{{40,}}|dckr_pat_{WORD}{{20,}}"
-        r"|shp(?:at|ca|pa|ss)_[0-9a-fA-F]{32})",
-    ),
-    _form(
-        "a service token",
-        "hvs. hvb. glsa_ glc_ sntry ntn_ PMAK- tskey-",
-        rf"{START}(?:hv[sb]\.|gls?[ac]_|sntry[a-z]_|ntn_|PMAK-|tskey-)(?=[\w-]*\d)[\w.=+/-]{{20,}}",
-    ),
+    _form("an API key", "gsk_ xai- nvapi- pplx- fw_ r8_ key- lin_api_",
+          rf"{START}(?:gsk_|xai-|nvapi-|pplx-|fw_|r8_|key-|lin_api_)(?=[A-Za-z]*\d)[A-Za-z0-9]{{20,}}"),
+    _form("a cloud token", "dapi dop_v1_ doo_v1_ dor_v1_ dckr_pat_ shp",
+          rf"{START}(?:dapi[0-9a-f]{{32}}|do[opr]_v1_[0-9a-f]{{40,}}|dckr_pat_{WORD}{{20,}}"
+          r"|shp(?:at|ca|pa|ss)_[0-9a-fA-F]{32})"),
+    _form("a service token", "hvs. hvb. glsa_ glc_ sntry ntn_ PMAK- tskey-",
+          rf"{START}(?:hv[sb]\.|gls?[ac]_|sntry[a-z]_|ntn_|PMAK-|tskey-)(?=[\w-]*\d)[\w.=+/-]{{20,}}"),
     _form("an AWS access key", "AKIA ASIA ABIA ACCA", rf"{START}A(?:KI|SI|BI|CC)A[A-Z0-9]{{16}}\b"),
-    _form(
-        "an AWS secret key",
-        "aws secret access",
-        r"(?:aws|secret|access).{0,30}?[\s\"'=:]([A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])",
-        re.I,
-    ),
+    _form("an AWS secret key", "aws secret access",
+          r"(?:aws|secret|access).{0,30}?[\s\"'=:]([A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])", re.I),
     _form("a Google key", "AIza ya29. GOCSPX-", rf"{START}(?:AIza|ya29\.|GOCSPX-){WORD}{{20,}}"),
-    _form(
-        "a Google service account",
-        "service_account",
-        r"[\"']type[\"']\s*:\s*[\"']service_account[\"'][^}]*",
-    ),
-    _form(
-        "an Azure key",
-        "sig= accountkey= sharedaccesskey=",
-        r"(?:[?&]sig|AccountKey|SharedAccessKey)=[\w%+/-]{20,}=*",
-        re.I,
-    ),
+    _form("a Google service account", "service_account",
+          r"[\"']type[\"']\s*:\s*[\"']service_account[\"'][^}]*"),
+    _form("an Azure key", "sig= accountkey= sharedaccesskey=",
+          r"(?:[?&]sig|AccountKey|SharedAccessKey)=[\w%+/-]{20,}=*", re.I),
     _form("a Slack token", "xox xapp-", rf"{START}(?:xox[a-z]|xapp)-{WORD}{{10,}}"),
-    _form(
-        "a webhook",
-        "hooks.slack.com/ /api/webhooks/",
-        r"hooks\.slack\.com/\w+/[\w/]{20,}|/api/webhooks/\d+/[\w-]{20,}",
-    ),
+    _form("a webhook", "hooks.slack.com/ /api/webhooks/",
+          r"hooks\.slack\.com/\w+/[\w/]{20,}|/api/webhooks/\d+/[\w-]{20,}"),
     _form("a PyPI token", "pypi-", rf"{START}pypi-(?=[a-zA-Z]*[A-Z0-9]){WORD}{{16,}}"),
     _form("an npm token", "npm_", rf"{START}npm_[A-Za-z0-9]{{20,}}"),
-    _form(
-        "a Stripe key",
-        "k_live_ k_test_ whsec_",
-        rf"{START}(?:[spr]k_(?:live|test)|whsec)_[A-Za-z0-9]{{10,}}",
-    ),
+    _form("a Stripe key", "k_live_ k_test_ whsec_",
+          rf"{START}(?:[spr]k_(?:live|test)|whsec)_[A-Za-z0-9]{{10,}}"),
     _form("a SendGrid key", "SG.", rf"{START}SG\.{WORD}{{16,}}\.{WORD}{{16,}}"),
     _form("a Twilio key", "SK AC", rf"{START}(?:SK|AC)[0-9a-f]{{32}}\b"),
     _form("a Mailchimp key", "-us", rf"{START}[0-9a-f]{{32}}-us\d{{1,2}}\b"),
@@ -109,31 +79,17 @@ FORMS = (
     _form("a Discord token", ".", rf"{START}[MNO]{WORD}{{23,27}}\.{WORD}{{6}}\.{WORD}{{27,}}"),
     _form("a JSON web token", "eyJ", rf"{START}eyJ{WORD}{{8,}}\.{WORD}{{8,}}\.{WORD}*"),
     _form("an age key", "AGE-SECRET-KEY-", r"AGE-SECRET-KEY-1[0-9A-Z]{20,}"),
-    _form(
-        "a private key",
-        "-----BEGIN PuTTY-User-Key",
-        r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?:-----[\s\w+/=\\-]*)?|PuTTY-User-Key-File-\d:",
-    ),
-    _form(
-        "a bearer token",
-        "bearer basic",
-        rf"{START}(?:bearer|authorization[\"']?\s*[:=]\s*[\"']?basic)\s+(?=[\w.~+/-]*\d)[\w.~+/-]{{16,}}=*",
-        re.I,
-    ),
-    _form(
-        "a URL with a password",
-        "://",
-        r"[A-Za-z][\w+.-]{0,15}://[^\s/:@\"'<>(){}\[\]$]*:(?!(?i:pass(?:word)?|thing)@)"
-        r"[^\s/:@\"'<>(){}\[\]$]{3,}@[\w.\[-]+",
-    ),
-    _form(
-        "a key",
-        "password secret key token",
-        r"(?:password|secret|api[_-]?key|access[_-]?key|token)[\"']?\s*[:=]\s*[\"']?(?=[A-Za-z+/]*\d)"
-        r"(?=[\d+/]*[A-Za-z])[A-Za-z0-9+/]{16,}",
-        re.I,
-    ),
-)
+    _form("a private key", "-----BEGIN PuTTY-User-Key",
+          r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?:-----[\s\w+/=\\-]*)?|PuTTY-User-Key-File-\d:"),
+    _form("a bearer token", "bearer basic",
+          rf"{START}(?:bearer|authorization[\"']?\s*[:=]\s*[\"']?basic)\s+(?=[\w.~+/-]*\d)[\w.~+/-]{{16,}}=*", re.I),
+    _form("a URL with a password", "://",
+          r"[A-Za-z][\w+.-]{0,15}://[^\s/:@\"'<>(){}\[\]$]*:(?!(?i:pass(?:word)?|thing)@)"
+          r"[^\s/:@\"'<>(){}\[\]$]{3,}@[\w.\[-]+"),
+    _form("a key", "password secret key token",
+          r"(?:password|secret|api[_-]?key|access[_-]?key|token)[\"']?\s*[:=]\s*[\"']?(?=[A-Za-z+/]*\d)"
+          r"(?=[\d+/]*[A-Za-z])[A-Za-z0-9+/]{16,}", re.I),
+)  # fmt: skip
 
 PASSWORD = re.compile(
     r"(?<![A-Za-z])(?:pass(?:word|wd|phrase)|pwd|secret|credentials?|api[_-]?key|access[_-]?key"

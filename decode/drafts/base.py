@@ -23,8 +23,8 @@ from decode.model.kv_cache import StaticKVCache, TreeNodes
 from decode.model.loading import (
     Target,
     adapter_folder,
+    compare_tokenizers,
     load_tokenizer,
-    recorded_tokenizer,
     tokenizer_fingerprint,
 )
 from decode.model.vocabularies import disagreement
@@ -404,8 +404,9 @@ def check_tokenizer(path: str, draft_fingerprint: str, target: Target) -> None:
         return
     trained = read_metadata(path).get("target")
     made = trained if isinstance(trained, dict) else {}
-    own = recorded_tokenizer(draft_fingerprint, made.get("name"), made.get("revision"))
-    found = "" if own is None else disagreement(own, target.tokenizer)
+    found, _ = compare_tokenizers(
+        draft_fingerprint, made.get("name"), made.get("revision"), target.tokenizer
+    )
     if found is not None:
         raise UserError(
             f"draft {path!r} (tokenizer {draft_fingerprint}) and target {target.name!r} (tokenizer "

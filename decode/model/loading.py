@@ -44,7 +44,7 @@ from decode.model.recurrent import RecurrentRunner, has_recurrent_layers
 from decode.model.runner import ModelRunner
 from decode.model.seq2seq import Seq2SeqRunner
 from decode.model.vision import VisionRunner, is_vision_language
-from decode.model.vocabularies import PROBE
+from decode.model.vocabularies import PROBE, disagreement
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 """Where it is not set, transformers asks on the terminal whether code from the model's folder shall run."""
@@ -390,13 +390,21 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any:
         raise _load_error(name, "tokenizer of", folder, files, error) from error
 
 
-def recorded_tokenizer(fingerprint: str, model: Any, revision: Any = None) -> Any:
-    """The tokenizer with that fingerprint, if `model`, which had it, can be read and has it still; None otherwise."""
+def compare_tokenizers(
+    fingerprint: str, model: Any, revision: Any, tokenizer: Any, whose: str = "the draft"
+) -> tuple[str | None, Any]:
+    """(the id that the tokenizer with that fingerprint and this one give to different tokens, in words; the former).
+
+    The words are None if vocabularies extend each other (`disagreement`). Where `model`, which had it, cannot
+    be read or has another one by now, only equal ones are one: then they are "", and the tokenizer is None.
+    """
     try:
-        found = load_tokenizer(str(model), None if revision is None else str(revision))
+        own = load_tokenizer(str(model), None if revision is None else str(revision))
     except UserError:
-        return None
-    return found if tokenizer_fingerprint(found) == fingerprint else None
+        return "", None
+    if tokenizer_fingerprint(own) != fingerprint:
+        return "", None
+    return disagreement(own, tokenizer, whose), own
 
 
 def check_tokenizer_size(tokenizer: Any, vocab_size: int, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Edits of a saved draft's files, from which scripts/engine_compat/corruptions.py builds mistakes."""
+"""Edits of a saved draft's files, from which eval/served/ builds mistakes and readings."""
 
 import json
 import shutil

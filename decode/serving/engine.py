@@ -1,9 +1,17 @@
 """What another engine reads of a draft, and how it is called: one value of ServingEngine for each engine."""
 
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from decode.serving.log_counts import EngineLog, RequestCounts, Response
 from decode.serving.rules import Rule
+
+NO_EMBEDDING_CAPTURE = (
+    "it names layers by their output and so cannot capture the embedding, which this draft reads"
+)
 
 
 @dataclass(frozen=True)
@@ -16,6 +24,80 @@ class Served:
     """Further fields of its settings, or flags of its command."""
     versions: str = ""
     """The versions that serve it, for people to read; empty: the engine's `versions`."""
+
+
+@dataclass(frozen=True)
+class ServedDraft:
+    """A published draft that is to be served, and its target."""
+
+    family: str
+    repo: str
+    target: str
+    revision: str | None
+    k: int
+    layers: tuple[int, ...] = ()
+    """EAGLE-3: layers whose input hidden states it reads; empty for the default ones."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template that most of its training prompts were rendered with."""
+
+
+@dataclass(frozen=True)
+class EngineServingConfig:
+    """One engine and the files that start it; `files` is empty where it cannot load the draft."""
+
+    engine: str
+    note: str
+    """Which versions, what to know; or why not."""
+    files: Mapping[str, str]
+
+
+def shell_script(words: Sequence[str], trained_for: str | None = None) -> str:
+    """A shell script of one command, a flag a line; `trained_for` is a revision of the target that no flag names."""
+    lines, line = [], ""
+    for word in words:
+        quoted = shlex.quote(word)
+        if word.startswith("--") and line:
+            lines.append(line)
+            line = quoted
+        else:
+            line = f"{line} {quoted}".strip()
+    body = " \\\n  ".join([*lines, line])
+    note = f"# trained for revision {trained_for} of the target\n" if trained_for else ""
+    return f"{note}{body}\n"
+
+
+@dataclass(frozen=True)
+class AcceptanceRule:
+    """One way in which an engine accepts chains at a temperature above 0."""
+
+    rule: str
+    """One of eval.forecasting.rounds."""
+    setting: str
+    """What chooses it."""
+
+
+KRange = tuple[int, int, int]
+"""(first batch size, last batch size, tokens to draft), in an engine's schedule of draft lengths."""
+
+
+@dataclass(frozen=True)
+class LogReader:
+    """How to read what an engine says of its drafts (logs.py)."""
+
+    wrote: Callable[[Response], bool]
+    """Whether a response is of this engine."""
+    response: Callable[[Response, str], RequestCounts]
+    """(response, where it stands) -> its counts. UserError for one without counts, or whose counts contradict."""
+    note: str
+    """What to know of counts of responses."""
+    figures: str
+    """Which figures the engine itself reports."""
+    mark: re.Pattern[str] | None = None
+    """What only the engine's own log has in a line."""
+    printed: Callable[[str, str], EngineLog] | None = None
+    """(text, path) of its own log."""
+    dump: Callable[[str, str], EngineLog] | None = None
+    """(path, path of an earlier one or empty) of /metrics dumps."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +114,27 @@ class ServingEngine:
     """By `family` in draftsmith.json; a family that is not here has no method there."""
     rules: tuple[Rule, ...] = ()
     """What it requires of a draft's files."""
+    files: Callable[[ServedDraft], Mapping[str, str]] | None = None
+    """{path: text} of what starts it with chains of a draft for which it has a method."""
+    note: str = "{versions}"
+    """What to know of these files."""
+    no_method: str = "{name} has no method for drafts of family {family}"
+    captures_embedding: bool = True
+    """False: it names layers by their output, so it cannot hand out the target's embedding."""
+    accepts: tuple[AcceptanceRule, ...] = ()
+    log: LogReader | None = None
 
     def method(self, family: str) -> str:
         """The name of the method that decodes with drafts of this family; empty if there is none."""
         return self.methods[family].method if family in self.methods else ""
 
-    def versions_for(self, family: str) -> str:
-        """The versions that serve drafts of this family."""
-        return self.methods[family].versions or self.versions
+    def serving_config(self, draft: ServedDraft) -> EngineServingConfig:
+        """The files that serve the draft, or why there are none."""
+        if 0 in draft.layers and not self.captures_embedding:
+            return EngineServingConfig(self.name, NO_EMBEDDING_CAPTURE, {})
+        if draft.family not in self.methods or self.files is None:
+            reason = self.no_method.format(name=self.name, family=draft.family)
+            return EngineServingConfig(self.name, reason, {})
+        versions = self.methods[draft.family].versions or self.versions
+        note = self.note.format(versions=versions)
+        return EngineServingConfig(self.name, note, self.files(draft))

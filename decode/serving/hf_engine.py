@@ -4,7 +4,13 @@ from collections.abc import Iterator
 
 from decode.model.loading import load_config
 from decode.serving import causal_rules as causal
-from decode.serving.engine import Served, ServingEngine
+from decode.serving.engine import (
+    AcceptanceRule,
+    Served,
+    ServedDraft,
+    ServingEngine,
+    shell_script,
+)
 from decode.serving.rules import (
     COMMON_RULES,
     HEAD_FAMILIES,
@@ -57,12 +63,54 @@ RULES = (
     Rule("tokenizer", ("causal",), SILENT, f"{UTILS}: equal sizes pass for equal tokenizers", causal.wrong_tokenizer),
 )  # fmt: skip
 
+
+def serving_files(d: ServedDraft) -> dict[str, str]:
+    """A Python script with assistant_model."""
+    revision = f", revision={d.revision!r}" if d.revision else ""
+    text = f'''"""Assisted generation with transformers, one prompt at a time."""
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+target = AutoModelForCausalLM.from_pretrained({d.target!r}{revision})
+tokenizer = AutoTokenizer.from_pretrained({d.target!r}{revision})
+draft = AutoModelForCausalLM.from_pretrained({d.repo!r})
+draft.generation_config.num_assistant_tokens = {d.k}
+draft.generation_config.num_assistant_tokens_schedule = "constant"
+draft.generation_config.assistant_confidence_threshold = 0.0
+prompt = tokenizer("Speculative decoding is", return_tensors="pt")
+output = target.generate(**prompt, assistant_model=draft, do_sample=False, max_new_tokens=64)
+print(tokenizer.decode(output[0]))
+'''
+    return {"transformers_assistant.py": text}
+
+
+def tgi_files(d: ServedDraft) -> dict[str, str]:
+    words = ["text-generation-launcher", "--model-id", d.repo, "--speculate", str(d.k)]
+    return {"tgi.sh": shell_script(words, d.revision)}
+
+
 TRANSFORMERS = ServingEngine(
     "transformers",
     version="5.23",
     versions="5; batch 1",
     methods={"causal": Served("assistant_model")},
     rules=RULES,
+    files=serving_files,
+    no_method="assistant_model takes language models, not heads",
+    accepts=(
+        AcceptanceRule(
+            "probabilistic", "assistant_model, constant schedule, confidence threshold 0"
+        ),
+    ),
 )
-TGI = ServingEngine("TGI", version="3", versions="3", methods={"medusa": Served("medusa")})
-"""Its files are not checked. It reads the layout of Medusa's authors."""
+TGI = ServingEngine(
+    "TGI",
+    version="3",
+    versions="3",
+    methods={"medusa": Served("medusa")},
+    files=tgi_files,
+    note="reads the layout of Medusa's authors: write it first with scripts/export.py --format medusa-legacy and give "
+    "its folder as --model-id",
+    no_method="speculates with Medusa heads or n-grams only",
+)
+"""Its files are not checked."""

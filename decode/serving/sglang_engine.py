@@ -1,13 +1,41 @@
-"""The rules of SGLang: from notes on 0.5.23, and from its source where a file is named. They were not run here.
+"""SGLang. Its rules are from notes on 0.5.23, and from its source where a file is named; they were not run here.
 
 It drops unknown tensors and reports no missing one, so that nearly every mistake is silent.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from decode.common.errors import UserError
 from decode.serving import causal_rules as causal
 from decode.serving import eagle_rules as eagle
-from decode.serving.engine import Served, ServingEngine
+from decode.serving import prometheus
+from decode.serving.engine import (
+    AcceptanceRule,
+    KRange,
+    LogReader,
+    Served,
+    ServedDraft,
+    ServingEngine,
+    shell_script,
+)
+from decode.serving.log_counts import (
+    LENGTH_ERROR,
+    EngineLog,
+    RequestCounts,
+    Response,
+    answer_tokens,
+    by_position,
+    check_answer,
+    checked,
+    first_choice,
+    log_lines,
+    part,
+    prompt_tokens,
+    read_count,
+    read_histogram,
+)
 from decode.serving.rules import (
     COMMON_RULES,
     COVERED_EVERYWHERE,
@@ -119,6 +147,193 @@ RULES = (
     Rule("tokenizer", ("causal",), REFUSED, f"{NOTES}: STANDALONE compares get_vocab()", causal.wrong_tokenizer),
 )  # fmt: skip
 
+
+# ---- how it is started ----
+
+
+def speculative_flags(k: int) -> list[tuple[str, int]]:
+    """For chains of K tokens. The number of draft tokens counts the root as well."""
+    sizes = {"num-steps": k, "eagle-topk": 1, "num-draft-tokens": k + 1}
+    return [(f"--speculative-{name}", value) for name, value in sizes.items()]
+
+
+def serving_files(d: ServedDraft) -> dict[str, str]:
+    words = ["python", "-m", "sglang.launch_server", "--model", d.target]
+    words += ["--speculative-algorithm", SGLANG.method(d.family)]
+    words += ["--speculative-draft-model-path", d.repo]
+    words += [str(word) for flag in speculative_flags(d.k) for word in flag]
+    return {"sglang.sh": shell_script(words, d.revision)}
+
+
+def schedule(ranges: Sequence[KRange]) -> dict[str, Any]:
+    """K is the same for every batch size: that of one request; no flags where none pays there."""
+    k = ranges[0][2]
+    return {"flags": [f"{flag} {value}" for flag, value in speculative_flags(k)] if k else []}
+
+
+# ---- its logs ----
+
+ACCEPTED = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
+DRAFTED = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
+HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
+"""Newest name first."""
+GAUGES = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
+"""Of the last interval, not of the whole run; everything else that is read of a dump is a counter."""
+PRINTED = re.compile(r"Decode batch.*?\baccept len: (\S+?),(?: accept rate: (\S+?),)?")
+"""A line of the server's log that tells how a few dozen steps were accepted."""
+MOST_DRAFTS = 256
+"""Tokens that a round drafts at most when their number is looked for."""
+
+
+def meta_info(body: Response) -> Response:
+    """meta_info of /generate, or that of the first choice of a chat or completion; {} without any."""
+    return part(body, "meta_info") or part(first_choice(body), "meta_info")
+
+
+def read_response(body: Response, where: str) -> RequestCounts:
+    """The counts of one response. UserError without meta_info, or if it says nothing of speculation.
+
+    spec_accept_length is completion_tokens ÷ verification steps: the first token, which prefill gives, counts there and
+    not here.
+    """
+    found = meta_info(body)
+    if not found:
+        raise UserError(f"{where} has no meta_info: log what /generate of SGLang answers")
+    usage = part(body, "usage") or found
+    if "spec_verify_ct" not in found and read_count(found, "completion_tokens", where) <= 1:
+        # The answer ended with prefill's token.
+        return RequestCounts(0, 0, 0, prompt_tokens=prompt_tokens(usage))
+    rounds = read_count(found, "spec_verify_ct", where)
+    accepted, drafted = (
+        read_count(found, next((x for x in names if x in found), names[0]), where)
+        for names in (ACCEPTED, DRAFTED)
+    )
+    accepted_at: tuple[int, ...] = ()
+    reached_at: tuple[int, ...] = ()
+    key = next((name for name in HISTOGRAM if name in found), None)
+    if key is not None and rounds > 0:
+        histogram = read_histogram(found[key], key, where)
+        k = drafted // rounds
+        histogram += [0] * (k + 1 - len(histogram))
+        if sum(histogram) != rounds:
+            raise UserError(f"{where}: {key} is not of {rounds} steps: the log is damaged")
+        accepted_at, reached_at = by_position({len(histogram) - 1: histogram})
+        if drafted != k * rounds or len(histogram) != k + 1:
+            reached_at = ()  # rounds of several lengths
+    counts = RequestCounts(
+        rounds, drafted, accepted, accepted_at, reached_at,
+        prompt_tokens=prompt_tokens(usage), engine_length=found.get("spec_accept_length"),
+    )  # fmt: skip
+    check_answer(checked(counts, where), answer_tokens(body, usage), True, where)
+    return counts
+
+
+def read_dump(path: str, before: str = "") -> EngineLog:
+    """The totals of a /metrics dump, less those of an earlier one; with its gauges.
+
+    SGLang counts neither drafted nor accepted tokens there. Accepted ones follow from generated tokens: each request
+    has one from prefill and each verification step one that the target adds.
+    """
+    samples = prometheus.read_dump(path, before, GAUGES)
+    rounds, generated, requests = (
+        prometheus.total(samples, f"sglang:{name}", path)
+        for name in ("spec_verify_calls", "generation_tokens", "num_requests")
+    )
+    accepted = generated - requests - rounds
+    if accepted < 0:
+        raise UserError(
+            f"{path}: {generated} tokens of {requests} requests in {rounds} steps: not all were speculated"
+        )
+    gauges: dict[str, list[float]] = {}
+    for (name, _), value in samples.items():
+        if name in GAUGES:
+            gauges.setdefault(name, []).append(value)
+    return EngineLog(
+        path,
+        "sglang",
+        [RequestCounts(rounds, 0, accepted)],
+        per_request=False,
+        gauges={name: sum(values) / len(values) for name, values in gauges.items()},
+        notes=("accepted tokens derived: generated − requests − verification steps",),
+    )
+
+
+def read_printed(text: str, path: str) -> EngineLog:
+    """The figures of a server's log, as means over its lines: SGLang prints no counts there, so nothing is pooled.
+
+    Its accept len is τ of some dozens of steps. Its accept rate counts the target's token among the accepted and the
+    drafted ones in older versions and not in newer ones; ours follows from accept len, and from the number of drafts
+    that makes both figures agree in every line under one of these readings. If more than one does, it is not given.
+    """
+    pairs: list[tuple[float, float | None]] = []
+    for where, line in log_lines(text, path):
+        found = PRINTED.search(line)
+        if found is None:
+            continue
+        try:
+            length, rate = float(found[1]), None if found[2] is None else float(found[2])
+        except ValueError:
+            raise UserError(
+                f"{where}: accept len or rate is no number: the line is damaged"
+            ) from None
+        if not 1 <= length < MOST_DRAFTS or not (rate is None or 0 <= rate <= 1):
+            raise UserError(
+                f"{where}: an accept len of {found[1]} with an accept rate of {found[2]} is impossible: the line is "
+                "damaged"
+            )
+        pairs.append((length, rate))
+    if not pairs:
+        raise UserError(f"{path} has no accept len: speculative decoding was off")
+    figures = {"tau": sum(length for length, _ in pairs) / len(pairs)}
+    notes = [
+        "SGLang's log has no counts, so intervals cannot be pooled: take meta_info or /metrics"
+    ]
+    drafts = _drafts_per_round(pairs)
+    if drafts is None:
+        notes.append(
+            "these lines do not tell how many tokens a round drafts, so there is no acceptance rate"
+        )
+    else:
+        figures["acceptance_rate"] = (figures["tau"] - 1) / drafts
+    one = len(pairs) == 1
+    return EngineLog(
+        path,
+        "sglang",
+        [],
+        per_request=False,
+        gauges={} if one else figures,
+        gauges_of=f"mean of {len(pairs)} intervals",
+        given=figures if one else {},
+        notes=tuple(notes),
+    )
+
+
+def _drafts_per_round(pairs: Sequence[tuple[float, float | None]]) -> int | None:
+    """Drafted tokens of a round that explain all pairs of accept len and rate; None unless exactly one number does."""
+    found: set[int] = set()
+    for drafts in range(1, MOST_DRAFTS):
+        # (what is not counted of the length, what the rate divides by), in older and newer versions
+        for bonus, divisor in ((0, drafts + 1), (1, drafts)):
+            if all(
+                rate is not None
+                and abs((length - bonus) / divisor - rate) <= LENGTH_ERROR * (1 + 1 / divisor)
+                for length, rate in pairs
+            ):
+                found.add(drafts)
+    return found.pop() if len(found) == 1 else None
+
+
+LOG = LogReader(
+    lambda body: bool(meta_info(body)),
+    read_response,
+    note="α is that of chains (--speculative-eagle-topk 1)",
+    figures="SGLang's gauges are pooled over the last interval; spec_accept_length of a response counts prefill's "
+    "token too, and so does the mean of requests that averaging those gives.",
+    mark=re.compile(r"Decode batch.*\baccept len: "),
+    printed=read_printed,
+    dump=read_dump,
+)
+
 SGLANG = ServingEngine(
     "SGLang",
     version="0.5.23",
@@ -131,4 +346,12 @@ SGLANG = ServingEngine(
         "dspark": Served("DSPARK"),
     },
     rules=RULES,
+    files=serving_files,
+    note="{versions}; its number of draft tokens counts the root: one more than vLLM's",
+    captures_embedding=False,
+    # Read in copies of its kernel tree_speculative_sampling_target_only, which accepts with p.
+    accepts=(
+        AcceptanceRule("greedy", "default, with --speculative-eagle-topk 1 and thresholds of 1"),
+    ),
+    log=LOG,
 )

@@ -1,11 +1,14 @@
-"""The rules of TensorRT-LLM, from the source of its PyTorch backend. They were not run here."""
+"""TensorRT-LLM. Its rules are from the source of its PyTorch backend; they were not run here."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from decode.checkpoints import layouts
 from decode.serving import causal_rules as causal
 from decode.serving import eagle_rules as eagle
 from decode.serving import medusa_rules as medusa
-from decode.serving.engine import Served, ServingEngine
+from decode.serving.engine import KRange, Served, ServedDraft, ServingEngine, shell_script
 from decode.serving.rules import (
     COMMON_RULES,
     COVERED_EVERYWHERE,
@@ -80,6 +83,31 @@ RULES = (
     Rule("tokenizer", ("causal",), SILENT, f"{DRAFT_TARGET_SOURCE}: tokens are not compared", causal.wrong_tokenizer),
 )  # fmt: skip
 
+
+def serving_files(d: ServedDraft) -> dict[str, str]:
+    """A command and its YAML of options."""
+    served = TRTLLM.methods[d.family]
+    lines = [f"{key}: {json.dumps(value)}" for key, value in served.options.items()]
+    lines += ["speculative_config:", f"  decoding_type: {served.method}"]
+    lines += [f"  max_draft_len: {d.k}", f"  speculative_model: {d.repo}"]
+    if d.layers:  # it counts layers by their output
+        lines.append(f"  eagle3_layers_to_capture: {list(layouts.capture_to_output(d.layers))}")
+    words = ["trtllm-serve", d.target, "--backend", "pytorch"]
+    words += ["--extra_llm_api_options", "serving/trtllm.yml"]
+    return {"trtllm.yml": "\n".join(lines) + "\n", "trtllm.sh": shell_script(words, d.revision)}
+
+
+def schedule(ranges: Sequence[KRange]) -> dict[str, Any]:
+    """Fields of speculative_config, {largest batch size: K}; larger batches do not speculate. {} where no K pays."""
+    most = max(k for _, _, k in ranges)
+    drafting = max((last for _, last, k in ranges if k > 0), default=0)
+    lengths = {last: k for _, last, k in ranges if last <= drafting}
+    keys = {"max_draft_len": most, "draft_len_schedule": lengths}
+    # Where the meaning of its key was read; earlier code took the batch sizes for lower bounds.
+    version = "1.3, as of NVIDIA/TensorRT-LLM pull request 10860"
+    return {"version": version, "speculative_config": keys if most else {}}
+
+
 TRTLLM = ServingEngine(
     "TensorRT-LLM",
     version="1.2",
@@ -89,4 +117,7 @@ TRTLLM = ServingEngine(
         "eagle3": Served("Eagle3"),
     },
     rules=RULES,
+    files=serving_files,
+    no_method="its PyTorch backend has no method for drafts of family {family}",
+    captures_embedding=False,
 )

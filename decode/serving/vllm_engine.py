@@ -1,18 +1,51 @@
-"""The rules of vLLM, from the source of 0.32.0 and run there (docs/results/served_damage.json); 0.33.0 from notes.
+"""vLLM. Its rules are from the source of 0.32.0 and were run there (docs/results/served_damage.json), those of 0.33.0
+from notes.
 
 Its EAGLE loaders do not report missing tensors, refuse unknown ones and skip unknown biases; the Medusa loader does the
 reverse.
 """
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from decode.common.errors import UserError
 from decode.serving import block_rules as blocks
 from decode.serving import causal_rules as causal
 from decode.serving import eagle_rules as eagle
 from decode.serving import medusa_rules as medusa
-from decode.serving.engine import Served, ServingEngine
+from decode.serving import prometheus
+from decode.serving.engine import (
+    AcceptanceRule,
+    KRange,
+    LogReader,
+    Served,
+    ServedDraft,
+    ServingEngine,
+    shell_script,
+)
+from decode.serving.log_counts import (
+    EngineLog,
+    PrintedLine,
+    RequestCounts,
+    Response,
+    answer_tokens,
+    by_position,
+    check_answer,
+    checked,
+    log_lines,
+    number,
+    numbers,
+    part,
+    pool,
+    prompt_tokens,
+    read_count,
+    read_histogram,
+    recover,
+)
 from decode.serving.rules import (
     ALL_FAMILIES,
     COMMON_RULES,
@@ -213,6 +246,163 @@ RULES = (
     Rule("tokenizer", LMS, SILENT, f"{SPECULATIVE}: only sizes are compared", causal.wrong_tokenizer),
 )  # fmt: skip
 
+
+# ---- how it is started ----
+
+
+def speculative_config(family: str, draft: str, k: int) -> dict[str, Any]:
+    """--speculative-config for a draft of this family, which has a method here."""
+    served = VLLM.methods[family]
+    return {"model": draft, "method": served.method, "num_speculative_tokens": k, **served.options}
+
+
+def serving_files(d: ServedDraft) -> dict[str, str]:
+    """A `vllm serve` command."""
+    revision = ["--revision", d.revision] if d.revision else []
+    words = ["vllm", "serve", d.target, *revision]
+    words += ["--speculative-config", json.dumps(speculative_config(d.family, d.repo, d.k))]
+    if d.template:
+        words += ["--default-chat-template-kwargs", json.dumps(d.template)]
+    return {"vllm.sh": shell_script(words)}
+
+
+def triton_files(d: ServedDraft) -> dict[str, str]:
+    """A model repository for Triton's vLLM backend, which passes model.json to vLLM."""
+    name = f"triton/draftsmith_{d.family}"
+    revision = {"revision": d.revision} if d.revision else {}
+    model = {
+        "model": d.target,
+        **revision,
+        "speculative_config": speculative_config(d.family, d.repo, d.k),
+    }
+    config = 'backend: "vllm"\ninstance_group [\n  {\n    count: 1\n    kind: KIND_MODEL\n  }\n]\n'
+    return {
+        f"{name}/config.pbtxt": config,
+        f"{name}/1/model.json": json.dumps(model, indent=2) + "\n",
+    }
+
+
+def schedule(ranges: Sequence[KRange]) -> dict[str, Any]:
+    """Fields of speculative_config, {} where no K above 0 pays. The last K holds for larger batches too."""
+    most = max(k for _, _, k in ranges)
+    steps = [list(one) for one in ranges]
+    keys = {"num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": steps}
+    # Read in vllm/config/speculative.py and vllm/v1/spec_decode/dynamic.
+    return {"version": "0.32", "speculative_config": keys if most else {}}
+
+
+# Read in the code of 0.32 (v1/sample/rejection_sampler.py, v1/worker/gpu/spec_decode); the first two were compared with
+# the engine (docs/results/forecast_vllm.json).
+ACCEPTS = (
+    AcceptanceRule("greedy", "default (draft_sample_method greedy); n-grams and Medusa always"),
+    AcceptanceRule("probabilistic", "draft_sample_method probabilistic"),
+    AcceptanceRule(
+        "block", "draft_sample_method probabilistic, rejection_sample_method block; runner V2"
+    ),
+)
+
+# ---- its logs ----
+
+PRINTED = "SpecDecoding metrics:"
+"""What a line of its log has that counts drafts. It is printed every few seconds, and counts those alone."""
+
+
+def read_response(body: Response, where: str) -> RequestCounts:
+    """The counts of one response. UserError without metrics.speculative_decoding.
+
+    A round is counted where drafts were scheduled, so steps without a draft are in no figure.
+    """
+    found = part(part(body, "metrics"), "speculative_decoding")
+    if not found:
+        raise UserError(
+            f"{where} has no metrics.speculative_decoding: start vLLM with --per-request-spec-decode-metrics summary, "
+            "and ask for one answer a request"
+        )
+    rounds, drafted, accepted = (
+        read_count(found, key, where)
+        for key in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+    )
+    histogram = read_histogram(found.get("acceptance_histogram"), "acceptance_histogram", where)
+    k = len(histogram) - 1
+    accepted_at, reached_at = by_position({k: histogram})
+    by_length = found.get("acceptance_histogram_by_draft_length")
+    if isinstance(by_length, Mapping):
+        lengths = {name: int(name) if name.isdecimal() else name for name in by_length}
+        histograms = {
+            read_count(lengths, name, where): read_histogram(counts, f"draft length {name}", where)
+            for name, counts in by_length.items()
+        }
+        reached_at = by_position(histograms)[1]
+        reached_at += (0,) * (k - len(reached_at))
+    elif drafted != k * rounds:
+        reached_at = ()  # rounds of several lengths, and nothing says how many of each
+    if sum(histogram) != rounds:
+        raise UserError(f"{where}: the histogram is not of {rounds} steps: the log is damaged")
+    usage = part(body, "usage")
+    counts = RequestCounts(
+        rounds, drafted, accepted, accepted_at, reached_at,
+        prompt_tokens=prompt_tokens(usage), engine_length=found.get("mean_acceptance_length"),
+    )  # fmt: skip
+    check_answer(checked(counts, where), answer_tokens(body, usage), False, where)
+    return counts
+
+
+def read_printed(text: str, path: str) -> EngineLog:
+    """The sums of all intervals in a server's log. UserError that names a line whose figures contradict each other."""
+    found = []
+    for where, line in log_lines(text, path):
+        if PRINTED not in line:
+            continue
+        drafted, accepted = (
+            number(rf"\b{x}: (\d+) tokens", line, where) for x in ("Drafted", "Accepted")
+        )
+        if drafted is None or accepted is None:
+            raise UserError(
+                f"{where} has no numbers of accepted and drafted tokens: the line is cut off, drop it"
+            )
+        if drafted == 0 == accepted:
+            continue
+        rate = number(r"[Dd]raft acceptance rate: ([\d.]+)%", line, where, float)
+        if rate is not None and (drafted == 0 or abs(100 * accepted / drafted - rate) > 0.051):
+            raise UserError(
+                f"{where}: {accepted} accepted of {drafted} drafted tokens are not {rate}%: the line is damaged"
+            )
+        length = number(r"Mean acceptance length: ([\d.]+)", line, where, float)
+        rates = numbers(r"Per-position acceptance rate: ([\d., ]+)", line)
+        found.append(recover(PrintedLine(int(drafted), int(accepted), length, rates), where))
+    if not found:
+        raise UserError(
+            f"{path} drafted no token: speculative decoding was off, or nothing was asked"
+        )
+    total = pool([x.counts for x in found])
+    notes = [
+        f"totals of {len(found)} intervals that vLLM logged; its rounds are those with a draft"
+    ]
+    if total.rounds is None:
+        notes.append("these lines do not tell the rounds, so there is no τ: take /metrics")
+    elif any(x.fewest < x.most for x in found):
+        low, high = (
+            1 + total.accepted / sum(rounds)
+            for rounds in ([x.most for x in found], [x.fewest for x in found])
+        )
+        notes.append(
+            "rounds follow from lengths of two digits (/metrics has them exactly), so τ lies between "
+            f"{low - 5e-5:.4f} and {high + 5e-5:.4f}"
+        )
+    return EngineLog(path, "vllm", [total], per_request=False, notes=tuple(notes))
+
+
+LOG = LogReader(
+    lambda body: isinstance(body.get("metrics"), Mapping),
+    read_response,
+    note="vLLM's rounds are those with a draft",
+    figures="vLLM's log line and /metrics give pooled figures (mean acceptance length = τ, draft acceptance rate); its "
+    "responses one length a request, and averaging those gives the mean of requests.",
+    mark=re.compile(PRINTED),
+    printed=read_printed,
+    dump=partial(prometheus.read_totals, "vllm"),
+)
+
 V1 = "0.32, in its runner V1"
 EAGLE_OPTIONS = {"draft_tensor_parallel_size": 1}
 VLLM = ServingEngine(
@@ -231,4 +421,14 @@ VLLM = ServingEngine(
         "mtp": Served("mtp"),
     },
     rules=RULES,
+    files=serving_files,
+    accepts=ACCEPTS,
+    log=LOG,
+)
+TRITON = replace(
+    VLLM,
+    name="Triton",
+    files=triton_files,
+    note="tritonserver --model-repository serving/triton, with vLLM inside: {versions}",
+    no_method="the vLLM inside it has no method for drafts of family {family}",
 )

@@ -275,8 +275,8 @@ def _paired_speedup(
         return Estimate(), None
     tokens = [[len(answer["ids"]) for answer in side] for side in (slow, fast)]
     steady = [[answer["seconds"] for answer in side] for side in (slow, fast)]
-    clock: list[list[float]] = [
-        [a.get("measured_seconds", a["seconds"]) for a in side] for side in (slow, fast)
+    clock = [
+        [float(a.get("measured_seconds") or a["seconds"]) for a in side] for side in (slow, fast)
     ]
     slow_clock, fast_clock = (
         sum(x) / sum(n) if sum(n) else 0.0 for x, n in zip(clock, tokens, strict=True)

@@ -17,6 +17,8 @@ from decode.common.errors import UserError
 from decode.drafts.base import Draft
 from decode.engine.engine import decode
 from decode.model.loading import Target
+from decode.serving import sglang_engine, trtllm_engine, vllm_engine
+from decode.serving.engine import KRange
 from decode.serving.running import vllm_client
 from eval.forecasting.rounds import ExpectedRounds
 from eval.metrics.bootstrap import MS_PER_SECOND
@@ -25,9 +27,7 @@ from eval.results.forecast import (
     CostPoint,
     EngineSchedule,
     KSchedule,
-    Range,
     SglangSchedule,
-    SpeculativeConfig,
 )
 
 WARM_ROUNDS = 1
@@ -200,12 +200,6 @@ def measure_vllm(
     return points
 
 
-VLLM = "0.32"
-"""The version of vLLM in whose code the keys were read (vllm/config/speculative.py, vllm/v1/spec_decode/dynamic)."""
-TENSORRT_LLM = "1.3, as of NVIDIA/TensorRT-LLM pull request 10860"
-"""Where the meaning of its key was read; earlier code took the batch sizes for lower bounds."""
-
-
 def throughput(
     costs: dict[int, EngineCost], tau: dict[int, float], batches: Sequence[int]
 ) -> dict[int, list[float]]:
@@ -218,13 +212,13 @@ def throughput(
     return found
 
 
-def best_ranges(costs: dict[int, EngineCost], tau: dict[int, float]) -> list[Range]:
+def best_ranges(costs: dict[int, EngineCost], tau: dict[int, float]) -> list[KRange]:
     """The K with the highest throughput for every batch size up to the largest measured one."""
     batches = list(range(1, max(costs) + 1))
     rates = throughput(costs, tau, batches)
     ks = list(rates)
     best = [ks[i] for i in np.argmax([rates[k] for k in ks], axis=0)]
-    ranges: list[Range] = []
+    ranges: list[KRange] = []
     for batch, k in zip(batches, best, strict=True):
         if ranges and ranges[-1][2] == k:
             ranges[-1] = (ranges[-1][0], batch, k)
@@ -233,39 +227,10 @@ def best_ranges(costs: dict[int, EngineCost], tau: dict[int, float]) -> list[Ran
     return ranges
 
 
-def vllm_schedule(ranges: Sequence[Range]) -> SpeculativeConfig:
-    """Fields of vLLM's speculative_config. Its last K holds for larger batches too; {} where no K above 0 pays."""
-    most = max(k for _, _, k in ranges)
-    if most == 0:
-        return {}
-    return {
-        "num_speculative_tokens": most,
-        "num_speculative_tokens_per_batch_size": list(ranges),
-    }
-
-
-def tensorrt_llm_schedule(ranges: Sequence[Range]) -> SpeculativeConfig:
-    """Fields of TensorRT-LLM's speculative_config: {largest batch size: K}; larger ones do not speculate."""
-    most = max(k for _, _, k in ranges)
-    if most == 0:
-        return {}
-    drafting = max(last for _, last, k in ranges if k > 0)
-    lengths = {str(last): k for _, last, k in ranges if last <= drafting}
-    return {"max_draft_len": most, "draft_len_schedule": lengths}
-
-
-def sglang_flags(ranges: Sequence[Range]) -> list[str]:
-    """Flags of SGLang, whose K is the same for every batch size: that of one request; [] where none pays there."""
-    k = ranges[0][2]
-    if k == 0:
-        return []
-    flags = [("num-steps", k), ("eagle-topk", 1), ("num-draft-tokens", k + 1)]
-    return [f"--speculative-{name} {value}" for name, value in flags]
-
-
 def k_schedule(
     costs: dict[int, EngineCost], tau: dict[int, float], temperature: float, rule: str, context: int
 ) -> KSchedule:
+    """Throughput at the measured batch sizes, and the schedule in each engine's form."""
     ranges, batches = best_ranges(costs, tau), sorted(costs)
     rates = throughput(costs, tau, batches)
     return KSchedule(
@@ -275,7 +240,7 @@ def k_schedule(
         batches=batches,
         tokens_per_second={str(k): values for k, values in rates.items()},
         best_k=ranges,
-        vllm=EngineSchedule(VLLM, vllm_schedule(ranges)),
-        tensorrt_llm=EngineSchedule(TENSORRT_LLM, tensorrt_llm_schedule(ranges)),
-        sglang=SglangSchedule(sglang_flags(ranges)),
+        vllm=EngineSchedule(**vllm_engine.schedule(ranges)),
+        tensorrt_llm=EngineSchedule(**trtllm_engine.schedule(ranges)),
+        sglang=SglangSchedule(**sglang_engine.schedule(ranges)),
     )

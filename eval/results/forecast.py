@@ -6,10 +6,9 @@ from decode.common.provenance import Hardware
 from decode.common.published import Digest, Name, Place, Private, Version, Word
 from decode.common.typed_json import Estimate
 from decode.model.fingerprint import ModelFingerprint, TargetRecord
+from decode.serving.engine import KRange
 
-Range = tuple[int, int, int]
-"""(first batch size, last batch size, K)."""
-SpeculativeConfig = dict[str, int | list[Range] | dict[str, int]]
+SpeculativeConfig = dict[str, int | list[KRange] | dict[int, int]]
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class KSchedule:
     batches: list[int]
     tokens_per_second: dict[str, list[float]]
     """By K, for each of `batches`."""
-    best_k: list[Range]
+    best_k: list[KRange]
     vllm: EngineSchedule
     tensorrt_llm: EngineSchedule
     sglang: SglangSchedule

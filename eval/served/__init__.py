@@ -1,7 +1,10 @@
 """What another engine makes of a draft, beside ours.
 
-- scoring: τ, α and acceptance rate of an engine's log, pooled and as a mean over requests.
-- comparison: two logs of the same prompts: difference, interval, p-value and power.
+- scoring: τ, α and acceptance rate of an engine's log, pooled and as a mean over requests; whether two logs are apart.
+- parity: the same draft and prompts there and here, prompt by prompt (scripts/referee.py, scripts/llamacpp_parity.py).
+- audit: which way of reading a draft's files gives what an engine serves (scripts/audit.py). reading: one way;
+  suspects, eagle_suspects: those of each family.
+- mistakes: known mistakes of exporters, with the rules that find them and the suspects that name them.
 
-May import eval.metrics, eval.tasks, eval.engine_logs and decode.
+May import eval.metrics, eval.tasks and decode.
 """

@@ -1,24 +1,34 @@
-"""τ, α and acceptance rate of a log: pooled over all rounds, and as the mean of the requests' own figures."""
+"""Figures of engines' logs: of one log, and whether two logs of the same prompts are apart.
 
+τ, α and acceptance rate are pooled over all rounds, and given as the mean of the requests' own figures too.
+"""
+
+import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from eval.engine_logs.counts import EngineLog, RequestCounts
-from eval.metrics.bootstrap import Array, mean_of_ratios, ratio_interval, ratio_or_none
+from decode.common.errors import UserError
+from decode.serving.log_counts import EngineLog, RequestCounts
+from decode.serving.logs import READERS
+from eval.metrics.bootstrap import (
+    Array,
+    Ratio,
+    mean_of_ratios,
+    paired_difference,
+    ratio_interval,
+    ratio_or_none,
+)
+from eval.metrics.distribution_tests import POWER, run_permutation_test
 
 SEED = 0
-DASHBOARDS = {
-    "vllm": "vLLM's log line and /metrics give pooled figures (mean acceptance length = τ, draft acceptance rate); "
-    "its responses one length a request, and averaging those gives the mean of requests.",
-    "sglang": "SGLang's gauges are pooled over the last interval; spec_accept_length of a response counts prefill's "
-    "token too, and so does the mean of requests that averaging those gives.",
-    "llamacpp": "llama.cpp prints an acceptance rate and a mean length for each request, so averages of its lines are "
-    "means of requests; its /metrics count rounds with a draft, over all requests.",
-    "draftsmith": "report.json has τ cut at the end of answers, and α pooled.",
-}
-"""Which figure each engine reports."""
+LEVEL = 0.05
+"""Two numbers are apart if p is below it and their interval, of 1 − LEVEL, does not hold 0."""
+
+Pairs = tuple[list[RequestCounts], list[RequestCounts]]
+Interval = tuple[float, float] | None
 
 
 def ratios(requests: Sequence[RequestCounts]) -> dict[str, tuple[Array, Array]]:
@@ -54,60 +64,229 @@ def positions(rows: Sequence[Sequence[int]], rounds: Array) -> Array | None:
     return np.array([[*row, *[0] * (depth - len(row))] for row in rows], dtype=np.int64)
 
 
-def score(log: EngineLog) -> dict[str, Any]:
-    """The figures of one log, ready for JSON; None where it does not give them, and intervals only by request."""
-    rounds = known_rounds(log.requests)
-    figures: dict[str, dict[str, Any]] = {
-        name: {"pooled": x, "ci": None, "mean_of_requests": None, "mean_of_requests_ci": None}
-        for name, x in log.given.items()
-    }
-    for name, (top, bottom) in ratios(log.requests).items():
-        mean, mean_ci = mean_of_ratios(top, bottom, SEED) if log.per_request else (None, None)
-        figures[name] = {
-            "pooled": ratio_or_none(top.sum(), bottom.sum()),
-            "ci": ratio_interval(top, bottom, SEED),
-            "mean_of_requests": mean,
-            "mean_of_requests_ci": mean_ci,
+@dataclass(frozen=True)
+class LogFigure:
+    """One figure of a log; None where the log does not give it, and intervals only by request."""
+
+    pooled: float | None
+    ci: Interval = None
+    mean_of_requests: float | None = None
+    mean_of_requests_ci: Interval = None
+
+
+@dataclass(frozen=True)
+class PositionFigures:
+    """How often a position was accepted, of all rounds and of those that reached it."""
+
+    position: int
+    unconditional: float | None
+    unconditional_ci: Interval
+    alpha: float | None
+    alpha_ci: Interval
+
+
+@dataclass(frozen=True)
+class LogScore:
+    """The figures of one log."""
+
+    log: EngineLog
+    rounds: int | None
+    drafted: int
+    accepted: int
+    figures: dict[str, LogFigure]
+    """By "tau", "alpha" and "acceptance_rate"; one that the log does not give is left out."""
+    by_position: list[PositionFigures]
+    """Empty if the log has no positions."""
+    engine_mean_length: float | None
+    """Of the lengths that the engine gives for each request."""
+
+    @property
+    def requests(self) -> int | None:
+        """None: the log is totals of a server."""
+        return len(self.log.requests) if self.log.per_request else None
+
+    @property
+    def notes(self) -> list[str]:
+        return [*self.log.notes, READERS[self.log.engine].figures]
+
+    def to_json(self) -> dict[str, Any]:
+        failed = self.log.failed
+        counts = {"rounds": self.rounds, "drafted": self.drafted, "accepted": self.accepted}
+        return {
+            "log": self.log.path,
+            "engine": self.log.engine,
+            "requests": self.requests,
+            "failed": [{"where": x.where, "reason": x.reason, "prompt": x.prompt} for x in failed],
+            "counts": counts,
+            **{name: asdict(figure) for name, figure in self.figures.items()},
+            "by_position": [asdict(x) for x in self.by_position],
+            "engine_mean_length": self.engine_mean_length,
+            "gauges": self.log.gauges,
+            "gauges_of": self.log.gauges_of,
+            "notes": self.notes,
         }
-    lengths = [r.engine_length for r in log.requests if isinstance(r.engine_length, int | float)]
-    return {
-        "log": log.path,
-        "engine": log.engine,
-        "requests": len(log.requests) if log.per_request else None,
-        "failed": [{"where": x.where, "reason": x.reason, "prompt": x.prompt} for x in log.failed],
-        "counts": {
-            "rounds": None if rounds is None else int(rounds.sum()),
-            "drafted": sum(r.drafted for r in log.requests),
-            "accepted": sum(r.accepted for r in log.requests),
-        },
-        **figures,
-        "by_position": score_positions(log.requests),
-        "engine_mean_length": ratio_or_none(sum(lengths), len(lengths)),
-        "gauges": log.gauges,
-        "gauges_of": log.gauges_of,
-        "notes": [*log.notes, DASHBOARDS[log.engine]],
-    }
 
 
-def score_positions(requests: Sequence[RequestCounts]) -> list[dict[str, Any]]:
-    """For each position its share of all rounds and α, with intervals; [] if the log has no positions."""
-    rounds = known_rounds(requests)
-    if rounds is None:
-        return []
+def score(log: EngineLog) -> LogScore:
+    requests, rounds = log.requests, known_rounds(log.requests)
+    figures = {name: LogFigure(value) for name, value in log.given.items()}
+    for name, (top, bottom) in ratios(requests).items():
+        means = mean_of_ratios(top, bottom, SEED) if log.per_request else (None, None)
+        pooled = ratio_or_none(top.sum(), bottom.sum())
+        figures[name] = LogFigure(pooled, ratio_interval(top, bottom, SEED), *means)
+    lengths = [r.engine_length for r in requests if isinstance(r.engine_length, int | float)]
+    return LogScore(
+        log,
+        None if rounds is None else int(rounds.sum()),
+        sum(r.drafted for r in requests),
+        sum(r.accepted for r in requests),
+        figures,
+        [] if rounds is None else score_positions(requests, rounds),
+        ratio_or_none(sum(lengths), len(lengths)),
+    )
+
+
+def score_positions(requests: Sequence[RequestCounts], rounds: Array) -> list[PositionFigures]:
     accepted = positions([r.accepted_at for r in requests], rounds)
     reached = positions([r.reached_at for r in requests], rounds)
-    if accepted is None:
-        return []
-    found = []
-    for i in range(accepted.shape[1]):
-        top, below = accepted[:, i], None if reached is None else reached[:, i]
-        found.append(
-            {
-                "position": i + 1,
-                "unconditional": ratio_or_none(top.sum(), rounds.sum()),
-                "unconditional_ci": ratio_interval(top, rounds, SEED),
-                "alpha": None if below is None else ratio_or_none(top.sum(), below.sum()),
-                "alpha_ci": None if below is None else ratio_interval(top, below, SEED),
-            }
+    return [
+        PositionFigures(
+            i + 1,
+            ratio_or_none(top.sum(), rounds.sum()),
+            ratio_interval(top, rounds, SEED),
+            None if reached is None else ratio_or_none(top.sum(), reached[:, i].sum()),
+            None if reached is None else ratio_interval(top, reached[:, i], SEED),
         )
-    return found
+        for i, top in enumerate([] if accepted is None else accepted.T)
+    ]
+
+
+# ---- two logs ----
+
+
+def match_prompts(a: EngineLog, b: EngineLog) -> Pairs:
+    """The requests of both logs, prompt by prompt. UserError if they are not of the same prompts.
+
+    By the names of the prompts if both logs have them, else by their order; then the lengths of the prompts have to
+    agree where both logs have them. A prompt whose request failed in one log is left out.
+    """
+    for log in (a, b):
+        if not log.per_request:
+            raise UserError(
+                f"{log.path} holds totals of a server: two logs are compared by request, give responses"
+            )
+    names = [x.prompt for log in (a, b) for x in log.requests]
+    names += [x.prompt for log in (a, b) for x in log.failed]
+    pairs = _match_by_name(a, b) if all(names) else _match_by_order(a, b)
+    if not pairs:
+        raise UserError(f"no prompt was answered in both {a.path} and {b.path}: ask again")
+    return [one for one, _ in pairs], [other for _, other in pairs]
+
+
+def _match_by_order(a: EngineLog, b: EngineLog) -> list[tuple[RequestCounts, RequestCounts]]:
+    slots: list[list[RequestCounts | None]] = [[*a.requests], [*b.requests]]
+    for own, log in zip(slots, (a, b), strict=True):
+        for failed in log.failed:  # ascending, so that each finds its place
+            own.insert(failed.index, None)
+    if len(slots[0]) != len(slots[1]):
+        raise UserError(
+            f"{a.path} has {len(slots[0])} requests and {b.path} {len(slots[1])}: give logs of the same prompts"
+        )
+    pairs = []
+    for number, (one, other) in enumerate(zip(*slots, strict=True), start=1):
+        if one is None or other is None:  # failed in one of them
+            continue
+        lengths = (one.prompt_tokens, other.prompt_tokens)
+        if None not in lengths and lengths[0] != lengths[1]:
+            raise UserError(
+                f"request {number} has {lengths[0]} prompt tokens in {a.path} and {lengths[1]} in {b.path}: "
+                "give logs of the same prompts in the same order"
+            )
+        pairs.append((one, other))
+    return pairs
+
+
+def _match_by_name(a: EngineLog, b: EngineLog) -> list[tuple[RequestCounts, RequestCounts]]:
+    first, second = ({r.prompt: r for r in log.requests} for log in (a, b))
+    for log, named in ((a, first), (b, second)):
+        if len(named) < len(log.requests):
+            raise UserError(f"{log.path} has a prompt twice: give one response for each prompt")
+    failed = {x.prompt for log in (a, b) for x in log.failed}
+    alone = sorted((first.keys() ^ second.keys()) - failed)
+    if alone:
+        raise UserError(
+            f"{len(alone)} prompts are in one of {a.path} and {b.path} alone, the first is {alone[0][:40]!r}: "
+            "give logs of the same prompts"
+        )
+    return [(first[name], second[name]) for name in first if name in second]
+
+
+@dataclass(frozen=True)
+class LogDifference:
+    """What a figure of the first log has more than that of the second."""
+
+    difference: float | None
+    ci: Interval
+
+
+@dataclass(frozen=True)
+class LogComparison:
+    """What two logs show of their difference."""
+
+    prompts: int
+    differences: dict[str, LogDifference]
+    """By the names of figures."""
+    p_value: float
+    """Of the difference in τ."""
+    power: float
+    detectable_difference: float | None
+    """In τ: so many prompts show it with a probability of `power`. None: no number of swaps can give LEVEL."""
+    prompts_needed: int | None
+    """By the difference in τ."""
+
+    @property
+    def verdict(self) -> str:
+        """One sentence on the two values of τ."""
+        tau, n, detects = self.differences["tau"], self.prompts, self.detectable_difference
+        difference = tau.difference
+        if tau.ci is None or detects is None:
+            if difference == 0:
+                return "these two numbers are the same: the difference is 0"
+            return f"{n} prompts are too few to tell these two numbers apart: the difference is {difference:.3f}"
+        low, high = tau.ci
+        where = f"[{low:.3f}, {high:.3f}]"
+        if self.p_value < LEVEL and not low <= 0 <= high:
+            text = f"these two numbers are apart: the difference {difference:.3f} has the interval"
+            return f"{text} {where}, p = {self.p_value:.2g}"
+        text = f"these two numbers are not apart: the difference {difference:.3f} is within {where}"
+        needed = self.prompts_needed
+        more = "" if needed is None else f"{needed:,} prompts would show it; "
+        return f"{text}, p = {self.p_value:.2g}; {more}these {n} would show one of {detects:.3f}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def compare(a: EngineLog, b: EngineLog) -> LogComparison:
+    """What the logs show of their difference a − b in τ, with the power of the test, and the same figures' others."""
+    pair = match_prompts(a, b)
+    first, second = (ratios(requests) for requests in pair)
+    for log, found in ((a, first), (b, second)):
+        if "tau" not in found:
+            raise UserError(
+                f"{log.path} does not tell the rounds, so τ cannot be compared: give responses"
+            )
+    differences = {}
+    for name in sorted(first.keys() & second.keys()):
+        apart = paired_difference(Ratio(*first[name]), Ratio(*second[name]), SEED)
+        differences[name] = LogDifference(*apart)
+    n = len(pair[0])
+    counts = [np.array([(r.rounds, r.accepted) for r in requests]) for requests in pair]
+    if min(x[:, 0].sum() for x in counts) == 0:
+        raise UserError("one of the logs has no round: there is nothing to compare")
+    test = run_permutation_test(counts[0], counts[1], level=LEVEL, seed=SEED).parts[-1]
+    detects = test.detects if 2.0 ** (1 - n) < LEVEL and test.error > 0 else None
+    needed, tau = None, differences["tau"].difference
+    if detects is not None and tau:
+        needed = math.ceil(n * (detects / abs(tau)) ** 2)
+    return LogComparison(n, differences, test.p_value, POWER, detects, needed)

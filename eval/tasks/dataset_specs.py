@@ -13,7 +13,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from decode.common.errors import UserError, one_line
 from decode.common.files import read_yaml
 from decode.model.names import is_local
-from eval.tasks.row_files import DatasetRow, read_hub_rows, read_rows
+from eval.tasks.row_files import read_hub_rows, read_rows
+from eval.tasks.row_forms import DatasetRow
 
 ASSETS_DIR = Path(__file__).resolve().parents[2] / "assets"
 BUNDLED_PROMPTS = ASSETS_DIR / "prompts"
@@ -112,7 +113,6 @@ def read_dataset_spec(file: Path) -> DatasetSpec:
 
 
 def find_dataset_spec(kind: str) -> DatasetSpec:
-    """The spec of that name, CUSTOM_DATASET if there is none."""
     return load_dataset_specs().get(kind, CUSTOM_DATASET)
 
 
@@ -147,7 +147,6 @@ def _row_error(row: DatasetRow, error: Exception) -> UserError:
 
 
 def row_domain(spec: DatasetSpec, row: DatasetRow) -> str:
-    """The row's domain, else the spec's, else empty."""
     domain = evaluate_expression(spec.domain_from, row)
     return str(domain) if domain else spec.domain
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from decode.common.chat_template import Arguments, Messages, Tools, encode_prompt
 from decode.common.errors import UserError
@@ -26,8 +26,7 @@ from eval.tasks.dataset_specs import (
     render_template,
     row_domain,
 )
-from eval.tasks.row_files import DatasetRow
-from eval.tasks.row_forms import read_arguments, read_row, read_tools
+from eval.tasks.row_forms import DatasetRow, read_arguments, read_row, read_tools
 
 
 @dataclass
@@ -155,29 +154,32 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         raise UserError(
             f"{row.location} has no text of its own ({spec.placeholder!r}): complete the file first; {spec.about}"
         )
-    turns = evaluate_expression(spec.turns, row) if spec.turns else None
     chat = target.tokenizer.chat_template is not None
-    template = spec.chat_prompt if chat and spec.chat_prompt else spec.prompt
-    users_turns: list[str] = []
+    turns = evaluate_expression(spec.turns, row)
+    later: list[str] = []
     prompt: str | Messages
     tools, form = None, ""
     if turns is not None:
-        if not _is_text_list(turns):
+        whole = isinstance(turns, list) and all(isinstance(x, str) and x for x in turns)
+        if not whole or not turns:
             raise UserError(f"{row.location}: `turns` must be a list of the user's messages")
-        users_turns = turns[: task.turns or None]
+        prompt, *later = turns[: task.turns or None]
         # One turn is a plain prompt: it needs no chat template.
-        first = users_turns[0]
-        prompt = first if len(users_turns) == 1 else [{"role": "user", "content": first}]
-        tools = read_tools(row.fields, row.location)
+        prompt = [{"role": "user", "content": prompt}] if later else prompt
+        tools = read_tools(row)
     elif spec.name == CUSTOM_DATASET.name:
-        prompt, tools, form = _read_own_row(row)
+        found = read_row(row, answered=False)
+        asked = None if found is None else found.question()
+        if found is None or asked is None:
+            raise UserError(f"{row.location} has no prompt: fill it or remove the row")
+        prompt, tools, form = asked, found.tools, found.describe()
     else:
-        prompt = render_template(template, row)
-    arguments = read_arguments(row.fields, row.location)
+        prompt = render_template((spec.chat_prompt if chat else "") or spec.prompt, row)
+    arguments = read_arguments(row)
     try:
         ids = _encode(target, prompt, tools, arguments)
     except UserError as error:
-        hint = "; or set the task's `turns: 1`" if len(users_turns) > 1 else ""
+        hint = "; or set the task's `turns: 1`" if later else ""
         raise UserError(f"{row.location}: {error}{hint}") from error
     error_text = _context_error(ids, target)
     if error_text and task.too_long == "refuse":
@@ -205,7 +207,7 @@ def _build_prompt(task: Task, spec: DatasetSpec, row: DatasetRow, target: Target
         messages=messages,
         tools=tools,
         arguments=arguments,
-        later_turns=tuple(users_turns[1:]),
+        later_turns=tuple(later),
         error=error_text,
         form=form,
     )
@@ -219,23 +221,9 @@ def _encode(
     return ids
 
 
-def _read_own_row(row: DatasetRow) -> tuple[str | Messages, Tools | None, str]:
-    """(the prompt of a row of the user's file, its tools, how it was read), as training reads them."""
-    found = read_row(row.fields, row.location, answered=False)
-    prompt = None if found is None else found.question()
-    if found is None or prompt is None:
-        raise UserError(f"{row.location} has no prompt: fill it or remove the row")
-    return prompt, found.tools, found.describe(row.fields)
-
-
 def _task_spec(task: Task) -> DatasetSpec:
-    """The spec that the task is read by, with the task's own split if it names one."""
     spec = find_dataset_spec(task.kind or task.name)
     return replace(spec, split=task.split) if task.split else spec
-
-
-def _is_text_list(turns: Any) -> bool:
-    return isinstance(turns, list) and bool(turns) and all(isinstance(x, str) and x for x in turns)
 
 
 def _context_error(ids: list[int], target: Target) -> str:

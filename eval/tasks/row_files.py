@@ -12,7 +12,6 @@ import random
 import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from decode.common.disk_errors import disk_error
 from decode.common.errors import UserError
 from decode.common.files import parse_json, read_lines, read_text
 from decode.model.names import cache_error, check_name, load_error
-from eval.tasks.row_forms import drop_arrow_nulls, prompt_columns
+from eval.tasks.row_forms import PROMPT_COLUMNS, DatasetRow, drop_arrow_nulls
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 PACKED = (".gz", ".zst")
@@ -40,16 +39,6 @@ ROWS_A_PASS = 50_000
 """Rows in memory while a file without places for its rows is read in random order."""
 SHUFFLE_BUFFER = 10_000
 """Rows of a streamed data set that are shuffled together."""
-
-
-@dataclass(frozen=True)
-class DatasetRow:
-    """One row, and its location for error messages."""
-
-    fields: dict[str, Any]
-    location: str
-    error: str = ""
-    """Why it cannot be read; empty if it can. It names the location."""
 
 
 def read_rows(
@@ -256,9 +245,8 @@ def _line_rows(path: Path) -> Iterator[DatasetRow]:
 def _list_inside(fields: dict[str, Any]) -> list[Any] | None:
     """The list of rows in an object that is none itself, such as {"data": [...]}."""
     values = list(fields.values())
-    if len(values) != 1 or not isinstance(values[0], list) or prompt_columns(fields):
-        return None
-    return values[0]
+    alone = len(values) == 1 and PROMPT_COLUMNS.isdisjoint(fields)
+    return values[0] if alone and isinstance(values[0], list) else None
 
 
 def _parse_row(line: str, where: str) -> DatasetRow:
@@ -328,18 +316,20 @@ def _load_saved(path: Path, split: str) -> Any:
 
 
 def _table_rows(data: Any, where: str, rng: random.Random | None) -> Iterator[DatasetRow]:
-    order = array("q", range(len(data)))
-    if rng is not None:
-        rng.shuffle(order)  # type: ignore[arg-type]
-    for index in order:
+    for index in range(len(data)) if rng is None else _shuffled_numbers(len(data), rng):
         fields = drop_arrow_nulls(data[index], data.features)
         yield DatasetRow(fields, f"{where}, row {index}")
 
 
+def _shuffled_numbers(count: int, rng: random.Random) -> Sequence[int]:
+    order = array("q", range(count))
+    rng.shuffle(order)  # type: ignore[arg-type]
+    return order
+
+
 def _shuffled(rows: Callable[[], Iterator[DatasetRow]], rng: random.Random) -> Iterator[DatasetRow]:
     """The rows in random order: each pass over all of them keeps the next ROWS_A_PASS of that order."""
-    order = array("q", range(sum(1 for _ in rows())))
-    rng.shuffle(order)  # type: ignore[arg-type]
+    order = _shuffled_numbers(sum(1 for _ in rows()), rng)
     for start in range(0, len(order), ROWS_A_PASS):
         chosen = order[start : start + ROWS_A_PASS]
         wanted = set(chosen)
@@ -362,9 +352,7 @@ def _shuffled_lines(
                     starts.append(end)
                     numbers.append(number)
                 end += len(line)
-            order = array("q", range(len(starts)))
-            rng.shuffle(order)  # type: ignore[arg-type]
-            for i in order:
+            for i in _shuffled_numbers(len(starts), rng):
                 file.seek(starts[i])
                 yield _parse_row(file.readline().decode(), f"{path}:{numbers[i]}")
     except (OSError, UnicodeDecodeError):

@@ -44,6 +44,7 @@ FORMS = (
     RowForm("text", answers=("response",), whole=True),
 )
 """Of the columns that a row has and that are not empty, the first one here is its prompt."""
+PROMPT_COLUMNS = frozenset(form.column for form in FORMS)
 TOOLS, ARGUMENTS = "tools", "chat_template_kwargs"
 CALLS = ("function_call", "tool_call")
 """Speakers of ShareGPT whose text is the JSON of one call, or of several."""
@@ -61,6 +62,19 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content that are texts."""
 
 
+@dataclass(frozen=True)
+class DatasetRow:
+    """A row as it stands in a file or data set, and where, for error messages."""
+
+    fields: dict[str, Any]
+    location: str
+    error: str = ""
+    """Why it cannot be read; empty if it can. It names the location."""
+
+    def name(self, column: str) -> str:
+        return f"{self.location}: `{column}`"
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """What a row means."""
@@ -74,6 +88,8 @@ class Row:
     """`prompt` is a text that can be learned as a whole."""
     columns: tuple[str, ...] = ()
     """Those that were read."""
+    unused: tuple[str, ...] = ()
+    """Those that were not, and hold something."""
 
     def question(self) -> str | Messages | None:
         """The prompt; of a chat all before its last reply. None for a chat in which nobody asks."""
@@ -95,22 +111,20 @@ class Row:
             chat.pop()
         return chat if any(message["role"] != "assistant" for message in chat) else None
 
-    def describe(self, fields: Mapping[str, Any]) -> str:
+    def describe(self) -> str:
         """Such as "read as messages (columns messages, tools); not used: prompt, prompt_id"."""
         kind = "prompt and answer" if self.answer is not None else self.columns[0]
         line = f"read as {kind} (columns {', '.join(self.columns)})"
-        others = [name for name, v in fields.items() if name not in self.columns and v is not None]
-        return f"{line}; not used: {', '.join(others)}" if others else line
+        return f"{line}; not used: {', '.join(self.unused)}" if self.unused else line
 
 
-def read_row(
-    fields: Mapping[str, Any], where: str, answered: bool, column: str = "", answer: str = ""
-) -> Row | None:
+def read_row(item: DatasetRow, answered: bool, column: str = "", answer: str = "") -> Row | None:
     """What the row means; None if it has columns for a prompt and they are empty. Answers are read if `answered`.
 
     `column` and `answer` name the columns of the prompt and of its answer; empty: found by FORMS. UserError, which says
-    `where` the row stands, for columns that are none of these and for values that are no prompt.
+    where the row stands, for columns that are none of these and for values that are no prompt.
     """
+    fields, where = item.fields, item.location
     for name in (column, answer):
         if name and name not in fields:
             raise UserError(f"{where}: no column {name!r}: choose among {list(fields)}")
@@ -124,7 +138,7 @@ def read_row(
             f"{', '.join([*fields][:LISTED]) or 'none'}{more}"
         )
     for form in found:
-        prompt = _text_or_chat(fields[form.column], f"{where}: `{form.column}`", form.chat)
+        prompt = _text_or_chat(fields[form.column], item.name(form.column), form.chat)
         if prompt is not None:
             break
     else:
@@ -136,34 +150,29 @@ def read_row(
         prompt = f"{prompt}\n\n{after}" if after.strip() else prompt
         columns.append(form.input)  # read, though it may be empty: rows of one set have one form
     for name in ((answer,) if answer else form.answers) if answered else ():
-        what = f"{where}: `{name}`"
         if name == "answers":
-            calls = _read_calls(fields.get(name), what)
+            calls = _read_calls(fields.get(name), item.name(name))
             reply = [{"role": "assistant", "tool_calls": calls}] if calls else None
         else:
-            reply = _text_or_chat(fields.get(name), what)
+            reply = _text_or_chat(fields.get(name), item.name(name))
         if reply is not None:
             columns.append(name)
             break
     if reply is not None and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         raise UserError(
-            f"{where}: `{form.column}` ends with a reply, and `{columns[-1]}` is another: drop one"
+            f"{item.name(form.column)} ends with a reply, and `{columns[-1]}` is another: drop one"
         )
     if isinstance(reply, list) and reply[0]["role"] in ("system", "user"):
         raise UserError(
-            f"{where}: `{columns[-1]}` is a whole chat, not an answer: name it as `column` alone"
+            f"{item.name(columns[-1])} is a whole chat, not an answer: name it as `column` alone"
         )
     # The tools of a text that is learned as it stands are in it, if anywhere.
-    tools = None if answered and form.whole and reply is None else read_tools(fields, where)
+    tools = None if answered and form.whole and reply is None else read_tools(item)
     columns += [TOOLS] if tools else []
-    arguments = read_arguments(fields, where)
+    arguments = read_arguments(item)
     columns += [ARGUMENTS] if arguments else []
-    return Row(prompt, reply, tools, arguments, form.whole, tuple(columns))
-
-
-def prompt_columns(fields: Mapping[str, Any]) -> list[str]:
-    """The columns of a row that FORMS has for a prompt."""
-    return [form.column for form in FORMS if form.column in fields]
+    unused = tuple(name for name, v in fields.items() if name not in columns and v is not None)
+    return Row(prompt, reply, tools, arguments, form.whole, tuple(columns), unused)
 
 
 def drop_arrow_nulls(
@@ -255,7 +264,7 @@ def _read_message(item: Any, what: str) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     content = message.get("content")
-    if isinstance(content, list) and content and _are_texts(content):
+    if isinstance(content, list) and content and all(map(_is_text, content)):
         texts = (part if isinstance(part, str) else part["text"] for part in content)
         message["content"] = "\n".join(texts)
     complete = isinstance(message.get("content"), str) or (
@@ -268,7 +277,7 @@ def _read_message(item: Any, what: str) -> dict[str, Any]:
     return message
 
 
-def _read_calls(value: Any, what: str) -> list[dict[str, Any]] | None:
+def _read_calls(value: Any, what: str) -> Tools | None:
     """The tool calls in an object of `name` and `arguments`, a list of such, or the JSON of it; None for all else."""
     value = _parse_if(value, lambda parsed: _is_object(parsed) or _is_objects(parsed), what)
     found = [value] if isinstance(value, dict) else value
@@ -279,9 +288,9 @@ def _read_calls(value: Any, what: str) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": call} for call in found]
 
 
-def read_tools(fields: Mapping[str, Any], where: str) -> Tools | None:
+def read_tools(row: DatasetRow) -> Tools | None:
     """The schemas in the row's column `tools`, a list or its JSON; None for none. UserError for anything else."""
-    value, what = fields.get(TOOLS), f"{where}: `{TOOLS}`"
+    value, what = row.fields.get(TOOLS), row.name(TOOLS)
     value = _parse_if(value, lambda parsed: parsed is None or isinstance(parsed, list), what)
     if isinstance(value, list):
         value = [_parse_if(tool, _is_object, what) for tool in value]
@@ -294,9 +303,9 @@ def read_tools(fields: Mapping[str, Any], where: str) -> Tools | None:
     return [_read_tool(tool, what) for tool in value]
 
 
-def read_arguments(fields: Mapping[str, Any], where: str) -> Arguments | None:
+def read_arguments(row: DatasetRow) -> Arguments | None:
     """The row's own arguments of the chat template, an object or its JSON; None for none. UserError for others."""
-    value, what = fields.get(ARGUMENTS), f"{where}: `{ARGUMENTS}`"
+    value, what = row.fields.get(ARGUMENTS), row.name(ARGUMENTS)
     value = _parse_if(value, lambda parsed: parsed is None or _is_object(parsed), what)
     if not value:
         return None
@@ -337,21 +346,15 @@ def _is_objects(value: Any) -> bool:
 
 
 def _is_chat(value: Any) -> bool:
-    return _is_objects(value) and len(value) > 0 and all(map(_is_message, value))
-
-
-def _is_message(item: dict[str, Any]) -> bool:
-    said = not {"content", "value", "tool_calls", "function_call"}.isdisjoint(item)
-    return said and not {"role", "from"}.isdisjoint(item)
-
-
-def _are_texts(parts: list[Any]) -> bool:
-    return all(
-        isinstance(part, str)
-        or (
-            isinstance(part, dict)
-            and part.get("type", "text") in TEXT_PARTS
-            and isinstance(part.get("text"), str)
-        )
-        for part in parts
+    speaks, says = {"role", "from"}, {"content", "value", "tool_calls", "function_call"}
+    return (
+        _is_objects(value)
+        and len(value) > 0
+        and not any(speaks.isdisjoint(item) or says.isdisjoint(item) for item in value)
     )
+
+
+def _is_text(part: Any) -> bool:
+    if isinstance(part, dict):
+        return part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str)
+    return isinstance(part, str)

@@ -24,7 +24,6 @@ class StopMatcher:
             self.tail = ""
 
     def read(self, ids: Sequence[int]) -> None:
-        """Reads tokens that complete no stop string."""
         self.tokens += len(ids)
         if self.stop:
             self._append(self.stream.add(ids))

@@ -17,16 +17,15 @@ mean lengths of answers, and the shares that ended with EOS, should agree: all s
 the same command goes on (OUT.cells). The last line is JSON. `train/sample.py --engine vllm` says what vLLM samples.
 """
 
-import contextlib
 import logging
 import statistics
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -39,6 +38,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
+from decode.common.journal import Journal
 from decode.common.ranges import Count, CountOrZero, Seed
 from decode.common.run_dir import check_file
 from decode.common.typed_json import to_json
@@ -47,7 +47,7 @@ from decode.engine.records import collect_outputs
 from decode.engine.warm_up import run_first_rounds
 from decode.model.loading import Target, load_model, load_target
 from decode.verification.sampling import SamplingParams
-from scripts.lab.cells import Cell, Json, cells_beside, finish, middle, run_cells
+from scripts.lab.cells import BenchSettings, Cell, cells_beside, finish, run_cells
 from train.data.prompts import encode_prompt
 from train.data.sources import PromptSource, read_prompts
 
@@ -60,7 +60,7 @@ PAGE = 256
 
 
 @dataclass
-class BenchDecodingConfig:
+class BenchDecodingConfig(BenchSettings):
     target: str = "assets/target"
     """The target model: a folder, a GGUF file or a Hub name."""
     prompts: str = ""
@@ -81,26 +81,38 @@ class BenchDecodingConfig:
     repeats: Count = 3
     """Turns of each engine at each batch size."""
     seed: Seed = 0
-    out: str = ""
-    """File for the JSON of the last line; empty: none."""
+
+
+Answers = list[list[int]]
+"""Token ids, in the order of the prompts."""
+
+
+Run = dict[str, float]
+"""What one turn of an engine generated (`count_run`)."""
 
 
 @dataclass(frozen=True)
-class SampledAnswers:
-    """Answers in the order of the prompts, and the seconds that all of them took together."""
+class EngineSpeed:
+    """An engine at one number of rows: medians and ranges over its turns."""
 
-    ids: list[list[int]]
-    seconds: float
+    engine: str
+    batch: int
+    tokens_per_second: float
+    least: float
+    most: float
+    over_generate: float | None
+    """Its speed ÷ generate's of the same turn."""
+    tokens_per_answer: float
+    ended: float
+    runs: list[Run]
 
 
-class SamplingEngine(Protocol):
-    def sample(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
-    ) -> SampledAnswers:
-        """An answer of at most `max_new_tokens` tokens to each prompt."""
-
-    def close(self) -> None:
-        """Frees what the engine holds besides the model."""
+@dataclass(frozen=True)
+class SamplingEngine:
+    sample: Callable[[Sequence[list[int]], int, int], Answers]
+    """(prompts, most tokens of an answer, seed) -> an answer to each prompt."""
+    warm_up: Callable[[list[list[int]]], None] = lambda prompts: None
+    """What it needs beside a few short answers before it is timed on batches of these prompts."""
 
 
 def answer_length(ids: Sequence[int], eos: Collection[int], limit: int) -> int:
@@ -109,28 +121,20 @@ def answer_length(ids: Sequence[int], eos: Collection[int], limit: int) -> int:
     return next(ends, min(len(ids), limit))
 
 
-class RefillingSampler:
+def refilling_engine(
+    target: Target, rows: int, max_new_tokens: int, mode: str = "eager"
+) -> SamplingEngine:
     """This project's engine as train/sample.py runs it: a row that is done takes the next prompt."""
+    sampling = SamplingParams(temperature=1.0)
+    engine = SpeculativeEngine(target, None, k=1, sampling=sampling, mode=mode)
 
-    def __init__(self, target: Target, rows: int, mode: str = "eager"):
-        self.rows = rows
-        sampling = SamplingParams(temperature=1.0)
-        self.engine = SpeculativeEngine(target, None, k=1, sampling=sampling, mode=mode)
+    def sample(prompts: Sequence[list[int]], limit: int, seed: int) -> Answers:
+        seeds = row_seeds(seed, len(prompts))
+        records = engine.speculate(list(prompts), rows=rows, max_new_tokens=limit, seeds=seeds)
+        return [output.output_ids for output in collect_outputs(prompts, records)]
 
-    def sample(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
-    ) -> SampledAnswers:
-        start = time.perf_counter()
-        records = self.engine.speculate(
-            list(prompts),
-            rows=self.rows,
-            max_new_tokens=max_new_tokens,
-            seeds=row_seeds(seed, len(prompts)),
-        )
-        outputs = collect_outputs(prompts, records)
-        return SampledAnswers([out.output_ids for out in outputs], time.perf_counter() - start)
-
-    def close(self) -> None: ...
+    # Compiled code is of the buffers' size, so short answers alone do not compile it.
+    return SamplingEngine(sample, lambda prompts: run_first_rounds(engine, prompts, max_new_tokens))
 
 
 def sampling_config(eos: Sequence[int], max_new_tokens: int) -> GenerationConfig:
@@ -154,86 +158,56 @@ def pad_left(prompts: Sequence[list[int]], pad: int) -> tuple[torch.Tensor, torc
     return torch.tensor(ids), torch.tensor(mask)
 
 
-class PaddedSampler:
-    """transformers' generate: `rows` prompts after `rows` prompts, each batch until its longest answer is done.
+def padded_engine(model: Any, eos: Sequence[int], rows: int) -> SamplingEngine:
+    """transformers' generate: `rows` prompts after `rows` prompts, each batch until its longest answer is done."""
 
-    `model` gets a generation config without settings of its own, which would be mixed into those of a call.
-    """
-
-    def __init__(self, model: Any, eos: Sequence[int], rows: int):
-        self.model, self.eos, self.rows = model, eos, rows
-        model.generation_config = GenerationConfig()
-
-    def sample(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
-    ) -> SampledAnswers:
-        start = time.perf_counter()
+    def sample(prompts: Sequence[list[int]], limit: int, seed: int) -> Answers:
         torch.manual_seed(seed)
-        config = sampling_config(self.eos, max_new_tokens)
+        config = sampling_config(eos, limit)
         answers = []
-        for first in range(0, len(prompts), self.rows):
-            ids, mask = pad_left(prompts[first : first + self.rows], config.pad_token_id)
-            out = self.model.generate(ids, attention_mask=mask, generation_config=config)
+        for first in range(0, len(prompts), rows):
+            ids, mask = pad_left(prompts[first : first + rows], config.pad_token_id)
+            out = model.generate(ids, attention_mask=mask, generation_config=config)
             for row in out[:, ids.shape[1] :].tolist():
-                answers.append(row[: answer_length(row, self.eos, max_new_tokens)])
-        return SampledAnswers(answers, time.perf_counter() - start)
+                answers.append(row[: answer_length(row, eos, limit)])
+        return answers
 
-    def close(self) -> None: ...
+    return SamplingEngine(sample)
 
 
-class ContinuousSampler:
+def continuous_engine(
+    model: Any, eos: Sequence[int], rows: int, longest: int, first_seed: int
+) -> SamplingEngine:
     """transformers' generate_batch: continuous batching with a paged cache, which has room for all rows.
 
-    `model` gets a generation config without settings of its own. `longest` is the number of tokens of the longest
-    prompt with its answer. The cache is allocated at the first call and kept.
+    `longest` is the number of tokens of the longest prompt with its answer. The model keeps the cache of the first
+    call. The random numbers go on from call to call: only `first_seed` counts.
     """
+    batching = ContinuousBatchingConfig(
+        page_size=PAGE,
+        num_blocks=rows * (-(-longest // PAGE) + 1),
+        max_batch_tokens=max(rows, PREFILL_TOKENS),
+        max_requests_per_batch=rows,
+        allow_block_sharing=False,  # each turn has the same prompts
+        seed=first_seed,
+    )
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
 
-    def __init__(self, model: Any, eos: Sequence[int], rows: int, longest: int, seed: int):
-        self.model, self.eos = model, eos
-        model.generation_config = GenerationConfig()
-        self.config = ContinuousBatchingConfig(
-            page_size=PAGE,
-            num_blocks=rows * (-(-longest // PAGE) + 1),
-            max_batch_tokens=max(rows, PREFILL_TOKENS),
-            max_requests_per_batch=rows,
-            allow_block_sharing=False,  # each turn has the same prompts
-            seed=seed,
+    def sample(prompts: Sequence[list[int]], limit: int, seed: int) -> Answers:
+        out = model.generate_batch(
+            list(prompts),
+            generation_config=sampling_config(eos, limit),
+            continuous_batching_config=batching,
+            persistent_manager=True,
+            max_new_tokens=limit,
         )
-
-    def sample(
-        self, prompts: Sequence[list[int]], max_new_tokens: int, seed: int
-    ) -> SampledAnswers:
-        """The random numbers go on from call to call: `seed` is not used."""
-        with _without_warnings():
-            start = time.perf_counter()
-            out = self.model.generate_batch(
-                list(prompts),
-                generation_config=sampling_config(self.eos, max_new_tokens),
-                continuous_batching_config=self.config,
-                persistent_manager=True,
-                max_new_tokens=max_new_tokens,
-            )
-            seconds = time.perf_counter() - start
         errors = [one.error for one in out.values() if one.error is not None]
         if errors or len(out) != len(prompts):
             reason = errors[0] if errors else "its thread ended"
             raise UserError(f"generate_batch failed ({reason}): leave it out of --engines")
-        return SampledAnswers([list(one.generated_tokens) for one in out.values()], seconds)
+        return [list(one.generated_tokens) for one in out.values()]
 
-    def close(self) -> None:
-        self.model.destroy_cached_continuous_batching_manager()
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """In the block transformers' continuous batching, which has a logger of its own, writes errors only."""
-    logger = logging.getLogger("ContinuousBatchingLogger")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+    return SamplingEngine(sample)
 
 
 def load_prompt_ids(s: BenchDecodingConfig, target: Target) -> list[list[int]]:
@@ -259,26 +233,23 @@ def start_engines(
     `longest` is the number of tokens of the longest prompt with its answer.
     """
     eos = sorted(target.eos)
-    engines: dict[str, SamplingEngine] = {}
-    for name in s.engines:
-        if name in ("ours", "ours-compiled"):
-            mode = "compiled" if name == "ours-compiled" else "eager"
-            engines[name] = RefillingSampler(target, rows, mode)
-        elif name == "generate":
-            engines[name] = PaddedSampler(model, eos, rows)
-        else:
-            engines[name] = ContinuousSampler(model, eos, rows, longest, s.seed)
-    return engines
+    start: dict[EngineName, Callable[[], SamplingEngine]] = {
+        "ours": partial(refilling_engine, target, rows, s.max_new_tokens),
+        "ours-compiled": partial(refilling_engine, target, rows, s.max_new_tokens, "compiled"),
+        "generate": partial(padded_engine, model, eos, rows),
+        "generate_batch": partial(continuous_engine, model, eos, rows, longest, s.seed),
+    }
+    return {name: start[name]() for name in s.engines}
 
 
-def count_run(done: SampledAnswers, eos: Collection[int], limit: int) -> Json:
+def count_run(answers: Answers, seconds: float, eos: Collection[int], limit: int) -> Run:
     """What one turn generated: tokens and tokens a second, answers, and those that ended with EOS."""
-    lengths = [answer_length(ids, eos, limit) for ids in done.ids]
-    ended = sum(ids[length - 1] in eos for ids, length in zip(done.ids, lengths, strict=True))
+    lengths = [answer_length(ids, eos, limit) for ids in answers]
+    ended = sum(ids[length - 1] in eos for ids, length in zip(answers, lengths, strict=True))
     return {
         "tokens": sum(lengths),
-        "seconds": done.seconds,
-        "tokens_per_second": sum(lengths) / done.seconds,
+        "seconds": seconds,
+        "tokens_per_second": sum(lengths) / seconds,
         "answers": len(lengths),
         "ended": ended,
     }
@@ -291,11 +262,11 @@ def take_turns(
     rows: int,
     eos: Collection[int],
     console: Console,
-    kept: Path | None = None,
-) -> dict[str, list[Json]]:
+    journal: Journal | None = None,
+) -> dict[str, list[Run]]:
     """{engine: a `count_run` for each of its turns}, after a warm-up on the shortest and the longest prompts.
 
-    What the folder `kept` has is not measured again, and no engine is warmed up before one is.
+    What the journal has is not measured again, and no engine is warmed up before one is measured.
     """
 
     @cache
@@ -303,65 +274,56 @@ def take_turns(
         for engine in engines.values():
             for some in (prompts[:rows], prompts[-rows:]):
                 engine.sample(some, min(s.max_new_tokens, WARM_UP_TOKENS), s.seed)
-            if isinstance(
-                engine, RefillingSampler
-            ):  # compiled code is of the buffers' size as well
-                run_first_rounds(engine.engine, list(prompts[-rows:]), s.max_new_tokens)
+            engine.warm_up(list(prompts[-rows:]))
 
-    def measure(name: str, turn: int) -> Json:
+    def measure(name: str, turn: int) -> Run:
         warm_up()
-        done = engines[name].sample(prompts, s.max_new_tokens, s.seed + 1 + turn)
-        run = count_run(done, eos, s.max_new_tokens)
+        start = time.perf_counter()
+        answers = engines[name].sample(prompts, s.max_new_tokens, s.seed + 1 + turn)
+        run = count_run(answers, time.perf_counter() - start, eos, s.max_new_tokens)
         speed = run["tokens_per_second"]
         console.print(f"batch {rows}, turn {turn + 1}, {name}: {speed:,.0f} tokens/s")
         return run
 
     cells = [Cell(f"{name}-{rows}", partial(measure, name)) for name in engines]
-    try:
-        runs = run_cells(cells, kept, s.repeats)
-    finally:
-        if warm_up.cache_info().currsize:
-            for engine in engines.values():
-                engine.close()
+    runs = run_cells(cells, journal, s.repeats)
     return {name: runs[f"{name}-{rows}"] for name in engines}
 
 
-def summarize_runs(rows: int, runs: Mapping[str, Sequence[Json]]) -> list[Json]:
-    """One cell for each engine: medians and ranges over its turns, and its speed ÷ generate's of the same turn."""
-    cells: list[Json] = []
+def summarize_runs(rows: int, runs: Mapping[str, list[Run]]) -> list[EngineSpeed]:
+    cells = []
     for name, each in runs.items():
         speeds = [run["tokens_per_second"] for run in each]
         base = [run["tokens_per_second"] for run in runs.get("generate", [])]
         ratios = [speed / other for speed, other in zip(speeds, base, strict=False)]
-        speed, answers = middle(speeds), sum(run["answers"] for run in each)
+        answers = sum(run["answers"] for run in each)
         cells.append(
-            {
-                "engine": name,
-                "batch": rows,
-                "tokens_per_second": speed["median"],
-                "least": speed["least"],
-                "most": speed["most"],
-                "over_generate": statistics.median(ratios) if ratios else None,
-                "tokens_per_answer": sum(run["tokens"] for run in each) / answers,
-                "ended": sum(run["ended"] for run in each) / answers,
-                "runs": list(each),
-            }
+            EngineSpeed(
+                engine=name,
+                batch=rows,
+                tokens_per_second=statistics.median(speeds),
+                least=min(speeds),
+                most=max(speeds),
+                over_generate=statistics.median(ratios) if ratios else None,
+                tokens_per_answer=sum(run["tokens"] for run in each) / answers,
+                ended=sum(run["ended"] for run in each) / answers,
+                runs=each,
+            )
         )
     return cells
 
 
-def print_cells(console: Console, cells: Sequence[Json]) -> None:
+def print_cells(console: Console, cells: Sequence[EngineSpeed]) -> None:
     """Prints a table with a line for each cell."""
     table = Table(
         "batch", "engine", "tokens/s", "range", "× generate", "length", "ended",
         title="sampling at temperature 1",
     )  # fmt: skip
-    for cell in cells:
-        ratio = cell["over_generate"]
+    for x in cells:
         table.add_row(
-            str(cell["batch"]), cell["engine"], f"{cell['tokens_per_second']:,.0f}",
-            f"{cell['least']:,.0f} – {cell['most']:,.0f}", "–" if ratio is None else f"{ratio:.2f}",
-            f"{cell['tokens_per_answer']:.1f}", f"{100 * cell['ended']:.0f} %",
+            str(x.batch), x.engine, f"{x.tokens_per_second:,.0f}", f"{x.least:,.0f} – {x.most:,.0f}",
+            "–" if x.over_generate is None else f"{x.over_generate:.2f}",
+            f"{x.tokens_per_answer:.1f}", f"{100 * x.ended:.0f} %",
         )  # fmt: skip
     console.print(table)
 
@@ -374,31 +336,28 @@ def main(s: BenchDecodingConfig) -> None:
     if s.threads > 0:
         torch.set_num_threads(s.threads)
     target = load_target(s.target, "cpu", s.dtype)
-    model = None
+    model: Any = None
     if {"generate", "generate_batch"} & set(s.engines):  # not ours, whose attention is replaced
         model = load_model(s.target, "target", "cpu", s.dtype)
+        model.generation_config = GenerationConfig()  # its settings would be mixed into a call's
     prompts = load_prompt_ids(s, target)
     longest = len(prompts[-1]) + s.max_new_tokens
-    with cells_beside(s.out, s) as kept:
-        cells: list[Json] = []
+    cells: list[EngineSpeed] = []
+    with cells_beside(s.out, s) as journal:
         for rows in s.batches:
             engines = start_engines(s, target, model, rows, longest)
-            cells += summarize_runs(
-                rows, take_turns(s, engines, prompts, rows, target.eos, console, kept)
-            )
+            try:
+                runs = take_turns(s, engines, prompts, rows, target.eos, console, journal)
+            finally:
+                if "generate_batch" in engines:
+                    model.destroy_cached_continuous_batching_manager()
+            cells += summarize_runs(rows, runs)
         print_cells(console, cells)
         lengths = [len(prompt) for prompt in prompts]
         settings = {name: value for name, value in vars(s).items() if name != "out"}
         about = {"median": statistics.median(lengths), "most": lengths[-1]}
-        finish(
-            s.out,
-            {
-                "cells": cells,
-                "settings": settings,
-                "prompt_tokens": about,
-                **to_json(provenance.collect()),
-            },
-        )
+        result = {"cells": list(map(asdict, cells)), "settings": settings, "prompt_tokens": about}
+        finish(s.out, {**result, **to_json(provenance.collect())})
 
 
 if __name__ == "__main__":

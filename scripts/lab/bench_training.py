@@ -17,7 +17,8 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,37 +42,50 @@ from decode.common.typed_json import to_json
 from decode.model.attention import METHODS, training_attention
 from decode.model.loading import NUMBER_TYPES, Target, find_dtype, pick_device
 from decode.model.runner import ModelRunner
-from scripts.lab.cells import Cell, Json, cells_beside, finish, measure_apart, run_cells
+from eval.benchmark.timing import synchronize
+from scripts.lab.cells import (
+    BenchSettings,
+    Cell,
+    cells_beside,
+    finish,
+    measure_apart,
+    run_cells,
+)
+from scripts.lab.floor_work import sample_rows
 from train.data.batching import Batch, collate
-from train.data.sample_store import SampleRow
 from train.distill import DistillConfig
 from train.families.base import FamilyContext, TrainableDraft
 from train.families.config import DraftConfig
 from train.families.registry import family_trainer
 from train.planning.resources import memory_breakdown
 from train.planning.shape_run import ShapeRun, StepWorkload
+from train.trainer.throughput import peak_memory_bytes
 
 SIZES: dict[str, dict[str, int]] = {
-    # LlamaConfig of the target; rows and length of a batch; size of the draft vocabulary
-    "12x256": {"hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4}
-    | {"num_key_value_heads": 2, "intermediate_size": 704, "vocab_size": 4096}
-    | {"rows": 8, "length": 192, "draft_vocab": 2048},
-    "12x512": {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8}
-    | {"num_key_value_heads": 4, "intermediate_size": 1408, "vocab_size": 16384}
-    | {"rows": 4, "length": 192, "draft_vocab": 4096},
-    "llama-8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-    | {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
-    | {"rows": 4, "length": 2048, "draft_vocab": 32000},
-    "llama-1b": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
-    | {"num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256}
-    | {"rows": 4, "length": 2048, "draft_vocab": 32000},
-}
+    "12x256": {
+        "hidden_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 704, "vocab_size": 4096, "rows": 8, "length": 192, "draft_vocab": 2048,
+    },
+    "12x512": {
+        "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "intermediate_size": 1408, "vocab_size": 16384, "rows": 4, "length": 192, "draft_vocab": 4096,
+    },
+    "llama-8b": {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "vocab_size": 128256, "rows": 4, "length": 2048, "draft_vocab": 32000,
+    },
+    "llama-1b": {
+        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 8192, "vocab_size": 128256, "rows": 4, "length": 2048, "draft_vocab": 32000,
+    },
+}  # fmt: skip
+"""Fields of the target's LlamaConfig; rows and length of a batch; size of the draft's vocabulary."""
 GPU_LENGTHS = (2048, 8192, 32768)
 BATCH_KEYS = ("rows", "length", "draft_vocab")
 
 
 @dataclass
-class BenchTrainingConfig:
+class BenchTrainingConfig(BenchSettings):
     sizes: list[str] = field(default_factory=lambda: ["12x256", "12x512"])
     """Target shapes, keys of SIZES; 12x256 is that of the bundled target."""
     families: list[str] = field(default_factory=lambda: ["causal", "medusa", "eagle1", "eagle3"])
@@ -89,8 +103,6 @@ class BenchTrainingConfig:
     device: str = "auto"
     dtype: str = "float32"
     """Data type of the target; drafts train in fp32."""
-    out: str = ""
-    """File for the JSON of the last line; empty: none."""
     one: bool = False
     """Measure only the first family at the first size, in this process, and print its JSON (used internally)."""
 
@@ -101,6 +113,11 @@ def batch_shape(size: str, s: BenchTrainingConfig) -> dict[str, int]:
         return SIZES[size]
     length = s.lengths[0]
     return SIZES[size] | {"rows": 1, "length": length, "max_position_embeddings": length}
+
+
+def llama_config(shape: dict[str, int]) -> LlamaConfig:
+    fields: dict[str, Any] = {k: v for k, v in shape.items() if k not in BATCH_KEYS}
+    return LlamaConfig(**fields)
 
 
 def draft_config(family: str, shape: dict[str, int], s: BenchTrainingConfig) -> DraftConfig:
@@ -116,35 +133,18 @@ def draft_config(family: str, shape: dict[str, int], s: BenchTrainingConfig) -> 
 def estimated_bytes(family: str, size: str, s: BenchTrainingConfig, mixed: bool) -> int:
     """What train/planning estimates for a step, in bf16 (`mixed`) or fp32; nothing is allocated."""
     shape = batch_shape(size, s)
-    config = LlamaConfig(**{k: v for k, v in shape.items() if k not in BATCH_KEYS})  # type: ignore[arg-type]
-    settings = DistillConfig(
-        draft=draft_config(family, shape, s), target_dtype="bfloat16" if mixed else "float32"
-    )
+    dtype, draft = "bfloat16" if mixed else "float32", draft_config(family, shape, s)
+    run = ShapeRun(DistillConfig(draft=draft, target_dtype=dtype), llama_config(shape))
     rows, length = shape["rows"], shape["length"]
     load = StepWorkload(rows, length, length / 2, length, length // 2, micro_batch=rows)
-    return sum(memory_breakdown(ShapeRun(settings, config), load, mixed).values())
+    return sum(memory_breakdown(run, load, mixed).values())
 
 
 def random_target(shape: dict[str, int], device: str, dtype: str) -> Target:
     """A Llama of that shape with random weights and no tokenizer."""
-    config = LlamaConfig(**{k: v for k, v in shape.items() if k not in BATCH_KEYS})  # type: ignore[arg-type]
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=find_dtype(dtype))
+        model = AutoModelForCausalLM.from_config(llama_config(shape), dtype=find_dtype(dtype))
     return Target(ModelRunner(model.eval()), None, "random", None, "", frozenset())
-
-
-def random_rows(shape: dict[str, int]) -> list[SampleRow]:
-    """One batch of random token ids below the draft vocabulary's size; the second half of each row is supervised."""
-    generator = torch.Generator().manual_seed(0)
-    length = shape["length"]
-    ids = torch.randint(shape["draft_vocab"], (shape["rows"], length), generator=generator)
-    return [
-        SampleRow(
-            id=str(i), source="random", origin="target", input_ids=line.numpy(),
-            loss_spans=[[length // 2, length]], finish_reason="length",
-        )
-        for i, line in enumerate(ids)
-    ]  # fmt: skip
 
 
 class StepProfiler:
@@ -155,13 +155,10 @@ class StepProfiler:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.seconds: dict[str, float] = {}
-        self.depth: dict[str, int] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
 
     def now(self) -> float:
-        """Seconds, after all work of the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
     @contextmanager
@@ -169,21 +166,18 @@ class StepProfiler:
         """Adds the seconds spent inside to `name`."""
         start = self.now()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - start
+        self.seconds[name] += self.now() - start
 
-    def attach(self, name: str, modules: Any) -> None:
+    def attach(self, name: str, modules: Iterable[torch.nn.Module]) -> None:
         """Adds the seconds of these modules' forward calls to `name`; calls inside another one count once."""
-        started = [0.0]
+        open_calls: list[float] = []
 
-        def enter(module: Any, args: Any) -> None:
-            self.depth[name] = self.depth.get(name, 0) + 1
-            if self.depth[name] == 1:
-                started[0] = self.now()
+        def enter(*_: Any) -> None:
+            open_calls.append(0.0 if open_calls else self.now())
 
-        def leave(module: Any, args: Any, output: Any) -> None:
-            self.depth[name] -= 1
-            if self.depth[name] == 0:
-                self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - started[0]
+        def leave(*_: Any) -> None:
+            if start := open_calls.pop():
+                self.seconds[name] += self.now() - start
 
         for module in modules:
             module.register_forward_pre_hook(enter)
@@ -197,7 +191,8 @@ def measure_cell(family: str, size: str, s: BenchTrainingConfig) -> dict[str, An
     device = pick_device(s.device)
     target = random_target(shape, device, s.dtype)
     draft = draft_config(family, shape, s)
-    rows = random_rows(shape)
+    ids = torch.randint(shape["draft_vocab"], (shape["rows"] * shape["length"],)).tolist()
+    rows = sample_rows([ids], shape["rows"], shape["length"])
     settings = DistillConfig(draft=draft, loss="forward_kl")
     trainee = family_trainer(family).build(FamilyContext(settings, target, rows, device))
     trained = [p for p in trainee.model.parameters() if p.requires_grad]
@@ -209,37 +204,32 @@ def measure_cell(family: str, size: str, s: BenchTrainingConfig) -> dict[str, An
     for _ in range(s.steps):
         train_step(trainee, batch, optimizer)
         times.append(clock.now())
-    seconds = statistics.median(
-        end - start for start, end in itertools.pairwise(times)
-    )  # one may stall
+    # One may stall.
+    seconds = statistics.median(end - start for start, end in itertools.pairwise(times))
     shares = StepProfiler(target.runner.device)
     shares.attach("target", [target.runner.model])
     shares.attach("draft", [m for m in trainee.model.modules() if m is not trainee.model])
     with shares.section("forward"):
         sums = trainee.loss(trainee.model, batch)
-    forward = {name: shares.seconds.get(name, 0.0) for name in ("forward", "target", "draft")}
+    # Recomputed layers run once more in backward: what they take there is not the forward's.
+    target_s, draft_s, forward_s = (shares.seconds[x] for x in ("target", "draft", "forward"))
     with shares.section("backward"):
         sums["loss"].backward()
     with shares.section("optimiser"):
         optimizer.step()
     total = sum(shares.seconds[name] for name in ("forward", "backward", "optimiser"))
     tokens = batch.input_ids.numel()
-    peak = (
-        torch.cuda.max_memory_allocated()
-        if device.startswith("cuda")
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
     return {
         "family": family,
         "size": size,
         "trained_parameters": sum(p.numel() for p in trained),
         "tokens_per_second": tokens / seconds,
         "seconds_per_step": seconds,
-        "peak_bytes": peak,
+        "peak_bytes": peak_memory_bytes(target.runner.device),
         "shares": {
-            "target": forward["target"] / total,
-            "draft": forward["draft"] / total,
-            "loss": (forward["forward"] - forward["target"] - forward["draft"]) / total,
+            "target": target_s / total,
+            "draft": draft_s / total,
+            "loss": (forward_s - target_s - draft_s) / total,
             "backward": shares.seconds["backward"] / total,
             "optimiser": shares.seconds["optimiser"] / total,
         },
@@ -283,7 +273,7 @@ def main(s: BenchTrainingConfig) -> None:
         report(s, [cell for (cell,) in run_cells(cells, kept).values()])
 
 
-def report(s: BenchTrainingConfig, cells: list[Json]) -> None:
+def report(s: BenchTrainingConfig, cells: list[dict[str, Any]]) -> None:
     """Prints the table and writes the result."""
     table = Table(
         "target", "family", "length", "attention", "tokens/s", "s/step", "peak GB", "estimate", "draft", "loss",
@@ -298,10 +288,10 @@ def report(s: BenchTrainingConfig, cells: list[Json]) -> None:
     finish(s.out, {"cells": cells, **about, **to_json(provenance.collect())})
 
 
-def measured_apart(family: str, size: str, s: BenchTrainingConfig, _: int) -> Json:
+def measured_apart(family: str, size: str, s: BenchTrainingConfig, _: int) -> object:
     """`measure_cell` in a process of its own; without its numbers if with `lengths` that process fails, for lack of
     memory."""
-    cell: Json = {"family": family, "size": size, "attention": s.attention[0]}
+    cell: dict[str, object] = {"family": family, "size": size, "attention": s.attention[0]}
     cell |= {"length": batch_shape(size, s)["length"]}
     cell |= {"estimated_bytes": estimated_bytes(family, size, s, mixed=False)}
     try:

@@ -31,31 +31,23 @@ from decode.common import lock
 from decode.common.command import Terminated, run_command
 from decode.common.errors import UserError
 from decode.common.files import parse_jsonl, read_text
-from decode.common.ranges import Count, LearningRate, Seed, Share, at_least
+from decode.common.ranges import Seed, at_least
 from decode.common.run_dir import check_folder, replace_folder
 from eval.tasks.row_files import load_hub_dataset
-from scripts.lab.scratch_training import ScratchTraining, train_from_scratch
+from scripts.lab.scratch_training import ScratchTrainingSettings, train_from_scratch
 from train.data import python_corpus
 
 COMMAND = "python scripts/lab/build_target.py"
 EOS = "<|endoftext|>"
 HELD_OUT_QUESTIONS = 400  # the last ones of GSM8K's training set
-SHAPES: dict[
-    str, dict[str, Any]
-] = {  # heads of 64 throughout: some engines' CPU builds know few head sizes
-    "target": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 12, "heads": 4},
-    # One layer: at this size a step costs what its layers cost to launch, not what they compute.
-    "draft": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 1, "heads": 4},
-}
-DOMAIN_WEIGHTS = {
-    "code": 0.63,
-    "prose": 0.05,
-    "arithmetic": 0.32,
-}  # share of the windows of a batch
+# The draft has one layer: at this size a step costs what its layers cost to launch, not what they compute.
+LAYERS = {"target": 12, "draft": 1}
+DOMAIN_WEIGHTS = {"code": 0.63, "prose": 0.05, "arithmetic": 0.32}
+"""Shares of the windows of a batch."""
 
 
 @dataclass
-class BuildTargetConfig:
+class BuildTargetConfig(ScratchTrainingSettings):
     model: Literal["target", "draft"] = "target"
     """target: 12 layers of 256; draft: one layer of 256 on the target's tokenizer."""
     gsm8k: str = "openai/gsm8k"
@@ -64,26 +56,14 @@ class BuildTargetConfig:
     """Checkpoints and the tokenised corpus."""
     assets: str = "assets"
     """The folder that receives target/ or draft/."""
-    tokens: Count = 8_000_000
-    """Tokens to train on."""
-    batch_tokens: Count = 8192
-    """Tokens a step."""
     window: Annotated[int, at_least(2)] = 512
     """The model's context length, and the window of the last fifth of the run."""
     short_window: Annotated[int, at_least(2)] = 256
     """Window, in tokens, until then: attention over short windows is cheaper."""
-    muon_lr: LearningRate = 0.02
-    """Peak learning rate of Muon, which trains the matrices of the layers."""
-    adam_lr: LearningRate = 0.004
-    """Peak learning rate of AdamW, which trains embeddings and norms."""
-    decay: Share = 0.5
-    """Share of the run, at its end, over which the learning rate falls linearly to zero."""
     seed: Seed = 0
     """Of the order of the windows."""
     compile: bool = True
     """Compile the training step."""
-    save_every: Count = 100
-    """Steps between checkpoints."""
 
 
 def gsm8k_documents(source: str) -> list[str]:
@@ -108,28 +88,25 @@ def gsm8k_documents(source: str) -> list[str]:
 def load_corpus(gsm8k: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """({domain: training documents}, {domain: held-out documents})."""
     questions = gsm8k_documents(gsm8k)
-    seen = {
-        "code": list(python_corpus.read_modules(False).values()),
-        "prose": list(python_corpus.read_help_topics(False).values()),
-        "arithmetic": questions[:-HELD_OUT_QUESTIONS],
-    }
-    unseen = {
-        "code": list(python_corpus.read_modules(True).values()),
-        "prose": list(python_corpus.read_help_topics(True).values()),
-        "arithmetic": questions[-HELD_OUT_QUESTIONS:],
-    }
+    unseen, seen = (
+        {
+            "code": list(python_corpus.read_modules(held_out).values()),
+            "prose": list(python_corpus.read_help_topics(held_out).values()),
+            "arithmetic": part,
+        }
+        for held_out, part in (
+            (True, questions[-HELD_OUT_QUESTIONS:]),
+            (False, questions[:-HELD_OUT_QUESTIONS]),
+        )
+    )
     return seen, unseen
 
 
 def build_tokenizer(documents: dict[str, list[str]]) -> PreTrainedTokenizerFast:
     """Byte-level BPE of 4,096 entries, digits apart, no chat template."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
+    digits, level = pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=4096,
@@ -150,20 +127,20 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> np.ndarr
 
 
 def new_model(name: str, vocab: int, window: int) -> Any:
-    """A randomly initialised Llama of SHAPES[name]."""
-    shape = dict(SHAPES[name])
-    heads = shape.pop("heads")
+    """A randomly initialised Llama."""
     config = LlamaConfig(
         vocab_size=vocab,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=64,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=LAYERS[name],
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,  # some engines' CPU builds know few head sizes
         max_position_embeddings=window,
         tie_word_embeddings=True,
         rms_norm_eps=1e-6,
         bos_token_id=0,
         eos_token_id=0,
-        **shape,
     )
     model = LlamaForCausalLM(config)
     for name_, weight in model.named_parameters():  # residual branches start small
@@ -205,17 +182,7 @@ def train(s: BuildTargetConfig, model: Any, streams: dict[str, np.ndarray], devi
         return next_loss(model, sample_batch(streams, s, step, window).to(device))
 
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
-    settings = ScratchTraining(
-        steps=steps,
-        per_step=s.batch_tokens,
-        unit="tokens",
-        muon_lr=s.muon_lr,
-        adam_lr=s.adam_lr,
-        decay=s.decay,
-        save_every=s.save_every,
-        checkpoint=Path(s.work) / f"{s.model}.pt",
-    )
-    return train_from_scratch(settings, model, matrices, loss_at)
+    return train_from_scratch(s, model, matrices, loss_at, Path(s.work) / f"{s.model}.pt")
 
 
 @torch.no_grad()
@@ -230,11 +197,8 @@ def evaluate(model: Any, streams: dict[str, np.ndarray], window: int, device: st
             loss += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
             right += int((logits.argmax(-1) == ids[0, 1:]).sum())
             count += ids.shape[1] - 1
-        out[domain] = {
-            "loss": round(loss / count, 4),
-            "accuracy": round(right / count, 4),
-            "tokens": count,
-        }
+        scores = {"loss": round(loss / count, 4), "accuracy": round(right / count, 4)}
+        out[domain] = scores | {"tokens": count}
     return out
 
 

@@ -1,7 +1,7 @@
 """The cells of an experiment: measured in alternating turns, kept one by one, summarised and compared in pairs.
 
 Every command of the laboratory that measures several things one after the other is a list of cells for `run_cells`.
-Each finished measurement is a JSON file of its own, so a command that was stopped or killed goes on with the next one.
+Each finished measurement is a line of a journal, so a command that was stopped or killed goes on with the next one.
 """
 
 import json
@@ -9,9 +9,10 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,10 @@ from rich.console import Console
 from decode.common import files, lock, provenance, run_dir
 from decode.common.command import Terminated
 from decode.common.errors import UserError
+from decode.common.journal import Journal
 from decode.common.settings import to_dict
 from decode.common.typed_json import to_json
 
-Json = dict[str, Any]
-BEGUN = "begun.json"
-"""In the folder of a bench's cells: the settings, machine and commit that they are of."""
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5 % quantiles of Student's t with 1, 2, 3, … degrees of freedom."""
 
@@ -35,22 +34,21 @@ class Cell:
     """One thing to measure; its name, part of a file's name, tells it from the others of its experiment."""
 
     name: str
-    measure: Callable[[int], Json]
-    """What is measured in the turn of this number."""
+    measure: Callable[[int], object]
+    """What is measured in the turn of this number, as JSON holds it."""
     title: str = ""
     """Said on stderr before it is measured or read; empty: nothing is."""
 
 
 def run_cells(
-    cells: Sequence[Cell], folder: Path | None, turns: int = 1, keys: Sequence[str] = ()
-) -> dict[str, list[Json]]:
+    cells: Sequence[Cell], journal: Journal | None, turns: int = 1
+) -> dict[str, list[Any]]:
     """{name: what each turn measured}: every cell `turns` times, those of a turn one after the other.
 
-    What an earlier start kept in `folder` is read (None: nothing is kept). UserError for a file there that is damaged,
-    or that has not all `keys`, and for two cells of one name.
+    What an earlier start kept in the journal is read (None: nothing is kept). UserError for two cells of one name.
     """
     console = Console(stderr=True)
-    found: dict[str, list[Json]] = {cell.name: [] for cell in cells}
+    found: dict[str, list[Any]] = {cell.name: [] for cell in cells}
     if len(found) < len(cells):
         names = [cell.name for cell in cells]
         twice = next(name for name in names if names.count(name) > 1)
@@ -61,23 +59,17 @@ def run_cells(
         for number, cell in enumerate(ordered, start=1):
             if cell.title:
                 console.print(f"{number} of {len(cells)}: {cell.title}", highlight=False)
-            name = f"{cell.name}.json" if turns == 1 else f"{cell.name}-{turn}.json"
-            file = None if folder is None else folder / name
-            found[cell.name].append(_kept_or_measured(file, cell, turn, keys))
+            measure = partial(cell.measure, turn)
+            if journal is None:
+                found[cell.name].append(measure())
+            else:
+                found[cell.name].append(journal.get_or_measure([cell.name, turn], measure))
     return found
 
 
-def _kept_or_measured(file: Path | None, cell: Cell, turn: int, keys: Sequence[str]) -> Json:
-    if file is None:
-        return cell.measure(turn)
-    if not file.is_file():
-        files.write_atomically(file, json.dumps(cell.measure(turn)) + "\n")
-    return files.read_json_object(file, "a measurement of this command: delete it", tuple(keys))
-
-
 @contextmanager
-def cells_beside(out: str, settings: Any) -> Iterator[Path | None]:
-    """The folder OUT.cells for the cells of a bench whose result is the file `out`; None if that is "".
+def cells_beside(out: str, settings: Any) -> Iterator[Journal | None]:
+    """The journal of a bench whose result is the file `out`, in the folder OUT.cells; None if `out` is "".
 
     It is deleted at the end of the block, by when the result must be written. A block that is left by an exception
     leaves it, and the next start finds it, unless settings, machine or commit are others: then all is measured again.
@@ -88,39 +80,35 @@ def cells_beside(out: str, settings: Any) -> Iterator[Path | None]:
         return
     folder = Path(f"{out}.cells")
     run_dir.check_folder(folder)
+    file = folder / run_dir.JOURNAL
     kept = to_dict(settings) | {"out": ""}
-    begun = json.dumps([kept, to_json(provenance.hardware()), provenance.git_sha()]) + "\n"
+    machine, commit = to_json(provenance.hardware()), provenance.git_sha()
+    measured_by = {"settings": kept, **machine, "git": commit}
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with lock.hold(folder / lock.LOCK_FILE, folder):
-            file = folder / BEGUN
-            if not file.is_file() and any(folder.glob("*.json")):
-                raise UserError(f"{folder} holds files that no run wrote: name another with --out")
-            if not file.is_file() or files.read_text(file) != begun:
-                _delete_cells(folder)
-                files.write_atomically(file, begun)
             try:
-                yield folder
+                journal = Journal(file, measured_by)
+            except UserError:  # of other settings, another machine or another commit
+                file.unlink()
+                journal = Journal(file, measured_by)
+            try:
+                yield journal
             except BaseException as error:
-                if [*folder.glob("*.json")] == [file]:  # nothing was measured
-                    _delete_cells(folder)
+                if not journal.measured:
+                    file.unlink()
                 elif isinstance(error, KeyboardInterrupt | Terminated):
                     error.add_note(
                         f"what is measured is kept in {folder}, and the same command goes on"
                     )
                 raise
-            _delete_cells(folder)
+            file.unlink()
     finally:
-        with suppress(OSError):  # a folder that is not empty stays
+        with suppress(OSError):  # a folder that holds other files stays
             folder.rmdir()
 
 
-def _delete_cells(folder: Path) -> None:
-    for file in folder.glob("*.json"):
-        file.unlink()
-
-
-def measure_apart(script: str, settings: Any, **changes: Any) -> Json:
+def measure_apart(script: str, settings: Any, **changes: Any) -> Any:
     """What the command `script` with its setting `one` prints last, in a process of its own. UserError if it fails.
 
     `changes` are settings that differ from `settings`. A process of its own has a peak of memory of its own.
@@ -137,10 +125,16 @@ def measure_apart(script: str, settings: Any, **changes: Any) -> Json:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         what = ", ".join(f"{name} {json.dumps(value)}" for name, value in changes.items())
         raise UserError(f"{what}: {last.removeprefix('error: ')}")
-    return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def finish(out: str, result: Json) -> None:
+@dataclass
+class BenchSettings:
+    out: str = ""
+    """File for the JSON of the last line; empty: none."""
+
+
+def finish(out: str, result: Mapping[str, object]) -> None:
     """Writes the result as one line into the file `out`, if that is not "", and prints it."""
     line = json.dumps(result)
     if out:
@@ -148,7 +142,7 @@ def finish(out: str, result: Json) -> None:
     print(line)
 
 
-def middle(values: Sequence[float]) -> Json:
+def middle(values: Sequence[float]) -> dict[str, float]:
     """{median, least, most}."""
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 

@@ -22,6 +22,7 @@ what was in use before the first step. The last line is JSON.
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import sys
@@ -49,7 +50,15 @@ from decode.common.run_dir import check_file
 from decode.common.typed_json import to_json
 from decode.model.loading import load_model, load_target
 from scripts.lab import reference_trainers
-from scripts.lab.cells import Cell, Json, cells_beside, finish, measure_apart, middle, run_cells
+from scripts.lab.cells import (
+    BenchSettings,
+    Cell,
+    cells_beside,
+    finish,
+    measure_apart,
+    middle,
+    run_cells,
+)
 from scripts.lab.reference_trainers import StepTimer
 from train import distill
 from train.data import mixture
@@ -68,7 +77,7 @@ TrainerName = Literal[
 
 
 @dataclass
-class CompareTrainersConfig:
+class CompareTrainersConfig(BenchSettings):
     target: str = "assets/target"
     draft: str = "assets/draft"
     """The small LM to train."""
@@ -98,8 +107,6 @@ class CompareTrainersConfig:
     """ours-on-policy: number of steps whose texts are generated together."""
     dtype: str = "float32"
     """Data type of the target; drafts train in fp32, on a GPU in mixed bf16."""
-    out: str = ""
-    """File for the JSON of the last line; empty: none."""
     one: bool = False
     """Run only the first trainer, in this process, and print its JSON (used internally)."""
 
@@ -180,11 +187,6 @@ def run_arm(s: CompareTrainersConfig, arm: str) -> dict[str, float]:
         return reference_trainers.train_reference(s, arm, parts.trainable.net)
 
 
-def measure_arm(s: CompareTrainersConfig, arm: str, _: int) -> Json:
-    """One run of a trainer in a process of its own."""
-    return measure_apart(__file__, s, arms=[arm])
-
-
 def main(s: CompareTrainersConfig) -> None:
     if s.one:
         torch.manual_seed(0)
@@ -204,13 +206,20 @@ def main(s: CompareTrainersConfig) -> None:
     if importlib.util.find_spec("trl") is None and any(arm.startswith("gkd") for arm in arms):
         console.print("gkd is skipped: it needs `pip install trl`")
         arms = [arm for arm in arms if not arm.startswith("gkd")]
-    cells = [Cell(arm, partial(measure_arm, s, arm)) for arm in arms]
+
+    def measure(arm: str, _: int) -> object:
+        # A process of its own has a peak of memory of its own.
+        return measure_apart(__file__, s, arms=[arm])
+
+    cells = [Cell(arm, partial(measure, arm)) for arm in arms]
     with cells_beside(s.out, s) as kept:
         runs_of = run_cells(cells, kept, s.rounds)
         report(console, s, runs_of)
 
 
-def report(console: Console, s: CompareTrainersConfig, runs_of: dict[str, list[Json]]) -> None:
+def report(
+    console: Console, s: CompareTrainersConfig, runs_of: Mapping[str, list[dict[str, float]]]
+) -> None:
     """Prints the table of {trainer: its runs} and writes the result."""
     table = Table(
         "trainer", "tokens/s", "least to most", "with the pass", "s a step", "memory added, GB", "in all"
@@ -218,10 +227,8 @@ def report(console: Console, s: CompareTrainersConfig, runs_of: dict[str, list[J
     arms = {}
     for name, each in runs_of.items():
         columns = {key: middle([one[key] for one in each]) for key in each[0]}
-        median, speed = (
-            {key: own["median"] for key, own in columns.items()},
-            columns["tokens_per_second"],
-        )
+        median = {key: own["median"] for key, own in columns.items()}
+        speed = columns["tokens_per_second"]
         arms[name] = {"median": median, "runs": each}
         with_pass = median.get("with_pass_tokens_per_second")
         table.add_row(
@@ -233,17 +240,9 @@ def report(console: Console, s: CompareTrainersConfig, runs_of: dict[str, list[J
     console.print(table)
     settings = {key: value for key, value in vars(s).items() if key not in ("one", "out")}
     made = to_json(provenance.collect())
-    made["versions"]["trl"] = _package_version("trl")
+    trl = importlib.util.find_spec("trl") is not None
+    made["versions"]["trl"] = importlib.metadata.version("trl") if trl else None
     finish(s.out, {"arms": arms, "settings": settings, **made})
-
-
-def _package_version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -50,8 +50,7 @@ from decode.common.typed_json import to_json
 from decode.drafts.base import METADATA_FILE, check_request
 from decode.drafts.registry import DRAFT_FAMILIES, load_draft
 from decode.engine.active_request import check_draft_length
-from decode.model.fingerprint import TargetRecord
-from decode.model.loading import load_target
+from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics.bootstrap import Array
 from eval.reporting import plots
@@ -60,7 +59,7 @@ from eval.scaling import data_curve
 from eval.scaling.data_curve import DataCurve, TrainedPoint
 from eval.tasks.loading import Task, TaskPrompt, load_fitting_prompts, task_version
 from eval.transfer import count_acceptance
-from scripts.lab.cells import Cell, Json, run_cells
+from scripts.lab.cells import Cell, run_cells
 from train import distill
 from train.data import batching, mixture
 from train.data.mixture import MixturePart
@@ -75,7 +74,8 @@ OWNED_FILES = (
     "data_curve.md",
     "tau.svg",
     "alpha.svg",
-    "points/*.json",
+    "journal.jsonl",
+    "points/*.json",  # of earlier versions
     "drafts/**",
 )
 """Patterns of the files that this command writes into its output folder."""
@@ -130,16 +130,6 @@ class PlannedRun:
         return f"{self.size}-{self.seed}"
 
 
-@dataclass(frozen=True)
-class CurvePlan:
-    """What `check_and_plan` found."""
-
-    runs: list[PlannedRun]
-    """Small ones first."""
-    target: TargetRecord
-    """Its name, revision and tokenizer."""
-
-
 def geometric_sizes(total: int, count: int, span: float) -> list[int]:
     """`count` sizes from total ÷ span to `total`, each the same factor above the one before it."""
     return [round(size) for size in np.geomspace(total / span, total, count)]
@@ -189,18 +179,10 @@ def check_comparison(s: DataCurveConfig, run: DistillConfig) -> RunComponents:
     return parts
 
 
-def input_paths(s: DataCurveConfig) -> list[str]:
-    """What the command reads: folders and files, or names on the Hub."""
-    return [*distill.input_paths(s.distill), *(task.path for task in s.tasks)]
-
-
 def measure_draft(s: DataCurveConfig, folder: str) -> dict[str, list[list[int]]]:
     """What `count_acceptance` returns of the draft in `folder`."""
-    trainer, name, revision = (
-        family_trainer(s.distill.draft.family),
-        s.distill.target,
-        s.distill.revision,
-    )
+    trainer = family_trainer(s.distill.draft.family)
+    name, revision = s.distill.target, s.distill.revision
     if trainer.trains_target:
         name, revision = str(Path(folder) / trainer.target_folder), None
     target = load_target(name, "auto", s.distill.target_dtype, revision)
@@ -221,15 +203,15 @@ def check_held_out(prompts: Sequence[TaskPrompt], rows: Sequence[SampleRow], dat
             )
 
 
-def check_and_plan(s: DataCurveConfig) -> CurvePlan:
-    """All runs. UserError for what would fail only in them, and for an evaluation prompt that is in the data."""
+def check_and_plan(s: DataCurveConfig) -> tuple[list[PlannedRun], Target]:
+    """(all runs, small ones first; the target). UserError for what would fail only in them, and for an evaluation
+    prompt that is in the data."""
     sizes = sorted(s.sizes)
     if len(set(sizes)) < len(sizes) or len(sizes) == 1:
         raise UserError(f"sizes is {s.sizes}: give at least two, each once, or none")
     if not isinstance(s.distill.data, str):
         raise UserError("distill.data is a list: give one sampled set, which is divided")
     parts = check_comparison(s, run_settings(s, 1, 0, 0, ""))
-    target = parts.target
     tokens = [len(batching.supervised_positions(row)) for row in parts.rows]
     sizes = sizes or geometric_sizes(sum(tokens), s.points, s.span)
     runs = [
@@ -237,8 +219,7 @@ def check_and_plan(s: DataCurveConfig) -> CurvePlan:
         for seed in s.seeds
         for size, part in zip(sizes, nested_rows(tokens, sizes, seed), strict=True)
     ]  # fmt: skip
-    about = target.describe()
-    return CurvePlan(sorted(runs, key=lambda run: run.size), about)
+    return sorted(runs, key=lambda run: run.size), parts.target
 
 
 def count_steps(s: DataCurveConfig, rows: int) -> int:
@@ -266,7 +247,7 @@ def train_draft(s: DataCurveConfig, run: PlannedRun) -> Path:
     return out
 
 
-def measure_point(s: DataCurveConfig, run: PlannedRun, _: int) -> Json:
+def measure_point(s: DataCurveConfig, run: PlannedRun, _: int) -> object:
     """The TrainedPoint of one run. What only training needs is deleted afterwards."""
     counts = measure_draft(s, str(train_draft(s, run)))
     shutil.rmtree(Path(s.out) / "drafts" / run.name / "checkpoints", ignore_errors=True)
@@ -274,8 +255,13 @@ def measure_point(s: DataCurveConfig, run: PlannedRun, _: int) -> Json:
 
 
 def curve_cells(s: DataCurveConfig, runs: Sequence[PlannedRun]) -> list[Cell]:
-    """A cell for each run."""
-    return [
+    """A cell for each run; before them one for the draft that training starts from, if it starts from one."""
+
+    def measure_start(_: int) -> object:
+        return asdict(TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, s.distill.draft.init)))
+
+    start = [Cell("before", measure_start)] if s.distill.draft.init else []
+    return start + [
         Cell(
             run.name,
             partial(measure_point, s, run),
@@ -285,51 +271,31 @@ def curve_cells(s: DataCurveConfig, runs: Sequence[PlannedRun]) -> list[Cell]:
     ]
 
 
-def untrained_cells(s: DataCurveConfig) -> list[Cell]:
-    """A cell for the draft that training starts from, if it starts from one."""
-    start = s.distill.draft.init
-
-    def measure(_: int) -> Json:
-        return asdict(TrainedPoint(0, 0, 0, 0, 0, measure_draft(s, start)))
-
-    return [Cell("before", measure)] if start else []
-
-
-def measure_points(s: DataCurveConfig, cells: Sequence[Cell]) -> list[TrainedPoint]:
-    """The points of the cells, in their order; those of an earlier start are read from points/NAME.json."""
-    keys = list(TrainedPoint.__dataclass_fields__)
-    found = run_cells(cells, Path(s.out) / "points", keys=keys)
-    return [TrainedPoint(**{key: kept[key] for key in keys}) for (kept,) in found.values()]
-
-
-def build_facts(
+def build_curve(
     s: DataCurveConfig,
-    target: TargetRecord,
+    target: Target,
     points: Sequence[TrainedPoint],
     before: TrainedPoint | None,
 ) -> DataCurve:
+    names = ("max_new_tokens", "seeds", "passes", "least_steps", "steps")
     return data_curve.build_curve(
         points,
         before,
         s.temperatures,
         s.k,
         s.worth,
-        target=target,
+        target=target.describe(),
         data=s.distill.data,
         family=DRAFT_FAMILIES[s.distill.draft.family].saved_name,
         loss=s.distill.loss,
         tasks=[task_version(task) for task in s.tasks],
-        **{
-            key: vars(s)[key]
-            for key in ("max_new_tokens", "seeds", "passes", "least_steps", "steps")
-        },
+        **{name: vars(s)[name] for name in names},
         **vars(provenance.collect()),
     )
 
 
-def write_results(s: DataCurveConfig, facts: DataCurve) -> Path:
-    """Writes data_curve.json, data_curve.md and both figures; returns the path of the first."""
-    out = Path(s.out)
+def write_results(out: Path, facts: DataCurve) -> None:
+    """Writes data_curve.json, data_curve.md and both figures."""
     lines = "\n".join(f"- {line}" for line in data_curve.doubling_lines(facts))
     tables = (data_curve.points_table(facts), data_curve.laws_table(facts))
     figures = " ".join(f"![{metric}]({metric}.svg)" for metric in data_curve.METRICS)
@@ -341,24 +307,26 @@ def write_results(s: DataCurveConfig, facts: DataCurve) -> Path:
         files.write_atomically(out / f"{metric}.svg", svg + "\n")
     text = json.dumps(to_json(facts), indent=1, ensure_ascii=False, allow_nan=False)
     files.write_atomically(out / "data_curve.json", text + "\n")
-    return out / "data_curve.json"
 
 
 def main(s: DataCurveConfig) -> None:
     run_dir.check_folder(Path(s.out))
-    plan = check_and_plan(s)
-    with run_dir.open_run(s, COMMAND, OWNED_FILES, input_paths(s)):
-        before = next(iter(measure_points(s, untrained_cells(s))), None)
-        points = measure_points(s, curve_cells(s, plan.runs))
-        curve = build_facts(s, plan.target, points, before)
-        path = write_results(s, curve)
-    print((path.parent / "data_curve.md").read_text(encoding="utf-8"))
+    runs, target = check_and_plan(s)
+    reads = [*distill.input_paths(s.distill), *(task.path for task in s.tasks)]
+    with run_dir.open_run(s, COMMAND, OWNED_FILES, reads) as run:
+        found = run_cells(curve_cells(s, runs), run.journal(of_machine=False))
+        points = [TrainedPoint(**kept) for (kept,) in found.values()]
+        before = points.pop(0) if s.distill.draft.init else None
+        curve = build_curve(s, target, points, before)
+        write_results(run.path, curve)
+    print((run.path / "data_curve.md").read_text(encoding="utf-8"))
     gains = {
         f"{f.temperature:g}": {"gain": f.gain.value, "gain_ci": f.gain.ci, "verdict": f.verdict}
         for f in curve.forecasts
         if f.metric == "tau"
     }
-    print(json.dumps({"curve": str(path), "doubling": gains, "verdict": curve.verdict}))
+    path = str(run.path / "data_curve.json")
+    print(json.dumps({"curve": path, "doubling": gains, "verdict": curve.verdict}))
 
 
 if __name__ == "__main__":

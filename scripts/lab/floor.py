@@ -33,7 +33,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,12 +60,12 @@ from decode.model.loading import Target, load_target
 from decode.verification.sampling import SamplingParams
 from eval.metrics.roofline import measure_bandwidth
 from eval.tasks.loading import Task, load_fitting_prompts
-from scripts.lab.cells import Cell, Json, cells_beside, finish, run_cells
+from scripts.lab.cells import BenchSettings, Cell, cells_beside, finish, run_cells
 from scripts.lab.floor_work import (
     MS,
     body_layers,
     extraction_ms,
-    fastest_ms,
+    floor_ms,
     linear_layers,
     sample_rows,
     time_products,
@@ -79,7 +79,7 @@ MOST_VERIFIED = 16
 
 
 @dataclass
-class FloorConfig(TargetSettings):
+class FloorConfig(BenchSettings, TargetSettings):
     mode: str = "eager"
     """The decoder's mode: eager, compiled or graph."""
     split_kv: bool = False
@@ -98,8 +98,6 @@ class FloorConfig(TargetSettings):
     """Samples of a pass of features and of a step of training; 0: neither is timed."""
     sample_tokens: Annotated[int, at_least(2)] = 256
     """Tokens of each of these samples, the second half of which is an answer."""
-    out: str = ""
-    """File for the JSON of the last line; empty: none."""
 
 
 class RepeatDraft(Draft):
@@ -139,30 +137,41 @@ def round_ms(
     return MS * (phases.total - phases.draft) / phases.rounds, first_request
 
 
+@dataclass(frozen=True)
+class FloorStep:
+    """A step of so many rows; times in milliseconds, `of_roofline` and `of_product` are shares of 1."""
+
+    rows: int
+    roofline: float
+    product: float
+    kernel: str
+    engine: float
+    of_roofline: float
+    of_product: float
+    int8: float | None
+    first_request_s: float
+
+
 def summarize(
     rows: Sequence[int],
     weights: int,
     weight_bytes: int,
     bandwidth: float,
     products: dict[str, list[float]],
-    engine: Sequence[float],
-) -> list[dict[str, Any]]:
-    """One dict for each number of rows; times in milliseconds, `of_roofline` and `of_product` are shares of 1."""
+    engine: Sequence[tuple[float, float]],
+) -> list[FloorStep]:
+    """A step for each number of rows; `engine` has what `round_ms` says of it."""
     exact = {name: times for name, times in products.items() if name != "int8"}
     flops = [2 * weights * count for count in rows]
     peak = max(n / ms for times in exact.values() for n, ms in zip(flops, times, strict=True))
     found = []
-    for i, count in enumerate(rows):
+    for i, (count, (took, first)) in enumerate(zip(rows, engine, strict=True)):
         roofline = max(MS * weight_bytes / bandwidth, flops[i] / peak)
         kernel = min(exact, key=lambda name: exact[name][i])
         product = exact[kernel][i]
-        found.append(
-            {
-                "rows": count, "roofline": roofline, "product": product, "kernel": kernel, "engine": engine[i],
-                "of_roofline": roofline / engine[i], "of_product": product / engine[i],
-                "int8": products["int8"][i] if "int8" in products else None,
-            }
-        )  # fmt: skip
+        int8 = products["int8"][i] if "int8" in products else None
+        shares = roofline / took, product / took
+        found.append(FloorStep(count, roofline, product, kernel, took, *shares, int8, first))
     return found
 
 
@@ -177,7 +186,7 @@ def measure_batches(
         vocabulary = vocabulary_ms(target, prompts, rows, plain, s.repeats)
         found.append(
             {
-                "work": "sampling", "tokens": rows, "floor": fastest_ms(layers, rows, s.repeats),
+                "work": "sampling", "tokens": rows, "floor": floor_ms(layers, rows, s.repeats),
                 "took": round_ms(target, s, prompts, rows, plain)[0], "vocabulary": vocabulary,
                 "vocabulary_top_p": vocabulary_ms(target, prompts, rows, nucleus, s.repeats),
             }
@@ -186,7 +195,7 @@ def measure_batches(
         samples = sample_rows(prompts, s.samples, s.sample_tokens)
         body = body_layers(target.runner.model)
         tokens = s.samples * s.sample_tokens
-        floor = fastest_ms(body, tokens, 2)
+        floor = floor_ms(body, tokens, 2)
         rate = 2 * tokens * sum(layer.weight.numel() for layer in body) / floor
         found.append(
             {"work": "features", "tokens": tokens, "floor": floor, "took": extraction_ms(target, samples)}
@@ -234,9 +243,8 @@ def main(s: FloorConfig) -> None:
         attention.use_split_kv(True)
     SpeculativeEngine(target, mode=s.mode)  # UserError here rather than after the first cell
 
-    def one_round(rows: int, _: int) -> Json:
-        milliseconds, first = round_ms(target, s, prompts, rows)
-        return {"ms": milliseconds, "first_request_s": first}
+    def one_round(rows: int, _: int) -> tuple[float, float]:
+        return round_ms(target, s, prompts, rows)
 
     cells = [
         Cell("bandwidth", lambda _: {"bytes_per_second": measure_bandwidth(device)}),
@@ -246,21 +254,22 @@ def main(s: FloorConfig) -> None:
     ]
     with cells_beside(s.out, s) as kept:
         (bandwidth,), *engine, (products,), (batches,) = run_cells(cells, kept).values()
-        speed, rounds = bandwidth["bytes_per_second"], [one["ms"] for (one,) in engine]
+        speed, rounds = bandwidth["bytes_per_second"], [one for (one,) in engine]
         steps = summarize(s.rows, weights, weight_bytes, speed, products, rounds)
-        for x, (one,) in zip(steps, engine, strict=True):
-            x["first_request_s"] = one["first_request_s"]
         print_tables(weight_bytes, speed, steps, batches["found"])
         finish(s.out, {
             "target": target.name, "dtype": s.dtype, "mode": s.mode, "split_kv": s.split_kv, "prompts": len(prompts),
             "context": statistics.mean(map(len, prompts)) + s.max_new_tokens / 2, "weight_bytes": weight_bytes,
-            "bandwidth": speed, "products": products, "steps": steps,
+            "bandwidth": speed, "products": products, "steps": list(map(asdict, steps)),
             "batches": batches["found"], **to_json(provenance.collect()),
         })  # fmt: skip
 
 
 def print_tables(
-    weight_bytes: int, bandwidth: float, steps: Sequence[Json], batches: Sequence[Json]
+    weight_bytes: int,
+    bandwidth: float,
+    steps: Sequence[FloorStep],
+    batches: Sequence[dict[str, Any]],
 ) -> None:
     """Prints the tables of `summarize` and of `measure_batches`."""
     console = Console(stderr=True, width=110)
@@ -271,10 +280,10 @@ def print_tables(
         "rows", "roofline", "product", "engine", "of roofline", "of product", "int8 product", "first, s"
     )  # fmt: skip
     for x in steps:
-        int8 = "–" if x["int8"] is None else f"{x['int8']:.1f}"
+        int8 = "–" if x.int8 is None else f"{x.int8:.1f}"
         table.add_row(
-            str(x["rows"]), f"{x['roofline']:.1f}", f"{x['product']:.1f} ({x['kernel']})", f"{x['engine']:.1f}",
-            f"{x['of_roofline']:.0%}", f"{x['of_product']:.0%}", int8, f"{x['first_request_s']:.1f}",
+            str(x.rows), f"{x.roofline:.1f}", f"{x.product:.1f} ({x.kernel})", f"{x.engine:.1f}",
+            f"{x.of_roofline:.0%}", f"{x.of_product:.0%}", int8, f"{x.first_request_s:.1f}",
         )  # fmt: skip
     console.print(table)
     console.print(batch_table(batches))

@@ -2,8 +2,7 @@
 the work around decoding: what follows the logits, a pass of features, a training step of a head."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -44,16 +43,6 @@ def linear_layers(model: nn.Module) -> list[nn.Linear]:
     return found
 
 
-def usual_product(layer: nn.Linear) -> Product:
-    """By torch.nn.functional.linear."""
-    return lambda x: nn.functional.linear(x, layer.weight, layer.bias)
-
-
-def packed_product(layer: nn.Linear) -> Product:
-    """As the decoder does."""
-    return layer if isinstance(layer, PackedLinear) else PackedLinear(layer)
-
-
 def int8_product(layer: nn.Linear) -> Product:
     """By weights rounded to 8 bits, one scale for each output."""
     weight = layer.weight.detach().float()
@@ -64,65 +53,16 @@ def int8_product(layer: nn.Linear) -> Product:
 
 
 def kernels(device: torch.device) -> dict[str, Callable[[nn.Linear], Product]]:
-    """{name: how it multiplies by a layer}."""
+    """{name: how it multiplies by a layer}: torch's way, and on a CPU the decoder's and that by rounded weights."""
+    linear = {"linear": lambda layer: lambda x: nn.functional.linear(x, layer.weight, layer.bias)}
     if device.type != "cpu":
-        return {"linear": usual_product}
-    return {"linear": usual_product, "packed": packed_product, "int8": int8_product}
+        return linear
+    packed = lambda layer: layer if isinstance(layer, PackedLinear) else PackedLinear(layer)  # noqa: E731
+    return {**linear, "packed": packed, "int8": int8_product}
 
 
-@torch.inference_mode()
-def product_ms(
-    layers: Sequence[nn.Linear],
-    products: Sequence[Product],
-    rows: int,
-    repeats: int,
-    dtype: torch.dtype,
-) -> float:
-    """Milliseconds of one product of `rows` rows with every layer: the fastest of `repeats` turns."""
-    device = layers[0].weight.device
-    widths = {layer.weight.shape[1] for layer in layers}
-    inputs = {width: torch.randn(rows, width, device=device, dtype=dtype) for width in widths}
-    seconds = []
-    for _ in range(repeats + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        for layer, product in zip(layers, products, strict=True):
-            product(inputs[layer.weight.shape[1]])
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return MS * min(seconds[1:])
-
-
-def time_products(
-    layers: Sequence[nn.Linear], rows: Sequence[int], repeats: int
-) -> dict[str, list[float]]:
-    """{kernel: milliseconds for each of these numbers of rows}."""
-    found = {}
-    for name, kernel in kernels(layers[0].weight.device).items():
-        products = [kernel(layer) for layer in layers]
-        dtype = torch.bfloat16 if name == "int8" else layers[0].weight.dtype
-        found[name] = [product_ms(layers, products, count, repeats, dtype) for count in rows]
-    return found
-
-
-def fastest_ms(layers: Sequence[nn.Linear], rows: int, repeats: int) -> float:
-    """Milliseconds of the layers' products of `rows` rows by the fastest kernel that rounds no weights."""
-    layers = list(layers)
-    dtype = layers[0].weight.dtype
-    exact = [kernel for name, kernel in kernels(layers[0].weight.device).items() if name != "int8"]
-    return min(
-        product_ms(layers, [kernel(layer) for layer in layers], rows, repeats, dtype)
-        for kernel in exact
-    )
-
-
-def body_layers(model: Any) -> list[nn.Linear]:
-    """The linear layers of the model's layer stack: all but the LM head."""
-    return linear_layers(layer_stack(model))
-
-
-def fastest_seconds(work: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Seconds of `work`: the fastest of `repeats` turns, after one that does not count."""
+def fastest_ms(work: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    """Milliseconds of `work`: the fastest of `repeats` turns, after one that does not count."""
     seconds = []
     for _ in range(repeats + 1):
         synchronize(device)
@@ -130,7 +70,37 @@ def fastest_seconds(work: Callable[[], Any], repeats: int, device: torch.device)
         work()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+    return MS * min(seconds[1:])
+
+
+@torch.inference_mode()
+def time_products(
+    layers: Sequence[nn.Linear], rows: Sequence[int], repeats: int
+) -> dict[str, list[float]]:
+    """{kernel: milliseconds of one product with every layer, for each of these numbers of rows}."""
+    device = layers[0].weight.device
+    found: dict[str, list[float]] = {}
+    widths = {layer.weight.shape[1] for layer in layers}
+    for name, kernel in kernels(device).items():
+        products = [(layer.weight.shape[1], kernel(layer)) for layer in layers]
+        dtype = torch.bfloat16 if name == "int8" else layers[0].weight.dtype
+        found[name] = []
+        for count in rows:
+            inputs = {w: torch.randn(count, w, device=device, dtype=dtype) for w in widths}
+            multiply = lambda: [product(inputs[w]) for w, product in products]  # noqa: B023, E731
+            found[name].append(fastest_ms(multiply, repeats, device))
+    return found
+
+
+def floor_ms(layers: Sequence[nn.Linear], rows: int, repeats: int) -> float:
+    """Milliseconds of the layers' products of `rows` rows by the fastest kernel that rounds no weights."""
+    times = time_products(layers, [rows], repeats)
+    return min(ms for name, (ms,) in times.items() if name != "int8")
+
+
+def body_layers(model: Any) -> list[nn.Linear]:
+    """The linear layers of the model's layer stack: all but the LM head."""
+    return linear_layers(layer_stack(model))
 
 
 @torch.inference_mode()
@@ -155,7 +125,7 @@ def vocabulary_ms(
         verify(none, logits, config)
         has_finite_logits(logits)
 
-    return MS * fastest_seconds(after_logits, repeats, runner.device)
+    return fastest_ms(after_logits, repeats, runner.device)
 
 
 def sample_rows(prompts: Sequence[list[int]], count: int, length: int) -> list[SampleRow]:
@@ -183,9 +153,7 @@ def extraction_ms(target: Target, rows: Sequence[SampleRow]) -> float:
     final = HiddenStateSpec(final=True)
     kinds = [hidden_state_schema(spec, live.hidden) for spec in (taps, final)]
     assert kinds[1].name == FINAL_STATES
-    return MS * fastest_seconds(
-        lambda: extract_features(live, 0, rows, kinds), 2, target.runner.device
-    )
+    return fastest_ms(lambda: extract_features(live, 0, rows, kinds), 2, target.runner.device)
 
 
 def head_config(target: Target) -> DraftConfig:
@@ -202,14 +170,6 @@ def training_flops(target: Target, rows: Sequence[SampleRow]) -> float:
     return len(rows) * run.step(made_up_rows(1, length, length // 2, run.vocab), False).flops
 
 
-@contextmanager
-def mixed_precision(target: Target) -> Iterator[None]:
-    """bf16 products of fp32 weights where the target is bf16."""
-    device, dtype = target.runner.device.type, target.runner.model.dtype
-    with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        yield
-
-
 def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.Tensor]:
     """An optimiser step of an EAGLE-3 head on these samples with the live target as teacher; it returns the loss."""
     device = target.runner.device
@@ -220,9 +180,10 @@ def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.T
     trainable = [p for p in trained.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-4)
     batch = collate(rows, pad_id=0).to(device)
+    mixed = target.runner.model.dtype == torch.bfloat16  # bf16 products of fp32 weights
 
     def step() -> torch.Tensor:
-        with mixed_precision(target):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed):
             loss = trained.loss(trained.model, batch)["loss"]
         loss.backward()
         optimizer.step()
@@ -234,4 +195,4 @@ def training_step(target: Target, rows: list[SampleRow]) -> Callable[[], torch.T
 
 def training_ms(target: Target, rows: list[SampleRow]) -> float:
     """Milliseconds of `training_step`."""
-    return MS * fastest_seconds(training_step(target, rows), 2, target.runner.device)
+    return fastest_ms(training_step(target, rows), 2, target.runner.device)

@@ -38,7 +38,7 @@ from decode.engine.records import collect_outputs
 from decode.model.loading import Target, load_target
 from eval.benchmark.timing import synchronize
 from eval.tasks.loading import Task, load_task_prompts
-from scripts.lab.cells import finish
+from scripts.lab.cells import BenchSettings, finish
 from scripts.lab.floor_work import sample_rows, training_step
 
 SAME_KERNELS = {"captured": "eager", "graph": "compiled"}
@@ -46,7 +46,7 @@ SAME_KERNELS = {"captured": "eager", "graph": "compiled"}
 
 
 @dataclass
-class GpuSmokeConfig:
+class GpuSmokeConfig(BenchSettings):
     target: str = "assets/target"
     draft: str = "assets/draft"
     """A draft for it that proposes on the device."""
@@ -58,7 +58,6 @@ class GpuSmokeConfig:
     """Also the compiled modes, which take a minute or more."""
     device: str = "auto"
     dtype: str = "float32"
-    out: str = ""
 
 
 def modes(device: torch.device, compiled: bool) -> list[str]:

@@ -11,29 +11,25 @@ import torch
 
 from decode.common.command import DeferredStop, stop
 from decode.common.errors import UserError
+from decode.common.ranges import Count, LearningRate, Share
 
 REPORT_EVERY = 20
 
 
-@dataclass(frozen=True)
-class ScratchTraining:
-    """What one run trains with."""
-
-    steps: int
-    per_step: int
-    """Units that a step trains on, for the speed that is shown."""
-    unit: str
-    """What they are: tokens, pairs."""
-    muon_lr: float
+@dataclass
+class ScratchTrainingSettings:
+    tokens: Count = 8_000_000
+    """Tokens to train on."""
+    batch_tokens: Count = 8192
+    """Tokens a step."""
+    muon_lr: LearningRate = 0.02
     """Peak learning rate of Muon, which trains the matrices of the layers."""
-    adam_lr: float
-    """Peak learning rate of AdamW, which trains everything else."""
-    decay: float
+    adam_lr: LearningRate = 0.004
+    """Peak learning rate of AdamW, which trains embeddings and norms."""
+    decay: Share = 0.5
     """Share of the run, at its end, over which the learning rate falls linearly to zero."""
-    save_every: int
-    checkpoint: Path
-    name: str = ""
-    """Stands before each line of progress."""
+    save_every: Count = 100
+    """Steps between checkpoints."""
 
 
 def lr_scale(step: int, steps: int, decay: float) -> float:
@@ -53,40 +49,42 @@ def save_checkpoint(state: Mapping[str, Any], file: Path) -> None:
 
 
 def train_from_scratch(
-    t: ScratchTraining,
+    s: ScratchTrainingSettings,
     model: torch.nn.Module,
     matrices: Sequence[torch.nn.Parameter],
     loss_at: Callable[[int], torch.Tensor],
+    checkpoint: Path,
 ) -> dict[str, Any]:
-    """Trains `model` in place, from the checkpoint if there is one; {steps, UNIT, minutes, train_loss}.
+    """Trains `model` in place, from the checkpoint if there is one; {steps, tokens, minutes, train_loss}.
 
     `matrices` are the parameters that Muon trains, `loss_at(step)` is the mean loss of that step's batch, which must
     depend on the step alone. A signal ends the run after the current step with a checkpoint.
     """
+    steps = s.tokens // s.batch_tokens
     own = {id(matrix) for matrix in matrices}
     optimizers = [
-        torch.optim.Muon(matrices, lr=t.muon_lr, weight_decay=0.05, momentum=0.95, nesterov=True),
+        torch.optim.Muon(matrices, lr=s.muon_lr, weight_decay=0.05, momentum=0.95, nesterov=True),
         torch.optim.AdamW(
             [p for p in model.parameters() if id(p) not in own],
-            lr=t.adam_lr,
+            lr=s.adam_lr,
             betas=(0.9, 0.95),
             weight_decay=0.0,
         ),
     ]
-    peaks = [t.muon_lr, t.adam_lr]
+    peaks = [s.muon_lr, s.adam_lr]
     step, spent, smooth = 0, 0.0, 0.0
-    if t.checkpoint.is_file():
-        state = torch.load(t.checkpoint, weights_only=True)
+    if checkpoint.is_file():
+        state = torch.load(checkpoint, weights_only=True)
         step, spent, smooth = state["step"], state["seconds"], state["loss"]
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        print(f"{t.name}resumed at step {step} of {t.steps}")
+        print(f"resumed at step {step} of {steps}")
     start = time.perf_counter()
     with DeferredStop() as asked:
-        while step < t.steps:
+        while step < steps:
             for optimizer, peak in zip(optimizers, peaks, strict=True):
-                optimizer.param_groups[0]["lr"] = peak * lr_scale(step, t.steps, t.decay)
+                optimizer.param_groups[0]["lr"] = peak * lr_scale(step, steps, s.decay)
             loss = loss_at(step)
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -99,13 +97,13 @@ def train_from_scratch(
                 raise UserError("the loss is not finite: lower --muon_lr and --adam_lr")
             seconds = spent + time.perf_counter() - start
             if step % REPORT_EVERY == 0:
-                speed = step * t.per_step / seconds
-                left = (t.steps - step) * seconds / step / 60
+                speed = step * s.batch_tokens / seconds
+                left = (steps - step) * seconds / step / 60
                 print(
-                    f"{t.name}step {step}/{t.steps} loss {smooth:.3f} {speed:,.0f} {t.unit}/s, {left:.0f} min left",
+                    f"step {step}/{steps} loss {smooth:.3f} {speed:,.0f} tokens/s, {left:.0f} min left",
                     flush=True,
                 )
-            if step % t.save_every == 0 or step == t.steps or asked.received:
+            if step % s.save_every == 0 or step == steps or asked.received:
                 state = {
                     "step": step,
                     "seconds": seconds,
@@ -113,12 +111,12 @@ def train_from_scratch(
                     "model": model.state_dict(),
                     "optimizers": [o.state_dict() for o in optimizers],
                 }
-                save_checkpoint(state, t.checkpoint)
-            if asked.received and step < t.steps:
+                save_checkpoint(state, checkpoint)
+            if asked.received and step < steps:
                 stop(asked.received, f"step {step} is saved")
     return {
-        "steps": t.steps,
-        t.unit: t.steps * t.per_step,
+        "steps": steps,
+        "tokens": steps * s.batch_tokens,
         "minutes": round((spent + time.perf_counter() - start) / 60, 1),
         "train_loss": round(smooth, 4),
     }

@@ -4,7 +4,7 @@ The metric is read from what each trial wrote when the table is made, so another
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,51 +30,72 @@ LOG_SPAN = 10.0
 """A chart's axis is logarithmic from this ratio of the largest to the smallest value on."""
 
 
+Settings = dict[str, object]
+
+
 @dataclass(frozen=True)
 class TrialResult:
     """How a trial ended, and its metric."""
 
     trial: Trial
-    record: dict[str, Any]
-    value: float | None
-    problem: str | None
+    value: float | None = None
+    seconds: float | None = None
+    problem: str | None = None
     """Why there is no value."""
 
 
-def collect_results(s: SweepConfig, trials: list[Trial]) -> dict[str, Any]:
-    """The content of sweep.json: a row for each combination of settings but the seed, the best first."""
+@dataclass(frozen=True)
+class Difference:
+    """A row's metric minus the best row's, paired by seed, with a 95 % interval."""
+
+    mean: float
+    ci: tuple[float, float]
+    seeds: int
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """The trials of one combination of settings, which differ in their seed only."""
+
+    settings: Settings
+    metric: float | None
+    """The mean over the trials."""
+    spread: float | None
+    """Their standard deviation."""
+    values: list[float]
+    trials: int
+    seconds: float | None
+    outputs: list[str]
+    to_best: Difference | None
+    """None for the best row itself, and for fewer than two common seeds."""
+
+
+def collect_results(s: SweepConfig, trials: list[Trial]) -> tuple[list[SweepRow], dict[str, str]]:
+    """(the rows, the best first; {trial without a value: why})."""
     results = [read_result(s, trial) for trial in trials]
     groups: dict[str, list[TrialResult]] = {}
     for result in results:
         groups.setdefault(json.dumps(without_seed(result.trial.settings)), []).append(result)
     sign = -1 if s.goal == "max" else 1
-    ranked = sorted(
-        ((pool_seeds(group), group) for group in groups.values()),
-        key=lambda one: (one[0]["metric"] is None, sign * (one[0]["metric"] or 0.0)),
-    )
-    rows = [row | {"to_best": difference(group, ranked[0][1])} for row, group in ranked]
-    problems = {result.trial.name: result.problem for result in results if result.problem}
-    shown = ("command", "recipe", "words", "metric", "goal", "point")
-    settings = {name: vars(s)[name] for name in shown}
-    return {
-        "schema": 1,
-        **settings,
-        "rows": rows,
-        "failed": problems,
-        **to_json(provenance.collect()),
-    }
+
+    def rank(group: list[TrialResult]) -> tuple[bool, float]:
+        mean, _ = mean_and_spread(values_of(group))
+        return mean is None, sign * (mean or 0.0)
+
+    ranked = sorted(groups.values(), key=rank)
+    rows = [pool_seeds(group, ranked[0]) for group in ranked]
+    return rows, {x.trial.name: x.problem for x in results if x.problem}
 
 
 def read_result(s: SweepConfig, trial: Trial) -> TrialResult:
     """The result of a trial that has ended; without a value if it failed or has not written the metric."""
     record = read_record(trial) or {"error": "it has not ended", "seconds": None, "attempts": 0}
     if record["error"] is not None:
-        problem = f"{record['error']}, attempts: {record['attempts']}"
-        return TrialResult(trial, record, None, problem)
+        return TrialResult(trial, problem=f"{record['error']}, attempts: {record['attempts']}")
     try:
-        return TrialResult(trial, record, read_metric(s, trial), None)
+        return TrialResult(trial, read_metric(s, trial), record["seconds"])
     except UserError as error:
-        return TrialResult(trial, record, None, str(error))
+        return TrialResult(trial, problem=str(error))
 
 
 def read_metric(s: SweepConfig, trial: Trial) -> float:
@@ -110,38 +131,31 @@ def look_up(value: Any, name: str) -> Any:
     return None if key is None else look_up(value[key], name[len(key) + 1 :])
 
 
-def without_seed(settings: dict[str, Any]) -> dict[str, Any]:
+def without_seed(settings: Settings) -> Settings:
     """The settings that results are told apart by."""
     return {name: value for name, value in settings.items() if name.split(".")[-1] != "seed"}
 
 
-def pool_seeds(results: list[TrialResult]) -> dict[str, Any]:
-    """One row: mean and standard deviation of the metric over the trials, which differ in their seed only."""
-    values = [result.value for result in results if result.value is not None]
-    seconds = [result.record["seconds"] for result in results if result.value is not None]
-    mean, spread = mean_and_spread(values)
-    return {
-        "settings": without_seed(results[0].trial.settings),
-        "metric": mean,
-        "spread": spread,
-        "values": values,
-        "trials": len(results),
-        "seconds": mean_and_spread(seconds)[0],
-        "outputs": [str(result.trial.out) for result in results],
-    }
+def values_of(results: list[TrialResult]) -> list[float]:
+    return [result.value for result in results if result.value is not None]
 
 
-def difference(results: list[TrialResult], best: list[TrialResult]) -> dict[str, Any] | None:
-    """{mean, ci, seeds}: the metric of these trials minus that of the best row's, paired by seed, with a 95 % interval.
-
-    None for the best row itself, and for fewer than two common seeds.
-    """
+def pool_seeds(results: list[TrialResult], best: list[TrialResult]) -> SweepRow:
+    """The row of these trials, beside those of the best row."""
+    mean, spread = mean_and_spread(values_of(results))
     own, base = by_seed(results), by_seed(best)
     common = [seed for seed in own if seed in base]
     found = paired_difference([own[seed] for seed in common], [base[seed] for seed in common])
-    if results is best or found is None:
-        return None
-    return {"mean": found[0], "ci": found[1], "seeds": len(common)}
+    return SweepRow(
+        settings=without_seed(results[0].trial.settings),
+        metric=mean,
+        spread=spread,
+        values=values_of(results),
+        trials=len(results),
+        seconds=mean_and_spread([x.seconds for x in results if x.seconds is not None])[0],
+        outputs=[str(result.trial.out) for result in results],
+        to_best=Difference(*found, len(common)) if found and results is not best else None,
+    )
 
 
 def by_seed(results: list[TrialResult]) -> dict[str, float]:
@@ -154,75 +168,76 @@ def by_seed(results: list[TrialResult]) -> dict[str, float]:
     return found
 
 
-def write_results(s: SweepConfig, facts: dict[str, Any]) -> str:
+def write_results(s: SweepConfig, rows: list[SweepRow], failed: dict[str, str]) -> str:
     """Writes sweep.json, sweep.md and, if one number is swept, sweep.svg; returns the Markdown."""
-    out, svg = Path(s.out), chart(s, facts["rows"])
-    parts = [table_markdown(results_table(s, facts["rows"]))]
-    if any(row["to_best"] for row in facts["rows"]):
-        parts.append(table_markdown(differences_table(s, facts["rows"])))
+    out, svg, names = Path(s.out), chart(s, rows), varying_names(rows)
+    parts = [table_markdown(results_table(s, rows))]
+    differences = [
+        [*texts_of(row, names), format_with_interval(x.mean, x.ci, 4), str(x.seeds)]
+        for row in rows
+        if (x := row.to_best)
+    ]
+    if differences:
+        title = f"{s.metric} minus that of the first row, paired by seed"
+        header = [*names, "difference [95 %]", "seeds"]
+        parts.append(table_markdown(Table(title, header, differences)))
     if svg:
         files.write_atomically(out / "sweep.svg", plots.recolor(svg))
         parts.append(f"![{s.metric}](sweep.svg)")
-    if facts["failed"]:
-        lines = [f"- {name}: {escape_markdown(why)}" for name, why in facts["failed"].items()]
-        parts += ["## Failed", "\n".join(lines)]
+    if failed:
+        named = [f"- {name}: {escape_markdown(why)}" for name, why in failed.items()]
+        parts += ["## Failed", "\n".join(named)]
     text = "\n\n".join(parts) + "\n"
     files.write_atomically(out / "sweep.md", text)
-    content = json.dumps(facts, indent=1, ensure_ascii=False) + "\n"
+    shown = ("command", "recipe", "words", "metric", "goal", "point")
+    settings = {name: vars(s)[name] for name in shown}
+    facts = {"schema": 1, **settings, "rows": [asdict(row) for row in rows], "failed": failed}
+    content = (
+        json.dumps({**facts, **to_json(provenance.collect())}, indent=1, ensure_ascii=False) + "\n"
+    )
     files.write_atomically(out / "sweep.json", content)
     return text
 
 
-def varying_names(rows: list[dict[str, Any]]) -> list[str]:
+def varying_names(rows: list[SweepRow]) -> list[str]:
     """The settings that have several values."""
-    names = rows[0]["settings"]
-    return [n for n in names if len({to_text(row["settings"][n]) for row in rows}) > 1]
+    names = rows[0].settings
+    return [n for n in names if len({to_text(row.settings[n]) for row in rows}) > 1]
 
 
-def results_table(s: SweepConfig, rows: list[dict[str, Any]]) -> Table:
+def texts_of(row: SweepRow, names: list[str]) -> list[str]:
+    return [to_text(row.settings[name]) for name in names]
+
+
+def results_table(s: SweepConfig, rows: list[SweepRow]) -> Table:
     """A line for each row; the spread is the standard deviation over seeds."""
     names = varying_names(rows)
-    seeds = max(row["trials"] for row in rows) > 1
+    seeds = max(row.trials for row in rows) > 1
     lines = []
     for row in rows:
-        mean, spread = row["metric"], row["spread"]
-        value = NOT_MEASURED if mean is None else f"{mean:.4g}"
-        value += "" if spread is None else f" ± {spread:.2g}"
-        line = [*(to_text(row["settings"][name]) for name in names), value]
-        line += [f"{len(row['values'])} of {row['trials']}"] if seeds else []
-        line.append(NOT_MEASURED if row["seconds"] is None else duration(row["seconds"]))
+        value = NOT_MEASURED if row.metric is None else f"{row.metric:.4g}"
+        value += "" if row.spread is None else f" ± {row.spread:.2g}"
+        line = [*texts_of(row, names), value]
+        line += [f"{len(row.values)} of {row.trials}"] if seeds else []
+        line.append(NOT_MEASURED if row.seconds is None else duration(row.seconds))
         lines.append(line)
     header = [*names, s.metric, *(["seeds"] if seeds else []), "time"]
     return Table(f"Sweep of {s.command}", header, lines)
 
 
-def differences_table(s: SweepConfig, rows: list[dict[str, Any]]) -> Table:
-    """A line for each row that shares seeds with the best one."""
-    names = varying_names(rows)
-    lines = []
-    for row in (row for row in rows if row["to_best"] is not None):
-        found = row["to_best"]
-        change = format_with_interval(found["mean"], found["ci"], 4)
-        lines.append(
-            [*(to_text(row["settings"][name]) for name in names), change, str(found["seeds"])]
-        )
-    title = f"{s.metric} minus that of the first row, paired by seed"
-    return Table(title, [*names, "difference [95 %]", "seeds"], lines)
-
-
-def chart(s: SweepConfig, rows: list[dict[str, Any]]) -> str:
+def chart(s: SweepConfig, rows: list[SweepRow]) -> str:
     """SVG of the metric over the one swept number, a line for each combination of the others; "" if there is none."""
     names = varying_names(rows)
-    numeric = [name for name in names if all(is_number(row["settings"][name]) for row in rows)]
-    if len(numeric) != 1 or all(row["metric"] is None for row in rows):
+    numeric = [name for name in names if all(is_number(row.settings[name]) for row in rows)]
+    if len(numeric) != 1 or all(row.metric is None for row in rows):
         return ""
+    others = [name for name in names if name != numeric[0]]
     lines: dict[str, list[Point]] = {}
-    for row in (row for row in rows if row["metric"] is not None):
-        others = [to_text(row["settings"][name]) for name in names if name != numeric[0]]
-        spread = row["spread"] or 0.0
-        ends = (row["metric"] - spread, row["metric"] + spread)
-        point = Point(float(row["settings"][numeric[0]]), row["metric"], ends)
-        lines.setdefault(", ".join(others), []).append(point)
+    for row in rows:
+        if row.metric is not None:
+            spread, x = row.spread or 0.0, float(str(row.settings[numeric[0]]))
+            point = Point(x, row.metric, (row.metric - spread, row.metric + spread))
+            lines.setdefault(", ".join(texts_of(row, others)), []).append(point)
     series = [ChartSeries(name, sorted(x, key=lambda p: p.x)) for name, x in lines.items()]
     xs = [point.x for one in series for point in one.points]
     log = min(xs) > 0 and max(xs) / min(xs) >= LOG_SPAN

@@ -59,43 +59,10 @@ SUMMARIES = (
     "Article: {text}\n\nSummarize the article in three sentences.\nSummary:",
 )
 PLACES = (
-    *(
-        "Manchester",
-        "Lagos",
-        "Osaka",
-        "Toronto",
-        "Lima",
-        "Nairobi",
-        "Denver",
-        "Glasgow",
-        "Perth",
-        "Warsaw",
-    ),
-    *(
-        "Mumbai",
-        "Hanoi",
-        "Chicago",
-        "Dublin",
-        "Oslo",
-        "Athens",
-        "Bogota",
-        "Seattle",
-        "Lyon",
-        "Jakarta",
-    ),
-    *(
-        "Boston",
-        "Madrid",
-        "Cairo",
-        "Austin",
-        "Helsinki",
-        "Naples",
-        "Karachi",
-        "Quito",
-        "Leeds",
-        "Tunis",
-    ),
-)
+    "Manchester", "Lagos", "Osaka", "Toronto", "Lima", "Nairobi", "Denver", "Glasgow", "Perth", "Warsaw",
+    "Mumbai", "Hanoi", "Chicago", "Dublin", "Oslo", "Athens", "Bogota", "Seattle", "Lyon", "Jakarta",
+    "Boston", "Madrid", "Cairo", "Austin", "Helsinki", "Naples", "Karachi", "Quito", "Leeds", "Tunis",
+)  # fmt: skip
 EVENTS = (
     "a football club that changed its coach after a run of defeats",
     "a court case about a stolen painting",

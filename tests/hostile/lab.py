@@ -39,7 +39,7 @@ FIRST_ARGUMENT = {
     "scripts/export.py": "draft",
     "scripts/check_draft.py": "draft",
     "scripts/referee.py": "draft",
-    "scripts/engine_compat/llamacpp_parity.py": "draft",
+    "scripts/llamacpp_parity.py": "draft",
     "scripts/audit.py": "draft",
 }
 """The settings that may come first without their flags."""
@@ -96,7 +96,7 @@ BASE = {
     "scripts/lab/bench_training.py": "--sizes '[12x256]' --families '[medusa]' --device cpu --out $tmp/out.json",
     "scripts/lab/gpu_smoke.py": "--target $lab/target --draft $lab/causal --rows 1 --k 2 --max_new_tokens 8 "
     "--compiled false --device cpu --out $tmp/out.json",
-    "scripts/engine_compat/llamacpp_parity.py": "$lab/causal --target $lab/target --server $lab/python",
+    "scripts/llamacpp_parity.py": "$lab/causal --target $lab/target --server $lab/python",
 }
 """Arguments of each command that work, or would with vLLM, a GPU or more time."""
 EARLIER_RUNS = {

@@ -220,7 +220,7 @@ NUMBERS = {
     ],
     "scripts/lab/bench_training.py": [("steps", "0")],
     "scripts/lab/gpu_smoke.py": [("k", "0"), ("rows", "0"), ("max_new_tokens", "0")],
-    "scripts/engine_compat/llamacpp_parity.py": [
+    "scripts/llamacpp_parity.py": [
         ("k", "0 -1"),
         ("max_new_tokens", "0"),
         ("margin", "-1 .nan"),

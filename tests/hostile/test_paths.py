@@ -19,7 +19,7 @@ TARGETS = {
     "eval/tune.py": "target",
     "decode/generate.py": "target",
     "scripts/referee.py": "target",
-    "scripts/engine_compat/llamacpp_parity.py": "target",
+    "scripts/llamacpp_parity.py": "target",
     "scripts/audit.py": "target",
     "scripts/export.py": "target",
     "scripts/check_draft.py": "target",
@@ -97,9 +97,9 @@ MISSING = (
     ("scripts/lab/task_prompts.py", "--articles ./gone"),
     ("scripts/lab/bench_decoding.py", "--prompts ./gone.jsonl"),
     ("scripts/lab/gpu_smoke.py", "--draft ./gone"),
-    ("scripts/engine_compat/llamacpp_parity.py", "--draft ./gone"),
-    ("scripts/engine_compat/llamacpp_parity.py", "--server ./gone"),
-    ("scripts/engine_compat/llamacpp_parity.py", "--target_gguf ./gone.gguf"),
+    ("scripts/llamacpp_parity.py", "--draft ./gone"),
+    ("scripts/llamacpp_parity.py", "--server ./gone"),
+    ("scripts/llamacpp_parity.py", "--target_gguf ./gone.gguf"),
 )  # fmt: skip
 """Nothing is called `gone`, and its message says so without asking the network."""
 
@@ -225,10 +225,10 @@ KINDS = [
     Case("scripts/lab/floor.py", "--out $lab/report", "report"),
     Case("scripts/lab/gpu_smoke.py", "--out $lab/report", "report"),
     Case("scripts/referee.py", "--out $lab/report", "report"),
-    Case("scripts/engine_compat/llamacpp_parity.py", "--out $lab/report", "report"),
-    Case("scripts/engine_compat/llamacpp_parity.py", "--server $lab/prompts.txt", "prompts.txt"),
-    Case("scripts/engine_compat/llamacpp_parity.py", "--logs $lab/prompts.txt", "prompts.txt"),
-    Case("scripts/engine_compat/llamacpp_parity.py", "--draft $lab/eagle3", "eagle3"),
+    Case("scripts/llamacpp_parity.py", "--out $lab/report", "report"),
+    Case("scripts/llamacpp_parity.py", "--server $lab/prompts.txt", "prompts.txt"),
+    Case("scripts/llamacpp_parity.py", "--logs $lab/prompts.txt", "prompts.txt"),
+    Case("scripts/llamacpp_parity.py", "--draft $lab/eagle3", "eagle3"),
 ]  # fmt: skip
 
 UNREADABLE = [

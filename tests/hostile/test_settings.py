@@ -204,7 +204,7 @@ FILES = [
     Case("scripts/check_draft.py", "", "draft", keep_base=False),
     Case("scripts/publish.py", "", "draft", keep_base=False),
     Case("scripts/referee.py", "", "draft", keep_base=False),
-    Case("scripts/engine_compat/llamacpp_parity.py", "", "draft", keep_base=False),
+    Case("scripts/llamacpp_parity.py", "", "draft", keep_base=False),
     Case("scripts/audit.py", "", "draft", keep_base=False),
     Case("scripts/track_report.py", "", "run", keep_base=False),
 ]  # fmt: skip

@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import GenerationConfig
 
+from decode.engine.engine import SpeculativeEngine
 from decode.model.loading import Target, load_model, load_target
 from scripts.lab import bench_decoding
 from scripts.lab.bench_decoding import (
     BenchDecodingConfig,
-    ContinuousSampler,
-    PaddedSampler,
-    RefillingSampler,
-    SampledAnswers,
     SamplingEngine,
     answer_length,
+    continuous_engine,
     count_run,
+    padded_engine,
+    refilling_engine,
     summarize_runs,
     take_turns,
 )
@@ -68,7 +69,7 @@ def test_only_text_up_to_the_first_eos_counts() -> None:
     """Catches padding, or what follows an EOS, counted as generated; and an EOS that is not counted."""
     answers = [[7, 8, 9, 10], [7, 8, 0, 0], [0, 7, 0, 0], [7, 7, 7, 7, 7, 7], [7, 7, 7, 3], [7, 2]]
     assert [answer_length(ids, {0, 3}, 4) for ids in answers] == [4, 3, 1, 4, 4, 2]
-    run = count_run(SampledAnswers(answers, 2.0), {0, 3}, 4)
+    run = count_run(answers, 2.0, {0, 3}, 4)
     assert run == {
         "tokens": 18, "seconds": 2.0, "tokens_per_second": 9.0, "answers": 6, "ended": 3,
     }  # fmt: skip
@@ -95,16 +96,16 @@ def passes_with_refill(lengths: list[int], rows: int) -> int:
 
 def test_rows_are_refilled(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a batch that waits for its longest answer before the next prompts begin."""
-    engine = RefillingSampler(target, 3)
     passes: list[None] = []
-    launch = engine.engine._launch_round
+    launch = SpeculativeEngine._launch_round
 
     def counted(*args: Any) -> Any:
         passes.append(None)
         return launch(*args)
 
-    monkeypatch.setattr(engine.engine, "_launch_round", counted)
-    lengths = [len(ids) for ids in engine.sample(PROMPTS, LIMIT, 5).ids]
+    monkeypatch.setattr(SpeculativeEngine, "_launch_round", counted)
+    engine = refilling_engine(target, 3, LIMIT)
+    lengths = [len(ids) for ids in engine.sample(PROMPTS, LIMIT, 5)]
     assert len(passes) == passes_with_refill(lengths, 3)
     static = sum(max(lengths[at : at + 3]) - 1 for at in range(0, len(lengths), 3))
     assert len(passes) < static
@@ -124,8 +125,7 @@ def likeliest(folder: Path) -> list[tuple[int, float]]:
 def check_samples(engine: SamplingEngine, times: int, likeliest: list[tuple[int, float]]) -> None:
     """Asserts that answers to PROMPTS, `times` over, end as they must, and that the likeliest tokens are as frequent in
     their first place as the target says."""
-    answers = engine.sample(PROMPTS * times, LIMIT, 0).ids
-    engine.close()
+    answers = engine.sample(PROMPTS * times, LIMIT, 0)
     for ids in answers:
         assert answer_length(ids, EOS, LIMIT) == len(ids)
         assert len(ids) == LIMIT or ids[-1] in EOS
@@ -142,44 +142,46 @@ def test_all_engines_sample_alike(
 ) -> None:
     """Catches an engine that takes settings of generation_config.json, stops elsewhere, or mixes up answers."""
     eos, model = sorted(target.eos), load_model(str(folder), "target", "cpu", "float32")
+    model.generation_config = GenerationConfig()
     starts: dict[str, Callable[[], SamplingEngine]] = {
-        "ours": lambda: RefillingSampler(target, 40),
-        "generate": lambda: PaddedSampler(model, eos, 40),
-        "generate_batch": lambda: ContinuousSampler(model, eos, 40, 20, 0),
+        "ours": lambda: refilling_engine(target, 40, LIMIT),
+        "generate": lambda: padded_engine(model, eos, 40),
+        "generate_batch": lambda: continuous_engine(model, eos, 40, 20, 0),
     }
     check_samples(starts[name](), 12, likeliest)
+    model.destroy_cached_continuous_batching_manager()
 
 
-class Recorder:
-    """Stands for an engine: notes its turns, and answers with as many tokens as it is asked for."""
-
-    def __init__(self, name: str, turns: list[tuple[str, int, int]]):
-        self.name, self.turns = name, turns
-
-    def sample(self, prompts: Any, max_new_tokens: int, seed: int) -> SampledAnswers:
-        self.turns.append((self.name, len(prompts), seed))
-        return SampledAnswers([[9] * max_new_tokens for _ in prompts], len(self.turns))
-
-    def close(self) -> None: ...
-
-
-def test_engines_take_turns() -> None:
+def test_engines_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an engine that always runs first, or is timed while it warms up; and a median over other turns."""
     turns: list[tuple[str, int, int]] = []
+    clock = [0.0]
+    monkeypatch.setattr(bench_decoding.time, "perf_counter", lambda: clock[0])
+
+    def engine(name: str) -> SamplingEngine:
+        """Notes its turns, and answers with as many tokens as it is asked for, each turn a second slower."""
+
+        def sample(prompts: Any, limit: int, seed: int) -> list[list[int]]:
+            turns.append((name, len(prompts), seed))
+            clock[0] += len(turns)
+            return [[9] * limit for _ in prompts]
+
+        return SamplingEngine(sample, lambda prompts: turns.append((name, -len(prompts), 0)))
+
     s = BenchDecodingConfig(max_new_tokens=3, repeats=3, seed=10)
-    engines = {name: Recorder(name, turns) for name in ("ours", "generate")}
-    quiet = Console(quiet=True)
-    runs = take_turns(s, engines, PROMPTS, 4, {0}, quiet)
-    assert turns[:4] == [("ours", 4, 10)] * 2 + [("generate", 4, 10)] * 2
-    assert turns[4:] == [
+    engines = {name: engine(name) for name in ("ours", "generate")}
+    runs = take_turns(s, engines, PROMPTS, 4, {0}, Console(quiet=True))
+    for name, at in (("ours", 0), ("generate", 3)):
+        assert turns[at : at + 3] == [(name, 4, 10)] * 2 + [(name, -4, 0)]
+    assert turns[6:] == [
         ("ours", 10, 11), ("generate", 10, 11), ("generate", 10, 12), ("ours", 10, 12),
         ("ours", 10, 13), ("generate", 10, 13),
     ]  # fmt: skip
     ours, generate = summarize_runs(4, runs)
-    assert [run["seconds"] for run in runs["ours"]] == [5, 8, 9]
-    assert (ours["tokens_per_second"], ours["least"], ours["most"]) == (30 / 8, 30 / 9, 30 / 5)
-    assert ours["over_generate"] == 10 / 9
-    assert (generate["over_generate"], ours["tokens_per_answer"], ours["ended"]) == (1.0, 3.0, 0.0)
+    assert [run["seconds"] for run in runs["ours"]] == [7, 10, 11]
+    assert (ours.tokens_per_second, ours.least, ours.most) == (30 / 10, 30 / 11, 30 / 7)
+    assert ours.over_generate == 12 / 11
+    assert (generate.over_generate, ours.tokens_per_answer, ours.ended) == (1.0, 3.0, 0.0)
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:

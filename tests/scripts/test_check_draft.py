@@ -18,15 +18,20 @@ from decode.drafts.eagle_model import Eagle3Model, llama_config
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from decode.serving.checker import ENGINES, check_draft_files
-from decode.serving.rules import IGNORED, REFUSED, SILENT
+from decode.serving.rules import IGNORED, REFUSED, SILENT, read_draft, read_target
+from eval.served.mistakes import Mistake, mistakes
+from eval.served.suspects import readings
 from scripts import export
-from scripts.engine_compat.corruptions import all_corruptions
 from tests.decode.checkpoints.test_layouts import LAYERS, V, small_target
 from tests.heads import fields, ids_of, net_of, randomise
 from tests.scripts import test_check_blocks
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
-DAMAGE = all_corruptions(LAYERS)
+DAMAGE = [
+    pytest.param(family, mistake, id=name)
+    for family, own in mistakes(LAYERS).items()
+    for name, mistake in own.items()
+]
 SERVED = {
     "eagle3": ("vllm", "sglang", "trtllm", "llamacpp"),
     "narrow": ("vllm", "sglang", "trtllm", "llamacpp"),
@@ -98,25 +103,28 @@ def test_what_no_engine_serves_is_refused(good: dict[str, Path], target: str) ->
             assert [f.effect for f in found] == [REFUSED], (family, engine, found)
 
 
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize(("family", "mistake"), DAMAGE)
 def test_every_damage_is_seen(
-    name: str, good: dict[str, Path], target: str, tmp_path: Path
+    family: str, mistake: Mistake, good: dict[str, Path], target: str, tmp_path: Path
 ) -> None:
     """Catches a pitfall of formats.md that would go out unseen, named by its own rule and not by chance by another; and
     rules that blame an engine for what it reads as it was meant.
     """
-    damage = DAMAGE[name]
     folder = tmp_path / "draft"
-    shutil.copytree(good[damage.family], folder)
-    damage.edit.apply(folder)
-    assert damage.expected_rules
-    for engine in SERVED[damage.family]:
-        found = check_draft_files(str(folder), engine, "", target_of(damage.family, target))
+    shutil.copytree(good[family], folder)
+    mistake.edit.apply(folder)
+    assert mistake.rules
+    for engine in SERVED[family]:
+        found = check_draft_files(str(folder), engine, "", target_of(family, target))
         rules = {finding.rule for finding in found}
-        if engine in damage.expected_rules:
-            assert damage.expected_rules[engine] in rules, (engine, found)
+        if engine in mistake.rules:
+            assert mistake.rules[engine] in rules, (engine, found)
         else:
             assert rules == set(), (engine, found)
+    suspects = readings(
+        read_draft(str(folder), read_target(target_of(family, target), tokenizer=False))
+    )
+    assert mistake.suspect in ("", *(reading.about for reading in suspects))
 
 
 def test_what_changed_since_training_is_seen(
@@ -241,11 +249,12 @@ def test_rules_have_a_name_and_a_source() -> None:
 
 
 def test_every_rule_of_heads_is_tested() -> None:
-    """Catches a rule that no corruption shows to work."""
+    """Catches a rule that no mistake shows to work."""
     shown = {
-        (engine, damage.family, rule)
-        for damage in DAMAGE.values()
-        for engine, rule in damage.expected_rules.items()
+        (engine, family, rule)
+        for family, own in mistakes(LAYERS).items()
+        for mistake in own.values()
+        for engine, rule in mistake.rules.items()
     }
     shown |= {
         (engine, family, rule) for family, engine, rule, _ in test_check_blocks.DAMAGE.values()

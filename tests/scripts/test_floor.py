@@ -45,19 +45,13 @@ def test_layers_are_the_models_own() -> None:
 def test_the_roofline_is_the_slower_of_reading_and_computing() -> None:
     """Catches a peak taken from the rounded kernel, whose products are another precision's."""
     products = {"linear": [4.0, 9.0], "packed": [5.0, 8.0], "int8": [1.0, 1.0]}
-    one, many = floor.summarize([1, 100], 1000, 4000, 2e6, products, [8.0, 16.0])
-    assert (one["roofline"], one["product"], one["kernel"]) == (
-        2.0,
-        4.0,
-        "linear",
-    )  # 4,000 B at 2 MB/s
-    assert (many["roofline"], many["product"], many["kernel"]) == (
-        8.0,
-        8.0,
-        "packed",
-    )  # the peak itself
-    assert (one["of_roofline"], one["of_product"], many["of_product"]) == (0.25, 0.5, 0.5)
-    assert (one["int8"], many["int8"]) == (1.0, 1.0)
+    engine = [(8.0, 1.5), (16.0, 0.5)]
+    one, many = floor.summarize([1, 100], 1000, 4000, 2e6, products, engine)
+    # 4,000 B at 2 MB/s; then the peak itself
+    assert (one.roofline, one.product, one.kernel) == (2.0, 4.0, "linear")
+    assert (many.roofline, many.product, many.kernel) == (8.0, 8.0, "packed")
+    assert (one.of_roofline, one.of_product, many.of_product) == (0.25, 0.5, 0.5)
+    assert (one.int8, many.int8, one.first_request_s) == (1.0, 1.0, 1.5)
 
 
 def test_the_command_measures_each_number_of_rows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,8 @@ from decode.serving import gguf_heads
 from decode.serving import llamacpp_engine as llamacpp
 from decode.serving.checker import check_draft_files
 from decode.serving.rules import REFUSED, SILENT, DraftFiles, TargetInfo
-from scripts import export
-from scripts.engine_compat import llamacpp_parity
-from scripts.engine_compat.greedy_parity import load_prompts
+from eval.served.parity import load_prompts
+from scripts import export, llamacpp_parity
 from tests.heads import randomise
 from tests.scripts.test_check_blocks import good as block_drafts  # noqa: F401  a fixture
 from tests.tiny import tiny_model

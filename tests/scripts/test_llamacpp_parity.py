@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from decode.checkpoints import draft_vocab
 from decode.common.errors import UserError
 from decode.model.loading import load_target
-from scripts.engine_compat import llamacpp_parity
-from scripts.engine_compat.greedy_parity import load_prompts
-from scripts.engine_compat.llamacpp_parity import LlamaCppParityConfig, served_rounds
-from scripts.engine_compat.llamacpp_server import ServedAnswer
+from decode.serving.log_counts import RequestCounts
+from decode.serving.running.llama_server import ServedAnswer
+from eval.served.parity import load_prompts
+from scripts import llamacpp_parity
+from scripts.llamacpp_parity import LlamaCppParityConfig, served_rounds
 from tests.worlds import ROOT
 
 STAND_IN = """
@@ -84,9 +85,9 @@ def mine() -> Answers:
     """What llama.cpp would answer if it decodes as we do; the second text ends before the limit."""
     s = asked()
     target = replace(load_target(s.target, "cpu"), eos=frozenset())
-    served = [ServedAnswer({"tokens": [0] * n}, {}) for n in (9, 6)]
-    lines = llamacpp_parity.run_ours(s, target, load_prompts(s.tasks, 2, target), served)
-    return [{"tokens": line["output_ids"], "rounds": line["rounds"]} for line in lines]
+    served = [ServedAnswer({"tokens": [0] * n}, RequestCounts(0, 0, 0)) for n in (9, 6)]
+    answers = llamacpp_parity.run_ours(s, target, load_prompts(s.tasks, 2, target), served)
+    return [{"tokens": own.output_ids, "rounds": own.rounds} for own in answers]
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -232,7 +233,7 @@ SERVER = os.environ.get("LLAMA_SERVER", "")
 def test_llamacpp_accepts_what_we_accept() -> None:
     """Catches a GGUF that loads and computes something else."""
     done = subprocess.run(
-        [sys.executable, "scripts/engine_compat/llamacpp_parity.py", "assets/draft", "--max_new_tokens", "24",
+        [sys.executable, "scripts/llamacpp_parity.py", "assets/draft", "--max_new_tokens", "24",
          "--tasks", "[{name: code, limit: 3}]"],
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip

@@ -13,15 +13,15 @@ from decode.engine.trained_template import trained_templates, use_template
 from decode.model.loading import Target, load_target, load_tokenizer
 from eval.tasks.loading import Task, load_task_prompts, with_later_turns
 from tests import worlds
-from tests.tiny import tiny_model
+from tests.rows import file_sources, save_byte_target, write_rows
 from tests.train.doctor_checks.sets import examine, graves
 from tests.worlds import Done, byte_tokenizer
 from train.data import mixture, sample_store
 from train.data.conversations import conversation_with_replies
 from train.data.manifest import read_manifest
 from train.data.prompts import make_prompt
+from train.data.template_probe import probe
 from train.doctor_checks import examination
-from train.doctor_checks.template import probe
 from train.trainer.acceptance_eval import AcceptanceEval, AcceptanceEvalConfig
 
 BODY = "{% for m in messages %}<2>{{ m['role'] }}\n{{ m['content'] }}<1>\n{% endfor %}"
@@ -51,16 +51,12 @@ ROWS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target with three templates, one of which needs a date."""
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATES
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=2048)
-    return worlds.save(tmp_path_factory.mktemp("world") / "target", model, tokenizer)
+    return save_byte_target(tmp_path_factory.mktemp("world") / "target", TEMPLATES)
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> str:
     """The setting `sources` for a file with these rows."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return json.dumps([{"kind": "file", "path": str(path)}])
+    return file_sources(write_rows(path, rows))
 
 
 def sample(target: Path, folder: Path, rows: list[dict[str, Any]], *more: object) -> Done:

@@ -13,8 +13,9 @@ from decode.engine.engine import decode
 from decode.model.loading import load_target
 from decode.model.vocabularies import check_embedded
 from tests import worlds
+from tests.rows import sample, write_rows
 from tests.tiny import tiny_model
-from tests.worlds import Done, byte_tokenizer
+from tests.worlds import byte_tokenizer
 from train.data import sample_store
 from train.data.manifest import read_manifest
 
@@ -57,19 +58,6 @@ def said(target: Path, token: str, number: int) -> str:
     return f"token {token!r} has id {number}, and the target embeds 268 tokens, the last one with id 267"
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def sample(target: Path, path: Path, out: Path, *more: object) -> Done:
-    sources = json.dumps([{"kind": "file", "path": str(path)}])
-    return worlds.call(
-        "train/sample.py", "--target", target, "--sources", sources, "--out", out,
-        "--max_new_tokens", 3, *more,
-    )  # fmt: skip
-
-
 QUESTIONS = [{"prompt": f"zq{i} count", "completion": f"to {i}"} for i in range(12)]
 
 
@@ -78,7 +66,7 @@ def test_a_template_that_writes_it_in_every_row_ends_sampling(
     targets: dict[str, Path], tmp_path: Path, origin: str
 ) -> None:
     """Bug: IndexError of the embedding, from within torch."""
-    path = write(tmp_path / "rows.jsonl", QUESTIONS)
+    path = write_rows(tmp_path / "rows.jsonl", QUESTIONS)
     done = sample(targets["every"], path, tmp_path / "out", "--origin", origin)
     line = done.err.splitlines()[-1]
     assert done.code == 2, done.err
@@ -93,7 +81,7 @@ def test_a_template_that_writes_it_in_every_row_ends_sampling(
 def test_tokens_with_rows_of_their_own_are_like_any_other(
     targets: dict[str, Path], tmp_path: Path, name: str, origin: str
 ) -> None:
-    path = write(tmp_path / "rows.jsonl", QUESTIONS)
+    path = write_rows(tmp_path / "rows.jsonl", QUESTIONS)
     done = sample(targets[name], path, tmp_path / "out", "--origin", origin)
     assert done.code == 0, done.err
     rows = list(sample_store.read_shards(tmp_path / "out"))
@@ -119,7 +107,7 @@ def test_a_row_with_it_costs_itself(
     number: int, origin: str,
 ) -> None:  # fmt: skip
     good = [{"text": f"zq{i} count to {i}"} for i in range(12)] if "text" in bad else QUESTIONS
-    path = write(tmp_path / "rows.jsonl", [*good[:7], bad, *good[7:]])
+    path = write_rows(tmp_path / "rows.jsonl", [*good[:7], bad, *good[7:]])
     out = tmp_path / "out"
     assert sample(targets[name], path, out, "--origin", origin).code == 2  # 1 of 13 is over 5 %
     done = sample(targets[name], path, out, "--origin", origin, "--max_bad_rows", 0.1)
@@ -149,7 +137,7 @@ def test_generating_and_the_library_name_it(targets: dict[str, Path]) -> None:
 def test_evaluation_names_the_row(targets: dict[str, Path], tmp_path: Path) -> None:
     for name, row in (("every", 1), ("plain", 3)):
         texts = ["one", "two", "a <|turn|> b" if name == "plain" else "three"]
-        path = write(tmp_path / f"{name}.jsonl", [{"prompt": text} for text in texts])
+        path = write_rows(tmp_path / f"{name}.jsonl", [{"prompt": text} for text in texts])
         done = worlds.call(
             "eval/run.py", "--target", targets[name], "--methods", "[{name: ngram}]", "--out", tmp_path / name,
             "--tasks", json.dumps([{"name": "own", "path": str(path)}]),
@@ -159,7 +147,7 @@ def test_evaluation_names_the_row(targets: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_the_doctor_names_the_row(targets: dict[str, Path], tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [*QUESTIONS, {"prompt": "a <|note|> b"}])
+    path = write_rows(tmp_path / "rows.jsonl", [*QUESTIONS, {"prompt": "a <|note|> b"}])
     sources = json.dumps([{"kind": "file", "path": str(path)}])
     out = tmp_path / "doctor.json"
     done = worlds.call(
@@ -174,7 +162,7 @@ def test_the_doctor_names_the_row(targets: dict[str, Path], tmp_path: Path) -> N
     assert "token '<|note|>' has id 269" in found["cost"]
 
 
-def train(target: Path, data: Path, out: Path, *more: object) -> Done:
+def train(target: Path, data: Path, out: Path, *more: object) -> worlds.Done:
     return worlds.call(
         "train/distill.py", "--target", target, "--data", data, "--out", out, "--draft.init", "",
         "--draft.family", "eagle1", "--loop.steps", 2, "--loop.batch_size", 2, *more,
@@ -183,7 +171,7 @@ def train(target: Path, data: Path, out: Path, *more: object) -> Done:
 
 def test_distilling_names_the_sample(targets: dict[str, Path], tmp_path: Path) -> None:
     """A set with such a token may come from a target of the same tokenizer whose embedding was resized."""
-    path = write(tmp_path / "rows.jsonl", QUESTIONS)
+    path = write_rows(tmp_path / "rows.jsonl", QUESTIONS)
     data = tmp_path / "set"
     assert sample(targets["resized"], path, data, "--origin", "text").code == 0
     done = train(targets["every"], data, tmp_path / "out", "--loop.eval_every", 0)
@@ -191,7 +179,7 @@ def test_distilling_names_the_sample(targets: dict[str, Path], tmp_path: Path) -
     assert f"sample {first}: {said(targets['every'], '<|turn|>', TURN)}" in done.error()
     assert train(targets["resized"], data, tmp_path / "out", "--loop.eval_every", 0).code == 0
     # texts without a template have no such token, but what is measured in training has
-    texts = write(tmp_path / "texts.jsonl", [{"text": f"zq{i} to {i}"} for i in range(9)])
+    texts = write_rows(tmp_path / "texts.jsonl", [{"text": f"zq{i} to {i}"} for i in range(9)])
     assert sample(targets["every"], texts, tmp_path / "texts", "--origin", "text").code == 0
     measured = train(targets["every"], tmp_path / "texts", tmp_path / "b", "--loop.eval_every", 1)
     assert said(targets["every"], "<|turn|>", TURN) in measured.error()

@@ -4,7 +4,7 @@
     sources.py          reads Prompts of bundled files, Python's standard library, files, Hub data sets, up to a limit
     python_corpus.py    Python's standard library as text, with the held-out modules
     conversations.py    Prompt -> Conversation: token ids of prompts and replies, turn by turn
-    rendered_text.py    texts that were rendered with a chat template already
+    template_probe.py   what a chat template does, found by rendering; texts that were rendered already
     filters.py          finds prompts that overlap evaluation, near duplicates and wrong lengths
     prompt_pipeline.py  runs these steps for train/sample.py and counts what each of them dropped
     sample_store.py     the rows of a sampled set on disk: parquet shards

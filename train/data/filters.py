@@ -1,5 +1,6 @@
 """Step 3 of 3 from sources to tokens: finds overlaps with evaluation, near duplicates, and wrong lengths."""
 
+import math
 import re
 import zlib
 from dataclasses import dataclass
@@ -10,6 +11,11 @@ import numpy as np
 from decode.common.errors import UserError
 from decode.common.ranges import Count, CountOrZero, zero_or
 
+OVERLAPS = "dropped_as_evaluation"
+WRONG_LENGTHS = "dropped_by_length"
+NEAR_DUPLICATES = "dropped_as_near_duplicates"
+FILTERS = (OVERLAPS, WRONG_LENGTHS, NEAR_DUPLICATES)
+"""Names of the counts of prompts that the filters drop, in their order."""
 OVERLAP_WORDS = 13
 """Consecutive words in common that count as overlap, as in GPT-3 (arXiv 2005.14165, appendix C)."""
 SHORT_TEXT_WORDS = OVERLAP_WORDS + 2
@@ -60,7 +66,6 @@ class EvaluationOverlap:
         self.grams = {gram for text in texts for gram in _ngrams(text)}
 
     def overlaps(self, text: str) -> bool:
-        """Whether the text overlaps one of the evaluation texts."""
         text = _normalize_whitespace(text)
         if not self.grams.isdisjoint(_ngrams(text)):
             return True
@@ -130,9 +135,23 @@ def minhash_signature(text: str) -> np.ndarray:
     return ((hashed[:, None] * HASH_FACTORS + HASH_TERMS) >> np.uint64(32)).min(0).astype(np.uint32)
 
 
-def has_wrong_length(prompt_tokens: int, s: FilterConfig) -> bool:
-    """Whether a prompt of this many tokens is too short or too long."""
-    return prompt_tokens < s.min_prompt or 0 < s.max_prompt < prompt_tokens
+class PromptFilter:
+    """Which prompts are dropped, and why."""
+
+    def __init__(self, s: FilterConfig, evaluation_texts: list[str]):
+        self.s = s
+        self.evaluation = EvaluationOverlap(evaluation_texts)
+        self.unlike = NearDuplicates(s.near_duplicates) if s.near_duplicates > 0 else None
+
+    def why_dropped(self, text: str, tokens: int | None) -> str:
+        """The name of the count of the first filter that a prompt does not pass; "" if it passes all. `tokens` is its
+        length, None where any will do."""
+        if self.evaluation.overlaps(text):
+            return OVERLAPS
+        longest = self.s.max_prompt or math.inf
+        if tokens is not None and not self.s.min_prompt <= tokens <= longest:
+            return WRONG_LENGTHS
+        return NEAR_DUPLICATES if self.unlike is not None and not self.unlike.add(text) else ""
 
 
 def _normalize_whitespace(text: str) -> str:

@@ -13,8 +13,7 @@ from decode.common import damage, files, run_dir
 from decode.common.errors import UserError
 from decode.common.ranges import CountOrZero, above
 from decode.model.fingerprint import difference
-from decode.model.loading import Target, recorded_tokenizer
-from decode.model.vocabularies import disagreement
+from decode.model.loading import Target, compare_tokenizers
 from train.data import batching
 from train.data.manifest import MANIFEST_FILE, Manifest, load_set, read_manifest
 from train.data.prompt_pipeline import TargetTokenizer
@@ -95,7 +94,6 @@ class Mixture(Rows):
         return row if len(self.sources) == 1 else {**row, "id": f"{source}/{row['id']}"}
 
     def row_at(self, place: int, seed: int) -> SampleRow:
-        """The row at `place` (from 0) of the endless order."""
         source, number = source_at(self.shares, place)
         index = batching.shuffled_index(len(self.sources[source]), seed, number, source)
         return self[int(self.offsets[source]) + index]
@@ -155,9 +153,10 @@ def check_tokenizer(
     """
     if manifest.tokenizer_hash == target.fingerprint:
         return
-    own = recorded_tokenizer(manifest.tokenizer_hash, manifest.target, manifest.revision)
-    found = "" if own is None else disagreement(own, target.tokenizer, "the samples")
-    if own is not None and found is None:
+    found, own = compare_tokenizers(
+        manifest.tokenizer_hash, manifest.target, manifest.revision, target.tokenizer, "the samples"
+    )
+    if found is None:
         lacking = {*own.get_vocab().values()} - {*target.tokenizer.get_vocab().values()}
         foreign = (i for row in rows if lacking for i in row["input_ids"] if i in lacking)
         token = next(foreign, None)

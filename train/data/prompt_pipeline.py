@@ -6,9 +6,9 @@
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from decode.common.chat_template import Arguments
 from decode.common.errors import UserError
@@ -32,9 +32,8 @@ from decode.model.loading import (
 from decode.model.vocabularies import check_embedded
 from train.data import conversations
 from train.data.conversations import Conversation
-from train.data.filters import EvaluationOverlap, FilterConfig, NearDuplicates, has_wrong_length
+from train.data.filters import FILTERS, OVERLAPS, WRONG_LENGTHS, FilterConfig, PromptFilter
 from train.data.prompts import Prompt, prompt_text
-from train.data.rendered_text import template_marks
 from train.data.sources import (
     ANSWER_ADVICE,
     REPEATS,
@@ -44,13 +43,8 @@ from train.data.sources import (
     evaluation_texts,
     stream_prompts,
 )
+from train.data.template_probe import template_marks
 
-OVERLAPS = "dropped_as_evaluation"
-WRONG_LENGTHS = "dropped_by_length"
-NEAR_DUPLICATES = "dropped_as_near_duplicates"
-FILTERS = (OVERLAPS, WRONG_LENGTHS, NEAR_DUPLICATES)
-"""Names of the counts of prompts that the filters drop, in their order."""
-T = TypeVar("T")
 TOKENIZED_TOGETHER = 256
 """Prompts in one call of the tokenizer."""
 
@@ -94,7 +88,6 @@ class TargetTokenizer:
 
     @property
     def chat_template_hash(self) -> str | None:
-        """What manifests record of the chat template with its arguments; None without one."""
         return template_hash(self.tokenizer)
 
     def with_template(self, setting: TemplateSetting | None) -> "TargetTokenizer":
@@ -110,7 +103,6 @@ class TargetTokenizer:
 
     @classmethod
     def from_target(cls, target: Target) -> "TargetTokenizer":
-        """The tokenizer of a loaded target."""
         return cls(
             target.name,
             target.revision,
@@ -164,26 +156,26 @@ def load_prompts(
 ) -> tuple[list[TokenizedPrompt], dict[str, int]]:
     """(tokenised prompts, {reason: number of prompts dropped for it}). UserError if none is left.
 
-    `log` is told how the sources were read.
-
-    Prompts pass all steps one after the other, and only the token ids of those that are kept stay in memory.
+    `log` is told how the sources were read. Prompts pass all steps one after the other, and only the token ids of those
+    that are kept stay in memory.
     """
     log = ReadLog() if log is None else log
     dropped = log.dropped
     dropped.update(dict.fromkeys((REPEATS, *FILTERS), 0))
     read = stream_prompts(s.sources, s.seed, log, s.origin == "text")
-    tokenize = tokenize_texts if s.origin == "text" else tokenize_prompts
-    evaluation = EvaluationOverlap(evaluation_texts(s.decontaminate))
-    unlike = NearDuplicates(s.filters.near_duplicates)
+    filters = PromptFilter(s.filters, evaluation_texts(s.decontaminate))
     marks = template_marks(reader.tokenizer)
     kept: list[TokenizedPrompt] = []
     reason = ""
     for prompt, conversation in tokenize(s, read, reader, log):
-        if prompt.sample == 0 and (mark := marks.found_in_prompt(prompt)):
-            log.rendered += 1
-            log.first_rendered = log.first_rendered or f"{prompt.location or prompt.id} ({mark!r})"
         if prompt.sample == 0:  # the others have the same content, and are kept or dropped with it
-            reason = _why_dropped(s, prompt, conversation, evaluation, unlike)
+            if mark := marks.found_in_prompt(prompt):
+                log.rendered += 1
+                where = f"{prompt.location or prompt.id} ({mark!r})"
+                log.first_rendered = log.first_rendered or where
+            is_window = s.origin == "text" and not has_replies(prompt)  # these may be of any length
+            tokens = None if is_window else len(conversation.prompt_segments[0])
+            reason = filters.why_dropped(prompt_text(prompt), tokens)
             packed = conversation.packed()
         if reason:
             dropped[reason] += 1
@@ -205,85 +197,59 @@ def load_prompts(
     return kept, dict(dropped)
 
 
-def _why_dropped(
-    s: PromptConfig,
-    prompt: Prompt,
-    conversation: Conversation,
-    evaluation: EvaluationOverlap,
-    unlike: NearDuplicates,
-) -> str:
-    """The name of the first filter that a prompt does not pass; "" if it passes all."""
-    text = prompt_text(prompt)
-    if evaluation.overlaps(text):
-        return OVERLAPS
-    is_window = s.origin == "text" and not has_replies(prompt)  # windows may be of any length
-    if not is_window and has_wrong_length(len(conversation.prompt_segments[0]), s.filters):
-        return WRONG_LENGTHS
-    return NEAR_DUPLICATES if unlike.similarity > 0 and not unlike.add(text) else ""
-
-
-def tokenize_prompts(
+def tokenize(
     s: PromptConfig, read: Iterator[Prompt], reader: TargetTokenizer, log: ReadLog
 ) -> Iterator[tuple[Prompt, Conversation]]:
-    """Prompts whose replies the target will generate, tokenised many at a time; `log` counts those that are refused."""
-
-    def convert(some: list[Prompt]) -> list[Conversation]:
-        found = conversations.conversations_without_replies(reader.tokenizer, some, s.turns)
-        for conversation in found:
-            reader.check_embedded(conversation)
-        return found
-
-    while some := list(itertools.islice(read, TOKENIZED_TOGETHER)):
-        try:
-            yield from zip(some, convert(some), strict=True)
-        except UserError:
-            for prompt in some:
-                for conversation in _unless_refused(lambda p: convert([p]), prompt, log):
-                    yield prompt, conversation
-
-
-def tokenize_texts(
-    s: PromptConfig, read: Iterator[Prompt], reader: TargetTokenizer, log: ReadLog
-) -> Iterator[tuple[Prompt, Conversation]]:
-    """Prompts of origin text with their replies; a text without an answer becomes several windows.
-
-    Texts may share windows: `log` counts repeated ones, and prompts that are refused.
-    """
-
-    def convert(prompt: Prompt) -> list[tuple[Prompt, Conversation]]:
-        found = tokenize(prompt)
-        for _, conversation in found:
-            reader.check_embedded(conversation)
-        return found
-
-    def tokenize(prompt: Prompt) -> list[tuple[Prompt, Conversation]]:
-        if reader.encoder_decoder:
-            return [(prompt, conversations.encoder_pair(reader.tokenizer, prompt))]
-        if not has_replies(prompt):
-            return conversations.split_into_windows(reader.tokenizer, prompt, s.window)
-        found = conversations.conversation_with_replies(
-            reader.tokenizer, prompt, s.turns, reader.eos
-        )
-        return [(prompt, found)]
-
+    """Prompts with their conversations. `log` counts refused prompts, and windows that texts have in common."""
+    together = 1 if s.origin == "text" else TOKENIZED_TOGETHER
     seen: set[str] = set()
-    for prompt in read:
-        for item, conversation in _unless_refused(convert, prompt, log):
-            if item.id in seen:
+    while some := list(itertools.islice(read, together)):
+        try:
+            found = _convert(s, some, reader)
+        except UserError:
+            found = [pair for one in some for pair in _convert_unless_refused(s, one, reader, log)]
+        for prompt, conversation in found:
+            if prompt.id in seen:
                 log.dropped[REPEATS] += 1
-            else:
-                seen.add(item.id)
-                yield item, conversation
+                continue
+            if s.origin == "text":
+                seen.add(prompt.id)
+            yield prompt, conversation
 
 
-def _unless_refused(convert: Callable[[Prompt], list[T]], prompt: Prompt, log: ReadLog) -> list[T]:
-    """What `convert` makes of a prompt; if it raises a UserError nothing, and `log` counts the prompt's row once."""
+def _convert_unless_refused(
+    s: PromptConfig, prompt: Prompt, reader: TargetTokenizer, log: ReadLog
+) -> list[tuple[Prompt, Conversation]]:
+    """What becomes of a prompt; if it is refused nothing, and `log` counts its row once."""
     try:
-        return convert(prompt)
+        return _convert(s, [prompt], reader)
     except UserError as error:
         if prompt.sample == 0:
             log.refuse(f"{prompt.location}: {error}" if prompt.location else str(error))
         return []
+
+
+def _convert(
+    s: PromptConfig, prompts: list[Prompt], reader: TargetTokenizer
+) -> list[tuple[Prompt, Conversation]]:
+    """The prompts as token ids, for origin text with their replies: a text without one becomes several windows."""
+    found: list[tuple[Prompt, Conversation]] = []
+    if s.origin != "text":
+        asked = conversations.conversations_without_replies(reader.tokenizer, prompts, s.turns)
+        found = list(zip(prompts, asked, strict=True))
+    for prompt in prompts if s.origin == "text" else ():
+        if reader.encoder_decoder:
+            found.append((prompt, conversations.encoder_pair(reader.tokenizer, prompt)))
+        elif has_replies(prompt):
+            whole = conversations.conversation_with_replies(
+                reader.tokenizer, prompt, s.turns, reader.eos
+            )
+            found.append((prompt, whole))
+        else:
+            found += conversations.split_into_windows(reader.tokenizer, prompt, s.window)
+    for _, conversation in found:
+        reader.check_embedded(conversation)
+    return found
 
 
 def has_replies(prompt: Prompt) -> bool:

@@ -45,7 +45,6 @@ class Prompt:
 
     @property
     def asked(self) -> str | Messages:
-        """The text or the chat."""
         return self.text if self.text is not None else self.messages or ""
 
 

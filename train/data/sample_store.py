@@ -249,7 +249,6 @@ def check_shard(path: Path) -> list[str]:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The shards of a set in the order of their names."""
     return sorted((folder / "shards").glob("*.parquet"))
 
 

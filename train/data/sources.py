@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 from decode.common.errors import UserError
 from decode.common.ranges import Count, at_least
 from eval.tasks.dataset_specs import BUNDLED_PROMPTS
-from eval.tasks.row_files import DatasetRow, read_hub_rows, read_rows
-from eval.tasks.row_forms import check_said, prompt_columns, read_row
+from eval.tasks.row_files import read_hub_rows, read_rows
+from eval.tasks.row_forms import FORMS, DatasetRow, check_said, read_row
 from train.data import python_corpus
 from train.data.prompts import Prompt, make_prompt, prompt_text
 
@@ -83,21 +83,19 @@ class ReadLog:
 
     def lines(self) -> list[str]:
         """What to tell the user."""
-        number = self.dropped[UNANSWERED]
-        rows = (
-            f"{number} row{'s' * (number > 1)} without an answer skipped, such as {self.unanswered}"
-        )
-        skipped = [f"{rows}: {ANSWER_ADVICE}"] if number else []
-        refused = self.dropped[REFUSED]
-        if refused:
-            skipped += [f"skipped {error}" for error in self.refused]
-            skipped.append(f"{refused} of {self.rows} rows refused and skipped")
+        said = [*self.forms.values()]
+        if number := self.dropped[UNANSWERED]:
+            rows = f"{number} row{'s' * (number > 1)} without an answer skipped"
+            said.append(f"{rows}, such as {self.unanswered}: {ANSWER_ADVICE}")
+        if refused := self.dropped[REFUSED]:
+            said += [f"skipped {error}" for error in self.refused]
+            said.append(f"{refused} of {self.rows} rows refused and skipped")
         if self.rendered:
-            skipped.append(
+            said.append(
                 f"{self.rendered} prompts were rendered with a chat template already, such as {self.first_rendered}: "
                 f"the template renders them once more; {RENDERED_ADVICE}"
             )
-        return [*self.forms.values(), *skipped]
+        return said
 
 
 ANSWER_ADVICE = (
@@ -292,22 +290,23 @@ def _read_row(
     one without content in a file, which a set of the Hub may have."""
     if item.error:
         raise UserError(item.error)
-    fields, where = item.fields, item.location
-    row = read_row(fields, where, answered, source.column, source.response)
+    where = item.location
+    row = read_row(item, answered, source.column, source.response)
     content = None if row is None else row.answered() if answered else row.question()
     if content is not None and row is not None:
         if isinstance(content, list):
             check_said(content, where)
         if (label, *row.columns) not in log.forms:
-            log.forms[label, *row.columns] = f"{label}: {row.describe(fields)}"
+            log.forms[label, *row.columns] = f"{label}: {row.describe()}"
         return make_prompt(label, content, 0, row.tools, row.arguments, where)
     if answered and row is not None:
         log.dropped[UNANSWERED] += 1
         log.unanswered = log.unanswered or where
     elif source.kind == "file":
         if row is not None:
-            raise UserError(f"{where}: `{row.columns[0]}` holds replies alone: remove the line")
-        columns = [source.column] if source.column else prompt_columns(fields)
+            raise UserError(f"{item.name(row.columns[0])} holds replies alone: remove the line")
+        own = [form.column for form in FORMS if form.column in item.fields]
+        columns = [source.column] if source.column else own
         verb = "is" if len(columns) == 1 else "are"
         names = ", ".join(f"`{column}`" for column in columns)
         raise UserError(f"{where}: {names} {verb} empty: fill it or remove the line")

@@ -1,7 +1,6 @@
 """The checks of train/doctor.py: what is wrong with a sampled set or with prompts, what it costs, what mends it.
 
     findings.py       the table of all findings: name, severity, cost, advice; and the tally that counts rows by them
-    template.py       what a chat template does, found by rendering placeholders; a row's text back into messages
     rows.py           a row of a set with its labels, text and messages
     boundary.py       where each reply's mask begins and ends; rows that the template renders otherwise
     answers.py        truncated, short and looping answers, special tokens in them, rows that training cuts

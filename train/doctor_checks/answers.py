@@ -35,7 +35,6 @@ class AnswerCheck:
         tally.said |= {"max_length": max_length, "short": short}
 
     def add(self, row: SeenRow) -> None:
-        """Checks one row."""
         tally, labels = self.tally, int(row.labels.sum())
         tally.looked["rows"] += 1
         tally.labels += labels

@@ -11,9 +11,9 @@ from typing import Any
 from decode.common.chat_template import Arguments, Messages, Tools, encode_prompt
 from decode.common.errors import UserError
 from train.data.prompts import Prompt
+from train.data.template_probe import ChatTemplate, render, user
 from train.doctor_checks.findings import Tally
 from train.doctor_checks.rows import SeenRow, decode
-from train.doctor_checks.template import ChatTemplate, render, user
 
 FARTHEST = 8
 """Tokens around the beginning of a mask in which the generation prompt's end is looked for."""

@@ -9,9 +9,9 @@ from decode.common.errors import UserError
 from eval.tasks.row_forms import message_text
 from train.data.conversations import TurnSelection
 from train.data.prompts import Prompt
+from train.data.template_probe import ChatTemplate, user
 from train.doctor_checks.findings import Defect, Tally, percent
 from train.doctor_checks.rows import SeenRow
-from train.doctor_checks.template import ChatTemplate, user
 
 OPEN, CLOSE = "<think>", "</think>"
 TOOL_MARKS = ("<tool_call>", "<tool_response>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call")
@@ -33,7 +33,6 @@ class FeatureCheck:
         tally.said["template"] = template
 
     def add(self, row: SeenRow) -> None:
-        """Counts one row."""
         if row.is_window or not row.spans:
             return
         turns = [m["role"] for m in row.messages or []]

@@ -35,7 +35,6 @@ class OverlapCheck:
         tally.said |= {"similarity": similarity, "alike": percent(similarity, 1)}
 
     def add(self, row: SeenRow) -> None:
-        """Checks one row."""
         content = _digest(row.row["id"].rpartition("#")[0] or row.row["id"])
         if self.seen.setdefault(_digest(row.asked), content) != content:
             self.tally.add("repeated prompts", row)
@@ -47,7 +46,6 @@ class OverlapCheck:
                 self.tally.add("nearly repeated prompts", row)
 
     def finish(self) -> None:
-        """Counts the texts that were compared in pairs."""
         self.tally.looked["different"] = len(self.compared)
 
 
@@ -89,7 +87,6 @@ class MixCheck:
             self.tally.add("answer in another script", row)
 
     def facts(self) -> dict[str, str | int]:
-        """Shares and the histogram."""
         letters, rows = self.scripts.total(), self.sources.total()
         listed = [(s, n) for s, n in self.scripts.most_common() if n >= LEAST_SHARE * letters]
         sources = self.sources.most_common(8)
@@ -158,7 +155,6 @@ class CoverageCheck:
         return {n: vocab_mapping.coverage(ids, odd) for n, ids in built.items() if ids is not None}
 
     def facts(self) -> dict[str, str | int]:
-        """Different labels, and the coverage of each size."""
         used = int(np.count_nonzero(self.counts.sum(0)))
         covered = [f"{n:,}: {100 * share:.2f} %" for n, share in self.shares.items()]
         return {

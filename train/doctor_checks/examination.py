@@ -22,7 +22,6 @@ from train.data.manifest import load_set, read_manifest
 from train.data.mixture import DataSpec
 from train.data.prompt_pipeline import TargetTokenizer
 from train.data.prompts import Prompt, encode_prompt
-from train.data.rendered_text import TemplateMarks, template_marks
 from train.data.sources import (
     REFUSED,
     REPEATS,
@@ -31,13 +30,13 @@ from train.data.sources import (
     evaluation_texts,
     stream_prompts,
 )
+from train.data.template_probe import ChatTemplate, TemplateMarks, probe, template_marks
 from train.doctor_checks.answers import AnswerCheck
 from train.doctor_checks.boundary import BoundaryCheck
 from train.doctor_checks.chat import FeatureCheck, check_sources, check_template
 from train.doctor_checks.corpus import CoverageCheck, MixCheck, OverlapCheck
 from train.doctor_checks.findings import DataFinding, Tally, percent
 from train.doctor_checks.rows import SeenRow, prompt_row
-from train.doctor_checks.template import ChatTemplate, probe
 
 MOST_RENDERINGS = 256
 """Arguments of rows with which the template is looked at, which takes some hundredths of a second: rows with others,
@@ -169,9 +168,7 @@ def examine_sets(
         **coverage.facts(),
     }
     findings, examples = tally.findings()
-    return Examination(
-        looked["rows"], labels, facts, findings, each_once([*examples, *first])[: s.show]
-    )
+    return Examination(looked["rows"], labels, facts, findings, shown_rows(s, examples, first))
 
 
 def read_rows(s: DoctorConfig, renderings: Renderings, tally: Tally) -> Iterator[SeenRow]:
@@ -244,7 +241,7 @@ def examine_prompts(
     forms = {"read": "; ".join(log.lines())} if log.forms else {}
     facts = {"prompts": f"{len(prompts):,}", **forms, **counts, **mix.facts()}
     findings, examples = tally.findings()
-    shown = each_once([*examples, *(row for row, _ in seen[: s.show])])[: s.show]
+    shown = shown_rows(s, examples, [row for row, _ in seen[: s.show]])
     return Examination(len(prompts), 0, facts, findings, shown)
 
 
@@ -267,6 +264,6 @@ def holds_rendered_text(marks: TemplateMarks, row: SeenRow) -> bool:
     return marks.found_in(row.asked) != "" or (turns > 0 and min(counts, default=0) > turns)
 
 
-def each_once(rows: list[SeenRow]) -> list[SeenRow]:
-    """The rows without those whose id came before."""
-    return list({row.id: row for row in rows}.values())
+def shown_rows(s: DoctorConfig, examples: list[SeenRow], first: list[SeenRow]) -> list[SeenRow]:
+    """The examples, then the first rows; each once, `show` in all."""
+    return list({row.id: row for row in [*examples, *first]}.values())[: s.show]

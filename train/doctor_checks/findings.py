@@ -284,7 +284,6 @@ class Defect:
     examples: list[SeenRow] = field(default_factory=list)
 
     def add(self, row: SeenRow, tokens: int = 0) -> None:
-        """Counts the row."""
         self.rows += 1
         self.tokens += tokens
         if len(self.examples) < MAX_EXAMPLES:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -57,7 +56,6 @@ def visible(text: str) -> str:
 
 
 def describe_row(row: SeenRow) -> str:
-    """One line about a sample."""
     labels = int(row.labels.sum())
     ended = f", ended by {row.row['finish_reason']}" if row.spans else ""
     name = visible(f"{row.id} ({row.row['source']})")
@@ -98,7 +96,7 @@ def print_findings(console: Console, title: str, examined: Examination) -> None:
 
 
 def render_page(
-    target: str, template: dict[str, Any], parts: dict[str, Examination], limit: int
+    target: str, template: dict[str, str], parts: dict[str, Examination], limit: int
 ) -> str:
     """One HTML page that needs no other file and no script. `parts`: {title: what was found}."""
     environment = html_templates(Path(__file__).parent)

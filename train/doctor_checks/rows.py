@@ -11,7 +11,7 @@ from decode.common.chat_template import Messages
 from train.data.batching import label_mask
 from train.data.prompts import Prompt
 from train.data.sample_store import SampleRow
-from train.doctor_checks.template import ChatTemplate, unrender
+from train.data.template_probe import ChatTemplate, unrender
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +47,10 @@ class SeenRow:
 
     @functools.cached_property
     def text(self) -> str:
-        """The whole row as text, with special tokens."""
         return decode(self.tokenizer, self.ids)
 
     @functools.cached_property
     def replies(self) -> list[str]:
-        """The text of each span."""
         return [decode(self.tokenizer, self.ids[start:end]) for start, end in self.spans]
 
     @functools.cached_property

@@ -20,7 +20,7 @@ from train.families.head_loss import LossWeights
 from train.losses.objective import Criterion, DivergenceConfig
 from train.teacher.cached import FeatureFolder, Teacher, make_teacher, running_teacher
 from train.teacher.live import LiveTeacher
-from train.teacher.served import ServedTeacher, StatesServerConfig
+from train.teacher.served import StatesServerConfig
 
 
 class FamilySettings(Protocol):
@@ -58,7 +58,7 @@ class FamilyContext:
         rows = self.stored_rows or self.rows
         return make_teacher(self.feature_folder, self.target, taps, rows, self.states)
 
-    def running_teacher(self, taps: HiddenStateSpec) -> LiveTeacher | ServedTeacher:
+    def running_teacher(self, taps: HiddenStateSpec) -> LiveTeacher:
         """The teacher that runs the target, where no hidden states are stored yet."""
         return running_teacher(self.target, taps, self.states)
 

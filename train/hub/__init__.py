@@ -5,7 +5,7 @@ upload.py           the folder to the Hub, with a version tag
 model_card.py       the card of a draft; card_text.py its sentences, card_tables.py its tables and figures,
                     card.md.j2 its template
 dataset_card.py     the shards and the card of a sampled set; dataset_card.md.j2 its template
-serving_configs.py  commands and files that serve a draft in each engine
+serving.py          with how many tokens a draft is served, and each engine's files for it
 published_fields.py the fields of draftsmith.json, reports and manifests that are published, with their types
 redaction.py        copies only those; removes local paths; finds secrets and pickles
 

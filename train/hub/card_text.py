@@ -10,6 +10,7 @@ from typing import Any
 from decode.checkpoints.draft_vocab import VOCAB_FILE
 from decode.common.template_choice import describe
 from decode.common.typed_json import from_json, to_json
+from decode.serving.engine import EngineServingConfig, ServedDraft
 from eval.metrics.bootstrap import ALL_TASKS
 from eval.reporting.formatting import format_value, format_with_interval
 from eval.reporting.summary import assisted_generation_lines, lossless_verdict
@@ -24,7 +25,6 @@ from train.hub.report_entries import (
     entry_setting,
     pooled_entries,
 )
-from train.hub.serving_configs import EngineServingConfig, ServedDraft
 from train.hub.upload import HubLabels
 
 

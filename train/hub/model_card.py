@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from decode.serving.engine import EngineServingConfig, ServedDraft
 from eval.reporting.formatting import Table, escape_markdown
 from eval.reporting.render import DEFINITIONS
 from train.families.registry import family_trainer
@@ -27,7 +28,6 @@ from train.hub.card_tables import (
 )
 from train.hub.card_text import CardInputs
 from train.hub.report_entries import entry_setting, pooled_entries
-from train.hub.serving_configs import EngineServingConfig, ServedDraft
 from train.hub.upload import HubLabels
 
 DEFINED_TERMS = ("τ", "α_i", "α", "speed-up", "K", "identical", "[low, high]")

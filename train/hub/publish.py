@@ -28,11 +28,12 @@ from decode.drafts.base import (
     hashed_files,
 )
 from decode.drafts.registry import saved_families
+from decode.serving.engine import ServedDraft
 from eval.results.report import EvalReport, MethodResult
 from eval.results.speculation_profile import speculation_profile
 from train.data.manifest import MANIFEST_FILE, describe_shards
 from train.families.registry import family_trainer
-from train.hub import dataset_card, model_card, redaction, serving_configs
+from train.hub import dataset_card, model_card, redaction, serving
 from train.hub.card_tables import card_images, data_curve_images
 from train.hub.card_text import CardInputs, other_targets
 from train.hub.published_fields import (
@@ -49,10 +50,8 @@ from train.hub.upload import (
     MARKER_FILES,
     HubLabels,
     PublishFolder,
-    TrainingPublishConfig,
     check_repo_id,
     is_repo_id,
-    push,
 )
 
 SAVED_NAME = re.compile(r"(?!model.*safetensors$)[\w.]+|model(?:-\d{5}-of-\d{5})?\.safetensors")
@@ -126,18 +125,18 @@ def build_draft_folder(
     )
     for line in other_targets(inputs):
         damage.warn(line)
-    k, source = serving_configs.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
+    k, source = serving.choose_k(inputs.own_entries, facts, config, inputs.tuned_chains)
     layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or ())
-    job = serving_configs.ServedDraft(
+    job = ServedDraft(
         facts["family"],
         repo,
         target,
         facts["target"].get("revision"),
         k,
         layers,
-        serving_configs.served_arguments(facts),
+        serving.served_arguments(facts),
     )
-    configs = serving_configs.build_serving_configs(job)
+    configs = serving.build_serving_configs(job)
 
     with replace_folder(out) as staging:
         left_out = _copy_published_files(draft, staging)
@@ -294,14 +293,6 @@ def check_report(report: Mapping[str, Any], sha: str) -> None:
                 f"{m['name']} on {m['task']} is not lossless: {verdict.get('identical')} of {verdict.get('prompts')} "
                 "greedy outputs equal transformers' own; a draft is published only if all are"
             )
-
-
-def publish_trained(s: TrainingPublishConfig, draft: Path) -> str:
-    """Publishes a draft after training, without a report: "URL of the commit (tag)". Writes the folder beside it."""
-    out = draft.with_name(f"{draft.name}-published")
-    folder = build_draft_folder(draft, None, None, s.repo, s.labels, out)
-    sent = push(folder, s.repo, s.private)
-    return f"{sent['url']} ({sent['tag']})"
 
 
 def check_output_folder(out: Path, source: Path) -> None:

@@ -4,7 +4,6 @@
     rows.py            a conversation while its replies are generated; its row; shards
     local_engine.py    answers of this project's engine
     server_engine.py   answers of a server with OpenAI's API, many requests at the same time
-    vllm_server.py     a vLLM server that is started for one run
     server_answers.py  from a server's answer to the token ids that were sampled, or the reason why they are unknown
 
 May import decode, eval and train.data.

@@ -9,9 +9,11 @@ evenly over the other tokens. Where the target's distribution is flat this train
 (setting divergence.top to K or less leaves the tail's shape out of the loss).
 
 A draft adds the kinds of features that are missing, so drafts of several families share a folder. feature_codec.py
-defines the tensors of a row, feature_store.py the files, and feature_extraction.py the pass that writes them.
+defines the tensors of a row, feature_store.py the files, and feature_extraction.py the pass that fills them.
 """
 
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +22,16 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from decode.common import damage
 from decode.common.errors import UserError
+from decode.common.memory import keep_freed_memory
+from decode.common.progress import ProgressBars, progress_bars
 from decode.model.hidden_states import HiddenStateSpec
 from decode.model.loading import Target
+from eval.reporting.formatting import format_bytes
 from train.data import batching
 from train.data.batching import Batch
 from train.data.sample_store import SampleRow
-from train.teacher import feature_extraction
 from train.teacher.feature_codec import (
     FeatureSchema,
     distribution_schema,
@@ -34,6 +39,7 @@ from train.teacher.feature_codec import (
     unpack_hidden_states,
     unpack_log_probs,
 )
+from train.teacher.feature_extraction import check_disk_space, extract_features
 from train.teacher.feature_store import DamagedShardError, FeatureStore
 from train.teacher.live import LiveTeacher, TeacherOutput
 from train.teacher.served import ServedTeacher, StatesServerConfig
@@ -75,11 +81,8 @@ class CachedTeacher:
         final = hidden_state_schema(HiddenStateSpec(final=True), self.hidden)
         self.distribution_schema = distribution_schema(self.top, self.vocab) if self.top else final
         self.states_schema = None if taps is None else hidden_state_schema(taps, self.hidden)
-        kinds = {
-            kind.name: kind
-            for kind in (self.states_schema, self.distribution_schema)
-            if kind is not None
-        }
+        schemas = (self.states_schema, self.distribution_schema)
+        kinds = {kind.name: kind for kind in schemas if kind is not None}
         key = {"tokenizer": target.fingerprint, "max_length": folder.max_length}
         self.cache = FeatureStore(
             folder.path, list(kinds.values()), rows, key, target.identity, folder.allow_changed
@@ -95,10 +98,8 @@ class CachedTeacher:
         if self.top:
             return TeacherOutput(features, self._read_distributions(batch))
         same = self.states_schema == self.distribution_schema
-        return TeacherOutput(
-            features,
-            features if same else self._read_hidden_states(self.distribution_schema, batch),
-        )
+        final = features if same else self._read_hidden_states(self.distribution_schema, batch)
+        return TeacherOutput(features, final)
 
     def _read_hidden_states(self, kind: FeatureSchema | None, batch: Batch) -> Tensor:
         """Hidden states [B, T, F] of one kind; F is 0 if `kind` is None."""
@@ -122,8 +123,11 @@ class CachedTeacher:
             return self.cache.read(kind, sample)
         except DamagedShardError:
             shard = int(self.cache.shard[sample])
-            feature_extraction.remake_shard(self.cache, self.live, self.top, kind, shard)
-            return self.cache.read(kind, sample)
+        with self.cache.lock(wait=True):
+            if not self.cache.is_intact(kind, shard):  # else another process has made it again
+                damage.warn(f"features {self.cache.path(kind, shard)} are damaged and made again")
+                self._write(shard, [kind])
+        return self.cache.read(kind, sample)
 
     def _read_distributions(self, batch: Batch) -> Tensor:
         """[B, T, 2 top + 1] at supervised positions: token ids, their probabilities, and the sum of the others."""
@@ -147,14 +151,52 @@ class CachedTeacher:
     ) -> None:
         """Computes and writes missing shards as process `rank` of `world`; `wait` is a barrier over all ranks.
 
-        UserError as in `feature_extraction.fill_missing_shards`.
+        After a kill it goes on with those that are missing. Shards that cannot be opened are written again, with a
+        warning. UserError if the disk has too little space or if another command is filling the folder.
         """
-        feature_extraction.fill_missing_shards(
-            self.cache, self.live, self.top, console, rank, world, wait
-        )
+        cache, todo = self.cache, self.cache.missing_shards()
+        for path in (cache.path(kind, shard) for shard, kinds in todo for kind in kinds):
+            if rank == 0 and path.exists():
+                damage.warn(f"features {path} are damaged and made again")
+        if todo:
+            needed = sum(cache.size(kind, shard) for shard, kinds in todo for kind in kinds)
+            console.print(
+                f"features: {len(todo)} of {len(cache.shard_members)} shards to make in {cache.folder}, "
+                f"{format_bytes(needed)}; {cache.bytes_per_token():,.0f} bytes a token "
+                f"(bf16 taps and final state: 8 H = {8 * self.hidden:,})"
+            )
+            check_disk_space(cache.folder, needed)
+            if self.device.type == "cpu":
+                keep_freed_memory()
+            with cache.lock() if rank == 0 else contextlib.nullcontext():
+                wait()  # no rank writes a shard before every rank has listed the missing ones
+                with progress_bars(console, ("speed",), disable=rank != 0) as bars:
+                    self._write_all(todo[rank::world], bars)
+                wait()
+        cache.check()
+
+    def _write_all(
+        self, todo: Sequence[tuple[int, list[FeatureSchema]]], bars: ProgressBars
+    ) -> None:
+        """Computes and writes these (shard, missing kinds)."""
+        members, counts = self.cache.shard_members, self.cache.counts[False]
+        tokens = [int(counts[members[shard]].sum()) for shard, _ in todo]
+        began, done = time.perf_counter(), 0
+        bar = bars.add_task("features", total=sum(tokens), speed="")
+        for (shard, kinds), count in zip(todo, tokens, strict=True):
+            self._write(shard, kinds)
+            done += count
+            bars.update(bar, speed=f"{done / (time.perf_counter() - began):,.0f} tokens/s")
+            bars.advance(bar, count)
+
+    def _write(self, shard: int, kinds: Sequence[FeatureSchema]) -> None:
+        rows = [self.cache.rows[i] for i in self.cache.shard_members[shard]]
+        features = extract_features(self.live, self.top, rows, kinds)
+        for kind in kinds:
+            self.cache.write(kind, shard, features[kind.name])
 
 
-Teacher = LiveTeacher | ServedTeacher | CachedTeacher
+Teacher = LiveTeacher | CachedTeacher
 """What gives the target's hidden states and logits for a batch."""
 
 
@@ -173,7 +215,7 @@ def make_teacher(
 
 def running_teacher(
     target: Target, taps: HiddenStateSpec | None, states: StatesServerConfig | None
-) -> LiveTeacher | ServedTeacher:
+) -> LiveTeacher:
     """The target that is run for every batch: here, or by the server that `states` names."""
     taps = taps or HiddenStateSpec()
     if states is not None and states.url:

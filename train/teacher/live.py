@@ -60,13 +60,6 @@ class TeacherOutput:
     head_inputs: Tensor  # [B, T, P] defined at supervised positions
 
 
-def target_logits(lm_head: LMHead, rows: Tensor) -> Tensor:
-    """Logits [N, V] of final states [N, H]: the target's own also where a draft trains under autocast, which would
-    round them to bf16. They carry no gradient, may not be saved for one, and come from packed weights on a CPU."""
-    with chunked_sums.without_autocast(rows), torch.inference_mode():
-        return lm_head(rows)
-
-
 class LiveTeacher:
     """The frozen target, run on every batch."""
 
@@ -79,9 +72,11 @@ class LiveTeacher:
     def head(self, rows: Tensor) -> Tensor:
         """Logits [N, V] of rows [N, P] of `TeacherOutput.head_inputs`, here hidden states after the final norm.
 
-        They are the target's own, as `target_logits` says.
+        They carry no gradient and may not be saved for one. On a CPU they come from packed weights.
         """
-        return target_logits(self.lm_head, rows)
+        # Autocast, under which a draft may train, would round the target's own logits to bf16.
+        with chunked_sums.without_autocast(rows), torch.inference_mode():
+            return self.lm_head(rows)
 
     def get_output(self, batch: Batch) -> TeacherOutput:
         """Hidden states of the rows of a batch; values at padding are undefined.

@@ -20,7 +20,7 @@ from torch import Tensor
 from decode.common.errors import UserError, one_line
 from decode.common.files import read_json_object
 from decode.common.ranges import CountOrZero, above, at_least
-from decode.model.hidden_states import HiddenStateSpec, LMHead
+from decode.model.hidden_states import HiddenStateSpec
 from decode.model.layer_stack import final_norm
 from decode.model.loading import Target
 from decode.serving.running.completions import (
@@ -33,7 +33,7 @@ from decode.serving.running.completions import (
     open_client,
 )
 from train.data.batching import Batch
-from train.teacher.live import TeacherOutput, target_logits
+from train.teacher.live import LiveTeacher, TeacherOutput
 
 PLAUSIBLE = 5
 """The token that a server says to be most probable is among as many of those that its final states say."""
@@ -56,24 +56,18 @@ class StatesServerConfig:
     """How often a request is repeated, after waits that double from 1 to 60 seconds."""
 
 
-class ServedTeacher:
-    """The frozen target in a server, with the interface of LiveTeacher."""
+class ServedTeacher(LiveTeacher):
+    """The frozen target in a server."""
 
     def __init__(self, target: Target, taps: HiddenStateSpec, s: StatesServerConfig):
         """UserError if the server cannot be reached, or its folder is not here or is one for other states."""
+        super().__init__(target, taps)
         self.s = s
-        self.model = target.runner.model
-        self.lm_head = LMHead(self.model)
         self.norm = final_norm(self.model)
-        self.hidden: int = self.model.get_output_embeddings().weight.shape[1]
         self.tap_layers = taps.layers
         self.layers = served_layers(taps, target.runner.config.num_hidden_layers)
         check_states_folder(Path(s.folder), self.layers)
         self.server: Server = connect(s)
-
-    def head(self, rows: Tensor) -> Tensor:
-        """Logits [N, V] of rows [N, P] of `TeacherOutput.head_inputs`, as `LiveTeacher.head`."""
-        return target_logits(self.lm_head, rows)
 
     @torch.no_grad()
     def get_output(self, batch: Batch) -> TeacherOutput:
@@ -96,13 +90,8 @@ class ServedTeacher:
             completions = Completions(http, self.server, self.s)
 
             async def request(ids: list[int]) -> Tensor:
-                body = {
-                    "model": self.server.model,
-                    "prompt": ids,
-                    "max_tokens": 1,
-                    "temperature": 0.0,
-                    "return_token_ids": True,
-                }
+                body = {"model": self.server.model, "prompt": ids, "max_tokens": 1}
+                body |= {"temperature": 0.0, "return_token_ids": True}
                 async with free:
                     return await completions.request(body, partial(self._read_reply, ids))
 
@@ -156,12 +145,10 @@ def check_states_folder(folder: Path, layers: list[int]) -> None:
         raise UserError(
             f"states.folder {str(folder)!r} is not there: name the folder into which the server writes ({command})"
         )
-    file = folder / LAYERS_FILE
-    served = layers
+    file, served = folder / LAYERS_FILE, layers
     if file.is_file():
-        served = read_json_object(file, f"{LAYERS_FILE} of train/states_server.py", ["layers"])[
-            "layers"
-        ]
+        what = f"{LAYERS_FILE} of train/states_server.py"
+        served = read_json_object(file, what, ["layers"])["layers"]
     if served != layers:
         raise UserError(
             f"the server extracts the states of layers {served}, and this draft needs {layers}: start it with {command}"

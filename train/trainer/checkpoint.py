@@ -106,10 +106,8 @@ class LaunchKind:
     def of(cls, accelerator: Accelerator) -> "LaunchKind":
         parallelism = "FSDP2" if accelerator.is_fsdp2 else "plain"
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            stage = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"][
-                "stage"
-            ]
-            parallelism = f"ZeRO-{stage}"
+            zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+            parallelism = f"ZeRO-{zero['stage']}"
         return cls(parallelism, accelerator.num_processes, accelerator.mixed_precision)
 
     def __str__(self) -> str:
@@ -136,14 +134,9 @@ class LaunchKind:
         return f"{self.parallelism} over {self.processes} process(es) with mixed_precision {self.precision}"
 
 
-def checkpoint_name(step: int) -> str:
-    """The folder name of the checkpoint after `step` steps."""
-    return f"step-{step:06d}"
-
-
 def checkpoint_dir(out: Path, step: int) -> Path:
     """The folder of the checkpoint after `step` steps."""
-    return out / "checkpoints" / checkpoint_name(step)
+    return out / "checkpoints" / f"step-{step:06d}"
 
 
 def save(
@@ -181,7 +174,7 @@ def save(
         files.write_atomically(folder / LATEST, final.name + "\n")
         earlier = [path for step, path in _checkpoints(out) if step <= state.step]
         for old in earlier[max(keep, MIN_KEPT) :]:
-            if old.name != checkpoint_name(best):
+            if old != checkpoint_dir(out, best):
                 shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
@@ -275,10 +268,8 @@ def load(accelerator: Accelerator, path: Path) -> None:
     """
     try:
         accelerator.load_state(str(path))
-    except (
-        RuntimeError,
-        ValueError,
-    ) as error:  # other names or shapes of weights or optimiser states
+    # Other names or shapes of weights or optimiser states.
+    except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
             f"checkpoint {path} is of another draft ({reason:.120}): resume with its settings, or start over with "

@@ -14,7 +14,7 @@ from decode.model.loading import Target, model_fingerprint
 from train.data import mixture
 from train.families.base import TrainableDraft
 from train.trainer.checkpoint import TrainingState
-from train.trainer.tracking import NullTracker, Tracker
+from train.trainer.tracking import NullTracker
 
 
 def build_metadata(
@@ -45,15 +45,13 @@ def build_metadata(
 
 
 def save_draft(
-    s: Any, trainable: TrainableDraft, metadata: dict[str, Any], tracker: Tracker | NullTracker
+    s: Any, trainable: TrainableDraft, metadata: dict[str, Any], tracker: NullTracker
 ) -> None:
     """Writes the draft's folder, draftsmith.json last, and gives the tracker its files as artifacts."""
     out = Path(s.out)
     with naming(out):
         trainable.save(out)
-    if (
-        "original_target" in metadata
-    ):  # the target was trained as well, and is saved beside the draft
+    if "original_target" in metadata:  # the target was trained too, and is saved beside the draft
         weights = model_fingerprint(metadata["target"]["name"]).weights
         metadata["target"] = {**metadata["target"], "weights": weights}
     metadata["draft_sha256"] = draft_sha256(s.out)

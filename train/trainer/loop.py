@@ -32,7 +32,7 @@ from train.trainer import checkpoint
 from train.trainer.checkpoint import TrainingState
 from train.trainer.muon import Muon
 from train.trainer.throughput import FlopsByDtype, ThroughputMeter, report_out_of_memory
-from train.trainer.tracking import NullTracker, Tracker
+from train.trainer.tracking import NullTracker
 
 
 @dataclass
@@ -159,7 +159,7 @@ def train(
     s: LoopConfig,
     state: TrainingState,
     out: Path,
-    tracker: Tracker | NullTracker,
+    tracker: NullTracker,
     measure: Callable[[], dict[str, float]],
     progress: ProgressBars,
 ) -> int:
@@ -245,7 +245,12 @@ def train_step(
             optimizer.zero_grad(set_to_none=True)
     if not math.isfinite(values["loss"]):
         _blame_teacher(training, rank_rows, values["loss"], step)
-    _check_finite(values["loss"], total_norm, step, out, accelerator.is_main_process)
+        # The weights that were learned are to blame, so their checkpoint goes as well.
+        if accelerator.is_main_process:
+            checkpoint.discard_checkpoint(out, step)
+        raise _diverged(f"the loss is {values['loss']} at step {step + 1}", out)
+    if not math.isfinite(total_norm):
+        raise _diverged(f"the gradient's norm is {total_norm} at step {step + 1}", out)
     for optimizer in training.optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -323,26 +328,11 @@ def _rows_without_numbers(
         batch = batching.collate([row], pad_id=0).to(accelerator.device)
         output = teacher.get_output(batch)
         logits = teacher.head(output.head_inputs[batch.loss_mask])
+        states = output.features[0, : len(row["input_ids"])]
         # A logit may be -inf: the token cannot come.
-        fine = (logits < math.inf).all() & output.features[
-            0, : len(row["input_ids"])
-        ].isfinite().all()
-        if not fine:
+        if not ((logits < math.inf).all() & states.isfinite().all()):
             bad.append(f"{row['id']} of {row['source']}")
     return bad
-
-
-def _check_finite(loss: float, norm: float, step: int, out: Path, main: bool) -> None:
-    """UserError if the loss or the gradient is not finite, which the weights that were learned are to blame for.
-
-    If it is the loss, their checkpoint is deleted as well.
-    """
-    if math.isfinite(loss) and math.isfinite(norm):
-        return
-    what = f"the gradient's norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
-    if main and not math.isfinite(loss):
-        checkpoint.discard_checkpoint(out, step)
-    raise _diverged(f"{what} at step {step + 1}", out)
 
 
 def _check_weights(training: Training, step: int, out: Path) -> None:
@@ -371,9 +361,8 @@ def _accumulate_gradients(
     """
     accelerator, model = training.accelerator, training.model
     totals: dict[str, torch.Tensor] = {}
-    rows = sorted(
-        rows, key=lambda row: len(row["input_ids"])
-    )  # rows of similar length need the least padding
+    # Rows of similar length need the least padding.
+    rows = sorted(rows, key=lambda row: len(row["input_ids"]))
     make_batch = batching.pack if s.pack else batching.collate
     for at in range(0, len(rows), s.micro_batch):
         batch = make_batch(rows[at : at + s.micro_batch], pad_id=0).to(accelerator.device)

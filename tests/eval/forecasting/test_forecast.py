@@ -14,6 +14,7 @@ from decode.checkpoints.draft_vocab import save_ids
 from decode.common.errors import UserError
 from decode.drafts.causal import CausalDraft
 from decode.model.loading import load_target
+from decode.serving import sglang_engine, trtllm_engine, vllm_engine
 from eval.forecast import ForecastConfig, load
 from eval.forecasting import costs
 from eval.forecasting.chains import VllmNgramDraft
@@ -123,19 +124,21 @@ def test_schedules_choose_the_fastest_k_of_every_batch_size() -> None:
         best = max(ms, key=lambda k: {0: 1.0, **tau}[k] / ms[k])
         assert next(k for first, last, k in ranges if first <= batch <= last) == best
     assert [k for _, _, k in ranges] == [2, 1, 0]
-    config = costs.vllm_schedule(ranges)
+    config = vllm_engine.schedule(ranges)["speculative_config"]
     assert config["num_speculative_tokens"] == 2
     dense = build_lookup()(config, 2, 12)
     assert dense[:9] == [k for first, last, k in ranges for _ in range(first, last + 1)]
     assert dense[9:] == [0, 0, 0]
     (_, end, _), (_, last, _), _ = ranges
-    assert costs.tensorrt_llm_schedule(ranges) == {
+    assert trtllm_engine.schedule(ranges)["speculative_config"] == {
         "max_draft_len": 2,
         "draft_len_schedule": {end: 2, last: 1},
     }
-    assert costs.sglang_flags(ranges)[-1] == "--speculative-num-draft-tokens 3"
-    for form in (costs.vllm_schedule, costs.tensorrt_llm_schedule, costs.sglang_flags):
-        assert not form([(1, 9, 0)])
+    flags = sglang_engine.schedule(ranges)["flags"]
+    assert flags[-1] == "--speculative-num-draft-tokens 3"
+    for engine in (vllm_engine, trtllm_engine):
+        assert engine.schedule([(1, 9, 0)])["speculative_config"] == {}
+    assert sglang_engine.schedule([(1, 9, 0)]) == {"flags": []}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +160,11 @@ def test_vllms_ngrams(tokens: list[int], found: list[int]) -> None:
 
 def test_rules_of_engines() -> None:
     assert rules_of(["sglang"]) == ["greedy"]
-    assert set(rules_of(["vllm", "draftsmith"])) == set(RULES) >= {x.rule for x in ENGINE_RULES}
+    assert (
+        set(rules_of(["vllm", "draftsmith"]))
+        == set(RULES)
+        >= {x.rule for own in ENGINE_RULES.values() for x in own}
+    )
     with pytest.raises(UserError, match="no engine 'x'"):
         rules_of(["x"])
 

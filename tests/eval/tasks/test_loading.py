@@ -20,8 +20,8 @@ from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, task_version
 from eval.tasks.stop_strings import StopMatcher, collect_until_stop, length_at_stop
 from tests import worlds
 from tests.decode.engine.test_text_stream import KINDS, llama, random_ids, rounds_of
-from tests.tiny import tiny_model, tiny_target
-from tests.worlds import EOS, byte_tokenizer
+from tests.rows import byte_target, save_byte_target, write_rows
+from tests.worlds import EOS
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -84,9 +84,7 @@ WANTED: dict[str, tuple[str, str | None, str, str, str]] = {
 @pytest.fixture
 def target() -> Target:
     """A tiny one whose tokens are bytes, without a chat template."""
-    tokenizer = byte_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
-    return replace(tiny_target(model, tuple(EOS)), tokenizer=tokenizer)
+    return byte_target()
 
 
 @pytest.fixture
@@ -95,10 +93,8 @@ def chatty(target: Target) -> Target:
     return target
 
 
-def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> Path:
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    return write_rows(folder / "rows.jsonl", rows)
 
 
 def text_of(item: TaskPrompt, target: Target) -> str:
@@ -289,23 +285,14 @@ def test_domains_and_limits_of_own_rows(target: Target, tmp_path: Path) -> None:
         load_task_prompts(Task("own", path), target)
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ({"question": "2?", "answer": 5}, "rows.jsonl:1: .*is it a file of this task"),
-        ({"question": "2?", "answer": "#### 2", "self": 1, "id": "x"}, ""),
-    ],
-)
-def test_values_of_other_types(
-    row: dict[str, Any], reason: str, target: Target, tmp_path: Path
-) -> None:
+def test_values_of_other_types(target: Target, tmp_path: Path) -> None:
     """Bug: a number where the template splits a text, or a field with the name of a parameter, ends in a traceback."""
-    task = Task("gsm8k", str(write(tmp_path, [row])))
-    if reason:
-        with pytest.raises(UserError, match=reason):
-            load_task_prompts(task, target)
-    else:
-        assert load_task_prompts(task, target)[0].id == "x"
+    rows = [{"question": "2?", "answer": "#### 2", "self": 1, "id": "x"}]
+    task = Task("gsm8k", str(write(tmp_path, rows)))
+    assert load_task_prompts(task, target)[0].id == "x"
+    write(tmp_path, [{"question": "2?", "answer": 5}])
+    with pytest.raises(UserError, match=r"rows.jsonl:1: .*is it a file of this task"):
+        load_task_prompts(task, target)
 
 
 @pytest.mark.parametrize(
@@ -415,12 +402,9 @@ def test_evaluation_says_how_own_rows_were_read(
     tmp_path: Path, rows: list[dict[str, Any]], said: list[str]
 ) -> None:
     """Bug: sampling said it, and evaluation took columns without a word."""
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}<2>{{ m.content }}<1>{% endfor %}"
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=256)
-    target = worlds.save(tmp_path / "target", model, tokenizer)
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = "{% for m in messages %}<2>{{ m.content }}<1>{% endfor %}"
+    target = save_byte_target(tmp_path / "target", template, 256)
+    path = write(tmp_path, rows)
     done = worlds.call(
         "eval/run.py", "--target", target, "--methods", "[{name: ngram}]", "--max_new_tokens", 2,
         "--tasks", json.dumps([{"name": "mine", "path": str(path)}]), "--out", tmp_path / "out",

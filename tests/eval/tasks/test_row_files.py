@@ -4,7 +4,6 @@ import gzip
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from decode.model import names
 from decode.model.loading import Target
 from eval.tasks import row_files
 from eval.tasks.loading import Task, load_task_prompts, task_version
-from tests.tiny import tiny_model, tiny_target
-from tests.worlds import EOS, byte_tokenizer
+from tests.rows import byte_target
 from train.data.sources import PromptSource, ReadLog, evaluation_texts, read_prompts, stream_prompts
 
 ROWS = [{"prompt": f"zq{i} say {i * 3} é\u2028 words", "n": i} for i in range(12)]
@@ -28,9 +26,7 @@ TEXTS = [str(row["prompt"]) for row in ROWS]
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    tokenizer = byte_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
-    return replace(tiny_target(model, tuple(EOS)), tokenizer=tokenizer)
+    return byte_target()
 
 
 def lines(rows: list[Any]) -> bytes:

@@ -9,8 +9,7 @@ import pytest
 
 from decode.common.errors import UserError
 from tests import worlds
-from tests.tiny import tiny_model
-from tests.worlds import byte_tokenizer
+from tests.rows import file_sources, sample, save_byte_target, write_rows
 from train.data import sample_store
 from train.data.manifest import read_manifest
 from train.data.sources import REFUSED, PromptSource, ReadLog, stream_prompts
@@ -52,23 +51,7 @@ GOOD = [{"prompt": f"zq{i} count", "completion": f"to {i}"} for i in range(20)]
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = STRICT_TEMPLATE
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=2048)
-    return worlds.save(tmp_path_factory.mktemp("world") / "target", model, tokenizer)
-
-
-def write(path: Path, lines: list[str]) -> Path:
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
-def sample(target: Path, path: Path, out: Path, *more: object) -> worlds.Done:
-    sources = json.dumps([{"kind": "file", "path": str(path)}])
-    return worlds.call(
-        "train/sample.py", "--target", target, "--sources", sources, "--out", out,
-        "--max_new_tokens", 3, *more,
-    )  # fmt: skip
+    return save_byte_target(tmp_path_factory.mktemp("world") / "target", STRICT_TEMPLATE)
 
 
 def test_bad_rows_are_named_counted_and_skipped(target: Path, tmp_path: Path) -> None:
@@ -76,8 +59,8 @@ def test_bad_rows_are_named_counted_and_skipped(target: Path, tmp_path: Path) ->
 
     Before, each of these lines ended sampling and origin text with an error.
     """
-    good = [json.dumps(row) for row in GOOD]
-    path = write(tmp_path / "rows.jsonl", [*good[:7], *(line for line, _ in BAD), *good[7:]])
+    good = list(GOOD)
+    path = write_rows(tmp_path / "rows.jsonl", [*good[:7], *(line for line, _ in BAD), *good[7:]])
     total = len(GOOD) + len(BAD)
     for origin in ("target", "text"):
         out = tmp_path / origin
@@ -97,7 +80,7 @@ def test_each_is_named_by_its_line_and_reason(
     target: Path, tmp_path: Path, line: str, reason: str
 ) -> None:
     """Bug: the message names a hash or a batch, or counts the line from elsewhere."""
-    path = write(tmp_path / "rows.jsonl", [json.dumps(GOOD[0]), "", line, json.dumps(GOOD[1])])
+    path = write_rows(tmp_path / "rows.jsonl", [GOOD[0], "", line, GOOD[1]])
     for origin in ("target", "text"):
         out = tmp_path / origin
         error = sample(target, path, out, "--origin", origin, "--max_bad_rows", 0.1).error()
@@ -111,7 +94,7 @@ def test_the_cause_of_most_rows_is_named(target: Path, tmp_path: Path) -> None:
     """Bug: one odd row in front hides why all others are refused."""
     chats = [[{"role": "robot", "content": f"hi {i}"}] for i in range(3)]
     rows = [{"messages": []}, *({"messages": chat} for chat in chats)]
-    path = write(tmp_path / "rows.jsonl", map(json.dumps, rows))
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     error = sample(target, path, tmp_path / "out").error()
     assert (
         f"4 of 4 rows are refused, max_bad_rows allows a share of 0.05; 3 of them such as: {path}:2"
@@ -121,10 +104,10 @@ def test_the_cause_of_most_rows_is_named(target: Path, tmp_path: Path) -> None:
 
 def test_the_default_share_is_five_percent(target: Path, tmp_path: Path) -> None:
     """Bug: the default lets a file of mostly bad rows pass, or none at all."""
-    good = [json.dumps(row) for row in GOOD]
-    one = write(tmp_path / "one.jsonl", [*good, BAD[0][0]])
+    good = list(GOOD)
+    one = write_rows(tmp_path / "one.jsonl", [*good, BAD[0][0]])
     assert sample(target, one, tmp_path / "a", "--origin", "text").code == 0
-    two = write(tmp_path / "two.jsonl", [*good, BAD[0][0], BAD[1][0]])
+    two = write_rows(tmp_path / "two.jsonl", [*good, BAD[0][0], BAD[1][0]])
     error = sample(target, two, tmp_path / "b", "--origin", "text").error()
     assert "2 of 22 rows are refused" in error
     assert f"{two}:21" in error
@@ -132,7 +115,7 @@ def test_the_default_share_is_five_percent(target: Path, tmp_path: Path) -> None
 
 def test_a_long_file_is_checked_before_its_end(tmp_path: Path) -> None:
     """Bug: a file in which hardly anything is right is read for an hour before that is said."""
-    path = write(tmp_path / "rows.jsonl", ["{", '{"prompt": "x"}'] * 1000)
+    path = write_rows(tmp_path / "rows.jsonl", ["{", '{"prompt": "x"}'] * 1000)
     log = ReadLog(max_bad_rows=0.05)
     with pytest.raises(UserError, match=r"500 of 1000 rows are refused.*rows.jsonl:1 is not valid"):
         list(stream_prompts([PromptSource("file", str(path))], 0, log))
@@ -140,7 +123,7 @@ def test_a_long_file_is_checked_before_its_end(tmp_path: Path) -> None:
 
 def test_a_limit_counts_only_what_it_reads(tmp_path: Path) -> None:
     """Bug: refused rows use up the limit."""
-    path = write(tmp_path / "rows.jsonl", [line for row in GOOD for line in (json.dumps(row), "{")])
+    path = write_rows(tmp_path / "rows.jsonl", [line for row in GOOD for line in (row, "{")])
     log = ReadLog(max_bad_rows=0.9)
     found = list(stream_prompts([PromptSource("file", str(path), limit=15)], 0, log))
     assert len({prompt.text for prompt in found}) == 15
@@ -149,10 +132,9 @@ def test_a_limit_counts_only_what_it_reads(tmp_path: Path) -> None:
 
 def test_the_doctor_says_what_sampling_will_skip(target: Path, tmp_path: Path) -> None:
     """Bug: the doctor ends at the first line that it should report."""
-    good = [json.dumps(row) for row in GOOD]
-    path = write(tmp_path / "rows.jsonl", [*good, "{", json.dumps(SYSTEM), json.dumps(chat(""))])
-    sources = json.dumps([{"kind": "file", "path": str(path)}])
-    done = worlds.call("train/doctor.py", "--target", target, "--sources", sources)
+    good = list(GOOD)
+    path = write_rows(tmp_path / "rows.jsonl", [*good, "{", SYSTEM, chat("")])
+    done = worlds.call("train/doctor.py", "--target", target, "--sources", file_sources(path))
     assert done.code == 0, done.err
     findings = {f["name"]: f for f in json.loads(done.out.splitlines()[-1])["findings"]}
     unread, refused = findings["row is refused"], findings["prompt is refused"]
@@ -177,10 +159,10 @@ def test_nan_of_one_prompt_fails_it_alone(
     """Bug: NaN ends the run at every start and names a number within the batch, or its row is taken for an answer, or
     spoils the next prompts in its place. Before, the run ended with exit code 2."""
     texts = [f"zq{i} abc {'~~~ ' if i in bad else ''}{'word ' * (i % 5)}{i}" for i in range(30)]
-    path = write(tmp_path / "rows.jsonl", [json.dumps({"prompt": text}) for text in texts])
-    good = write(
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": text} for text in texts])
+    good = write_rows(
         tmp_path / "good.jsonl",
-        [json.dumps({"prompt": text}) for i, text in enumerate(texts) if i not in bad],
+        [{"prompt": text} for i, text in enumerate(texts) if i not in bad],
     )
     more = ("--dtype", "float16", "--batch_size", batch, "--shard_rows", 4, "--device", "cpu")
     share = ("--max_bad_rows", 0.1)
@@ -207,8 +189,8 @@ def test_nan_of_one_prompt_fails_it_alone(
 
 def test_nan_of_many_prompts_ends_the_run(overflowing: Path, tmp_path: Path) -> None:
     """Bug: a target that is broken throughout is asked for hours."""
-    rows = [json.dumps({"prompt": f"zq{i} ~ x"}) for i in range(12)]
-    path = write(tmp_path / "rows.jsonl", rows)
+    rows = [{"prompt": f"zq{i} ~ x"} for i in range(12)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     done = sample(overflowing, path, tmp_path / "out", "--dtype", "float16", "--device", "cpu")
     assert done.code == 2
     said = done.err.splitlines()[-1]

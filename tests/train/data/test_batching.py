@@ -3,6 +3,7 @@ import torch
 from torch import Tensor
 
 from decode.common.errors import UserError
+from tests.rows import sample_row
 from train.data.batching import (
     Batch,
     collate,
@@ -15,14 +16,7 @@ from train.losses.divergences import forward_kl
 
 
 def row(ids: list[int], spans: list[list[int]]) -> SampleRow:
-    return {
-        "id": str(ids),
-        "source": "test",
-        "origin": "target",
-        "input_ids": ids,
-        "loss_spans": spans,
-        "finish_reason": "eos",
-    }
+    return sample_row(ids, spans, str(ids))
 
 
 def positions(batch: Batch, i: int) -> list[int]:

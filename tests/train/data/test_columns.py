@@ -19,10 +19,10 @@ from decode.common.errors import UserError
 from decode.model.loading import Target
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts, with_later_turns
 from eval.tasks.row_files import PACKED, SUFFIXES
-from eval.tasks.row_forms import FORMS, prompt_columns, read_tools
+from eval.tasks.row_forms import PROMPT_COLUMNS, DatasetRow, read_tools
 from tests import worlds
-from tests.tiny import tiny_model, tiny_target
-from tests.worlds import EOS, byte_tokenizer
+from tests.rows import byte_target, file_sources, sample, save_byte_target, write_rows
+from tests.worlds import byte_tokenizer
 from train.data import sample_store
 from train.data.conversations import conversation_with_replies, join_turns
 from train.data.manifest import read_manifest
@@ -94,10 +94,7 @@ def written(value: Any) -> str:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=4096)
-    return replace(tiny_target(model, tuple(EOS)), tokenizer=tokenizer)
+    return byte_target(TEMPLATE, 4096)
 
 
 def served(
@@ -110,10 +107,9 @@ def served(
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if path.suffix == ".jsonl":
+        return write_rows(path, rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
 
@@ -249,7 +245,8 @@ CHATS_IN_ARROW: list[tuple[list[dict[str, Any]], Any]] = [
 def test_nulls_of_arrow_are_no_text(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: calls with different arguments in one Parquet file are rendered with each other's, as null; so are tools."""
+    """Bug: calls with different arguments in one Parquet file are rendered with each other's, as null; so are tools; or
+    only rows of a set that is stored, not streamed, lose Arrow's nulls."""
     rows = [{"messages": chat, "tools": tools} for chat, tools in CHATS_IN_ARROW]
     path = write(tmp_path / "rows.parquet", rows)
     raw = pyarrow.parquet.read_table(path).to_pylist()
@@ -258,6 +255,12 @@ def test_nulls_of_arrow_are_no_text(
     asked = [served(made, chat[:-1], tools) for chat, tools in CHATS_IN_ARROW]
     assert encode_prompts(made, read(path, monkeypatch)) == asked
     assert [item.prompt_ids for item in load_task_prompts(Task("own", str(path)), target)] == asked
+    stored = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache"))
+    stream = stored.to_iterable_dataset()
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "load_dataset", lambda *args, **kwargs: stream)
+        prompts = read_prompts([PromptSource("hub", "some/data", streaming=True)], 0)
+    assert encode_prompts(made, prompts) == asked
     for prompt, (chat, tools) in zip(read(path, monkeypatch, True), CHATS_IN_ARROW, strict=True):
         script = conversation_with_replies(made, prompt, "all", END)
         ids, spans = join_turns(script.prompt_segments, script.replies)
@@ -294,20 +297,6 @@ def test_arguments_from_arrow(
     wanted = served(target.tokenizer, meant_chat)
     assert encode_prompt(target.tokenizer, read(path, monkeypatch)[0]) == wanted
     assert load_task_prompts(Task("own", str(path)), target)[0].prompt_ids == wanted
-
-
-def test_a_stream_of_arrow_is_read_alike(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bug: only rows of a set that is stored lose Arrow's nulls."""
-    rows = [{"messages": chat, "tools": tools} for chat, tools in CHATS_IN_ARROW]
-    path = write(tmp_path / "rows.parquet", rows)
-    stored = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache"))
-    data = stored.to_iterable_dataset()
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: data)
-    prompts = read_prompts([PromptSource("hub", "some/data", streaming=True)], 0)
-    asked = [served(target.tokenizer, chat[:-1], tools) for chat, tools in CHATS_IN_ARROW]
-    assert encode_prompts(target.tokenizer, prompts) == asked
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -583,18 +572,7 @@ def test_a_call_has_no_text_for_the_filters() -> None:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved target with TEMPLATE."""
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=2048)
-    return worlds.save(tmp_path_factory.mktemp("world") / "target", model, tokenizer)
-
-
-def sample(target: Path, path: Path, out: Path, *more: object) -> worlds.Done:
-    sources = json.dumps([{"kind": "file", "path": str(path)}])
-    return worlds.call(
-        "train/sample.py", "--target", target, "--sources", sources, "--out", out,
-        "--max_new_tokens", 4, *more,
-    )  # fmt: skip
+    return save_byte_target(tmp_path_factory.mktemp("world") / "target", TEMPLATE)
 
 
 def test_sampling_says_how_rows_were_read_and_counts_what_it_skips(
@@ -653,13 +631,9 @@ def test_the_doctor_counts_tools_and_what_the_template_does_with_them(
     path = write(
         tmp_path / "rows.jsonl", [{"messages": OSLO[:1], "tools": [WEATHER]}, {"prompt": "x?"}]
     )
-    sources = json.dumps([{"kind": "file", "path": str(path)}])
-    deaf = tmp_path / "deaf"
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE.partition("{% endif %}")[2]
-    worlds.save(deaf, tiny_model("llama", vocab_size=len(tokenizer)), tokenizer)
+    deaf = save_byte_target(tmp_path / "deaf", TEMPLATE.partition("{% endif %}")[2])
     for folder, severities in ((world, []), (deaf, ["costs"])):
-        done = worlds.call("train/doctor.py", "--target", folder, "--sources", sources)
+        done = worlds.call("train/doctor.py", "--target", folder, "--sources", file_sources(path))
         assert done.code == 0, done.err
         told = json.loads(done.out.splitlines()[-1])
         facts = told["parts"]["Prompts before sampling"]["facts"]
@@ -675,10 +649,9 @@ def test_the_doctor_compares_rows_with_their_tools(world: Path, tmp_path: Path) 
         tmp_path / "rows.jsonl", [{"prompt": f"{i}?", "tools": [WEATHER]} for i in range(4)]
     )
     assert sample(world, path, tmp_path / "out").code == 0
-    sources = json.dumps([{"kind": "file", "path": str(path)}])
     done = worlds.call(
-        "train/doctor.py", tmp_path / "out", "--target", world, "--sources", sources
-    )  # fmt: skip
+        "train/doctor.py", tmp_path / "out", "--target", world, "--sources", file_sources(path)
+    )
     assert done.code == 0, done.err
     names = {finding["name"] for finding in json.loads(done.out.splitlines()[-1])["findings"]}
     assert "prompt is rendered otherwise" not in names
@@ -708,7 +681,7 @@ def test_the_examples_of_the_documentation_are_read(
     asked = [user(chat[0])] if isinstance(chat[0], str) else chat
     while asked[-1]["role"] == "assistant":
         asked = asked[:-1]
-    tools = read_tools(row, "row")
+    tools = read_tools(DatasetRow(row, "row"))
     [item] = load_task_prompts(Task("own", str(path)), target)
     [prompt] = read_prompts([PromptSource("file", str(path))], 0)
     wanted = served(target.tokenizer, asked, tools)
@@ -719,8 +692,6 @@ def test_the_documentation_has_an_example_of_every_form() -> None:
     """Bug: a form is read that no page names, or an example is passed over because its block has another shape."""
     assert len(BLOCKS) == FORMS_PAGE.count("```jsonl") == 9
     assert len(EXAMPLES) == 18
-    assert {form.column for form in FORMS} == {
-        c for row, _ in EXAMPLES for c in prompt_columns(row)
-    }
+    assert set().union(*(row for row, _ in EXAMPLES)) >= PROMPT_COLUMNS
     table = FORMS_PAGE[: FORMS_PAGE.index("## Forms of rows")]
     assert all(f"`{suffix}`" in table for suffix in (*SUFFIXES, *PACKED))

@@ -8,10 +8,11 @@ import pytest
 from train.data.filters import (
     LSH_BAND_SIZE,
     MINHASH_COUNT,
+    WRONG_LENGTHS,
     EvaluationOverlap,
     FilterConfig,
     NearDuplicates,
-    has_wrong_length,
+    PromptFilter,
     minhash_signature,
 )
 
@@ -128,6 +129,8 @@ def test_long_evaluation_texts_are_found_by_their_words() -> None:
 
 def test_lengths() -> None:
     """Bug: a bound is off by one, or 0 drops everything."""
-    s = FilterConfig(min_prompt=3, max_prompt=5)
-    assert [has_wrong_length(n, s) for n in range(2, 7)] == [True, False, False, False, True]
-    assert not has_wrong_length(10**9, FilterConfig())
+    some = PromptFilter(FilterConfig(min_prompt=3, max_prompt=5), [])
+    wrong = [some.why_dropped("zq", n) == WRONG_LENGTHS for n in range(2, 7)]
+    assert wrong == [True, False, False, False, True]
+    assert PromptFilter(FilterConfig(), []).why_dropped("zq", 10**9) == ""
+    assert some.why_dropped("zq", None) == ""  # a window of a text

@@ -13,8 +13,9 @@ import torch
 
 from decode.common.errors import UserError
 from decode.common.settings import parse_settings, to_yaml
-from decode.model.loading import tokenizer_fingerprint
+from decode.model.loading import Target, tokenizer_fingerprint
 from tests import worlds
+from tests.rows import sample_row
 from tests.tiny import tiny_config, tiny_model, tiny_target
 from tests.train.data.test_manifest import MANIFEST
 from tests.worlds import byte_tokenizer
@@ -35,17 +36,7 @@ TARGET = tiny_target(tiny_model("llama"))
 
 
 def rows(name: str, count: int) -> list[SampleRow]:
-    return [
-        {
-            "id": f"{name}{i}",
-            "source": name,
-            "origin": "target",
-            "input_ids": [1, 2, 3, i],
-            "loss_spans": [[2, 4]],
-            "finish_reason": "eos",
-        }
-        for i in range(count)
-    ]
+    return [sample_row([1, 2, 3, i], [[2, 4]], f"{name}{i}", name) for i in range(count)]
 
 
 def written(folder: Path, name: str, count: int, tokenizer: str = "aa") -> str:
@@ -174,6 +165,19 @@ def tokenizer_with(folder: Path, *tokens: str) -> Any:
     return tokenizer
 
 
+def sampled_by(folder: Path, then: Any, now: Any, rows: list[SampleRow]) -> Target:
+    """Saves a set of a model in `then` with its tokenizer, and returns a target with that of `now`."""
+    write_shard(folder / "set", rows, "00000")
+    made = dataclasses.replace(
+        MANIFEST,
+        target=str(folder / "then"),
+        revision=None,
+        tokenizer_hash=tokenizer_fingerprint(then),
+    )
+    write_manifest(folder / "set", made)
+    return dataclasses.replace(TARGET, tokenizer=now, fingerprint=tokenizer_fingerprint(now))
+
+
 BASE = len(byte_tokenizer())
 # the set's tokens and the target's behind the common ones, an id in the set's last row, what is said of it
 PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int, str]] = {
@@ -194,22 +198,10 @@ def test_sets_of_vocabularies_that_extend_each_other(case: str, tmp_path: Path) 
     """Bug: a set is refused for tokens that were added to the target's tokenizer since, or one is trained on whose ids
     mean other tokens, or have no row in the embedding. Before, hashes alone were compared: all five were refused."""
     own, wanted, token, said = PAIRS[case]
-    then, now = (
-        tokenizer_with(tmp_path / "then", *own),
-        tokenizer_with(tmp_path / "now", *wanted),
-    )
-    made = {
-        "target": str(tmp_path / "then"),
-        "revision": None,
-        "tokenizer_hash": tokenizer_fingerprint(then),
-    }
-    write_shard(
-        tmp_path / "set",
-        [*rows("x", 3), rows("y", 1)[0] | {"input_ids": [1, 2, 3, token]}],
-        "00000",
-    )  # type: ignore[list-item]
-    write_manifest(tmp_path / "set", dataclasses.replace(MANIFEST, **made))  # type: ignore[arg-type]
-    target = dataclasses.replace(TARGET, tokenizer=now, fingerprint=tokenizer_fingerprint(now))
+    then = tokenizer_with(tmp_path / "then", *own)
+    now = tokenizer_with(tmp_path / "now", *wanted)
+    last = sample_row([1, 2, 3, token], [[2, 4]], "y0")
+    target = sampled_by(tmp_path, then, now, [*rows("x", 3), last])
     doctor = ("train/doctor.py", "--data", tmp_path / "set", "--target", tmp_path / "now")
     if said:
         with pytest.raises(
@@ -230,14 +222,7 @@ def test_a_tokenizer_that_is_gone_is_compared_by_its_hash(tmp_path: Path) -> Non
     """Bug: the tokenizer that now stands where the set's stood is taken for it."""
     then = tokenizer_with(tmp_path / "then")
     now = tokenizer_with(tmp_path / "then", "<a>")
-    made = {
-        "target": str(tmp_path / "then"),
-        "revision": None,
-        "tokenizer_hash": tokenizer_fingerprint(then),
-    }
-    write_shard(tmp_path / "set", rows("x", 3), "00000")
-    write_manifest(tmp_path / "set", dataclasses.replace(MANIFEST, **made))  # type: ignore[arg-type]
-    target = dataclasses.replace(TARGET, tokenizer=now, fingerprint=tokenizer_fingerprint(now))
+    target = sampled_by(tmp_path, then, now, rows("x", 3))
     with pytest.raises(UserError, match=f"has {target.fingerprint}: sample this target"):
         load(str(tmp_path / "set"), 99, target)
 

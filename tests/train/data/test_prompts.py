@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from decode.common.errors import UserError
 from decode.common.settings import parse_settings
 from decode.model import names
+from tests.rows import write_rows
 from train.data import python_corpus
 from train.data.filters import EvaluationOverlap
 from train.data.prompts import Prompt, encode_prompt, encode_prompts, prompt_text
@@ -61,19 +62,15 @@ def words(text: str) -> list[int]:
     return [WORDS.index(word) for word in text.split()]
 
 
-def write_jsonl(path: Path, records: list) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A small folder of bundled prompts."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "eval").mkdir()
     for domain in ("code", "prose", "arithmetic"):
         prompts = [{"prompt": f"{domain} number {i}"} for i in range(5)]
-        write_jsonl(tmp_path / "train" / f"{domain}.jsonl", prompts)
-        write_jsonl(tmp_path / "eval" / f"{domain}.jsonl", [{"prompt": f"{domain} to measure"}])
+        write_rows(tmp_path / "train" / f"{domain}.jsonl", prompts)
+        write_rows(tmp_path / "eval" / f"{domain}.jsonl", [{"prompt": f"{domain} to measure"}])
     return tmp_path
 
 
@@ -101,7 +98,7 @@ def test_ids_are_the_same_in_every_run() -> None:
 
 def test_id_is_a_golden_hash(tmp_path: Path) -> None:
     """Bug: a changed hash silently orphans every sampled set there is."""
-    path = write_jsonl(
+    path = write_rows(
         tmp_path / "own.jsonl",
         [{"prompt": "hello\n"}, {"messages": [{"role": "user", "content": "hello"}]}],
     )
@@ -117,7 +114,7 @@ def test_id_is_a_golden_hash(tmp_path: Path) -> None:
 
 def test_duplicates_do_not_count_towards_the_limit(tmp_path: Path) -> None:
     """Bug: a limit of 3 gives fewer than 3 prompts because the file repeats itself."""
-    path = write_jsonl(tmp_path / "own.jsonl", [{"text": str(i // 4)} for i in range(12)])
+    path = write_rows(tmp_path / "own.jsonl", [{"text": str(i // 4)} for i in range(12)])
     assert len(read_prompts([PromptSource("file", str(path), limit=3)], seed=0)) == 3
 
 
@@ -143,7 +140,7 @@ def test_limit_mixes_the_domains() -> None:
 
 def test_white_space_at_the_end_of_a_prompt_is_kept(tmp_path: Path) -> None:
     """Bug: stripping a prompt that stops inside an indentation changes what follows."""
-    path = write_jsonl(tmp_path / "own.jsonl", [{"prompt": "def f():\n   "}])
+    path = write_rows(tmp_path / "own.jsonl", [{"prompt": "def f():\n   "}])
     assert read_prompts([PromptSource("file", str(path))], seed=0)[0].text == "def f():\n   "
 
 

@@ -8,10 +8,11 @@ import pytest
 from transformers import AddedToken
 
 from tests import worlds
+from tests.rows import file_sources, sample, write_rows
 from tests.tiny import tiny_model
 from tests.worlds import byte_tokenizer
 from train.data.prompts import Prompt
-from train.data.rendered_text import TemplateMarks, template_marks
+from train.data.template_probe import TemplateMarks, template_marks
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -131,11 +132,6 @@ def make_target(folder: Path, template: str | None) -> Path:
     return worlds.save(folder, model, tokenizer)
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return json.dumps([{"kind": "file", "path": str(path)}])
-
-
 def examined(tmp_path: Path, *words: object) -> list[dict[str, Any]]:
     out = tmp_path / "doctor.json"
     done = worlds.call("train/doctor.py", *words, "--out", out)
@@ -150,16 +146,13 @@ def test_doctor_and_sampling_name_the_first_row(tmp_path: Path, template: str) -
     target = make_target(tmp_path / "target", template)
     rows = [{"prompt": f"zq{i} count"} for i in range(10)]
     rows[3:3] = [{"prompt": rendered(template, f"zq{i} what")} for i in range(2)]
-    sources = write(tmp_path / "rows.jsonl", rows)
-    (found,) = examined(tmp_path, "--target", target, "--sources", sources)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    (found,) = examined(tmp_path, "--target", target, "--sources", file_sources(path))
     assert (found["rows"], found["of"], found["severity"]) == (2, 12, "stops")
     assert "16.7 % of the prompts" in found["cost"]
     assert found["examples"][0] in found["cost"]
     assert "`messages`" in found["mend"]
-    done = worlds.call(
-        "train/sample.py", "--target", target, "--sources", sources, "--max_new_tokens", 2,
-        "--out", tmp_path / "out",
-    )  # fmt: skip
+    done = sample(target, path, tmp_path / "out")
     assert done.code == 0, done.err
     (line,) = [line for line in done.err.splitlines() if "rendered with a chat template" in line]
     assert line.startswith(
@@ -173,11 +166,8 @@ def test_doctor_and_sampling_name_the_first_row(tmp_path: Path, template: str) -
 def test_texts_that_are_trained_on_as_they_stand(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", CHATML)
     texts = [{"text": rendered(CHATML, f"zq{i}", "Yes.")} for i in range(3)]
-    sources = write(tmp_path / "rows.jsonl", [*texts, {"text": "one two three four"}])
-    done = worlds.call(
-        "train/sample.py", "--target", target, "--sources", sources, "--origin", "text",
-        "--out", tmp_path / "out",
-    )  # fmt: skip
+    path = write_rows(tmp_path / "rows.jsonl", [*texts, {"text": "one two three four"}])
+    done = sample(target, path, tmp_path / "out", "--origin", "text")
     assert done.code == 0, done.err
     assert "3 prompts were rendered with a chat template already" in done.err
     (found,) = examined(tmp_path, "--target", target, "--data", tmp_path / "out")
@@ -191,12 +181,9 @@ def test_nothing_is_said_of_good_prompts(tmp_path: Path, template: str | None) -
     asked = "zq count to ten" if template else rendered(CHATML, "zq count")
     chat = [{"role": "user", "content": "zq"}, {"role": "assistant", "content": "<think>a</think>"}]
     chats = [{"messages": [*chat, {"role": "user", "content": "and?"}]}] if template else []
-    sources = write(tmp_path / "rows.jsonl", [{"prompt": asked}, *chats])
-    assert examined(tmp_path, "--target", target, "--sources", sources) == []
-    done = worlds.call(
-        "train/sample.py", "--target", target, "--sources", sources, "--max_new_tokens", 2,
-        "--out", tmp_path / "out",
-    )  # fmt: skip
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": asked}, *chats])
+    assert examined(tmp_path, "--target", target, "--sources", file_sources(path)) == []
+    done = sample(target, path, tmp_path / "out")
     assert done.code == 0, done.err
     assert "rendered" not in done.err
     assert examined(tmp_path, "--target", target, "--data", tmp_path / "out") == []

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from decode.common.errors import UserError
+from tests.rows import sample_row
 from tests.train.data.test_manifest import MANIFEST
 from train.data.manifest import write_manifest
 from train.data.sample_store import (
@@ -23,14 +24,7 @@ from train.data.sample_store import (
 
 
 def row(name: str, spans: list[list[int]] | None = None) -> SampleRow:
-    return {
-        "id": name,
-        "source": "test",
-        "origin": "target",
-        "input_ids": [5, 6, 7, 8],
-        "loss_spans": [[1, 2], [3, 4]] if spans is None else spans,
-        "finish_reason": "eos",
-    }
+    return sample_row([5, 6, 7, 8], [[1, 2], [3, 4]] if spans is None else spans, name)
 
 
 def listed(rows: list[SampleRow]) -> list[dict]:

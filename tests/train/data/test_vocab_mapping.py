@@ -7,6 +7,7 @@ import torch
 
 from decode.checkpoints.layouts import d2t_offsets, ids_from_d2t, t2d_mask
 from decode.common.errors import UserError
+from tests.rows import sample_row
 from train.data.batching import supervised_token_count
 from train.data.sample_store import SampleRow
 from train.data.vocab_mapping import build, count_tokens, coverage, digest
@@ -17,14 +18,7 @@ IDS = torch.tensor([1, 3, 6])
 
 
 def row(ids: list[int], spans: list[list[int]]) -> SampleRow:
-    return {
-        "id": "x",
-        "source": "test",
-        "origin": "target",
-        "input_ids": np.array(ids, dtype=np.int32),  # as read_shards gives them
-        "loss_spans": spans,
-        "finish_reason": "eos",
-    }
+    return sample_row(np.array(ids, dtype=np.int32), spans)  # as read_shards gives them
 
 
 def built(counts: torch.Tensor, size: int, always: tuple[int, ...] = ()) -> list[int]:

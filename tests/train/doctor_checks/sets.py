@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from decode.model.loading import tokenizer_fingerprint
 from tests import worlds
+from tests.rows import sample_row
 from tests.tiny import tiny_config
 from tests.worlds import byte_tokenizer
 from train.data import manifest, sample_store
@@ -72,14 +73,7 @@ def row_of(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -
     whole = make_prompt("chats", messages, 0)
     script = conversation_with_replies(tokenizer, whole, "all", frozenset({END}))
     ids, spans = join_turns(script.prompt_segments, script.replies)
-    return {
-        "id": asked.id,
-        "source": "chats",
-        "origin": "target",
-        "input_ids": ids,
-        "loss_spans": spans,
-        "finish_reason": "eos",
-    }
+    return sample_row(ids, spans, asked.id, "chats")
 
 
 def text_row(tokenizer: PreTrainedTokenizerFast, name: str, *parts: str) -> SampleRow:
@@ -90,14 +84,7 @@ def text_row(tokenizer: PreTrainedTokenizerFast, name: str, *parts: str) -> Samp
         start = len(ids)
         ids += tokenizer(part, add_special_tokens=False)["input_ids"]
         spans += [[start, len(ids)]] if i % 2 else []
-    return {
-        "id": f"{name}#0",
-        "source": "texts",
-        "origin": "target",
-        "input_ids": ids,
-        "loss_spans": spans,
-        "finish_reason": "eos",
-    }
+    return sample_row(ids, spans, f"{name}#0", "texts")
 
 
 def clean_rows(tokenizer: PreTrainedTokenizerFast) -> list[SampleRow]:

@@ -147,21 +147,12 @@ PLANTED = [
     Planted("repeated prompts", "costs", repeat_a_prompt, "12.5 %"),
     Planted("nearly repeated prompts", "costs", nearly_repeat_a_prompt, "80.0 %"),
     Planted("evaluation prompt in the data", "costs", ask_an_evaluation_prompt, "12.5 %"),
-    Planted(
-        "special token inside a reply",
-        "costs",
-        say_a_special_token,
-        "end ('<5>')",
-    ),
-    Planted(
-        "thoughts without an end", "costs", think_without_end, "12.5 %", also=("answers cut off",)
-    ),
+    Planted("special token inside a reply", "costs", say_a_special_token, "end ('<5>')"),
+    Planted("thoughts without an end", "costs", think_without_end, "12.5 %", 3, ("answers cut off",)),
     Planted("rows without labels", "costs", drop_labels, "12.5 %"),
     Planted("tokens outside the vocabulary", "stops", use_foreign_ids, "12.5 %"),
-    Planted(
-        "reply without generation prompt", "stops", leave_the_generation_prompt_out, "assistant"
-    ),
-]
+    Planted("reply without generation prompt", "stops", leave_the_generation_prompt_out, "assistant"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda p: p.plant.__name__ + p.says[:8])

@@ -1,6 +1,5 @@
 """Prompts before sampling, targets without a chat template, sets of the real command, and the shipped answers."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from huggingface_hub import constants
 
 from decode.model.loading import load_tokenizer, tokenizer_fingerprint
 from tests import worlds
+from tests.rows import file_sources, write_rows
 from tests.train.doctor_checks.sets import (
     CHATML,
     REASONING,
@@ -32,9 +32,8 @@ ANSWERS = worlds.ROOT / "assets" / "smollm2-answers"
 
 def write_sources(path: Path, *contents: Any) -> str:
     """The setting `sources` for a file of prompts: texts and chats."""
-    lines = [{"messages": c} if isinstance(c, list) else {"prompt": c} for c in contents]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return json.dumps([{"kind": "file", "path": str(path)}])
+    rows = [{"messages": c} if isinstance(c, list) else {"prompt": c} for c in contents]
+    return file_sources(write_rows(path, rows))
 
 
 def user(text: str) -> dict[str, str]:

@@ -16,9 +16,9 @@ from tests.train.doctor_checks.sets import chats, clean_rows, row_of, save_set, 
 from train.data import sample_store
 from train.data.batching import collate
 from train.data.sample_store import SampleRow
+from train.data.template_probe import probe
 from train.doctor_checks.rendering import masked_texts, print_samples
 from train.doctor_checks.rows import SeenRow
-from train.doctor_checks.template import probe
 
 NASTY = "<script>alert('1 & 2')</script> \"quoted\" </pre></mark> é🙂"
 

@@ -12,8 +12,9 @@ from huggingface_hub import ModelCard
 
 from decode.checkpoints.layouts import read_config
 from decode.common.files import read_json
+from decode.serving.engine import ServedDraft
 from tests import drafts
-from train.hub import model_card, serving_configs
+from train.hub import model_card, serving
 from train.hub.card_tables import card_images
 from train.hub.card_text import CardInputs, other_targets
 from train.hub.upload import HubLabels
@@ -37,13 +38,9 @@ def facts(
 
 
 def rendered(known: CardInputs, labels: HubLabels = HubLabels()) -> str:  # noqa: B008
-    k, source = serving_configs.choose_k(
-        known.own_entries, known.draft, known.config, known.tuned_chains
-    )
-    job = serving_configs.ServedDraft(known.draft["family"], "me/my-draft", "org/target", None, k)
-    return str(
-        model_card.render(known, job, source, serving_configs.build_serving_configs(job), labels)
-    )
+    k, source = serving.choose_k(known.own_entries, known.draft, known.config, known.tuned_chains)
+    job = ServedDraft(known.draft["family"], "me/my-draft", "org/target", None, k)
+    return str(model_card.render(known, job, source, serving.build_serving_configs(job), labels))
 
 
 def test_numbers_with_a_lookup_are_not_those_of_the_draft(tmp_path: Path) -> None:

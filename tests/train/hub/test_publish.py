@@ -22,12 +22,14 @@ from decode.drafts.base import METADATA_FILE
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
 from decode.model.loading import load_target
+from decode.serving import hf_engine
+from decode.serving.engine import ServedDraft
 from tests import curves, drafts, heads, hub, worlds
 from tests.hub import Hub
 from tests.worlds import Done, World
 from train.data import sample_store
 from train.data.manifest import Manifest, load_set, write_manifest
-from train.hub import publish, serving_configs, upload
+from train.hub import publish, upload
 from train.hub.upload import HubLabels
 
 COMMAND = "scripts/publish.py"
@@ -632,10 +634,8 @@ def test_published_drafts_are_loaded_back(api: Hub, world: World, tmp_path: Path
     kept = {"max_new_tokens": 12, "do_sample": False}
     helped = model.generate(**ids, assistant_model=assistant, **kept)
     assert helped.tolist() == model.generate(**ids, **kept).tolist()
-    snippet = serving_configs.transformers_config(
-        serving_configs.ServedDraft("causal", "me/lm", str(world.target), None, 3)
-    )
-    exec(snippet.files["transformers_assistant.py"], {})  # as a stranger runs it
+    served = ServedDraft("causal", "me/lm", str(world.target), None, 3)
+    exec(hf_engine.serving_files(served)["transformers_assistant.py"], {})  # as a stranger runs it
 
 
 def test_heads_for_another_tokenizer_are_refused_by_hub_name(
@@ -704,7 +704,9 @@ def test_a_bad_token_is_told(api: Hub, tmp_path: Path, monkeypatch: pytest.Monke
     assert wrong not in str(caught.value)
 
 
-def test_training_ends_with_publishing(api: Hub, world: World, tmp_path: Path) -> None:
+def test_training_ends_with_publishing(
+    api: Hub, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a draft that is published before it is saved, a card that claims a report, hours lost to a bad name.
 
     Run again, the command publishes nothing new: publishing is not part of what makes a run another one.
@@ -720,6 +722,8 @@ def test_training_ends_with_publishing(api: Hub, world: World, tmp_path: Path) -
         "--loop.steps", 1, "--loop.batch_size", 4, "--loop.micro_batch", 4, "--loop.warmup", 0,
         "--check.prompts", 3, "--check.max_new_tokens", 4, "--wandb", "disabled",
     ]  # fmt: skip
+    # Publishing is a process of its own.
+    monkeypatch.setattr(worlds, "ENV", worlds.ENV | hub.environment(api, tmp_path))
     wrong = worlds.call("train/distill.py", *args, "--publish.repo", "me/x y")
     assert "is not a valid name" in wrong.error()
     assert not (tmp_path / "lm").exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from decode.serving.running import vllm_client
 from tests import worlds
 from tests.train.sampling.stand_in import StandIn
 from tests.train.sampling.test_server_sampling import (  # noqa: F401 (fixtures)
@@ -23,7 +24,6 @@ from tests.train.sampling.test_server_sampling import (  # noqa: F401 (fixtures)
 from tests.train.test_sample_command import rows_of, sources
 from tests.worlds import World
 from train.data.manifest import read_manifest
-from train.sampling import vllm_server
 
 
 def interpreter(folder: Path, script: str) -> Path:
@@ -54,7 +54,7 @@ def test_the_server_answers_and_ends_with_the_run(
 ) -> None:  # fmt: skip
     """Bug: another model is served, requests go elsewhere, its rows differ from a server's, or it goes on for ever."""
     monkeypatch.setattr(
-        vllm_server, "free_port", lambda: int(server.url.split(":")[2].split("/")[0])
+        vllm_client, "free_port", lambda: int(server.url.split(":")[2].split("/")[0])
     )
     server.model = {"id": "target"}
     python = interpreter(tmp_path, "exec sleep 600")

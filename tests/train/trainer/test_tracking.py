@@ -124,13 +124,13 @@ def test_online_turns_offline_without_network(
     """Bug: a compute node with a key but no network loses its W&B run, or stops."""
     started = []
 
-    def start_wandb(out: Path, project: str, config: dict, mode: str, run_id: str) -> str:
+    def start_wandb(out: Path, project: str, config: dict, run_id: str, mode: str) -> str:
         started.append((mode, run_id))
         if mode == "online":
             raise TimeoutError("no route")
         return "run"
 
-    monkeypatch.setattr(tracking, "resolve_mode", lambda mode: "online")
+    monkeypatch.setattr(tracking, "explain_mode", lambda mode: ("online", []))
     monkeypatch.setattr(tracking, "_start_wandb", start_wandb)
     tracker = Tracker(tmp_path, "test", {}, mode="online")
     assert tracker._run == "run"
@@ -362,7 +362,7 @@ def test_logins_of_every_kind_are_found(
     kind: str, clean: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug: a logged-in user's runs silently stay offline, or are told to log in."""
-    assert tracking.resolve_mode("auto") == "offline"
+    assert explain_mode("auto")[0] == "offline"
     import wandb
 
     wandb.teardown()

@@ -11,7 +11,7 @@ from decode.model.hidden_states import HiddenStateSpec
 from decode.serving import eagle_rules as eagle
 from decode.serving.edits import ConfigEdit, Edit, TensorEdit, combine, set_config
 from decode.serving.rules import DraftFiles
-from scripts.engine_compat.audit.reading import (
+from eval.served.reading import (
     AdjustFn,
     Reading,
     Shapes,

@@ -24,8 +24,8 @@ from decode.serving.edits import (
     set_config,
 )
 from decode.serving.rules import DraftFiles, has_file
-from scripts.engine_compat.audit import eagle_suspects as heads
-from scripts.engine_compat.audit.reading import (
+from eval.served import eagle_suspects as heads
+from eval.served.reading import (
     Reading,
     Shapes,
     drop_all,

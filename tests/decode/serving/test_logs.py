@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 
 from decode.common.errors import UserError
+from decode.serving.log_counts import EngineLog, PrintedLine, recover
+from decode.serving.log_responses import BROKE_OFF
+from decode.serving.logs import read_log
 from eval import rescore
-from eval.engine_logs.counts import EngineLog
-from eval.engine_logs.printed import PrintedLine, recover
-from eval.engine_logs.reading import read_log
-from eval.engine_logs.streams import BROKE_OFF
-from eval.served.comparison import compare, match_prompts
-from eval.served.scoring import score
+from eval.served.scoring import compare, match_prompts, score
 
 
 def read(tmp_path: Path, text: str, **options: Any) -> EngineLog:
     (tmp_path / "log").write_text(text)
     return read_log(str(tmp_path / "log"), **options)
+
+
+def scored(log: EngineLog) -> dict[str, Any]:
+    return score(log).to_json()
 
 
 def pooled(found: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +56,7 @@ OTHER = "INFO 11-24 10:00:01 [loggers.py:123] Engine 000: Avg prompt throughput:
 def test_intervals_of_vllm_are_pooled_by_their_rounds(tmp_path: Path) -> None:
     """Catches means of intervals: 100 rounds accepted 120 of 300, and 50 accepted 90 of 150: τ 2.4, not 2.5."""
     text = OTHER + vllm_line(100, 300, [70, 35, 15]) + OTHER + vllm_line(50, 150, [40, 30, 20])
-    found = score(read(tmp_path, text))
+    found = scored(read(tmp_path, text))
     assert (found["engine"], found["requests"]) == ("vllm", None)
     assert found["counts"] == {"rounds": 150, "drafted": 450, "accepted": 210}
     assert pooled(found) == pytest.approx(
@@ -79,14 +81,14 @@ def test_intervals_of_vllm_are_pooled_by_their_rounds(tmp_path: Path) -> None:
 def test_lines_of_vllm_behind_what_others_put_before_them(dress: Any, tmp_path: Path) -> None:
     """Catches a log that is only read as it left the process."""
     text = dress(vllm_line(40, 120, [30, 20, 10])) + dress(vllm_line(10, 30, [5, 5, 0]))
-    found = score(read(tmp_path, text))
+    found = scored(read(tmp_path, text))
     assert found["counts"] == {"rounds": 50, "drafted": 150, "accepted": 70}
     assert positions(found) == [35 / 50, 25 / 50, 10 / 50]
 
 
 def test_rounds_that_drafted_less_give_no_alpha_by_guess(tmp_path: Path) -> None:
     """10 rounds with 27 drafts of 3 positions: which rounds were shorter is not said, so α is not; τ is."""
-    found = score(read(tmp_path, vllm_line(10, 27, [8, 5, 2])))
+    found = scored(read(tmp_path, vllm_line(10, 27, [8, 5, 2])))
     assert pooled(found) == pytest.approx({"tau": 2.5, "acceptance_rate": 15 / 27})
     assert positions(found) == [0.8, 0.5, 0.2]
     assert positions(found, "alpha") == [None] * 3
@@ -94,7 +96,7 @@ def test_rounds_that_drafted_less_give_no_alpha_by_guess(tmp_path: Path) -> None
 
 def test_many_rounds_are_known_as_far_as_they_are_printed(tmp_path: Path) -> None:
     """61,234 rounds: the two digits of the length leave some hundred. τ is within the bounds that are said."""
-    found = score(read(tmp_path, vllm_line(61234, 61234 * 4, [45678, 23456, 9876, 1234])))
+    found = scored(read(tmp_path, vllm_line(61234, 61234 * 4, [45678, 23456, 9876, 1234])))
     true = 1 + (45678 + 23456 + 9876 + 1234) / 61234
     assert found["tau"]["pooled"] == pytest.approx(true, abs=0.005)
     shares = [n / 61234 for n in (45678, 23456, 9876, 1234)]
@@ -108,7 +110,7 @@ def test_many_rounds_are_known_as_far_as_they_are_printed(tmp_path: Path) -> Non
 def test_the_first_lines_of_vllm_without_rounds(tmp_path: Path) -> None:
     """Earlier releases printed no length: the acceptance rate is there, τ is not made up."""
     line = "SpecDecoding metrics: Draft acceptance rate: {}%, Accepted: {} tokens, Drafted: {} tokens\n"
-    found = score(read(tmp_path, line.format(62.5, 120, 192) + line.format("nan", 0, 0)))
+    found = scored(read(tmp_path, line.format(62.5, 120, 192) + line.format("nan", 0, 0)))
     assert pooled(found) == {"acceptance_rate": 120 / 192}
     assert (found["counts"]["rounds"], found["by_position"]) == (None, [])
 
@@ -158,14 +160,14 @@ def test_a_request_of_llama_server(tmp_path: Path) -> None:
         259,
         ", mean acceptance length =  2.92, acceptance rate per position = (0.805, 0.632, 0.483)",
     )
-    found = score(read(tmp_path, llama_lines(0, 256, drafts, slot=1)))
+    found = scored(read(tmp_path, llama_lines(0, 256, drafts, slot=1)))
     assert (found["engine"], found["requests"]) == ("llamacpp", 1)
     assert found["counts"] == {"rounds": 88, "drafted": 259, "accepted": 167}
     assert pooled(found) == pytest.approx({"tau": 255 / 88, "acceptance_rate": 167 / 259})
     assert positions(found) == pytest.approx([70 / 88, 55 / 88, 42 / 88])
     assert found["engine_mean_length"] == 2.92
     timings = {"timings": {"predicted_n": 256, "draft_n": 259, "draft_n_accepted": 167}}
-    assert score(read(tmp_path, json.dumps(timings)))["tau"] == found["tau"]
+    assert scored(read(tmp_path, json.dumps(timings)))["tau"] == found["tau"]
 
 
 OLD = """slot launch_slot_: id  0 | task 7 | processing task
@@ -183,7 +185,7 @@ llama_perf_context_print:        eval time =  9.10 ms /   255 runs   (    0.46 m
 def test_older_and_other_lines_of_llama_server(tmp_path: Path) -> None:
     """Catches a log whose drafts stand on a line of their own, positions that follow later, requests that end in
     another order than they began, and one that drafted nothing."""
-    found = score(read(tmp_path, OLD))
+    found = scored(read(tmp_path, OLD))
     assert found["counts"] == {"rounds": 134, "drafted": 347, "accepted": 65}
     assert found["by_position"] == []
     second = llama_lines(
@@ -228,7 +230,7 @@ def test_a_log_that_begins_within_a_request(tmp_path: Path) -> None:
     """tail -n: drafts without the length of the answer. Without a mean length there are no rounds, so no τ."""
     line = "slot print_timing: id 0 | task 3 | draft acceptance = 0.50000 (   20 accepted /   40 generated)\n"
     log = read(tmp_path, line)
-    assert pooled(score(log)) == {"acceptance_rate": 0.5}
+    assert pooled(scored(log)) == {"acceptance_rate": 0.5}
     with pytest.raises(UserError, match="does not tell the rounds, so τ cannot be compared"):
         compare(log, log)
 
@@ -245,7 +247,7 @@ def sglang_line(length: float, rate: str = "", prefix: str = "[2025-11-19 15:25:
 
 def test_one_interval_of_sglang_has_its_tau(tmp_path: Path) -> None:
     """accept rate 0.66 is 2.64 ÷ 4, which counts the target's token: of three drafts 1.64 were accepted."""
-    found = score(read(tmp_path, sglang_line(2.64, "accept rate: 0.66, ")))
+    found = scored(read(tmp_path, sglang_line(2.64, "accept rate: 0.66, ")))
     assert (found["engine"], found["requests"], found["gauges"]) == ("sglang", None, {})
     assert pooled(found) == pytest.approx({"tau": 2.64, "acceptance_rate": 1.64 / 3})
     assert found["by_position"] == []
@@ -259,7 +261,7 @@ def test_both_meanings_of_sglangs_rate_give_ours(newer: bool, tmp_path: Path) ->
     text = "".join(
         sglang_line(x, f"accept rate: {y:.2f}, ") for x, y in zip(lengths, rates, strict=True)
     )
-    found = score(read(tmp_path, "[2025-11-19 15:25:20] Prefill batch, #new-seq: 1\n" + text))
+    found = scored(read(tmp_path, "[2025-11-19 15:25:20] Prefill batch, #new-seq: 1\n" + text))
     assert found["gauges_of"] == "mean of 4 intervals"
     assert found["gauges"] == pytest.approx({"tau": 2.8225, "acceptance_rate": 1.8225 / 5})
     assert pooled(found) == {}  # nothing says how much each interval weighs
@@ -288,16 +290,16 @@ def test_both_meanings_of_sglangs_rate_give_ours(newer: bool, tmp_path: Path) ->
 )
 def test_lines_of_sglang_behind_what_others_put_before_them(dress: Any, tmp_path: Path) -> None:
     """Catches a log that is only read as it left the process. Before, colours within the line were read as JSON."""
-    found = score(read(tmp_path, dress(sglang_line(2.64, "accept rate: 0.66, "))))
+    found = scored(read(tmp_path, dress(sglang_line(2.64, "accept rate: 0.66, "))))
     assert pooled(found) == pytest.approx({"tau": 2.64, "acceptance_rate": 1.64 / 3})
 
 
 def test_an_ambiguous_rate_of_sglang_is_left_out(tmp_path: Path) -> None:
     """accept len 2.00 at rate 0.50 is 2 of 4 tokens with three drafts, or 1 of 2 drafts. Without a rate: none."""
     for rate in ("accept rate: 0.50, ", ""):
-        assert pooled(score(read(tmp_path, sglang_line(2.0, rate)))) == {"tau": 2.0}
+        assert pooled(scored(read(tmp_path, sglang_line(2.0, rate)))) == {"tau": 2.0}
     old = sglang_line(2.0, prefix="[2025-02-01 10:00:00 TP0] ").replace("batch,", "batch.")
-    assert pooled(score(read(tmp_path, old))) == {"tau": 2.0}
+    assert pooled(scored(read(tmp_path, old))) == {"tau": 2.0}
 
 
 # ---- streams ----
@@ -472,7 +474,7 @@ def test_failed_requests_are_counted_and_named(line: Any, reason: str, tmp_path:
     log = read(tmp_path, f"{json.dumps(GOOD)}\n{failed}\n{json.dumps(GOOD)}\n")
     assert [r.accepted for r in log.requests] == [9, 9]
     assert [(x.where, x.reason) for x in log.failed] == [(f"{tmp_path}/log:2", reason)]
-    found = score(log)
+    found = scored(log)
     assert found["requests"] == 2
     assert found["counts"]["drafted"] == 24
     assert (

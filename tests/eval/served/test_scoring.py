@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 
 from decode.common.errors import UserError
+from decode.serving.log_counts import EngineLog, RequestCounts, by_position
+from decode.serving.logs import read_log
 from eval import rescore
-from eval.engine_logs.counts import EngineLog, RequestCounts, by_position
-from eval.engine_logs.reading import read_log
-from eval.served.comparison import compare, match_prompts
-from eval.served.scoring import score
+from eval.served.scoring import compare, match_prompts, score
 from tests.worlds import ROOT
 
 LOGS = ROOT / "tests" / "golden" / "engine_logs"
 
 
 def scored(name: str, **options: Any) -> dict[str, Any]:
-    return score(read_log(str(LOGS / name), **options))
+    return score(read_log(str(LOGS / name), **options)).to_json()
 
 
 def pooled(found: dict[str, Any]) -> dict[str, float]:
@@ -146,7 +145,7 @@ def test_our_own_outputs(tmp_path: Path) -> None:
     assert (found.engine, [r.prompt for r in found.requests]) == ("draftsmith", ["a/1", "a/2"])
     assert found.requests[0].accepted_at == (3, 3, 1, 1)
     assert found.requests[0].reached_at == (4, 3, 2, 1)
-    assert pooled(score(found)) == near(
+    assert pooled(score(found).to_json()) == near(
         {"tau": F(6 + 12, 6), "alpha": F(12, 14), "acceptance_rate": F(12, 16)}
     )
 
@@ -190,9 +189,9 @@ def first_token(r: RequestCounts) -> RequestCounts:
 def test_the_figures_show_a_misreading(name: str, tau: F, misread: Misread) -> None:
     """The tests above are blind if one of these passes."""
     log = read_log(str(LOGS / name))
-    assert score(log)["tau"]["pooled"] == pytest.approx(float(tau))
+    assert score(log).to_json()["tau"]["pooled"] == pytest.approx(float(tau))
     wrong = replace(log, requests=[misread(r) for r in log.requests])
-    assert score(wrong)["tau"]["pooled"] != pytest.approx(float(tau), abs=1e-4)
+    assert score(wrong).to_json()["tau"]["pooled"] != pytest.approx(float(tau), abs=1e-4)
 
 
 def changed(name: str, path: list[str], **values: Any) -> str:
@@ -279,7 +278,7 @@ def log(counts: list[tuple[int, int]], name: str = "a", prompts: str = "") -> En
 
 def test_the_mean_of_requests_can_say_the_opposite() -> None:
     """Simpson: a is ahead in the mean of requests, 2.05 to 1.95, and far behind in what was generated, 1.29 to 2.71."""
-    a, b = (score(x) for x in (log([(10, 20), (90, 9)]), log([(90, 171), (10, 0)])))
+    a, b = (score(x).to_json() for x in (log([(10, 20), (90, 9)]), log([(90, 171), (10, 0)])))
     assert (a["tau"]["mean_of_requests"], b["tau"]["mean_of_requests"]) == near([F(41, 20), F(39, 20)])  # fmt: skip
     assert (a["tau"]["pooled"], b["tau"]["pooled"]) == near([F(129, 100), F(271, 100)])
 
@@ -290,18 +289,18 @@ def test_two_logs_that_are_not_apart() -> None:
     a = log([(10, 30), (10, 0), (10, 25), (10, 5), (10, 20), (10, 10), (10, 14), (10, 16)])
     b = log([(10, 18), (10, 9), (10, 28), (10, 0), (10, 25), (10, 4), (10, 16), (10, 8)])
     found = compare(a, b)
-    tau = found["differences"]["tau"]
-    assert tau["difference"] == pytest.approx(float(F(120 - 108, 80)))
-    low, high = tau["ci"]
-    assert low < 0 < tau["difference"] < high
-    assert found["p_value"] > 0.05
-    detects = found["detectable_difference"]
-    assert detects > tau["difference"]
-    needed = found["prompts_needed"]
-    assert 8 * (detects / tau["difference"]) ** 2 <= needed < 8 * (detects / 0.15) ** 2 + 1
-    assert found["verdict"].startswith("these two numbers are not apart: the difference 0.150 is within [")  # fmt: skip
-    assert f"{needed:,} prompts would show it; these 8 would show one of" in found["verdict"]
-    rate = found["differences"]["acceptance_rate"]["difference"]
+    tau = found.differences["tau"]
+    assert tau.difference == pytest.approx(float(F(120 - 108, 80)))
+    low, high = tau.ci
+    assert low < 0 < tau.difference < high
+    assert found.p_value > 0.05
+    detects = found.detectable_difference
+    assert detects > tau.difference
+    needed = found.prompts_needed
+    assert 8 * (detects / tau.difference) ** 2 <= needed < 8 * (detects / 0.15) ** 2 + 1
+    assert found.verdict.startswith("these two numbers are not apart: the difference 0.150 is within [")  # fmt: skip
+    assert f"{needed:,} prompts would show it; these 8 would show one of" in found.verdict
+    rate = found.differences["acceptance_rate"].difference
     assert rate == pytest.approx(12 / 320)
 
 
@@ -310,22 +309,22 @@ def test_two_logs_that_are_apart() -> None:
     a = log([(10, 20 + i) for i in range(12)])
     b = log([(10, 10 + i) for i in range(12)])
     found = compare(a, b)
-    assert found["differences"]["tau"]["difference"] == pytest.approx(1.0)
-    assert found["p_value"] == pytest.approx(2 / 2**12)
-    assert found["verdict"].startswith("these two numbers are apart: the difference 1.000")
+    assert found.differences["tau"].difference == pytest.approx(1.0)
+    assert found.p_value == pytest.approx(2 / 2**12)
+    assert found.verdict.startswith("these two numbers are apart: the difference 1.000")
     backwards = compare(b, a)
-    assert backwards["differences"]["tau"]["difference"] == pytest.approx(-1.0)
-    assert "are apart" in backwards["verdict"]
+    assert backwards.differences["tau"].difference == pytest.approx(-1.0)
+    assert "are apart" in backwards.verdict
 
 
 def test_few_prompts_show_nothing() -> None:
     """Catches a verdict, or a power, from five prompts: no way of swapping their labels gives p < 0.05."""
     found = compare(log([(10, 40)] * 5), log([(10, 0)] * 5))
-    assert found["p_value"] == pytest.approx(2 / 2**5)
-    assert "5 prompts are too few" in found["verdict"]
-    assert found["prompts_needed"] is None
+    assert found.p_value == pytest.approx(2 / 2**5)
+    assert "5 prompts are too few" in found.verdict
+    assert found.prompts_needed is None
     same = compare(log([(10, 4)] * 9), log([(10, 4)] * 9))
-    assert "the same: the difference is 0" in same["verdict"]
+    assert "the same: the difference is 0" in same.verdict
 
 
 def test_prompts_are_matched_by_name_or_by_order() -> None:
@@ -380,4 +379,4 @@ def test_batch_files_hold_responses_too(tmp_path: Path) -> None:
     found = read_log(str(tmp_path / "out.jsonl"))
     assert [r.prompt for r in found.requests] == ["request-0", "request-1", "request-2"]
     assert [r.prompt_tokens for r in found.requests] == [42, 17, 30]
-    assert score(found)["tau"] == scored("vllm.jsonl")["tau"]
+    assert score(found).to_json()["tau"] == scored("vllm.jsonl")["tau"]

@@ -6,8 +6,8 @@ import pytest
 
 from tests.train.doctor_checks.sets import CHATML, REASONING
 from tests.worlds import byte_tokenizer
+from train.data.template_probe import ChatTemplate, probe, render, unrender
 from train.doctor_checks.boundary import opening_offset
-from train.doctor_checks.template import ChatTemplate, probe, render, unrender
 
 DEFAULT_SYSTEM = (
     "{% if messages[0]['role'] != 'system' %}<2>system\nBe kind.<1>\n{% endif %}" + CHATML

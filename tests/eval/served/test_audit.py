@@ -12,7 +12,7 @@ import torch
 from decode.common.errors import UserError
 from decode.drafts.registry import load_draft
 from decode.engine.engine import decode
-from decode.model.loading import Target
+from decode.model.loading import Target, load_target
 from decode.serving.checker import check_draft_files
 from decode.serving.edits import (
     Edit,
@@ -21,20 +21,20 @@ from decode.serving.edits import (
     set_config,
     set_rope_theta,
 )
+from decode.serving.log_counts import RequestCounts
 from decode.serving.rules import read_draft, read_target
+from eval.served import parity
+from eval.served.audit import ServedCounts, audit_draft, vllm_counts
+from eval.served.parity import RefereeConfig
+from eval.served.reading import copy_files
+from eval.served.suspects import readings
 from eval.tasks.loading import Task, TaskPrompt, load_task_prompts
 from scripts import audit
-from scripts.engine_compat import vllm_parity
-from scripts.engine_compat.audit.decoding import ServedCounts, vllm_counts
-from scripts.engine_compat.audit.draft_audit import audit_draft
-from scripts.engine_compat.audit.reading import copy_files
-from scripts.engine_compat.audit.suspects import readings
-from scripts.engine_compat.vllm_parity import PromptCounts, VllmParityConfig
 from tests.heads import INNER, knowing_net, save
-from tests.scripts.test_vllm_parity import reply, stand_in
+from tests.scripts.test_referee import answers_of, reply, stand_in
 from tests.tiny import tiny_model, tiny_prompts, tiny_target
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FAMILIES = ("eagle3", "eagle1", "medusa")
 PROMPTS = 12
 """With so many, swapped labels can give p-values below 0.05 ÷ the number of readings."""
@@ -57,9 +57,9 @@ class World:
             inner = {} if family == "medusa" else {"intermediate_size": INNER}
             save(folder / family, family, net, self.target, torch.float32, **inner)
 
-    def settings(self, draft: Path) -> VllmParityConfig:
+    def settings(self, draft: Path) -> RefereeConfig:
         target = str(self.folder / "target")
-        return VllmParityConfig(draft=str(draft), target=target, k=3, max_new_tokens=8)
+        return RefereeConfig(draft=str(draft), target=target, k=3, max_new_tokens=8)
 
     def edited(self, family: str, edit: Edit, out: Path) -> Path:
         """A copy of the draft with an edit, without draftsmith.json."""
@@ -67,11 +67,11 @@ class World:
         edit.apply(out)
         return out
 
-    def counts(self, draft: Path) -> list[PromptCounts]:
+    def counts(self, draft: Path) -> list[RequestCounts]:
         """What an engine accepts that reads the files as they are written."""
         loaded = load_draft(str(draft), self.target)
         prompts = [item.prompt_ids for item in self.items]
-        return vllm_parity.decode_counts(self.settings(draft), self.target, loaded, prompts, 16)
+        return parity.decode_counts(self.settings(draft), self.target, loaded, prompts, 16)
 
     def audit(
         self, draft: Path, served: ServedCounts | None, out: Path, rules: bool = True
@@ -95,7 +95,7 @@ def test_a_good_draft_raises_no_alarm(family: str, world: World, tmp_path: Path)
     """Catches a reading that is called better by chance, and a rule that blames a good draft."""
     draft = world.folder / family
     counts = world.counts(draft)
-    assert sum(x["accepted"] for x in counts) > 2 * PROMPTS  # without that nothing could show
+    assert sum(x.accepted for x in counts) > 2 * PROMPTS  # without that nothing could show
     found = world.audit(draft, ServedCounts("engine", counts), tmp_path)
     assert found["causes"] == []
     assert found["written"]["same"] == PROMPTS
@@ -162,8 +162,8 @@ def test_what_is_wrong_for_both_is_named(
     found = world.audit(draft, None, tmp_path, rules=False)
     refused = "refused" in found["written"]
     if refused:  # nothing to compare with: an engine that accepts nothing
-        zeros = {"rounds": 7, "accepted": 0, "by_position": [0, 0, 0]}
-        nothing = [x | zeros for x in world.counts(world.folder / family)]
+        good = world.counts(world.folder / family)
+        nothing = [replace(x, rounds=7, accepted=0, accepted_at=(0, 0, 0)) for x in good]
         found = world.audit(draft, ServedCounts("engine", nothing), tmp_path, rules=False)
         assert "our decoder refuses" in found["verdict"]
     assert abouts(found)[0] == about, found["causes"]
@@ -173,13 +173,14 @@ def test_what_is_wrong_for_both_is_named(
 def test_what_no_suspect_explains_is_said(world: World, tmp_path: Path) -> None:
     """Catches a cause that is named although no reading gives the served counts."""
     draft = world.folder / "eagle3"
-    counts = json.loads(json.dumps(world.counts(draft)))
-    counts[0]["by_position"][0] += 1
+    counts = world.counts(draft)
+    first, *later = counts[0].accepted_at
+    counts[0] = replace(counts[0], accepted_at=(first + 1, *later))
     found = world.audit(draft, ServedCounts("engine", counts), tmp_path)
     assert found["causes"] == []
     assert "no single suspect gives what is served" in found["verdict"]
     assert "11 of 12" in found["verdict"]
-    other = [{**x, "ids": [[1, 2]]} for x in counts]
+    other = [replace(x, output_ids=((1, 2),)) for x in counts]
     found = world.audit(draft, ServedCounts("engine", other), tmp_path)
     assert "its target is not ours" in found["verdict"]
 
@@ -229,24 +230,24 @@ def settings(tmp_path: Path, **changes: Any) -> audit.AuditConfig:
 
 
 @pytest.fixture(scope="module")
-def bundled() -> tuple[list[PromptCounts], list[int]]:
+def bundled() -> tuple[list[RequestCounts], list[int]]:
     """What our decoder accepts of the bundled draft, and how long the prompts are."""
-    s = VllmParityConfig(
+    s = RefereeConfig(
         str(ROOT / "assets/draft"), str(ROOT / "assets/target"), k=3, max_new_tokens=6
     )
-    target = replace(vllm_parity.load_target(s.target, "cpu"), eos=frozenset())
+    target = replace(load_target(s.target, "cpu"), eos=frozenset())
     prompts = [item.prompt_ids for item in load_task_prompts(Task("code", limit=2), target)]
-    return vllm_parity.run_ours(s, target, prompts), [len(prompt) for prompt in prompts]
+    return parity.run_ours(s, target, prompts), [len(prompt) for prompt in prompts]
 
 
 Capture = pytest.CaptureFixture[str]
 
 
 def test_the_command_with_vllm(
-    bundled: tuple[list[PromptCounts], list[int]], tmp_path: Path, capsys: Capture
+    bundled: tuple[list[RequestCounts], list[int]], tmp_path: Path, capsys: Capture
 ) -> None:
     """Catches a command that asks vLLM for something else than it decodes itself, or whose verdict is not printed."""
-    python = stand_in(tmp_path, f"print(json.dumps({reply(bundled[0])}))")
+    python = stand_in(tmp_path, f"print(json.dumps({reply(answers_of(bundled[0]))}))")
     audit.main(settings(tmp_path, python=python))
     result = json.loads((tmp_path / "out" / "audit.json").read_text())
     assert result["causes"] == []
@@ -256,13 +257,17 @@ def test_the_command_with_vllm(
     assert json.loads((tmp_path / "asked").read_text())["max_new_tokens"] == 6
 
 
-def response(x: PromptCounts, tokens: int) -> dict[str, Any]:
+def response(x: RequestCounts, tokens: int) -> dict[str, Any]:
     """What vLLM logs of a prompt."""
-    at = [x["rounds"], *x["by_position"], 0]
-    counts = {"num_spec_steps": x["rounds"], "num_draft_tokens": 3 * x["rounds"]}
-    counts["num_accepted_draft_tokens"] = x["accepted"]
-    counts["acceptance_histogram"] = [at[i] - at[i + 1] for i in range(4)]
-    return {"usage": {"prompt_tokens": tokens}, "metrics": {"speculative_decoding": counts}}
+    assert x.rounds is not None
+    at = [x.rounds, *x.accepted_at, 0]
+    counts = {"num_spec_steps": x.rounds, "num_draft_tokens": 3 * x.rounds}
+    counts |= {"num_accepted_draft_tokens": x.accepted}
+    histogram = {"acceptance_histogram": [at[i] - at[i + 1] for i in range(4)]}
+    return {
+        "usage": {"prompt_tokens": tokens},
+        "metrics": {"speculative_decoding": counts | histogram},
+    }
 
 
 @pytest.mark.parametrize(
@@ -272,7 +277,7 @@ def response(x: PromptCounts, tokens: int) -> dict[str, Any]:
 def test_the_command_with_a_log(
     change: Callable[[list[int]], list[int]],
     says: str,
-    bundled: tuple[list[PromptCounts], list[int]],
+    bundled: tuple[list[RequestCounts], list[int]],
     tmp_path: Path,
     capsys: Capture,
 ) -> None:

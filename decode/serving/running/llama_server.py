@@ -1,4 +1,4 @@
-"""llama.cpp's llama-server with a target and a draft, started for one comparison: its answers and its counters."""
+"""llama-server with a target and a draft, started for one comparison: its answers and its counters."""
 
 import json
 import os
@@ -7,17 +7,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from decode.common.errors import UserError, first_line
-from decode.serving.running.server_process import free_port, running_server
-from decode.serving.running.vllm_client import find_executable
-from eval.engine_logs import llamacpp_log, prometheus, spec_counters
-from scripts.engine_compat.greedy_parity import PromptCounts
+from decode.serving import llamacpp_engine, prometheus
+from decode.serving.log_counts import RequestCounts
+from decode.serving.running.server_process import find_executable, free_port, running_server
 
 START_SECONDS = 120.0
 REQUEST_SECONDS = 600.0
@@ -62,7 +61,7 @@ class ServedAnswer:
 
     response: dict[str, Any]
     """As it came; `tokens` are the answer's ids."""
-    counts: PromptCounts
+    counts: RequestCounts
 
 
 @contextmanager
@@ -90,29 +89,21 @@ def answer(url: str, prompt: Sequence[int], max_new_tokens: int, k: int) -> Serv
         "cache_prompt": False,
         "return_tokens": True,
     }
-    before = _read_counters(url)
+    before = prometheus.parse(_call(f"{url}/metrics"), METRICS)
     response: dict[str, Any] = json.loads(_call(f"{url}/completion", request))
-    rise = {key: value - before.get(key, 0.0) for key, value in _read_counters(url).items()}
-    counted = spec_counters.sum_samples("llamacpp", rise, METRICS)
-    listed = llamacpp_log.from_response(response, "the response of llama-server")
+    after = prometheus.parse(_call(f"{url}/metrics"), METRICS)
+    # Counters by position appear with the first draft.
+    rise = {key: value - before.get(key, 0.0) for key, value in after.items()}
+    counted = prometheus.sum_samples("llamacpp", rise, METRICS)
+    listed = llamacpp_engine.read_response(response, "the response of llama-server")
     if (listed.drafted, listed.accepted) != (counted.drafted, counted.accepted):
         raise UserError(
             f"llama-server's response has {listed.drafted} drafted and {listed.accepted} accepted tokens, its /metrics "
             f"{counted.drafted} and {counted.accepted}: take another version"
         )
-    counts = {
-        "ids": [response["tokens"]],
-        "rounds": counted.rounds,
-        "drafted": counted.drafted,
-        "accepted": counted.accepted,
-        "by_position": [*counted.accepted_at, *[0] * k][:k],
-    }
-    return ServedAnswer(response, counts)
-
-
-def _read_counters(url: str) -> prometheus.Samples:
-    """The counters since the server's start; those by position appear with the first draft."""
-    return prometheus.parse(_call(f"{url}/metrics"), METRICS)
+    at = (*counted.accepted_at, *[0] * k)[:k]
+    ids = (tuple(response["tokens"]),)
+    return ServedAnswer(response, replace(counted, accepted_at=at, output_ids=ids))
 
 
 def _call(url: str, request: dict[str, Any] | None = None) -> str:

@@ -1,15 +1,22 @@
-"""What a chat template does, found by rendering placeholders; and the way back from a row's text to its messages."""
+"""What a chat template does, found by rendering placeholders.
+
+With it the way back from a row's text to its messages, and the marks of texts that were rendered already: sampling
+would render them once more."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from decode.common.chat_template import Messages, apply_template
 from decode.common.errors import UserError
+from eval.tasks.row_forms import message_text
 from train.data.conversations import PROBE_REPLY
+from train.data.prompts import Prompt
 
 SYSTEM, USER, REPLY, NEXT, LAST = "Qsys0", "Qask1", "Qsay2", "Qask3", "Qsay4"
 """Placeholders of contents; they begin and end with letters, so that trimming does not change them."""
 TOOL = "zq_probe_tool"
+WRITTEN_BY_MODELS = frozenset(("<think>", "</think>"))
+"""Tokens of a generation prompt that answers hold too."""
 Kept = Literal["kept", "dropped", "refused"]
 
 
@@ -61,13 +68,11 @@ class ChatTemplate:
         }
 
 
-def user(content: str) -> dict[str, Any]:
-    """A message of the user."""
+def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
-def assistant(content: str) -> dict[str, Any]:
-    """A reply."""
+def assistant(content: str) -> dict[str, str]:
     return {"role": "assistant", "content": content}
 
 
@@ -98,7 +103,14 @@ def probe(tokenizer: Any) -> ChatTemplate | None:
     bos = tokenizer.bos_token_id
     others = {thinks, plain} - {opened, None} if thinks != plain else set()
     last_end = answered.split(REPLY)[-1] if REPLY in answered else ""
-    before_system, system_to_user, system = _probe_system(tokenizer)
+    with_system = render(tokenizer, [{"role": "system", "content": SYSTEM}, user(USER)], True)
+    system = _kept(with_system, SYSTEM)
+    call = {"type": "function", "id": "call00001", "function": {"name": TOOL, "arguments": {}}}
+    calls: Messages = [user(USER), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = {"role": "tool", "content": LAST, "name": TOOL, "tool_call_id": "call00001"}
+    parameters = {"type": "object", "properties": {}}
+    function = {"name": TOOL, "description": "probe", "parameters": parameters}
+    tools = [{"type": "function", "function": function}]
     thoughtful = [user(USER), assistant(PROBE_REPLY), user(NEXT)]
     history = render(tokenizer, thoughtful, True)
     longer = render(tokenizer, [user(USER), assistant(REPLY), user(NEXT)], True)
@@ -109,15 +121,15 @@ def probe(tokenizer: Any) -> ChatTemplate | None:
         other_openings=tuple(sorted(_after(text, USER) for text in others if text is not None)),
         turn_end=_encode(tokenizer, last_end)[:1],
         before_user=opened.split(USER)[0],
-        before_system=before_system,
-        system_to_user=system_to_user,
+        before_system=(with_system or "").split(SYSTEM)[0] if system == "kept" else "",
+        system_to_user=_between(with_system, SYSTEM, USER),
         user_to_reply=user_to_reply,
         user_to_earlier=_between(longer, USER, REPLY) or user_to_reply,
         reply_to_user=_between(longer, REPLY, NEXT),
         system=system,
-        tools=_probe_tools(tokenizer),
-        tool_calls=_probe_tool_calls(tokenizer),
-        tool_results=_probe_tool_results(tokenizer),
+        tools=_kept(render(tokenizer, [user(USER)], True, tools=tools), TOOL),
+        tool_calls=_kept(render(tokenizer, calls), TOOL),
+        tool_results=_kept(render(tokenizer, [*calls, result], True), LAST),
         has_thinking_switch=thinks != plain,
         drops_thoughts=history is not None and "\nwhy\n" not in history,
         rewrites_history=longer is not None and not longer.startswith(opened + REPLY),
@@ -171,7 +183,6 @@ def _partition(text: str, *separators: str) -> tuple[str, str, str]:
 
 
 def _after(text: str, before: str) -> str:
-    """What stands behind the last `before`."""
     return text.rpartition(before)[2]
 
 
@@ -182,36 +193,51 @@ def _between(text: str | None, before: str, after: str) -> str:
     return text.split(before)[-1].split(after)[0]
 
 
-def _probe_system(tokenizer: Any) -> tuple[str, str, Kept]:
-    """(text before a system message, text between it and the user's, whether the template keeps it)."""
-    text = render(tokenizer, [{"role": "system", "content": SYSTEM}, user(USER)], True)
-    if text is None:
-        return "", "", "refused"
-    if SYSTEM not in text:
-        return "", "", "dropped"
-    return text.split(SYSTEM)[0], _between(text, SYSTEM, USER), "kept"
-
-
 def _kept(text: str | None, mark: str) -> Kept:
     return "refused" if text is None else "kept" if mark in text else "dropped"
 
 
-def _probe_tools(tokenizer: Any) -> Kept:
-    parameters = {"type": "object", "properties": {}}
-    function = {"name": TOOL, "description": "probe", "parameters": parameters}
-    tools = [{"type": "function", "function": function}]
-    return _kept(render(tokenizer, [user(USER)], True, tools=tools), TOOL)
+@dataclass(frozen=True)
+class TemplateMarks:
+    """What a chat template puts around messages."""
+
+    tokens: tuple[str, ...] = ()
+    """Special tokens, each of which marks a turn. Begin and end of a text, as `</s>`, are not among them."""
+    words: tuple[str, ...] = ()
+    """Where it has no such tokens, what stands before a question and before an answer, as [INST] and [/INST]."""
+
+    def found_in(self, text: str) -> str:
+        """The mark by which a text shows that it was rendered; "" if it was not."""
+        token = next((token for token in self.tokens if token in text), "")
+        rendered = bool(self.words) and all(word in text for word in self.words)
+        return token or (self.words[0] if rendered else "")
+
+    def found_in_prompt(self, prompt: Prompt) -> str:
+        """`found_in` what is asked: the text, or the messages that the target did not write."""
+        asked = [m for m in prompt.messages or [] if m["role"] != "assistant"]
+        texts = [prompt.text or "", *map(message_text, asked)]
+        return next((mark for mark in map(self.found_in, texts) if mark), "")
 
 
-def _tool_chat() -> Messages:
-    call = {"type": "function", "id": "call00001", "function": {"name": TOOL, "arguments": {}}}
-    return [user(USER), {"role": "assistant", "content": "", "tool_calls": [call]}]
+def template_marks(tokenizer: Any) -> TemplateMarks:
+    """The marks of the tokenizer's chat template; none without one, or if it refuses a simple chat."""
+    found = probe(tokenizer)
+    if found is None:
+        return TemplateMarks()
+    before_question = found.reply_to_user or found.before_user
+    ends = {tokenizer.bos_token, tokenizer.eos_token, None, ""}
+    added = set(tokenizer.get_added_vocab()) - ends - WRITTEN_BY_MODELS
+    pieces = before_question + found.user_to_reply
+    tokens = tuple(sorted((token for token in added if token in pieces), key=pieces.index))
+    words = tuple(_last_line(piece, ends) for piece in (before_question, found.user_to_reply))
+    clear = all(len(word) > 2 and not word.isalnum() for word in words) and words[0] != words[1]
+    return TemplateMarks(tokens, words if clear and not tokens else ())
 
 
-def _probe_tool_calls(tokenizer: Any) -> Kept:
-    return _kept(render(tokenizer, _tool_chat()), TOOL)
-
-
-def _probe_tool_results(tokenizer: Any) -> Kept:
-    result = {"role": "tool", "content": LAST, "name": TOOL, "tool_call_id": "call00001"}
-    return _kept(render(tokenizer, [*_tool_chat(), result], True), LAST)
+def _last_line(piece: str, ends: set[Any]) -> str:
+    for end in ends - {None, ""}:
+        piece = piece.replace(end, "\n")
+    lines = [
+        line.strip() for line in piece.splitlines() if line.strip() not in ("", *WRITTEN_BY_MODELS)
+    ]
+    return lines[-1] if lines else ""

@@ -3,23 +3,27 @@
 import json
 from pathlib import Path
 
-from scripts.engine_compat.corruptions import all_corruptions
+from eval.served.mistakes import mistakes
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_results_list_what_was_served_in_silence() -> None:
     """Catches a damage in the committed results that the checker did not see, or whose baseline is not beside it."""
     rows = json.loads((ROOT / "docs/results/served_damage.json").read_text())["rows"]
+    audits = json.loads((ROOT / "docs/results/audit_damage.json").read_text())["rows"]
+    audited = {row["damage"]: row["audit"]["named"] for row in audits}
     good = {row["family"]: row for row in rows if row["damage"] == "none"}
-    known = all_corruptions(12)
+    known = mistakes(12)
     for row in rows:
         assert row["family"] in good
         if row["damage"] == "none":
             assert (row["checker"], row["vllm"]) == ([], "served")
         else:
             rules = [rule for rule, _, _ in row["checker"]]
-            assert known[row["damage"]].expected_rules["vllm"] in rules
+            mistake = known[row["family"]][row["damage"]]
+            assert mistake.rules["vllm"] in rules
+            assert mistake.suspect in audited[row["damage"]]
 
 
 def test_the_committed_audit_is_what_the_page_says() -> None:

@@ -1,0 +1,403 @@
+"""The audit of one draft: each reading of its files decoded here, beside what an engine served (scripts/audit.py).
+
+Three things are evidence. A reading that accepts in each prompt what the engine accepted says how the engine reads the
+files, if that is not as they are written. A reading that accepts significantly more than the files as they are written
+(or than what is served, where we refuse those) says how they are meant: a draft is trained with one reading, and any
+other accepts less. A broken rule of the checker says what the files lack or contradict. A suspect that the files
+themselves give rise to goes before one that they do not.
+"""
+
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decode.common.errors import UserError, first_line
+from decode.drafts.base import check_saved_tokenizer, check_tokenizer, draft_sha256, read_metadata
+from decode.drafts.registry import load_draft
+from decode.model.loading import Target
+from decode.serving.log_counts import EngineLog, RequestCounts, pool
+from decode.serving.rules import IGNORED, DraftFiles, Finding, read_draft, read_target
+from decode.serving.running import vllm_client
+from eval.metrics.bootstrap import Array
+from eval.metrics.distribution_tests import PermutationTestResult, run_permutation_test
+from eval.served.parity import BATCH_ROWS, RefereeConfig, counts_json, decode_counts
+from eval.served.reading import AS_WRITTEN, Reading, copy_files
+from eval.served.suspects import readings
+from eval.tasks.loading import TaskPrompt
+
+LEVEL = 0.05
+"""p-value below which two sides accept differently. Gains of several readings share it."""
+OWN_RULES = ("changed-since-training", "unchecked")
+"""Findings that name no cause: something was changed, or nothing is known."""
+LOWER_DTYPES = ("bfloat16", "float16")
+"""What else the engine may have computed the draft in, where that is not known."""
+
+Pairs = list[tuple[RequestCounts, RequestCounts]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What our decoder makes of one reading."""
+
+    reading: Reading
+    counts: list[RequestCounts]
+    """Of each prompt; empty if the reading was refused."""
+    refused: str = ""
+    """Why our loader refuses it."""
+
+
+@dataclass(frozen=True)
+class ServedCounts:
+    """What an engine made of the draft."""
+
+    engine: str
+    counts: list[RequestCounts] = field(default_factory=list)
+    """Of each prompt, greedy; those of a log have no ids, and those of llama.cpp no positions."""
+    refused: str = ""
+    """The engine's error message, if it did not serve the draft."""
+    other_prompts: str = ""
+    """How the prompts that the engine read differ from ours; then their counts are not comparable."""
+    exact: bool = True
+    """Both sides computed in float32, so that equal functions accept equal tokens."""
+
+
+@dataclass
+class Cause:
+    """One thing that is wrong, with all evidence for it."""
+
+    about: str
+    evidence: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Our counts of one reading beside those of the engine."""
+
+    prompts: int
+    """Prompts that both sides answered with the same text, or all if the engine's text is not known."""
+    same: int
+    """Those with the same rounds and the same accepted tokens by position."""
+    p_value: float | None
+    """Of the permutation test that both accept alike; None where counts are compared exactly."""
+    agrees: bool
+
+
+# ---- both sides ----
+
+
+def vllm_counts(result: Mapping[str, Any], exact: bool) -> ServedCounts:
+    """What a job of vllm_client gave."""
+    if "error" in result:
+        return ServedCounts("vLLM", refused=" ".join(result["error"].split())[:300], exact=exact)
+    return ServedCounts(f"vLLM {result['vllm']}", vllm_client.answer_counts(result), exact=exact)
+
+
+def log_counts(log: EngineLog, prompts: Sequence[list[int]], k: int) -> ServedCounts:
+    """The requests of a log, which answer the prompts in their order. UserError if there are not as many."""
+    if not log.per_request or len(log.requests) != len(prompts):
+        raise UserError(
+            f"{log.path} has {len(log.requests)} responses and there are {len(prompts)} prompts: give the responses to "
+            "the prompts of --tasks, in their order"
+        )
+    counts = []
+    for number, (request, prompt) in enumerate(zip(log.requests, prompts, strict=True), start=1):
+        if request.rounds is None:
+            raise UserError(
+                f"{log.path} does not tell the rounds of request {number}: give the responses"
+            )
+        if request.prompt_tokens not in (None, len(prompt)):
+            return ServedCounts(
+                log.engine,
+                other_prompts=f"response {number} is to {request.prompt_tokens} prompt tokens, and that prompt has "
+                f"{len(prompt)} here: another chat template, tokenizer or prompt",
+                exact=False,
+            )
+        at = request.accepted_at
+        counts.append(replace(request, accepted_at=(*at, *[0] * k)[:k] if at else ()))
+    return ServedCounts(log.engine, counts, exact=False)
+
+
+def decode_reading(
+    s: RefereeConfig,
+    target: Target,
+    d: DraftFiles,
+    reading: Reading,
+    prompts: Sequence[list[int]],
+    dtype: str,
+    out: str,
+) -> Outcome:
+    """The counts of a reading, from a copy of the files that lies in the folder `out` meanwhile.
+
+    The draft computes in `dtype`, unless the reading has another.
+    """
+    with tempfile.TemporaryDirectory(dir=out, prefix="copy-") as scratch:
+        folder = Path(scratch) / "draft"
+        copy_files(d, folder)
+        reading.edit.apply(folder)
+        try:
+            with warnings.catch_warnings():
+                # A copy names no tokenizer; that of the draft was compared with the target's.
+                warnings.filterwarnings("ignore", message=".*was not made here.*")
+                draft = load_draft(str(folder), target, dtype=reading.dtype or dtype)
+                if reading.adjust is not None:
+                    reading.adjust(draft)
+                return Outcome(reading, decode_counts(s, target, draft, prompts, BATCH_ROWS))
+        except UserError as error:
+            return Outcome(reading, [], first_line(error).replace(str(folder), d.path))
+
+
+# ---- what they show ----
+
+
+def comparable(ours: Sequence[RequestCounts], theirs: Sequence[RequestCounts]) -> Pairs:
+    """The prompts that both sides answered with the same text: after another token, other drafts are right."""
+    pairs = zip(ours, theirs, strict=True)
+    return [(a, b) for a, b in pairs if b.output_ids in ((), a.output_ids)]
+
+
+def differing(ours: RequestCounts, theirs: RequestCounts) -> list[str]:
+    """Names of the counts that the engine tells and that are not ours."""
+    a, b = counts_json(ours), counts_json(theirs)
+    return [key for key in shown_counts(theirs) if a[key] != b[key]]
+
+
+def shown_counts(theirs: RequestCounts) -> list[str]:
+    return ["rounds", "accepted", *["by_position"] * bool(theirs.accepted_at)]
+
+
+def compare(ours: Sequence[RequestCounts], served: ServedCounts) -> Agreement:
+    """Whether both accept alike: every count the same if the engine is `exact`, else not significantly apart."""
+    pairs = comparable(ours, served.counts)
+    same = sum(not differing(a, b) for a, b in pairs)
+    if served.exact or same == len(pairs):
+        return Agreement(len(pairs), same, None, 0 < same == len(pairs))
+    p = permutation_test(pairs).p_value
+    return Agreement(len(pairs), same, p, p >= LEVEL)
+
+
+def permutation_test(pairs: Pairs) -> PermutationTestResult:
+    """Of counts by position, or of all accepted tokens where one side has no positions."""
+    positions = all(side.accepted_at for pair in pairs for side in pair)
+
+    def counts(side: Sequence[RequestCounts]) -> Array:
+        kept = [x.accepted_at if positions else (x.accepted,) for x in side]
+        return np.array([[x.rounds, *y] for x, y in zip(side, kept, strict=True)])
+
+    ours, theirs = zip(*pairs, strict=True)
+    return run_permutation_test(counts(ours), counts(theirs), level=LEVEL)
+
+
+def tau(counts: Sequence[RequestCounts]) -> float:
+    total = pool(counts)
+    return 1 + total.accepted / max(1, total.rounds or 0)
+
+
+def gain(outcome: Outcome, base: Sequence[RequestCounts]) -> tuple[float, float]:
+    """(what a reading adds to τ of the base, its p-value)."""
+    pairs = comparable(outcome.counts, base)
+    if not pairs:
+        return 0.0, 1.0
+    ours, theirs = zip(*pairs, strict=True)
+    return tau(ours) - tau(theirs), permutation_test(pairs).parts[-1].p_value
+
+
+def reproducing(
+    written: Outcome, counted: Sequence[Outcome], served: ServedCounts
+) -> list[Outcome]:
+    """The readings that accept what was served, if the files as they are written do not.
+
+    Those that the files give rise to, if there are any. Others are left out where nothing was accepted at all: any
+    wrong reading gives that.
+    """
+    if written.counts and compare(written.counts, served).agrees:
+        return []
+    found = [outcome for outcome in counted if compare(outcome.counts, served).agrees]
+    visible = [outcome for outcome in found if outcome.reading.visible]
+    return visible or (found if pool(served.counts).accepted else [])
+
+
+def improving(counted: Sequence[Outcome], base: Sequence[RequestCounts]) -> list[Outcome]:
+    """The readings that accept significantly more than `base` and at least nine tenths as much more as the best one."""
+    if not base:
+        return []
+    gains = [(outcome, *gain(outcome, base)) for outcome in counted]
+    better = [(outcome, more) for outcome, more, p in gains if more > 0 and p < LEVEL / len(gains)]
+    best = max((more for _, more in better), default=0.0)
+    return [outcome for outcome, more in better if more >= 0.9 * best]
+
+
+def name_causes(
+    written: Outcome,
+    outcomes: Sequence[Outcome],
+    served: ServedCounts | None,
+    findings: Sequence[Finding],
+) -> list[Cause]:
+    """The causes, [] for a draft that is served as it was trained, as far as its files and these prompts show."""
+    causes: dict[str, Cause] = {}
+
+    def add(about: str, text: str) -> None:
+        causes.setdefault(about, Cause(about)).evidence.append(text)
+
+    counted = [outcome for outcome in outcomes if outcome.counts]
+    if served and served.counts:
+        for outcome in reproducing(written, counted, served):
+            at = compare(outcome.counts, served)
+            share = f"{at.same} of {at.prompts} prompts the same"
+            test = "" if at.p_value is None else f", p = {at.p_value:.2g}"
+            text = f"decoding with {outcome.reading.says} accepts what {served.engine} accepts"
+            add(outcome.reading.about, f"{text}: {share}{test}")
+    base = written.counts or (served.counts if served else [])
+    for outcome in improving(counted, base):
+        more, p = gain(outcome, base)
+        text = f"decoding with {outcome.reading.says} accepts more"
+        change = f"τ {tau(base):.3f} becomes {tau(base) + more:.3f}"
+        add(outcome.reading.about, f"{text}: {change}, p = {p:.2g}")
+    for finding in findings:
+        if finding.effect != IGNORED and finding.rule not in OWN_RULES:
+            fitting = [o.reading for o in outcomes if finding.rule in o.reading.rules]
+            fitting.sort(key=lambda reading: not reading.visible)
+            about = fitting[0].about if fitting else finding.rule
+            add(about, f"rule {finding.rule}: {finding.what}")
+    return list(causes.values())
+
+
+def verdict(
+    written: Outcome,
+    outcomes: Sequence[Outcome],
+    served: ServedCounts | None,
+    causes: Sequence[Cause],
+) -> str:
+    """What was found, in one or two sentences; the evidence stands beside it."""
+    names = ", ".join(cause.about for cause in causes)
+    named = f"suspect: {names}" if causes else "nothing is suspect"
+    if not written.counts:
+        named = f"our decoder refuses the files as they are written ({written.refused}); {named}"
+    if served is None:
+        return f"no engine was asked; {named}"
+    if served.refused:
+        return f"{served.engine} refuses the draft ({served.refused}); {named}"
+    if served.other_prompts:
+        return f"the prompts are not the same: {served.other_prompts}; {named}"
+    if not written.counts:
+        return f"{served.engine} serves the draft; {named}"
+    agreement = compare(written.counts, served)
+    where = f"in {agreement.same} of {agreement.prompts} prompts"
+    if agreement.prompts == 0:
+        return f"{served.engine} answered every prompt with another text: its target is not ours; {named}"
+    if agreement.agrees:
+        same = f"{served.engine} accepts what our decoder accepts ({where} the same counts)"
+        return f"{same}: both read the files alike; {named}"
+    text = (
+        f"{served.engine} accepts other tokens than our decoder ({where} the same counts); {named}"
+    )
+    near = [(compare(o.counts, served), o.reading.says) for o in outcomes if o.counts]
+    if not near or any(at.agrees for at, _ in near):
+        return text
+    at, says = max(near, key=lambda one: (one[0].same, one[0].p_value or 0))
+    return f"{text}; no single suspect gives what is served, the nearest is {says} ({at.same} of {at.prompts})"
+
+
+# ---- audit.json ----
+
+
+def audit_draft(
+    s: RefereeConfig,
+    target: Target,
+    items: Sequence[TaskPrompt],
+    served: ServedCounts | None,
+    findings: Sequence[Finding],
+    dtype: str,
+    out: str,
+) -> dict[str, Any]:
+    """Everything that audit.json says of the draft `s.draft`, `causes` and `verdict` among it.
+
+    Greedy: `s.temperature` is 0. UserError for a draft of another tokenizer and for files that nobody could read.
+    """
+    check_saved_tokenizer(s.draft)
+    facts = read_metadata(s.draft)
+    recorded = facts.get("tokenizer_hash")
+    # A causal draft has a tokenizer of its own, and loading it compares the vocabularies.
+    if recorded is not None and facts.get("family") != "causal":
+        check_tokenizer(s.draft, recorded, target)
+    d = read_draft(s.draft, read_target(s.target, tokenizer=False))
+    prompts, suspects = [item.prompt_ids for item in items], readings(d)
+    if served is not None and not served.exact:
+        lower = replace(AS_WRITTEN, about="dtype")
+        others = [name for name in LOWER_DTYPES if name != dtype]
+        suspects += [replace(lower, says=f"the draft in {name}", dtype=name) for name in others]
+    written, *outcomes = (
+        decode_reading(s, target, d, reading, prompts, dtype, out)
+        for reading in (AS_WRITTEN, *suspects)
+    )
+    causes = name_causes(written, outcomes, served, findings)
+    return {
+        "draft": s.draft,
+        "draft_sha256": draft_sha256(s.draft),
+        "family": d.family,
+        "target": s.target,
+        "k": s.k,
+        "prompts": len(items),
+        "max_new_tokens": s.max_new_tokens,
+        "measured_in_training": read_metadata(d.path).get("measured_in_training"),
+        "checker": [asdict(finding) for finding in findings],
+        "served": _served_row(served),
+        "written": _outcome_row(written, served),
+        "first_difference": _first_difference(items, written, served),
+        "readings": [_outcome_row(outcome, served) for outcome in outcomes],
+        "causes": [asdict(cause) for cause in causes],
+        "verdict": verdict(written, outcomes, served, causes),
+    }
+
+
+def _served_row(served: ServedCounts | None) -> dict[str, Any] | None:
+    if served is None:
+        return None
+    row: dict[str, Any] = {"engine": served.engine, "exact": served.exact}
+    if served.refused or served.other_prompts:
+        return row | {
+            "refused": served.refused or None,
+            "other_prompts": served.other_prompts or None,
+        }
+    return row | {"tau": tau(served.counts), **counts_json(pool(served.counts))}
+
+
+def _outcome_row(outcome: Outcome, served: ServedCounts | None) -> dict[str, Any]:
+    reading = outcome.reading
+    row: dict[str, Any] = {
+        "about": reading.about,
+        "reading": reading.says,
+        "visible": reading.visible,
+    }
+    if not outcome.counts:
+        return row | {"refused": outcome.refused}
+    row |= {"tau": tau(outcome.counts), **counts_json(pool(outcome.counts))}
+    if served and served.counts:
+        row |= asdict(compare(outcome.counts, served))
+    return row
+
+
+def _first_difference(
+    items: Sequence[TaskPrompt], written: Outcome, served: ServedCounts | None
+) -> dict[str, Any] | None:
+    """The first prompt in which the engine and our decoder, which reads the files as they are written, differ."""
+    if served is None or not served.counts or not written.counts:
+        return None
+    for item, a, b in zip(items, written.counts, served.counts, strict=True):
+        keys = ["ids"] * (b.output_ids not in ((), a.output_ids)) + differing(a, b)
+        if keys:
+            ours, theirs = ({key: counts_json(x)[key] for key in shown_counts(b)} for x in (a, b))
+            return {"task": item.task, "id": item.id, "differs_in": keys, "ours": ours, "served": theirs}  # fmt: skip
+    return None
+
+
+def show_counts(row: Mapping[str, Any]) -> list[str]:
+    """τ, rounds and accepted tokens by position for a table; of a reading that was refused, why."""
+    if "tau" not in row:
+        return ["–", "–", str(row.get("refused") or row.get("other_prompts") or "")]
+    accepted = row["by_position"] or row["accepted"]
+    return [f"{row['tau']:.3f}", str(row["rounds"]), str(accepted)]
