@@ -44,7 +44,7 @@ def greedy(world: World, target: Target) -> tuple[Any, TaskPrompt, list[int]]:
 
 def verdict_on(
     model: Any, item: TaskPrompt, answer: list[int], outputs: Sequence[list[int]]
-) -> dict[str, Any]:
+) -> Any:
     items = [replace(item, id=str(i)) for i in range(len(outputs))]
     found = greedy_equivalence.find_mismatches(model, items, [answer] * len(items), outputs, K)
     return greedy_equivalence.greedy_verdict(items, found)
