@@ -4,7 +4,7 @@ quickstart.sh, reproduce.sh, test.sh, env.sh   the whole pipeline; the README's 
 publish.py        makes a Hub folder of a draft or a sampled set, and uploads it
 export.py         writes a draft in another engine's layout
 check_draft.py    checks a draft's files against an engine's rules
-referee.py        compares vLLM's decoding with ours, llamacpp_parity.py llama.cpp's
+referee.py        compares a serving engine's decoding with ours; llamacpp_parity.py that of llama.cpp
 audit.py          names what is wrong with a draft that an engine serves
 sweep.py          tries settings of a command, in a grid or at random, and ranks them
 track_report.py   adds a report to the tracked run of a training

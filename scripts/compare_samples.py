@@ -1,6 +1,6 @@
 """Tests whether two sampled sets of the same prompts follow one distribution: ours and a server's, say.
 
-    python scripts/compare_samples.py outputs/samples_ours --b outputs/samples_vllm --out compared.json
+    python scripts/compare_samples.py outputs/samples_ours --b outputs/samples_served --out compared.json
 
 Two engines with the same law give other texts, because their random numbers differ. Three things are compared over the
 prompts that both sets answer: the distribution of answer lengths (largest distance of the two cumulative shares, as in

@@ -2,8 +2,8 @@
 
     python scripts/export.py outputs/bundled/drafts/eagle3 --format speculators --target ORG/MODEL --out exported
 
-flat           EAGLE-3, EAGLE-1 and Medusa as they are saved here: vLLM, SGLang, TensorRT-LLM (Medusa: vLLM up to 0.32)
-speculators    EAGLE-3 with the nested config that `vllm serve DRAFT` reads and the speculators library trains
+flat           EAGLE-3, EAGLE-1 and Medusa as they are saved here, for serving engines
+speculators    EAGLE-3 with the nested config that the speculators library trains, from which a draft alone is served
 medusa-legacy  Medusa with the numbered tensors of FasterDecoding, TensorRT-LLM and TGI
 hf             a causal draft with the target's tokenizer files, its vocabulary padded with zeros to the target's
 gguf           EAGLE-3, DFlash, DSpark or a causal draft (Llama and Qwen 2) for llama.cpp, as model.gguf; a target too,

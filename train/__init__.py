@@ -4,7 +4,7 @@
     doctor.py         command: examines a sampled set or prompts: loss mask in colour, findings with their cost
     write_prompts.py  command: a chat model writes prompts, where no data set of them is at hand
     distill.py        command: trains a draft on sampled sets
-    states_server.py  command: starts a vLLM server that writes the target's hidden states for distill.py
+    states_server.py  command: starts a server that writes the target's hidden states for distill.py
     data/             prompts, tokenised conversations, the sampled set on disk, mixtures, batches
     sampling/         the sampled set is written: rows, the local engine, servers with OpenAI's API
     doctor_checks/    the checks of doctor.py: boundaries, template, answers, prompts, texts

@@ -2,7 +2,7 @@
 
 The weights are those of the whole model, so that transformers and serving engines load the folder as any other.
 `draft_vocab.json` holds {"ids": [...]}, the target's ids of the tokens that the draft can draft, in rising order. It is
-no safetensors file, because vLLM and SGLang read the tensors of every such file in a folder and refuse unknown ones.
+no safetensors file, because serving engines read the tensors of every such file in a folder and refuse unknown ones.
 FR-Spec: Zhao et al., arXiv 2502.14856.
 """
 

@@ -71,7 +71,7 @@ def check_mask_token(path: str, token: int, target: Target) -> None:
 # ---- PARD ----
 
 MASK_FIELD = "pard_token"
-"""The field of config.json that holds the id of the mask token; vLLM reads it too."""
+"""The field of config.json that holds the id of the mask token; serving engines read it too."""
 
 
 class PardDraft(CausalDraft):

@@ -212,7 +212,7 @@ class Eagle1Model(nn.Module):
         width = config.hidden_size
         self.config, self.taps, self.head = config, HiddenStateSpec(final=True), head
         self.max_positions = head_context(config)
-        # A bias of zeros that is not trained: vLLM ignores it and SGLang requires it.
+        # A bias of zeros that is not trained: SGLang requires it, others ignore it.
         self.fc = nn.Linear(2 * width, width)
         nn.init.zeros_(self.fc.bias).requires_grad_(False)
         self.layers = nn.ModuleList([Eagle1Layer(config)])

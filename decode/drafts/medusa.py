@@ -35,8 +35,8 @@ class MedusaResBlock(nn.Module):
 class MedusaModel(nn.Module):
     """K heads. Head j (from 0) reads the final hidden state at t and gives the logits of token t + 2 + j.
 
-    Parameters have the names of vLLM (up to 0.32). With `original_lm_head` in config.json all heads share one output
-    matrix, that of the target.
+    Parameters have the names that serving engines load. With `original_lm_head` in config.json all heads share one
+    output matrix, that of the target.
     """
 
     def __init__(self, config: dict[str, Any]):

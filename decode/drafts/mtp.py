@@ -6,8 +6,8 @@ the logits of x_{t+2}. The normed output is the state of the next step.
 
 Targets such as DeepSeek-V3 and GLM-4.5 come with such a layer in their own files, which transformers does not load:
 the target's folder is the draft's. The first layer drafts every token, each step from its own state of the step
-before, as in serving engines; further layers, if there are any, are not read. vLLM hides the token at position 0 from
-such a layer and feeds GLM's the state before the norm; transformers, and so this decoder, do neither.
+before, as in serving engines; further layers, if there are any, are not read. Some of them hide the token at position 0
+from such a layer and feed GLM's the state before the norm; transformers, and so this decoder, do neither.
 """
 
 import copy

@@ -314,7 +314,7 @@ def verify_and_commit(
 def verify(proposal: Proposal, logits: torch.Tensor, config: StepConfig) -> VerificationResult:
     """Which drafted tokens stay and what follows them, by the registered rule `config.rule`.
 
-    Logits of tokens that a grammar forbids become -inf before temperature, top-k and top-p, as in vLLM.
+    Logits of tokens that a grammar forbids become -inf before temperature, top-k and top-p.
     """
     tokens, tree = proposal.tokens, proposal.tree
     if proposal.allowed is not None:

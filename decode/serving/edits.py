@@ -112,8 +112,8 @@ def set_layer_config(**changes: Any) -> ConfigEdit:
 
 
 def set_aux_layers(count: int, top: int | None, output: int | None) -> ConfigEdit:
-    """The default hidden-state layers of a target of `count` layers, moved by `top` under vLLM's key and by `output`
-    under SGLang's; None leaves the key as it is.
+    """The default hidden-state layers of a target of `count` layers, moved by `top` under the key of states that
+    enter a layer and by `output` under that of states that leave one; None leaves the key as it is.
     """
     layers = layouts.default_aux_layers(count)
     changes: dict[str, Any] = {}

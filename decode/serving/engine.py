@@ -107,7 +107,7 @@ class ServingEngine:
     name: str
     """As people write it."""
     version: str
-    """The newest version that `rules` describe (vLLM: that they were run against)."""
+    """The newest version that `rules` describe (where they were run: that they were run against)."""
     versions: str
     """The versions to which `methods` belong, for people to read."""
     methods: Mapping[str, Served]

@@ -68,7 +68,7 @@ def totals_by(samples: Samples, name: str, label: str) -> Mapping[int, int]:
     return sums
 
 
-# ---- the counters that vLLM and llama.cpp have in common, each under its own prefix ----
+# ---- counters that engines have in common, each under its own prefix ----
 
 
 def read_totals(engine: str, path: str, before: str = "") -> EngineLog:

@@ -3,7 +3,7 @@
 - chains: what the draft gives to the tokens that follow each position of the target's answers.
 - rounds: from these the expected rounds and accepted tokens of any K and rule, exactly for the measured text.
 - rows: τ, α by position and predicted speed-up with intervals over prompts.
-- costs: milliseconds of a round, measured with our engine or with vLLM, and the best K by batch size from them.
+- costs: milliseconds of a round, measured with our engine or with another one, and the best K by batch size from them.
 - pages: forecast.json as Markdown.
 
 May import eval.metrics, eval.tasks, eval.benchmark and eval.reporting. docs/forecast.md has the derivation.

@@ -56,7 +56,7 @@ class ExpectedRounds:
     """Tokens after prefill's, trimmed at EOS and limit."""
     rounds: float
     drafting_rounds: float
-    """Rounds that drafted at least one token: the rounds that vLLM counts."""
+    """Rounds that drafted at least one token: the rounds that serving engines count."""
     drafted: float
     reached: Array
     """[K] rounds that drafted token i and accepted the i - 1 before it."""

@@ -102,10 +102,10 @@ def inside(value: float, interval: Sequence[float] | None) -> bool:
 def compare(
     texts: Sequence[TextChains], rule: str, served: dict[str, Any], others: Sequence[str], seed: int
 ) -> dict[str, Any]:
-    """The forecast for `rule` beside `served`, which has vLLM's `rounds` and accepted drafts `by_position`.
+    """The forecast for `rule` beside `served`, which has an engine's `rounds` and accepted drafts `by_position`.
 
-    `equal`: the forecast's counts are vLLM's, as greedy ones must be wherever both engines write the same text.
-    `other_rules` says of `others`, which vLLM does not have, whether their intervals would hold its figure too.
+    `equal`: the forecast's counts are the engine's, as greedy ones must be wherever both engines write the same text.
+    `other_rules` says of `others`, which it does not have, whether their intervals would hold its figure too.
     """
     rounds, accepted = served["rounds"], served["by_position"]
     k, length = len(accepted), 1 + sum(accepted) / rounds

@@ -63,7 +63,7 @@ class Acceptance:
 
     @property
     def unconditional_by_position(self) -> list[Ratio]:
-        """Accepted at position i ÷ all rounds: the figures that vLLM prints."""
+        """Accepted at position i ÷ all rounds: what serving engines print."""
         return [Ratio(accepted, self.rounds) for accepted in self.accepted_at.T]
 
     @property

@@ -7,7 +7,7 @@ stalls: the first take more rounds, the others slow every method of the turn.
 
 Speed-ups stay ratios of sums, of these seconds. A median of the prompts' ratios would not mind a stall either, but it
 estimates something else, since prompts differ in acceptance and length. An engine whose rounds have no clock
-(transformers, vLLM) and vary in cost can hide a stall smaller than that spread.
+(those of other engines) and vary in cost can hide a stall smaller than that spread.
 """
 
 from collections.abc import Sequence

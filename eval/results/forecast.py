@@ -41,8 +41,8 @@ class ForecastCounts:
 class ForecastRow:
     """What a rule and K give on the prompts of one task, or of all.
 
-    `tau` is trimmed at the end of answers; `mean_accept_length` is 1 + accepted ÷ rounds that drafted, which vLLM
-    prints; `unconditional_by_position` divides by the same rounds.
+    `tau` is trimmed at the end of answers; `mean_accept_length` is 1 + accepted ÷ rounds that drafted, which engines
+    print; `unconditional_by_position` divides by the same rounds.
     """
 
     task: Name

@@ -25,9 +25,9 @@ from decode.serving.rules import IGNORED, DraftFiles, Finding, read_draft, read_
 from decode.serving.running import vllm_client
 from eval.metrics.bootstrap import Array
 from eval.metrics.distribution_tests import PermutationTestResult, run_permutation_test
+from eval.served import suspects
 from eval.served.parity import BATCH_ROWS, RefereeConfig, counts_json, decode_counts
-from eval.served.reading import AS_WRITTEN, Reading, copy_files
-from eval.served.suspects import readings
+from eval.served.reading import AS_WRITTEN, RULES, Reading, copy_files
 from eval.tasks.loading import TaskPrompt
 
 LEVEL = 0.05
@@ -257,9 +257,10 @@ def name_causes(
         text = f"decoding with {outcome.reading.says} accepts more"
         change = f"τ {tau(base):.3f} becomes {tau(base) + more:.3f}"
         add(outcome.reading.about, f"{text}: {change}, p = {p:.2g}")
+    readings = [outcome.reading for outcome in outcomes]
     for finding in findings:
         if finding.effect != IGNORED and finding.rule not in OWN_RULES:
-            fitting = [o.reading for o in outcomes if finding.rule in o.reading.rules]
+            fitting = [x for x in readings if finding.rule in RULES.get(x.about, ())]
             fitting.sort(key=lambda reading: not reading.visible)
             about = fitting[0].about if fitting else finding.rule
             add(about, f"rule {finding.rule}: {finding.what}")
@@ -325,14 +326,14 @@ def audit_draft(
     if recorded is not None and facts.get("family") != "causal":
         check_tokenizer(s.draft, recorded, target)
     d = read_draft(s.draft, read_target(s.target, tokenizer=False))
-    prompts, suspects = [item.prompt_ids for item in items], readings(d)
+    prompts, others = [item.prompt_ids for item in items], suspects.readings(d)
     if served is not None and not served.exact:
         lower = replace(AS_WRITTEN, about="dtype")
-        others = [name for name in LOWER_DTYPES if name != dtype]
-        suspects += [replace(lower, says=f"the draft in {name}", dtype=name) for name in others]
+        dtypes = [name for name in LOWER_DTYPES if name != dtype]
+        others += [replace(lower, says=f"the draft in {name}", dtype=name) for name in dtypes]
     written, *outcomes = (
         decode_reading(s, target, d, reading, prompts, dtype, out)
-        for reading in (AS_WRITTEN, *suspects)
+        for reading in (AS_WRITTEN, *others)
     )
     causes = name_causes(written, outcomes, served, findings)
     return {
@@ -393,11 +394,3 @@ def _first_difference(
             ours, theirs = ({key: counts_json(x)[key] for key in shown_counts(b)} for x in (a, b))
             return {"task": item.task, "id": item.id, "differs_in": keys, "ours": ours, "served": theirs}  # fmt: skip
     return None
-
-
-def show_counts(row: Mapping[str, Any]) -> list[str]:
-    """τ, rounds and accepted tokens by position for a table; of a reading that was refused, why."""
-    if "tau" not in row:
-        return ["–", "–", str(row.get("refused") or row.get("other_prompts") or "")]
-    accepted = row["by_position"] or row["accepted"]
-    return [f"{row['tau']:.3f}", str(row["rounds"]), str(accepted)]

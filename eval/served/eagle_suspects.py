@@ -42,13 +42,9 @@ def taps(d: DraftFiles) -> Iterator[Reading]:
             options.setdefault(layers, visible)
     options.pop(own, None)
     for layers, visible in options.items():
-        yield Reading(
-            "taps",
-            f"the states that enter layers {list(layers)} instead of {list(own)}",
-            set_config(eagle_aux_hidden_state_layer_ids=list(layers)),
-            rules=("taps", "taps-disagree", "taps-unread"),
-            visible=visible,
-        )
+        says = f"the states that enter layers {list(layers)} instead of {list(own)}"
+        edit: Edit = set_config(eagle_aux_hidden_state_layer_ids=list(layers))
+        yield Reading("taps", says, edit, visible=visible)
     if len(own) > 1:
         edit = reverse_columns(d, ["fc.weight"], len(own))
         yield Reading("taps", "the tapped states in the opposite order", edit)
@@ -91,7 +87,6 @@ def norms(d: DraftFiles) -> Iterator[Reading]:
             "norms",
             f"{flag} {'off' if on else 'on'}" + (", its weights one" if fill else ""),
             combine(set_flag(d, flag, not on), drop_all(d, there if on else []), fill_tensors(fill, 0)),
-            rules=("norm-flags", "nested-norm-flag", "norm-before-residual", "norm-before-fc"),
             visible=d.is_speculators_format and d.config.get(flag) is None,
         )  # fmt: skip
     for name in ("norm.weight", "layers.0.hidden_norm.weight"):
@@ -138,10 +133,9 @@ def vocabulary_map(d: DraftFiles) -> Iterator[Reading]:
         if not broken:  # two of the readings above are what the files say
             options = {says: x for says, x in options.items() if not torch.equal(x, ids)}
     loadable = TensorEdit(lambda tensors: (tensors.pop("t2d", None), tensors.update(d2t=0 * own)))
-    rules = ("map", "map-missing", "map-dtype", "missing-tensor")
     for says, ids in options.items():
         adjust = set_ids(ids.clamp(0, whole - 1), whole)
-        yield Reading("vocabulary map", says, loadable, adjust, rules, visible=broken)
+        yield Reading("vocabulary map", says, loadable, adjust, visible=broken)
 
 
 def set_ids(ids: torch.Tensor, size: int) -> AdjustFn:
@@ -168,7 +162,7 @@ def biases(d: DraftFiles) -> Iterator[Reading]:
         options[f"{flags} off"] = off, None
         options[f"biases that {flags} asks for and no tensor fills, at random"] = off, random_biases
     for says, (edit, adjust) in options.items():
-        yield Reading("biases", says, edit, adjust, ("bias-flags", "dropped-bias"), visible=True)
+        yield Reading("biases", says, edit, adjust, visible=True)
 
 
 def random_biases(draft: Any) -> None:

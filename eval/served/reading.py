@@ -30,14 +30,22 @@ class Reading:
     """Of a copy of the files (`copy_files`)."""
     adjust: AdjustFn | None = None
     """Of the draft that was loaded from them."""
-    rules: tuple[str, ...] = ()
-    """Names of the checker's rules that speak of the same."""
     dtype: str = ""
     """What the draft computes in; empty: as in all other readings."""
     visible: bool = False
     """The files themselves give rise to it: something is missing, superfluous or said twice in two ways."""
 
 
+RULES = {
+    "taps": ("taps", "taps-disagree", "taps-unread"),
+    "norms": ("norm-flags", "nested-norm-flag", "norm-before-residual", "norm-before-fc"),
+    "rope": ("rope", "rope-keys"),
+    "vocabulary map": ("map", "map-missing", "map-dtype", "missing-tensor", "whole-head"),
+    "tensors": ("missing-tensor", "unknown-tensor", "skipped-tensor"),
+    "biases": ("bias-flags", "dropped-bias"),
+    "matrices": ("shared-projection", "tied"),
+}
+"""{what is suspected: names of the checker's rules that speak of the same}."""
 AS_WRITTEN = Reading("", "the files as they are written", EditSequence(()))
 TEXT_FILES = (".json", ".model", ".jinja", ".txt")
 """Endings of what is copied beside the tensors: configs and tokenizers."""

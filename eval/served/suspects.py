@@ -15,7 +15,6 @@ from decode.serving import causal_rules as causal
 from decode.serving import eagle_rules as eagle
 from decode.serving import medusa_rules as medusa
 from decode.serving.edits import (
-    ConfigEdit,
     Edit,
     RemoveFile,
     TensorEdit,
@@ -68,20 +67,16 @@ def rope(d: DraftFiles) -> Iterator[Reading]:
         says = f"the target's {theirs['rope_type']} scaling of RoPE"
         options[says] = {**theirs, "rope_theta": theta}, False
     for says, (written, visible) in options.items():
-        yield Reading(
-            "rope", says, set_rope(d, written), rules=("rope", "rope-keys"), visible=visible
+        edit = layer_config(
+            d, rope_parameters=written, rope_theta=written["rope_theta"], rope_scaling=None
         )
-
-
-def set_rope(d: DraftFiles, rope: dict[str, Any]) -> ConfigEdit:
-    return layer_config(d, rope_parameters=rope, rope_theta=rope["rope_theta"], rope_scaling=None)
+        yield Reading("rope", says, edit, visible=visible)
 
 
 # ---- tensors ----
 
 HAS_OWN_SUSPECT = re.compile(r"\.bias$|^lm_head|^token_map$|rotary_emb\.|^verifier_")
 """Tensors that may be superfluous, and are either harmless or switched by another suspect."""
-TENSOR_RULES = ("missing-tensor", "unknown-tensor", "skipped-tensor")
 
 
 def missing_tensors(d: DraftFiles) -> Iterator[Reading]:
@@ -92,7 +87,7 @@ def missing_tensors(d: DraftFiles) -> Iterator[Reading]:
     unknown = {d.name_in_file[name]: tuple(d.tensors[name].shape) for name in others}
 
     def visible(says: str, edit: Edit) -> Reading:
-        return Reading("tensors", says, edit, rules=TENSOR_RULES, visible=True)
+        return Reading("tensors", says, edit, visible=True)
 
     for name, shape in missing.items():
         for other in (other for other, its in unknown.items() if its == shape):
@@ -133,7 +128,7 @@ def medusa_heads(d: DraftFiles) -> Iterator[Reading]:
         edit = without("medusa_fc_bias", False, biases)
         unsaid = d.config.get("medusa_fc_bias") is not True
         says = "the heads' biases dropped"
-        yield Reading("biases", says, edit, rules=("dropped-bias",), visible=unsaid)
+        yield Reading("biases", says, edit, visible=unsaid)
     options = {
         "the first head's projection for all": without("original_lm_head", True, others),
         "the target's output matrix for all heads": without("original_lm_head", True, projections),
@@ -141,7 +136,7 @@ def medusa_heads(d: DraftFiles) -> Iterator[Reading]:
     if shared:
         options["a projection for each head"] = set_config(original_lm_head=False)
     for says, edit in options.items() if others else ():
-        yield Reading("matrices", says, edit, rules=("shared-projection",), visible=shared)
+        yield Reading("matrices", says, edit, visible=shared)
     for says, step in (("after", 1), ("before", -1)):
         edit = rotate_heads(d, count, step)
         yield Reading("heads", f"for each position the head of the one {says}", edit)
@@ -170,16 +165,13 @@ def tied_head(d: DraftFiles) -> Iterator[Reading]:
         tied = bool(d.get("tie_word_embeddings", False))
         says = f"{causal.LM_HEAD} as output matrix" if tied else "the embedding as output matrix"
         edit = set_config(tie_word_embeddings=not tied)
-        yield Reading("matrices", says, edit, rules=("tied",), visible=tied)
+        yield Reading("matrices", says, edit, visible=tied)
 
 
 def whole_head(d: DraftFiles) -> Iterator[Reading]:
     """All rows of the output matrix of a draft that was trained on some of them."""
     if has_file(d.path, VOCAB_FILE):
-        edit = RemoveFile(VOCAB_FILE)
-        yield Reading(
-            "vocabulary map", f"no {VOCAB_FILE}", edit, rules=("whole-head",), visible=True
-        )
+        yield Reading("vocabulary map", f"no {VOCAB_FILE}", RemoveFile(VOCAB_FILE), visible=True)
 
 
 EAGLES = ("eagle1", "eagle3", "peagle")

@@ -14,7 +14,7 @@ A token counts if it was generated, up to an answer's first EOS and that include
 an EOS do not. All engines have --threads threads. They answer all prompts in turn, in reversed order every other time.
 Loading and a short warm-up are not timed, and prefixes are not cached, because every turn has the same prompts. The
 mean lengths of answers, and the shares that ended with EOS, should agree: all sample from one distribution. Stopped,
-the same command goes on (OUT.cells). The last line is JSON. `train/sample.py --engine vllm` says what vLLM samples.
+the same command goes on (OUT.cells). The last line is JSON.
 """
 
 import logging

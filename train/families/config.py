@@ -57,7 +57,7 @@ class DraftConfig:
         field(default_factory=list)
     )
     """eagle3, peagle: norms added to the published network, by their names in config.json: fc_norm and norm_output are
-    those of EAGLE-3.1. vLLM and SGLang read them."""
+    those of EAGLE-3.1. Serving engines read them."""
 
     block: Annotated[int, at_least(1, 64)] = 8
     """pard, peagle, dflash, dspark: tokens drafted in one pass."""

@@ -86,7 +86,7 @@ def speed_tables(own: Sequence[ReportEntry]) -> list[Table]:
 
 
 def forecast_tables(forecast: Mapping[str, Any] | None) -> list[Table]:
-    """τ by task and K as vLLM and SGLang draft by default, one table for each temperature; [] without a forecast."""
+    """τ by task and K as serving engines draft by default, one table for each temperature; [] without a forecast."""
     rows = [from_json(ForecastRow, row) for row in (forecast or {}).get("rows", [])]
     rows = [row for row in rows if row.rule == "greedy"]
     return [

@@ -79,7 +79,7 @@ def render(
 
 
 def serving_command(job: ServedDraft, configs: Sequence[EngineServingConfig]) -> str:
-    """The command of the first engine that serves the draft, which is vLLM if it does; else that of this project."""
+    """The command of the first engine that serves the draft; else that of this project."""
     commands = [
         text for config in configs for name, text in config.files.items() if name.endswith(".sh")
     ]

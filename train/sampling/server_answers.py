@@ -69,7 +69,7 @@ def _only_choice(data: Any) -> dict[str, Any]:
 
 
 def _listed_ids(choice: dict[str, Any]) -> list[int] | None:
-    """The ids of the sampled tokens: `token_ids` (vLLM), or the `id` of each log-probability (llama.cpp)."""
+    """The ids of the sampled tokens: `token_ids`, or the `id` of each log-probability (llama.cpp)."""
     ids = choice.get("token_ids")
     if ids is None:
         logprobs = choice.get("logprobs")

@@ -1,4 +1,4 @@
-"""Answers of a server that speaks OpenAI's API, such as vLLM, SGLang and llama.cpp, many requests at the same time.
+"""Answers of a server that speaks OpenAI's API, many requests at the same time.
 
 Prompts are sent to /completions as token ids, so that the target's own template and tokenizer alone decide what the
 model reads. Settings that change the distribution are always sent: a server's own top_k or penalty would sample another

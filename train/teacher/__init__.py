@@ -1,7 +1,7 @@
 """The target's hidden states and logits for a batch of samples.
 
     live.py                the target runs at every step
-    served.py              a vLLM server runs the target and gives its hidden states
+    served.py              a server runs the target and gives its hidden states
     answer_states.py       the decoder's states of an encoder-decoder, where a causal LM has them
     cached.py              hidden states and distributions are read from disk; the target ran once
     feature_codec.py       tensors of a token on disk: fp8 states with scales, top-K distributions

@@ -80,8 +80,13 @@ class _PassingError(PromptFailedError):
 def connect(s: ServerSettings) -> Server:
     """The server at `s.url`. UserError if it cannot be reached, refuses the key or does not serve the model."""
     url = checked_url(s.url)
+
+    async def models() -> httpx2.Response:
+        async with open_client() as http, asyncio.timeout(min(s.timeout, CONNECT_SECONDS)):
+            return await http.get(f"{url}/models")
+
     try:
-        response = asyncio.run(_get(f"{url}/models", min(s.timeout, CONNECT_SECONDS)))
+        response = asyncio.run(models())
     except (httpx2.RequestError, httpx2.InvalidURL, TimeoutError, UnicodeError) as error:
         raise UserError(
             f"no server answers at {url:.120} ({one_line(error, 100)}): start it, or correct --url"
@@ -102,22 +107,19 @@ def connect(s: ServerSettings) -> Server:
 
 def checked_url(url: str) -> str:
     """The address without a slash at its end. UserError unless it is one of http or https, without a key in it."""
+    bad = f"--url {url[:80]!r}: give an address such as http://localhost:8000/v1"
     try:
         parts = urlsplit(url)
         whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # of the port, or of a bracket
-        raise _bad_url(url) from None
+        raise UserError(bad) from None
     if parts.username is not None or parts.query or parts.fragment:
         raise UserError(
             f"--url holds more than an address: a key belongs into the environment variable {KEY_VARIABLE}"
         )
     if not whole or not url.isascii() or not url.isprintable() or " " in url:
-        raise _bad_url(url)
+        raise UserError(bad)
     return url.rstrip("/")
-
-
-def _bad_url(url: str) -> UserError:
-    return UserError(f"--url {url[:80]!r}: give an address such as http://localhost:8000/v1")
 
 
 def open_client() -> httpx2.AsyncClient:
@@ -199,11 +201,6 @@ def _content(response: httpx2.Response, server: Server) -> Any:
         return response.json()
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         raise MalformedReplyError("no JSON") from None
-
-
-async def _get(url: str, seconds: float) -> httpx2.Response:
-    async with open_client() as http, asyncio.timeout(seconds):
-        return await http.get(url)
 
 
 def _served_models(response: httpx2.Response, url: str) -> dict[str, int | None]:

@@ -1,6 +1,6 @@
 """python server_guard.py COMMAND …: runs a server, and ends it with all its children, however the parent here ends.
 
-A server's children may outlive it (vLLM's engine is one), and a client that is killed can end nobody. So the server has
+A server's children may outlive it (engine cores do), and a client that is killed can end nobody. So the server has
 a process group of its own. This process gets SIGTERM when its parent ends it or dies, and then ends the whole group; so
 it does when the server ends alone. The exit code is the server's, 128 + N for signal N.
 """

@@ -38,9 +38,8 @@ def find_interpreter(asked: str = "") -> str:
 def has_vllm(python: str) -> bool:
     """Whether vLLM is installed there. UserError if there is no such interpreter."""
     seek = "import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)"
-    return (
-        subprocess.run([find_interpreter(python), "-c", seek], capture_output=True).returncode == 0
-    )
+    done = subprocess.run([find_interpreter(python), "-c", seek], capture_output=True)
+    return done.returncode == 0
 
 
 def speculative_config(draft: str, k: int, **more: Any) -> dict[str, Any]:

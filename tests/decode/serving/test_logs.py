@@ -1,6 +1,8 @@
 """What servers print, streamed answers and failed requests: lines in the servers' own formats, with figures by hand."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,25 +67,6 @@ def test_intervals_of_vllm_are_pooled_by_their_rounds(tmp_path: Path) -> None:
     assert positions(found) == pytest.approx([110 / 150, 65 / 150, 35 / 150])
     assert positions(found, "alpha") == pytest.approx([110 / 150, 65 / 110, 35 / 65])
     assert found["tau"]["ci"] is None
-
-
-@pytest.mark.parametrize(
-    "dress",
-    [
-        lambda line: f"\x1b[1;36m(EngineCore pid=17)\x1b[0;0m {line}",
-        lambda line: f"2026-11-24T10:00:01.123456Z stdout F {line}",
-        lambda line: line.replace("\n", "\r\n"),
-        lambda line: json.dumps({"log": line, "stream": "stderr", "time": "t"}, separators=(",", ":")) + "\n",
-        lambda line: line.replace("%\n", "%, Draft time/step: 1.250 ms\n"),
-    ],
-    ids=["colours", "kubernetes", "crlf", "docker", "fork"],
-)  # fmt: skip
-def test_lines_of_vllm_behind_what_others_put_before_them(dress: Any, tmp_path: Path) -> None:
-    """Catches a log that is only read as it left the process."""
-    text = dress(vllm_line(40, 120, [30, 20, 10])) + dress(vllm_line(10, 30, [5, 5, 0]))
-    found = scored(read(tmp_path, text))
-    assert found["counts"] == {"rounds": 50, "drafted": 150, "accepted": 70}
-    assert positions(found) == [35 / 50, 25 / 50, 10 / 50]
 
 
 def test_rounds_that_drafted_less_give_no_alpha_by_guess(tmp_path: Path) -> None:
@@ -203,29 +186,6 @@ def test_older_and_other_lines_of_llama_server(tmp_path: Path) -> None:
     assert [r.accepted for r in again.requests] == [9, 0, 9]
 
 
-@pytest.mark.parametrize(
-    "dress",
-    [
-        lambda text: "".join(f"\x1b[32m{line}\x1b[0m\n" for line in text.splitlines()),
-        lambda text: text.replace("draft acceptance", "\x1b[33mdraft acceptance\x1b[0m"),
-        lambda text: "".join(f"llama-1  | {line}\n" for line in text.splitlines()),
-        lambda text: "\ufeff" + text.replace("\n", "\r\n"),
-    ],
-    ids=["colours", "colours within", "compose", "mark and CRLF"],
-)
-def test_lines_of_llama_server_behind_what_others_put_before_them(
-    dress: Any, tmp_path: Path
-) -> None:
-    """Catches forms of both ages that are only read as they left the process."""
-    new = llama_lines(9, 16, drafts_of(9, 12, ", mean len =  3.25"), "1.000, 0.750, 0.500", slot=1)
-    assert [(r.rounds, r.drafted, r.accepted) for r in read(tmp_path, dress(new)).requests] == [
-        (6, 12, 9)
-    ]
-    assert [(r.rounds, r.drafted, r.accepted) for r in read(tmp_path, dress(OLD)).requests] == [
-        (134, 347, 65)
-    ]
-
-
 def test_a_log_that_begins_within_a_request(tmp_path: Path) -> None:
     """tail -n: drafts without the length of the answer. Without a mean length there are no rounds, so no τ."""
     line = "slot print_timing: id 0 | task 3 | draft acceptance = 0.50000 (   20 accepted /   40 generated)\n"
@@ -267,39 +227,53 @@ def test_both_meanings_of_sglangs_rate_give_ours(newer: bool, tmp_path: Path) ->
     assert pooled(found) == {}  # nothing says how much each interval weighs
 
 
-@pytest.mark.parametrize(
-    "dress",
-    [
-        lambda line: f"\x1b[32m{line.rstrip()}\x1b[0m\n",
-        lambda line: line.replace("accept len:", "\x1b[1maccept len:\x1b[0m"),
-        lambda line: f"Nov 24 10:00:01 host server[123]: {line}",
-        lambda line: f"server-1  | {line}",
-        lambda line: "\ufeff" + line.replace("\n", "\r\n"),
-        lambda line: line.replace("#token: 353", "#full token: 353, #swa token: 3"),
-        lambda line: line.rstrip("\n"),
-    ],
-    ids=[
-        "colours",
-        "colours within",
-        "journal",
-        "compose",
-        "mark and CRLF",
-        "newer",
-        "no line end",
-    ],
-)
-def test_lines_of_sglang_behind_what_others_put_before_them(dress: Any, tmp_path: Path) -> None:
-    """Catches a log that is only read as it left the process. Before, colours within the line were read as JSON."""
-    found = scored(read(tmp_path, dress(sglang_line(2.64, "accept rate: 0.66, "))))
-    assert pooled(found) == pytest.approx({"tau": 2.64, "acceptance_rate": 1.64 / 3})
-
-
 def test_an_ambiguous_rate_of_sglang_is_left_out(tmp_path: Path) -> None:
     """accept len 2.00 at rate 0.50 is 2 of 4 tokens with three drafts, or 1 of 2 drafts. Without a rate: none."""
     for rate in ("accept rate: 0.50, ", ""):
         assert pooled(scored(read(tmp_path, sglang_line(2.0, rate)))) == {"tau": 2.0}
     old = sglang_line(2.0, prefix="[2025-02-01 10:00:00 TP0] ").replace("batch,", "batch.")
     assert pooled(scored(read(tmp_path, old))) == {"tau": 2.0}
+
+
+# ---- what others put around lines ----
+
+
+def each_line(form: str) -> Callable[[str], str]:
+    return lambda text: "".join(form.format(line) + "\n" for line in text.splitlines())
+
+
+def docker(text: str) -> str:
+    rows = ({"log": x, "stream": "stderr", "time": "t"} for x in text.splitlines(True))
+    return "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+
+
+DRESSES: dict[str, Callable[[str], str]] = {
+    "colours": each_line("\x1b[1;36m(EngineCore pid=17)\x1b[0;0m {}"),
+    "colours within": lambda text: re.sub("accept(ance)?", "\x1b[33m\\g<0>\x1b[0m", text),
+    "kubernetes": each_line("2026-11-24T10:00:01.123456Z stdout F {}"),
+    "journal": each_line("Nov 24 10:00:01 host server[123]: {}"),
+    "compose": each_line("server-1  | {}"),
+    "mark and CRLF": lambda text: "\ufeff" + text.replace("\n", "\r\n"),
+    "docker": docker,
+    "no line end": lambda text: text.rstrip("\n"),
+    "newer vLLM": lambda text: text.replace("%\n", "%, Draft time/step: 1.250 ms\n"),
+    "newer SGLang": lambda text: text.replace("#token: 353", "#full token: 353, #swa token: 3"),
+}
+PRINTED = {
+    "vllm": (vllm_line(40, 120, [30, 20, 10]) + vllm_line(10, 30, [5, 5, 0]), (50, 150, 70)),
+    "llamacpp": (llama_lines(9, 16, drafts_of(9, 12, ", mean len =  3.25"), "1.000, 0.750, 0.500"), (6, 12, 9)),
+    "older llamacpp": (OLD, (134, 347, 65)),
+    "sglang": (sglang_line(2.64, "accept rate: 0.66, "), (None, 0, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dress", DRESSES)
+def test_lines_of_servers_behind_what_others_put_before_them(dress: str, tmp_path: Path) -> None:
+    """Catches a log that is only read as it left the process. Before, colours within a line were read as JSON."""
+    for text, counts in PRINTED.values():
+        found = scored(read(tmp_path, DRESSES[dress](text)))
+        assert tuple(found["counts"].values()) == counts
+    assert pooled(found) == pytest.approx({"tau": 2.64, "acceptance_rate": 1.64 / 3})
 
 
 # ---- streams ----

@@ -68,7 +68,9 @@ def test_a_wrong_output_is_a_failure(
     assert (verdict.prompts, verdict.identical, verdict.ties) == (2, 1, [])
     assert [f.position for f in verdict.failures] == [at]
     assert (verdict.exact, verdict.tied, verdict.failed) == (0.5, 0.0, 0.5)
-    json.dumps(verdict, allow_nan=False)  # a missing token has no logit to be infinitely far from
+    json.dumps(
+        to_json(verdict), allow_nan=False
+    )  # a missing token has no logit to be infinitely far from
 
 
 def test_an_answer_past_its_end_is_a_failure(greedy: tuple[Any, TaskPrompt, list[int]]) -> None:

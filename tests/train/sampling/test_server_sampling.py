@@ -110,6 +110,9 @@ def test_rows_are_what_the_server_said(
     assert faulty > 1
     repeated = faulty if fault not in ("", "twice") else 0
     assert server.attempts.total() == COUNT + repeated
+    if fault == "429":  # it asks for time
+        waits = [times[1] - times[0] for times in server.times.values() if len(times) == 2]
+        assert min(waits) >= 0.4
 
 
 def test_the_request_says_all_that_decides_the_distribution(
@@ -203,24 +206,6 @@ def test_failed_prompts_are_counted_and_asked_again(
     assert rows_of(out) == expected(world, server)
 
 
-def test_the_manifest_may_be_published(world: World, server: StandIn, tmp_path: Path) -> None:
-    """Bug: publishing a set that a server sampled is refused because of an unknown count."""
-    assert sample(world, server, tmp_path / "out").code == 0
-    content = files.read_json(tmp_path / "out" / "manifest.json")
-    published = redaction.select(content, MANIFEST, "manifest.json")
-    assert published["counts"] == content["counts"]
-    assert published["engine"] == "openai"
-
-
-def test_retry_after_is_kept_to(world: World, server: StandIn, tmp_path: Path) -> None:
-    """Bug: a server that asks for time is asked again at once."""
-    server.fault = every_other("429")
-    assert summary(sample(world, server, tmp_path / "out"))["answered"] == COUNT
-    waits = [times[1] - times[0] for times in server.times.values() if len(times) == 2]
-    assert len(waits) > 1
-    assert min(waits) >= 0.4
-
-
 def test_no_more_requests_at_a_time_than_asked(
     world: World, server: StandIn, tmp_path: Path
 ) -> None:
@@ -228,6 +213,10 @@ def test_no_more_requests_at_a_time_than_asked(
     server.seconds = 0.05
     assert summary(sample(world, server, tmp_path / "out"))["answered"] == COUNT
     assert server.most_open == 3
+    # Bug: publishing a set that a server sampled is refused because of an unknown count.
+    content = files.read_json(tmp_path / "out" / "manifest.json")
+    published = redaction.select(content, MANIFEST, "manifest.json")
+    assert (published["counts"], published["engine"]) == (content["counts"], "openai")
 
 
 def test_a_server_with_a_short_context(world: World, server: StandIn, tmp_path: Path) -> None:
