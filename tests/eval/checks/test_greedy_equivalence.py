@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from decode.common.typed_json import to_json
 from decode.model.loading import Target, load_model, load_target
 from eval.checks import greedy_equivalence
 from eval.tasks.loading import TaskPrompt
